@@ -42,7 +42,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_decentral.shared.wire.elastic import worker as healed
+from lightning_decentral.elastic.wire import endpoint as healed
 from lightning_decentral.shared.wire.plain import pack
 
 SPARED = "w1"

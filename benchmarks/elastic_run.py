@@ -17,8 +17,8 @@ from typing import Any
 from cluster import Cluster
 from elastic_worker import Job, train
 
-from lightning_decentral.shared.plan.elastic.view import Bounds, Times
-from lightning_decentral.shared.wire.elastic.lobby import serve
+from lightning_decentral.elastic.plan.view import Bounds, Times
+from lightning_decentral.elastic.wire.lobby_server import serve
 
 FORK = multiprocessing.get_context("fork")
 Row = dict[str, Any]

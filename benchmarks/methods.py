@@ -60,7 +60,7 @@ class Method:
     @property
     def copies_sent(self) -> float:
         """Numbers that a worker sends per step, over the number of parameters; mean over workers and steps."""
-        return self.combine.copies * copies_sent(self.topology, WORKERS)
+        return self.combine.form.copies * copies_sent(self.topology, WORKERS)
 
 
 def copies_sent(topology: Topology, size: int) -> float:

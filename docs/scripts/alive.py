@@ -10,9 +10,9 @@ from typing import Any
 import matplotlib
 from pictures import ACCENT, IMAGES, INK, PALE, SAME, named, new_figure
 
-from lightning_decentral.gossip.member_picture import Stays, draw_bars
-from lightning_decentral.shared.plan.elastic.view import Bounds
-from tests.shared.plan.elastic.virtual import World
+from lightning_decentral.elastic.picture import Stays, draw_bars
+from lightning_decentral.elastic.plan.view import Bounds
+from tests.elastic.plan.virtual import World
 
 END, CUT, HEALED = 16.0, 7.0, 8.5
 EVENT = re.compile(r" *([\d.]+) (w\d+) (starts|is in view (\d+)|comes back)")

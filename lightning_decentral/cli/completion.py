@@ -9,7 +9,6 @@ It is made of the parser itself, so a new command or option is completed by exis
 
 import argparse
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 BASH = """\
 _lightning_decentral() {{
@@ -24,10 +23,9 @@ complete -o default -F _lightning_decentral lightning-decentral
 """
 
 
-def add(commands: Any) -> None:
-    parser = commands.add_parser("completion", help="a script by which a shell completes commands and options")
+def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=["bash"])
-    parser.set_defaults(run=lambda options: print(script(commands.choices), end=""))
+    parser.set_defaults(run=lambda options: print(script(options.commands), end=""))
 
 
 def script(commands: Mapping[str, argparse.ArgumentParser]) -> str:

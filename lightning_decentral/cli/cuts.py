@@ -3,7 +3,6 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from hydra.utils import instantiate
 from lightning.pytorch import Trainer
@@ -100,7 +99,6 @@ def run(options: argparse.Namespace) -> None:
     answer(options, found, f"chain: {found.chain}", *names, verdicts(plan), depths_table(found.depths))
 
 
-def add(commands: Any) -> None:
-    command = commands.add_parser("cuts", help="where partial backprop would cut a recipe, and what that saves")
+def add(command: argparse.ArgumentParser) -> None:
     command.add_argument("overrides", nargs="*", help="words of recipes/train.py: recipe=vit strategy.cuts=3")
     command.set_defaults(run=run)

@@ -3,19 +3,17 @@
     started        listening at port 29400 for 2 to 16 workers
     a new view     view 3: 4 workers from round 120; came: w7; lost: w2
 
-Short: the server is `shared/wire/elastic/lobby.py`. It may be killed and started again while the workers train.
+Short: the server is `elastic/wire/lobby_server.py`. It may be killed and started again while the workers train.
 """
 
 import argparse
-from typing import Any
 
 from lightning_decentral.cli.options import number, whole
-from lightning_decentral.shared.plan.elastic.view import Bounds, Times
-from lightning_decentral.shared.wire.elastic.lobby import serve
+from lightning_decentral.elastic.plan.view import Bounds, Times
+from lightning_decentral.elastic.wire.lobby_server import serve
 
 
-def add(commands: Any) -> None:
-    parser = commands.add_parser("lobby", help="where elastic workers meet: who trains together, who died, who joins")
+def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=whole, default=29400)
     parser.add_argument("--address", default="", help="to listen at; all interfaces where it isn't given")
     parser.add_argument("--workers", type=bounds, required=True, help="least and most of them: 2:16")

@@ -13,26 +13,34 @@ lightning-decentral completion bash
 Short, as each command is a module of its own: here they are put together, and mistakes become one line.
 """
 
+from __future__ import annotations
+
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from lightning_decentral.cli import (
-    completion,
-    cuts,
-    lobby,
-    placement,
-    planning,
-    profile,
-    rehearsing,
-    schedule,
-    topology,
-)
 from lightning_decentral.cli.answers import quiet
 from lightning_decentral.cli.options import Parser, refuse_unwritable
-from lightning_decentral.shared.application import Application
-from lightning_decentral.shared.errors import mendable, one_line
+
+if TYPE_CHECKING:
+    from lightning_decentral.shared.application import Application
+
+COMMANDS = {
+    "cuts": ("cuts", "where partial backprop would cut a recipe, and what that saves"),
+    "plan": ("planning", "predicted seconds per step of every method on a cluster, the best first"),
+    "rehearse": ("rehearsing", "trains n workers in one process: which method reaches a loss soonest"),
+    "topology": ("topology", "steps, matrices, spectral gap and consensus curve of a topology"),
+    "profile": ("profile", "what a training step of a recipe costs on one device"),
+    "placement": ("placement", "which host should get which rank"),
+    "schedule": ("schedule", "makespan of many jobs on few devices, simulated and for real"),
+    "lobby": ("lobby", "where elastic workers meet: who trains together, who died, who joins"),
+    "completion": ("completion", "a script by which a shell completes commands and options"),
+}
+"""{command: (module, what it answers)}; only the module of the one that is asked for is read."""
+SILENT = ("lobby", "completion")
+"""Commands that answer nothing which JSON could say."""
 
 
 def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -49,21 +57,31 @@ def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
 
 def main(application: Application, arguments: Sequence[str] | None = None) -> None:
     """The command, about this application: `recipes/command.py` is the console's."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     parser = Parser(prog="lightning-decentral", description=__doc__.partition("\n")[0])
-    commands: Any = parser.add_subparsers(dest="command", required=True)
-    parser.set_defaults(application=application, outputs=())
-    for command in (cuts, planning, rehearsing, topology, profile, placement, schedule):
-        command.add(commands)
-    for answering in commands.choices.values():
-        answering.add_argument("--json", action="store_true", help="answer with JSON (docs/commands.md)")
-    for silent in (lobby, completion):
-        silent.add(commands)
+    parser.set_defaults(application=application, outputs=(), commands=added(parser, arguments))
     options = parsed(parser, arguments)
     try:
         refuse_unwritable(options, options.outputs)
         with quiet():
             options.run(options)
     except Exception as error:
+        # Read here: it knows the errors of Hydra and of Lightning.
+        from lightning_decentral.shared.errors import mendable, one_line
+
         if not mendable(error):
             raise
         sys.exit(f"error: {one_line(error)}")
+
+
+def added(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> dict[str, argparse.ArgumentParser]:
+    """{command: its parser}; of commands that aren't asked for without options."""
+    commands: Any = parser.add_subparsers(dest="command", required=True)
+    for name, (module, what) in COMMANDS.items():
+        command = commands.add_parser(name, help=what)
+        if name in arguments or "completion" in arguments:
+            import_module(f"lightning_decentral.cli.{module}").add(command)
+            if name not in SILENT:
+                command.add_argument("--json", action="store_true", help="answer with JSON (docs/commands.md)")
+    choices: dict[str, argparse.ArgumentParser] = commands.choices
+    return choices

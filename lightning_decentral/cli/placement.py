@@ -4,7 +4,6 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hydra import compose, initialize_config_module
 from hydra.errors import MissingConfigException
@@ -101,8 +100,7 @@ class Placed:
     all_after_seconds: float
 
 
-def add(commands: Any) -> None:
-    command = commands.add_parser("placement", help="which host should get which rank")
+def add(command: argparse.ArgumentParser) -> None:
     command.add_argument("hosts", help="delays and bandwidths between hosts, JSON or CSV")
     command.add_argument("overrides", nargs="*", help="words about the topology: strategy.topology.max_degree=2")
     command.add_argument("--topology", default="ring", help="ring, pipeline, exponential, ... (default: %(default)s)")

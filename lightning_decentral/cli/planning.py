@@ -3,7 +3,6 @@
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -20,8 +19,7 @@ from lightning_decentral.shared.plan.profile import Profile, read
 LATENCY, INSIDE_LATENCY = "100us", "10us"
 
 
-def add(commands: Any) -> None:
-    parser = commands.add_parser("plan", help="predicted seconds per step of every method on a cluster, the best first")
+def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("profile", nargs="?", help="file that `lightning-decentral profile` wrote")
     parser.add_argument("--workers", type=whole, help="devices in all")
     parser.add_argument("--per-node", type=whole, help="devices of a node (default 1)")

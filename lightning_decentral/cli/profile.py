@@ -251,8 +251,7 @@ class Profiled:
     step_seconds: float
 
 
-def add(commands: Any) -> None:
-    command = commands.add_parser("profile", help="what a training step of a recipe costs on one device")
+def add(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "overrides", nargs="*", help="words of recipes/train.py: recipe=vit model.config.hidden_size=64"
     )

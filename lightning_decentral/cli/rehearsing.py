@@ -40,10 +40,7 @@ LEFT_OUT: dict[str, tuple[Any, ...]] = {
 STACKED: dict[str, bool | None] = {"auto": None, "true": True, "false": False}
 
 
-def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "rehearse", help="trains n workers in one process: which method reaches a loss soonest"
-    )
+def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", help="words of recipes/train.py, and workers=4,8: recipe=gpt workers=4")
     parser.add_argument("--target", type=number, help="validation loss of the mean of the models")
     parser.add_argument("--profile", help="file that `lightning-decentral profile` wrote, for seconds of a step")

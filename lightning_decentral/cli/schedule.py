@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -39,8 +39,7 @@ SHOWN_JOBS = 30
 AIM = 0.1  # of the simulated makespan
 
 
-def add(commands: Any) -> None:
-    parser = commands.add_parser("schedule", help="makespan of many jobs on few devices, simulated and for real")
+def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("jobs", nargs="?", help="YAML file of jobs: pieces in seconds, profiles, trainings")
     parser.add_argument(
         "--policy",

@@ -5,7 +5,6 @@ import sys
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -23,8 +22,7 @@ LONG_SIZE, LARGEST_SIZE = 256, 2048  # workers that take more than seconds; more
 PRINTED_SIZE = 16  # workers whose matrices fit on a screen
 
 
-def add(commands: Any) -> None:
-    parser = commands.add_parser("topology", help="steps, matrices, spectral gap and consensus curve of a topology")
+def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", help="as in strategy/topology=NAME: ring, base_graph, auto, ...")
     parser.add_argument("overrides", nargs="*", help="of its fields: max_degree=2")
     parser.add_argument("--workers", type=whole, required=True)

@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING
 from lightning_decentral.shared import lazy_exports
 
 if TYPE_CHECKING:
+    from lightning_decentral.elastic.option import Elastic as Elastic
+    from lightning_decentral.elastic.plan.asynchronous import Asynchronous as Asynchronous
+    from lightning_decentral.elastic.strategy import ElasticGossipStrategy as ElasticGossipStrategy
+    from lightning_decentral.elastic.wire.rounds.simulation import simulate_asynchronous as simulate_asynchronous
     from lightning_decentral.gossip.callbacks import CommunicationMonitor as CommunicationMonitor
     from lightning_decentral.gossip.callbacks import ConsensusMonitor as ConsensusMonitor
     from lightning_decentral.gossip.callbacks import MixingMonitor as MixingMonitor
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
     from lightning_decentral.gossip.compute.combine import GradientTracking as GradientTracking
     from lightning_decentral.gossip.compute.combine import LearningRatePower as LearningRatePower
     from lightning_decentral.gossip.compute.combine import LinearRate as LinearRate
+    from lightning_decentral.gossip.compute.combine import MessageForm as MessageForm
     from lightning_decentral.gossip.compute.combine import Outer as Outer
     from lightning_decentral.gossip.compute.combine import OuterNesterov as OuterNesterov
     from lightning_decentral.gossip.compute.combine import PseudoGradient as PseudoGradient
@@ -30,15 +35,14 @@ if TYPE_CHECKING:
     from lightning_decentral.gossip.compute.combine import QuasiGlobalMomentum as QuasiGlobalMomentum
     from lightning_decentral.gossip.compute.combine import Rate as Rate
     from lightning_decentral.gossip.compute.combine import RateSchedule as RateSchedule
+    from lightning_decentral.gossip.compute.combine import Recovery as Recovery
     from lightning_decentral.gossip.compute.combine import RelaySum as RelaySum
+    from lightning_decentral.gossip.compute.combine import Rule as Rule
     from lightning_decentral.gossip.compute.combine import State as State
     from lightning_decentral.gossip.compute.combine import Turn as Turn
     from lightning_decentral.gossip.compute.travel import Travel as Travel
-    from lightning_decentral.gossip.elastic.elastic import Elastic as Elastic
-    from lightning_decentral.gossip.elastic.strategy import ElasticGossipStrategy as ElasticGossipStrategy
     from lightning_decentral.gossip.fabric import FabricGossipStrategy as FabricGossipStrategy
     from lightning_decentral.gossip.pipeline_replicas import GossipReplicas as GossipReplicas
-    from lightning_decentral.gossip.plan.asynchronous import Asynchronous as Asynchronous
     from lightning_decentral.gossip.plan.checks import check as check
     from lightning_decentral.gossip.plan.forecast import GossipForecast as GossipForecast
     from lightning_decentral.gossip.plan.stability import largest_stable_rate as largest_stable_rate
@@ -73,7 +77,6 @@ if TYPE_CHECKING:
     from lightning_decentral.gossip.plan.weights import spectral_gap as spectral_gap
     from lightning_decentral.gossip.report import Report as Report
     from lightning_decentral.gossip.strategy import GossipStrategy as GossipStrategy
-    from lightning_decentral.gossip.wire.elastic.simulation import simulate_asynchronous as simulate_asynchronous
     from lightning_decentral.gossip.wire.island import AllReduce as AllReduce
     from lightning_decentral.gossip.wire.island import FullyShard as FullyShard
     from lightning_decentral.gossip.wire.island import Island as Island

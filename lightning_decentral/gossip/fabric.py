@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_decentral.gossip.compute.combine.combine import Combine
-from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
+from lightning_decentral.gossip.compute.combine.rule import Rule
 from lightning_decentral.gossip.compute.travel import Travel
 from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.topology import Topology
@@ -53,7 +52,7 @@ class FabricGossipStrategy(FabricWorkers):
         self,
         *,
         topology: Topology | None = None,
-        combine: Combine | ConsensusControl | None = None,
+        combine: Rule | None = None,
         weights: Weights | None = None,
         codec: Codec | None = None,
         delay: int = 1,
@@ -73,6 +72,7 @@ class FabricGossipStrategy(FabricWorkers):
         self.member = IslandMember(None, 1, self.meet)
         self.delay, self.bucket_bytes, self.heals = delay, bucket_bytes, heals
         self._mixers = Mixers(self._making)
+        self.mean_model.hidden = self._hidden
         self.gradient_check = BeforeUpdate(self._adopt)
 
     @property
@@ -126,7 +126,10 @@ class FabricGossipStrategy(FabricWorkers):
         self._mixers.step(optimizer)
 
     def settle(self) -> None:
-        self._mixers.settle()
+        self._mixers.end()
+
+    def _hidden(self, written: Sequence[Tensor]) -> None:
+        self._mixers.note(written)
 
     def share(self) -> float | None:
         assert self.wire is not None
@@ -141,7 +144,7 @@ class FabricGossipStrategy(FabricWorkers):
     def plan(self) -> dict[str, str]:
         fixed = {"combine": repr(self.combine), "codec": repr(self.codec), "delay": str(self.delay)}
         # An estimate, or a relayed sum, is about one link; anything else goes on over other ones.
-        return {**fixed, **self.changeable()} if self.codec.remembers or self.combine.of_links else fixed
+        return {**fixed, **self.changeable()} if self.codec.remembers or self.combine.recovery.of_links else fixed
 
     def changeable(self) -> dict[str, str]:
         return {"topology": repr(self.topology), "weights": repr(self.weights)}

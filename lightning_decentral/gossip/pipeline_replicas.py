@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
-from lightning_decentral.gossip.elastic.elastic import Elastic
+from lightning_decentral.gossip.compute.combine.rule import Rule
 from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
@@ -25,6 +25,7 @@ from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.shared.compute.layout.model import ModelLayout, refuse_shared
 from lightning_decentral.shared.compute.layout.packing import pack
 from lightning_decentral.shared.plan.arguments import checked
+from lightning_decentral.shared.plan.seam import Elasticity
 from lightning_decentral.shared.wire.agreement import start_from_worker_0
 from lightning_decentral.shared.wire.mean import Swap, mean
 from lightning_decentral.shared.wire.pipeline_replicas import Bond, Group, MakeLayouts, Replicas, unasked
@@ -43,7 +44,7 @@ class GossipReplicas(Replicas):
         combine: what a replica does with what it heard.
         weights: of what is heard; by default the rule's.
         delay: updates between launch and landing; 0 blocks, 1 hides behind a forward and backward.
-        elastic: pipelines, each a worker, may come and go.
+        elastic: an `Elastic`: pipelines, each a worker, may come and go.
 
     Raises:
         ValueError: for a negative delay; at set-up where topology, rule and delay don't fit, and for
@@ -55,10 +56,10 @@ class GossipReplicas(Replicas):
     drifts: ClassVar[bool] = True
 
     topology: Topology = field(default_factory=Auto)
-    combine: Combine | ConsensusControl = field(default_factory=Gossip)
+    combine: Rule = field(default_factory=Gossip)
     weights: Weights | None = None
     delay: int = 1
-    elastic: Elastic | None = None
+    elastic: Elasticity | None = None
 
     def __post_init__(self) -> None:
         if self.delay < 0:
@@ -78,12 +79,7 @@ class GossipReplicas(Replicas):
         self.combine.placed(topology, size).check(topology, size, self._weights, self.delay)
 
     def strategy(self, cls: type) -> type:
-        if self.elastic is None:
-            return cls
-        # Read here: runs without have no use for it.
-        from lightning_decentral.gossip.elastic.pipeline.pipelines import elastic_pipeline
-
-        return elastic_pipeline(cls)
+        return cls if self.elastic is None else self.elastic.strategy(cls)
 
     @property
     def _weights(self) -> Weights:
@@ -143,7 +139,10 @@ class _Mixing(Bond):
         Swap(parameters, mean(parameters, self._over, self.share()))  # never undone
 
     def settle(self) -> None:
-        self._mixers.settle()
+        self._mixers.end()
+
+    def note(self, written: Sequence[Tensor]) -> None:
+        self._mixers.note(written)
 
     def share(self) -> float | None:
         return self._mixers.share(self._over, self._device, lambda call: call())

@@ -17,12 +17,10 @@ from rich.table import Table
 from torch import Tensor
 
 from lightning_decentral.gossip.callbacks import Watched
-from lightning_decentral.gossip.member_picture import draw_members
 from lightning_decentral.shared.compute.modules import evaluating
 from lightning_decentral.shared.figure import draw
 from lightning_decentral.shared.loggers import Rows
 from lightning_decentral.shared.plan.arguments import checked
-from lightning_decentral.shared.plan.elastic.view import View
 
 UNKNOWN = float("nan")
 PICTURES = ("report.png", "members.png")
@@ -40,10 +38,10 @@ class Scored(Protocol):
 
 @runtime_checkable
 class Attended(Watched, Protocol):
-    """What a strategy offers whose workers come and go."""
+    """A strategy whose workers come and go."""
 
-    def views(self) -> Sequence[View]:
-        """Those so far, in order; no communication."""
+    def draw_members(self, file: Path) -> None:
+        """Draw who trained together, from which round to which. ModuleNotFoundError without matplotlib."""
 
 
 @checked
@@ -88,7 +86,7 @@ class Report(Callback):
         try:
             draw(self._rows.rows, curves)
             if isinstance(strategy, Attended):
-                draw_members(strategy.views(), strategy.rounds()[0], members)
+                strategy.draw_members(members)
         except ModuleNotFoundError:
             print("no report.png: matplotlib is not installed: pip install 'lightning-decentral[plot]'")
 

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_decentral.gossip.compute.combine.combine import Combine
-from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
+from lightning_decentral.gossip.compute.combine.rule import Rule
 from lightning_decentral.gossip.compute.error_feedback import RULE_OF_THUMB, share_that_arrives
 from lightning_decentral.gossip.compute.link import cliques_of
 from lightning_decentral.gossip.compute.travel import LACKING, UNKNOWN, Travel, agreed, kinds, none_has, pack_states
@@ -69,7 +68,7 @@ class Planned(Protocol):
     """The constructor's values of a strategy, and the size of the run."""
 
     topology: Topology
-    combine: Combine | ConsensusControl
+    combine: Rule
     weights: Weights
     codec: Codec
     states: Mapping[str, Travel]
@@ -130,7 +129,7 @@ class Rounds:
         pending.wait()
         return [row.tolist() for row in rows]
 
-    def _mixer(self, topology: Topology, combine: Combine | ConsensusControl, codec: Codec) -> Mixer:
+    def _mixer(self, topology: Topology, combine: Rule, codec: Codec) -> Mixer:
         plan = self.plan
         assert plan.wire is not None
         where = plan.workers, plan.worker, plan.member, plan.root_device
@@ -238,12 +237,12 @@ class StateMixer:
         self.mixer.load_state_dict(state["mixer"])
 
 
-def refuse_lossy(codec: Codec, combine: Combine | ConsensusControl) -> None:
+def refuse_lossy(codec: Codec, combine: Rule) -> None:
     """ValueError for a codec that loses too much of what the rule sends."""
-    if not (codec.complete or combine.of_differences):
+    if not (codec.complete or combine.form.differences):
         remedy = f"use DifferenceCompression({codec}), a smaller rate; or PseudoGradient()"
         raise ValueError(f"{codec} by itself would lose too much: {remedy}")
-    if codec.remembers and combine.of_differences:
+    if codec.remembers and combine.form.differences:
         inner = getattr(codec, "inner", Plain())
         raise ValueError(
             f"{combine} sends differences already, and an estimate of them would be sent again in each round: "
@@ -255,16 +254,16 @@ MOST_LENGTHENED = 1.5
 """Of what comes in parts; measured: at 1/64 of the elements 1.5 contracts, 2 no longer does."""
 
 
-def refuse_overshoot(codec: Codec, combine: Combine | ConsensusControl) -> None:
+def refuse_overshoot(codec: Codec, combine: Rule) -> None:
     """ValueError for a momentum that goes beyond what a codec has sent before the rest arrives."""
-    if combine.of_differences and not codec.whole and combine.largest_rate > MOST_LENGTHENED:
+    if combine.form.differences and not codec.whole and combine.largest_rate > MOST_LENGTHENED:
         raise ValueError(
             f"{combine} goes {combine.largest_rate:.3g} times as far as was sent, lr / (1 - momentum), and {codec} "
             f"sends the rest rounds later: keep that to {MOST_LENGTHENED}, as momentum=0 with lr=1, or use Int4()"
         )
 
 
-def refuse_stale(codec: Codec, combine: Combine | ConsensusControl, buckets: Sequence[Bucket]) -> None:
+def refuse_stale(codec: Codec, combine: Rule, buckets: Sequence[Bucket]) -> None:
     """ValueError for a rate over the share of a difference that arrives: what didn't is mixed again in each round."""
     if not (codec.remembers and buckets):
         return

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_decentral.gossip.compute.combine.combine import Combine
-from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
+from lightning_decentral.gossip.compute.combine.rule import Rule
 from lightning_decentral.gossip.compute.travel import Travel
-from lightning_decentral.gossip.elastic import elastic_if_asked
 from lightning_decentral.gossip.islands import IslandModel, WholeMatrices, joined
 from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.topology import Topology
@@ -34,6 +32,7 @@ from lightning_decentral.shared.compute.layout.model import refuse_shared
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.nonfinite import BeforeUpdate
 from lightning_decentral.shared.plan.arguments import checked
+from lightning_decentral.shared.plan.seam import StrategyType
 from lightning_decentral.shared.replica import Evaluate, ReplicaStrategy
 from lightning_decentral.shared.updates import Mixed
 from lightning_decentral.shared.wire.agreement import start_from_worker_0
@@ -41,9 +40,8 @@ from lightning_decentral.shared.wire.mean import Swap
 from lightning_decentral.shared.wire.transport import Wire
 
 
-@elastic_if_asked
 @checked
-class GossipStrategy(ReplicaStrategy):
+class GossipStrategy(ReplicaStrategy, metaclass=StrategyType):
     """x_i+ = sum_j w_ij x_j + u_i: each worker updates its own replica and averages with a few neighbours, not all.
 
     `optimizer_step` is the user's update, then one round: land what was launched `delay` updates ago, launch the next.
@@ -90,7 +88,7 @@ class GossipStrategy(ReplicaStrategy):
         self,
         *,
         topology: Topology | None = None,
-        combine: Combine | ConsensusControl | None = None,
+        combine: Rule | None = None,
         weights: Weights | None = None,
         codec: Codec | None = None,
         states: Mapping[str, Travel] | None = None,
@@ -105,6 +103,8 @@ class GossipStrategy(ReplicaStrategy):
         **ddp: Any,
     ) -> None:
         super().__init__(timeout=timeout, **ddp)
+        if elastic is not None:  # a right one has made another class
+            raise ValueError(f"elastic must be an Elastic, got {elastic!r}: give elastic=Elastic(workers=(2, 16))")
         check_numbers(delay, heals, bucket_bytes, exact_steps)
         self.topology = topology or Auto()
         self.combine = combine or Gossip()
@@ -255,7 +255,7 @@ class GossipStrategy(ReplicaStrategy):
         fixed |= {"exact steps": f"{self.exact_steps:g}"} if self.exact_steps else {}
         fixed |= {"fragments": str(n)} if (n := len(self.topology.fragments)) > 1 else {}
         # An estimate, or a relayed sum, is about one link; anything else goes on over other ones.
-        return {**fixed, **self.changeable()} if self.codec.remembers or self.combine.of_links else fixed
+        return {**fixed, **self.changeable()} if self.codec.remembers or self.combine.recovery.of_links else fixed
 
     def changeable(self) -> dict[str, str]:
         return {"topology": repr(self.topology), "weights": repr(self.weights)}

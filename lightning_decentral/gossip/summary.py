@@ -6,8 +6,7 @@ from typing import Protocol
 from torch import view_as_real
 from torch.optim import Adam, AdamW, Optimizer
 
-from lightning_decentral.gossip.compute.combine.combine import Combine
-from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
+from lightning_decentral.gossip.compute.combine.rule import Rule
 from lightning_decentral.gossip.compute.link import cliques_of
 from lightning_decentral.gossip.compute.travel import Travel
 from lightning_decentral.gossip.plan.topology.topology import Topology
@@ -31,7 +30,7 @@ class Planned(Protocol):
     """What is described: the constructor's values and the size of the run."""
 
     topology: Topology
-    combine: Combine | ConsensusControl
+    combine: Rule
     weights: Weights
     codec: Codec
     states: Mapping[str, Travel]
@@ -61,7 +60,7 @@ def described(plan: Planned, mixers: Iterable[OptimizerMixer]) -> dict[str, str]
     packed = sum(bucket.bytes for of in mixers for bucket in of.buckets)
     # A talk carries one fragment, about as many bytes as any other; states travel beside, from the first update on.
     fragments = len(plan.topology.fragments)
-    said = sum(of.mixer.exchange.coder.bytes for of in mixers) * plan.combine.copies // fragments
+    said = sum(of.mixer.exchange.coder.bytes for of in mixers) * plan.combine.form.copies // fragments
     of_worker = WorkerBytes.of_devices(said, packed, plan.island.devices, plan.island.shards)
     cliques = cliques_of(plan.codec, plan.combine, plan.topology, plan.weights, size)
     copies = copies_sent(plan.topology, plan.weights, plan.worker, size, cliques)
@@ -108,7 +107,7 @@ def _mean(plan: Planned, mixers: Sequence[OptimizerMixer]) -> str:
 
 def healing(plan: Planned) -> str:
     """What becomes of a worker whose parameters aren't finite."""
-    reason = "heals=0" if plan.heals == 0 else plan.combine.incurable()
+    reason = "heals=0" if plan.heals == 0 else plan.combine.recovery.incurable
     if not plan.member.heals:
         reason = f"by NCCL the devices of {plan.island!r} don't ask each other"
     return f"ends the training: {reason}" if reason else f"takes its neighbours' parameters, {plan.heals} times at most"

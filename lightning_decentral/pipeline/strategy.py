@@ -23,24 +23,23 @@ from lightning_decentral.pipeline.stage_layout import StageGroups, StageLayout, 
 from lightning_decentral.pipeline.stage_training import StageTraining, pipelined, said
 from lightning_decentral.pipeline.totals import StageTotals
 from lightning_decentral.pipeline.training_step import moved
-from lightning_decentral.pipeline.wire.cost_cache import CostCache
 from lightning_decentral.pipeline.wire.ownership import Ownership
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
 from lightning_decentral.shared.nonfinite import GradientCheck, NonFinite
 from lightning_decentral.shared.plan.arguments import checked
+from lightning_decentral.shared.plan.seam import StrategyType
 from lightning_decentral.shared.plan.timeline import Span
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
 from lightning_decentral.shared.wire.mean import mean
 from lightning_decentral.shared.wire.objects import gather_objects
-from lightning_decentral.shared.wire.pipeline_replicas import AverageGradients, Bond, Replicas, of_its_replicas
+from lightning_decentral.shared.wire.pipeline_replicas import AverageGradients, Bond, Replicas
 from lightning_decentral.shared.wire.transport import Transport, Wire
 from lightning_decentral.shared.workers import WorkersStrategy
 
 
-@of_its_replicas
 @checked
-class TokenPipelineStrategy(WorkersStrategy):
+class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
     """Slices of one sequence follow each other through the stages; gradients are those of the unsliced model.
 
         bubble = (P - 1) / (M S + P - 1)      P stages, M micro-batches, S slices of equal cost
@@ -54,7 +53,6 @@ class TokenPipelineStrategy(WorkersStrategy):
         schedule: the order of chunks.
         partition: which blocks stand on which stage.
         microbatches: parts that each batch is cut into, along its first axis.
-        cost_cache: folder that keeps measured stage costs for later runs; by default every run measures its own.
         activations: `Keep()` them, or `Recompute()` them at the backward.
         boundary: of hidden states and their gradients on the wire; anything but `ExactActivations()` isn't exact.
         replicas: of equal stages of the pipelines: `AverageGradients()`, or `gossip.GossipReplicas()` of parameters.
@@ -69,7 +67,7 @@ class TokenPipelineStrategy(WorkersStrategy):
     """
 
     checkpoints: PipelineCheckpoints
-    own = ("cost_cache", "parameters of the optimizers")  # a folder, and each stage's
+    own = ("parameters of the optimizers",)
 
     def __init__(
         self,
@@ -79,7 +77,6 @@ class TokenPipelineStrategy(WorkersStrategy):
         schedule: Schedule | None = None,
         partition: Partition | None = None,
         microbatches: int = 1,
-        cost_cache: str | None = None,
         activations: Activations | None = None,
         boundary: Boundary | None = None,
         replicas: Replicas | None = None,
@@ -91,12 +88,12 @@ class TokenPipelineStrategy(WorkersStrategy):
             raise ValueError(f"stages must be at least 1, got {stages}: leave it out for all devices")
         if microbatches < 1:
             raise ValueError(f"microbatches must be at least 1, got {microbatches}: 1 doesn't split the batch")
-        self.stages, self.slicing, self.microbatches, self.cost_cache = stages, slicing, microbatches, cost_cache
+        self.stages, self.slicing, self.microbatches = stages, slicing, microbatches
         self.schedule, self.partition = schedule or OneForwardOneBackward(), partition or Even()
         self.activations, self.boundary = activations or Keep(), boundary or ExactActivations()
         self.replicas, self.bond = replicas or AverageGradients(), Bond()
         self.nonfinite, self.gradient_check = nonfinite, GradientCheck(nonfinite)
-        self.plans = SlicePlanner(self.schedule, microbatches, CostCache(cost_cache))
+        self.plans = SlicePlanner(self.schedule, microbatches)
         """Slices of each length that came, and the measurements they rest on."""
         self.checkpoints = PipelineCheckpoints(self, self.mean_model, self._attendance.join_groups)
         self.evaluation, self._deferred, self._updates = StageEvaluation(self), Deferred(), 0
@@ -201,6 +198,7 @@ class TokenPipelineStrategy(WorkersStrategy):
         self._totals = StageTotals(self._stage.pipe, self._stage.holdings, self._module, self.precision_plugin)
         if self._groups is not None and self.layout.pipelines > 1:
             self.bond = self._groups.bond(self.replicas)
+            self.mean_model.hidden = self.bond.note
             self.bond.prepare(self.optimizers, self._module, partial(self._attendance.layouts, every=self.num_stages))
             self.bond.guard(self.gradient_check, getattr(self.precision_plugin, "scaler", None))
 

@@ -118,7 +118,7 @@ def _(strategy: GossipStrategy, cluster: Cluster, slices: int) -> Method:
         topology,
         strategy.delay,
         strategy.weights,
-        encoding_of(strategy.codec, strategy.combine.copies, cliques),
+        encoding_of(strategy.codec, strategy.combine.form.copies, cliques),
         within,
         tuple(beside(name, travel, topology) for name, travel in states),
         kept_by(strategy.combine) + estimates(strategy.codec, topology, workers),
@@ -129,7 +129,7 @@ def _(strategy: GossipStrategy, cluster: Cluster, slices: int) -> Method:
 
 def beside(name: str, travel: Travel, topology: Topology) -> Beside:
     """A state that travels along a topology."""
-    return Beside(name, travel.along(topology), encoding_of(travel.codec, travel.combine.copies))
+    return Beside(name, travel.along(topology), encoding_of(travel.codec, travel.combine.form.copies))
 
 
 @singledispatch

@@ -19,7 +19,7 @@ from types import CodeType, ModuleType
 
 HERE = __name__.rpartition(".")[0]
 PACKAGE = HERE.partition(".")[0]
-METHODS = ("compressed", "gossip", "partial", "pipeline", "shared", "spilled")
+METHODS = ("compressed", "elastic", "gossip", "partial", "pipeline", "shared", "spilled")
 FLOORS = {"plan", "compute", "wire"}
 PACKAGES = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
 _IMPORT = re.compile(r"^(\s*(?:from|import)\s+)(lightning[\w.]*)", re.MULTILINE)

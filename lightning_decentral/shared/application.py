@@ -3,15 +3,16 @@
 A module of its own, however short: sweeps and commands both take the value, and neither may import the recipes.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from hydra import compose, initialize_config_module
-from hydra.types import TaskFunction
-from lightning.pytorch import LightningModule
-from omegaconf import DictConfig
-
-from lightning_decentral.shared.errors import refuse_mistyped
+if TYPE_CHECKING:
+    from hydra.types import TaskFunction
+    from lightning.pytorch import LightningModule
+    from omegaconf import DictConfig
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,11 @@ class Application:
 
     def compose(self, words: Sequence[str]) -> DictConfig:
         """The configuration that these words of the command line make."""
+        # Read here: a command's help needs neither Hydra nor what Lightning reads.
+        from hydra import compose, initialize_config_module
+
+        from lightning_decentral.shared.errors import refuse_mistyped
+
         with initialize_config_module(self.module, version_base="1.3"):
             cfg = compose(self.name, list(words))
         refuse_mistyped(cfg)
@@ -41,6 +47,8 @@ class Application:
 
     def choice(self, words: Sequence[str], group: str) -> str:
         """Which file of this group they take; empty where there is no such group."""
+        from hydra import compose, initialize_config_module
+
         with initialize_config_module(self.module, version_base="1.3"):
             cfg = compose(self.name, list(words), return_hydra_config=True)
         return str(cfg.hydra.runtime.choices.get(group) or "")

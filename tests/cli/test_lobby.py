@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from lightning_decentral.cli import lobby
+from lightning_decentral.elastic.plan.view import Bounds, Times
 from lightning_decentral.recipes.command import main
-from lightning_decentral.shared.plan.elastic.view import Bounds, Times
 
 
 def test_its_words_become_bounds_and_times(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,8 +14,8 @@ import pytest
 
 from tests import ports
 from tests.docs.pages import ROOT
+from tests.elastic.wire.lobbies import LobbyProcess
 from tests.fresh import Script
-from tests.shared.wire.elastic.lobbies import LobbyProcess
 
 EXAMPLES = ROOT / "docs" / "examples"
 PAGE = (ROOT / "docs" / "examples.md").read_text()

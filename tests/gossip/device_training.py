@@ -19,10 +19,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_decentral.elastic.wire import starter
 from lightning_decentral.gossip import Elastic, ElasticGossipStrategy, Int8, QuasiGlobalMomentum
-from lightning_decentral.shared.wire.elastic import starter
 from tests import simulated
-from tests.gossip.elastic_training import EXAMPLES, Places
+from tests.elastic.training import EXAMPLES, Places
 from tests.simulated import CUDA
 from tests.tiny import QUIET
 

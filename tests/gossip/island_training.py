@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from lightning_decentral.gossip import AllReduce, Complete, Elastic, ElasticGossipStrategy, FullyShard, Gossip, Solo
 from lightning_decentral.shared.compute.digest import digest
 from lightning_decentral.shared.wire.fsdp import full_tensor, local
-from tests.gossip.weighted_training import Net
+from tests.elastic.weighted_training import Net
 from tests.simulated import trainers
 from tests.tiny import QUIET
 

@@ -35,8 +35,8 @@ from lightning_decentral.gossip.rounds import check, exact_steps_of, refuse_stal
 from lightning_decentral.gossip.wire.making import Making
 from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.shared.compute.layout.packing import pack
+from tests.elastic.wire.lobbies import LobbyProcess
 from tests.gossip.wire.test_exchange import gradient
-from tests.shared.wire.elastic.lobbies import LobbyProcess
 from tests.tiny import QUIET, Quadratic, Record, in_processes, recorded
 
 SIZE, STEPS, TALK = 3, 6, 4

@@ -21,6 +21,7 @@ CONTRACTS = PYPROJECT["tool"]["importlinter"]["contracts"]
 # (the contract, where a line is added, the line): each is broken once for every way in which it can be.
 BREACHES = [
     ("Methods don't know each other", "pipeline/wire/channel.py", "import lightning_decentral.gossip.plan.weights"),
+    ("Methods don't know each other", "gossip/wire/mixer.py", "import lightning_decentral.elastic.plan.view"),
     ("Methods don't know each other", "shared/wire/mean.py", "import lightning_decentral.gossip.plan.weights"),
     ("Plans are values", "gossip/plan/weights.py", "import torch"),
     ("Plans are values", "sweep/plan/policy.py", "import lightning_decentral.sweep.wire.client"),
@@ -68,7 +69,7 @@ def test_a_breach_is_seen(copy: Path) -> None:
         assert f"{dotted(PACKAGE / module)} -> {line.removeprefix('import ')} (l." in seen, said
 
 
-def test_a_folder_beside_the_nine_is_seen(copy: Path) -> None:
+def test_a_folder_beside_the_ten_is_seen(copy: Path) -> None:
     stray = copy / PACKAGE.name / "stray"
     stray.mkdir()
     (stray / "__init__.py").touch()
@@ -152,8 +153,7 @@ def test_the_door_is_seen_to_ask() -> None:
 
 # What has outgrown the rules, by how much, until it is split: it may not grow further.
 MODULES_IN = {
-    "gossip/elastic": 17,
-    "gossip/wire": 19,
+    "gossip/wire": 18,
     "planner/rehearsal": 19,
     "shared": 15,
     "shared/compute": 15,
@@ -161,7 +161,7 @@ MODULES_IN = {
 }
 LINES_OF = {
     "lightning_decentral.shared.workers": 302,
-    "lightning_decentral.gossip.elastic.run": 345,
+    "lightning_decentral.elastic.run": 345,
 }
 
 

@@ -21,8 +21,8 @@ from lightning_decentral import (
 from lightning_decentral.gossip import AllReduce, Complete, Elastic, ElasticGossipStrategy, FullyShard
 from lightning_decentral.pipeline import Given
 from tests.apart import lines, started_apart
+from tests.elastic.wire.lobbies import LobbyProcess
 from tests.pipeline.training import Language
-from tests.shared.wire.elastic.lobbies import LobbyProcess
 from tests.tiny import QUIET, Net, SizedBatches, in_processes
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {

@@ -18,7 +18,7 @@ from lightning_decentral import CompressedStrategy, GossipStrategy
 from lightning_decentral.gossip import Elastic, FullyShard
 from lightning_decentral.shared.wire.fsdp import local
 from tests.crew import by_itself, crew
-from tests.shared.wire.elastic.lobbies import DEAD, LobbyProcess
+from tests.elastic.wire.lobbies import DEAD, LobbyProcess
 from tests.tiny import QUIET, Net, SizedBatches, in_processes
 
 SIZE, BETA = 2, 0.9

@@ -1,16 +1,18 @@
 """Faults that combinations had, to be put back: a test of the tests. Each is called in every worker before the run."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from lightning_decentral import CompressedStrategy, GossipStrategy, PartialBackpropStrategy
+from lightning_decentral.elastic.run import ElasticRun
+from lightning_decentral.gossip import pipeline_replicas as gossip_replicas
 from lightning_decentral.gossip.compute.combine.momentum import QuasiGlobalMomentum
 from lightning_decentral.gossip.compute.combine.outer import Outer
 from lightning_decentral.gossip.compute.healing import Healing
 from lightning_decentral.gossip.compute.unused import Used
-from lightning_decentral.gossip.elastic.run import ElasticRun
 from lightning_decentral.gossip.wire import island_member
 from lightning_decentral.gossip.wire.exchange import Landed, Traffic, kept
 from lightning_decentral.gossip.wire.making import Making
@@ -18,6 +20,7 @@ from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizer_mixer import OptimizerMixer
 from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.gossip.wire.written import Written
+from lightning_decentral.partial.compute import search
 from lightning_decentral.pipeline.wire.ownership import Ownership
 from lightning_decentral.shared.compute import buckets
 from lightning_decentral.shared.compute.layout import model
@@ -207,6 +210,14 @@ def feedback_of_pipelines_is_in_no_file() -> None:
     _set(pipeline_replicas._CompressedAveraging, "keeps", False)
 
 
+def pipelines_end_over_writes() -> None:
+    _set(gossip_replicas._Mixing, "settle", lambda self: self._mixers.settle())
+
+
+def a_copy_changes_the_module() -> None:
+    _set(search, "untouched", lambda module: nullcontext())
+
+
 PLANTED: list[tuple[Callable[[], None], str]] = [
     (layout_of_the_moment, f'{{{OUTER}, "gradient": "still", "events": [["apart", 2, 0], ["layout", 5, 0]]}}'),
     (strides_not_compared, '{"topology": "Complete()", "delay": "0", "layout": "one alone"}'),
@@ -230,6 +241,11 @@ PLANTED: list[tuple[Callable[[], None], str]] = [
         elastic_landings_over_writes,
         f'{{"method": "elastic", {OUTER}, "delay": "1", "events": [["write at end", 3, 0]]}}',
     ),
+    (
+        pipelines_end_over_writes,
+        '{"method": "pipelines", "workers": "4", "events": [["write at end", 4, 1]]}',
+    ),
+    (a_copy_changes_the_module, '{"method": "partial", "events": [["resume", 9, 0], ["late buffer", 10, 1]]}'),
     (exact_steps_average_nan, '{"workers": "3", "exact": "3", "gradient": "bowl", "events": [["nan", 2, 1]]}'),
     (
         momentum_over_the_rate,

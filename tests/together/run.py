@@ -32,6 +32,7 @@ from tests.together.pool import MEETING
 from tests.together.probe import (
     BEFORE_A_STEP,
     WRITTEN,
+    WRITTEN_AT_END,
     Examples,
     Happenings,
     Probe,
@@ -251,6 +252,8 @@ def _by_fabric(case: Case, rank: int, folder: Path, accounted: bool) -> Seen:
     loop = Loop(case, rank, fabric, Probe(case, rank, rank == case.workers - 1), folder)
     loop.train()
     own = {name: value.detach().clone() for name, value in loop.probe.named_parameters()}
+    if case.has("write at end"):
+        loop.write(WRITTEN_AT_END)
     made.finish()
     alone = Loop(case, rank, Fabric(accelerator="cpu", devices=1, precision=precision), Probe(case), None)
     if accounted:
@@ -289,6 +292,12 @@ class Loop:
                 (self.folder / f"began-{self.rank}").touch()
             self._happen(batch, (), "write", "apart")
             self.sums.append([float(p.detach().double().sum()) for p in self.probe.parameters()])
+
+    @torch.no_grad()
+    def write(self, value: float) -> None:
+        """As a user's loop that puts averages in place."""
+        for parameter in self.probe.parameters():
+            parameter.fill_(value)
 
     @torch.no_grad()
     def _happen(self, batch: Tensor, changes: Iterable[str], *kinds: str) -> None:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_decentral.shared.plan.elastic.view import Bounds, Times
-from lightning_decentral.shared.wire.elastic.lobby import serve
+from lightning_decentral.elastic.plan.view import Bounds, Times
+from lightning_decentral.elastic.wire.lobby_server import serve
 from tests import ports
 from tests.together import run as program
 from tests.together.pool import Pool

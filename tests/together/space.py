@@ -11,6 +11,7 @@ from itertools import combinations
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from lightning_decentral.elastic.checks import elastic_rule, refuse_remembering
 from lightning_decentral.gossip import (
     AllReduce,
     Complete,
@@ -33,7 +34,6 @@ from lightning_decentral.gossip import (
     Travel,
     Uniform,
 )
-from lightning_decentral.gossip.elastic.checks import elastic_rule, refuse_remembering
 from lightning_decentral.gossip.rounds import check, refuse_lossy
 from lightning_decentral.pipeline import AverageGradients
 from tests.gossip import codecs, rules, topologies
@@ -134,7 +134,7 @@ EVENTS = (
 )
 COSTLY = ("raise", "kill")
 """Events after which the others wait some seconds: there are fewer of them."""
-IN_LOOP = ("freeze", "thaw", "layout", "write", "prune", "reparametrize", "kill", "apart")
+IN_LOOP = ("freeze", "thaw", "layout", "write", "write at end", "prune", "reparametrize", "kill", "apart")
 """Events of a loop with Fabric, where an exception is the user's."""
 BESIDE_RESUME = ("save", "validate", "late buffer", "filling buffer", "write at end", "resume")
 """Events that a run which goes on from a file needs no help to repeat."""

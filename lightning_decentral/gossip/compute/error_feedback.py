@@ -107,7 +107,7 @@ class BucketCodec:
         return real_numbers(message[:end]), message[end:]
 
     def _coded(self, coded: Tensor) -> list[PayloadPart]:
-        # By length and type: a message may hold more than the parameters (`Combine.copies`, `exact`).
+        # By length and type: a message may hold more than the parameters (`MessageForm`).
         if (len(coded), coded.dtype) not in self._parts:
             self._parts[len(coded), coded.dtype] = list(self._codec.checked_parts(len(coded), coded.dtype))
         return self._parts[len(coded), coded.dtype]
@@ -166,7 +166,7 @@ class Coded(Coder):
 
     def admit(self, references: Sequence[Tensor], combine: Combine) -> None:
         self._rate = combine.largest_rate
-        self._channels += [BucketCodec(self._codec, reference, combine.exact) for reference in references]
+        self._channels += [BucketCodec(self._codec, reference, combine.form.exact) for reference in references]
         self.bytes = sum(channel.bytes for channel in self._channels)
 
     def encode(

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_decentral.gossip.compute.combine.combine import Combine, State, Turn
+from lightning_decentral.gossip.compute.combine.combine import Combine
+from lightning_decentral.gossip.compute.combine.rule import State, Turn
 from lightning_decentral.gossip.compute.integrity import Sick
+from lightning_decentral.shared.compute.buckets import Bucket
 from lightning_decentral.shared.compute.health import FACTOR, scale, sound
 
 PATIENCE = 32
@@ -56,7 +58,7 @@ class Healing:
         (sent,), (mixed,) = sick.sent, sick.mixed
         if self._since(sick, bucket):
             if _heard(sick):
-                combine.refused(sent, mixed, state, turn)
+                combine.recovery.refused(sent, mixed, state, turn)
             return False
         if not _heard(sick):
             self._sick_since = self._waiting_since(sick)
@@ -64,8 +66,8 @@ class Healing:
             return True
         self._sick_since, self._left[bucket] = None, left
         self.count(sick)
-        combine.refused(sent, mixed, state, turn)
-        combine.heal(x, sent, mixed, state, turn)
+        combine.recovery.refused(sent, mixed, state, turn)
+        combine.recovery.heal(x, sent, mixed, state, turn)
         self.forget()
         return True
 
@@ -120,12 +122,13 @@ class Healing:
         """Why it can't be healed; None: it can."""
         if not self._most:
             return ""
-        if reason := combine.incurable(_heard(sick)):
+        recovery = combine.recovery
+        if reason := recovery.incurable or ("" if _heard(sick) else recovery.unheard):
             return f". It can't go on from its neighbours': {reason}; Gossip() can"
         if not _heard(sick):
             waits = sick.round - self._waiting_since(sick) < PATIENCE
             return None if waits else f" (no neighbour that is sound was heard in {PATIENCE} rounds)"
-        if name := next((name for name in combine.lasting if not sound_alone([state[name]])), None):
+        if name := next((name for name in recovery.lasting if not sound_alone([state[name]])), None):
             return f". Its {name} are poisoned, too, and no neighbour has them"
         return self._too_often() if self.healed >= self._most and sick.round != self._round else None
 
@@ -187,3 +190,49 @@ def forget_poison(
             local(floats[name]).zero_()
         if set(poisoned).difference(travelling()):
             state.update({name: state[name] * 0 for name in COUNTERS if name in state})
+
+
+class Recovery:
+    """Keeps what one mixer's buckets were healed to, until the worker's other parts are sound, too.
+
+    Fragments, and the parameters of several optimizers, are healed each where its own round lands. Until the last of
+    them is, every gradient is of a model with NaN, and would poison again what was healed.
+
+    Args:
+        forget: what else of the worker is poisoned begins anew.
+        others_sick: whether other parts of the worker hold what isn't sound.
+    """
+
+    def __init__(
+        self, buckets: Sequence[Bucket], forget: Callable[[], None], others_sick: Callable[[], bool] = bool
+    ) -> None:
+        self._buckets, self._forget, self._others_sick = buckets, forget, others_sick
+        self._recovers, self._held = False, list[Tensor]()
+
+    @property
+    def sick(self) -> bool:
+        return not sound_alone([bucket.flat for bucket in self._buckets])
+
+    def healed(self) -> None:
+        """A bucket has been."""
+        self._recovers = True
+        self._forget()
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """After an update, before anything reads the parameters."""
+        if not self._held:
+            return
+        for bucket in self._buckets:
+            bucket.adopt()
+        if self.sick:
+            for bucket, held in zip(self._buckets, self._held, strict=False):
+                bucket.flat.copy_(held)
+                bucket.store()
+            self._forget()
+
+    def end(self) -> None:
+        """After a round. Waits for a device while the worker recovers, and only then."""
+        if self._recovers:
+            self._recovers = self._others_sick()
+            self._held = [bucket.flat.clone() for bucket in self._buckets] if self._recovers else []

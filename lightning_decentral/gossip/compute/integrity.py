@@ -23,7 +23,7 @@ class Sick(FloatingPointError):
     """This worker's own message was not sound.
 
     Attributes:
-        sent: what counts in its place (`Combine.stand_in` of the mean of its neighbours' sound messages).
+        sent: what counts in its place (`Recovery.stand_in` of the mean of its neighbours' sound messages).
         mixed: the round's mixture with it; not finite where no sound message was heard.
         round: in which it left; a device hears of it `LAG` rounds later.
         late: whether the message of the round that lands was sound: it is in the mixture.

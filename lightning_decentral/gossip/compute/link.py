@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
-from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
+from lightning_decentral.gossip.compute.combine.rule import Rule
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.traffic import Cliques, partitions
 from lightning_decentral.gossip.plan.weights import Weights
@@ -114,9 +114,7 @@ class Direct(Coder):
         check_codec(state, "Plain()")
 
 
-def cliques_of(
-    codec: Codec, combine: Combine | ConsensusControl, topology: Topology, weights: Weights, size: int
-) -> Cliques:
+def cliques_of(codec: Codec, combine: Rule, topology: Topology, weights: Weights, size: int) -> Cliques:
     """The way in which cliques exchange.
 
     Owners of parts add up codes where in each step with messages all workers receive all with equal weights, and there
@@ -125,7 +123,7 @@ def cliques_of(
     """
     if not codec.encodes:
         return Cliques.RING
-    cuts = not codec.remembers and combine.of_differences and combine.copies == 1
+    cuts = not codec.remembers and combine.form.differences and combine.form.copies == 1
     steps = partitions(topology, weights, size) if cuts else None
     together = steps is not None and all(step is not None and len(step) in (1, size) for step in steps)
     return Cliques.OWNERS if together else Cliques.TOLD

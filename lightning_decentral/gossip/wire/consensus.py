@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.combine.combine import Combine, State, Turn
+from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
+from lightning_decentral.gossip.compute.combine.rule import Rule, State, Turn
 from lightning_decentral.gossip.wire.exchange import Exchange
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.shared.compute.device import AsyncRead, beside
@@ -23,7 +24,7 @@ Meeting = Callable[[], Transport | None]
 
 
 @singledispatch
-def mixer_of(combine: Combine | ConsensusControl, exchange: Exchange[Any], delay: int, meeting: Meeting) -> Mixer:
+def mixer_of(combine: Rule, exchange: Exchange[Any], delay: int, meeting: Meeting) -> Mixer:
     """What a rule is mixed by, without buckets yet.
 
     Args:

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.combine.combine import Combine, State, Turn
+from lightning_decentral.gossip.compute.combine.combine import Combine
+from lightning_decentral.gossip.compute.combine.rule import State, Turn
 from lightning_decentral.gossip.compute.healing import Healing
 from lightning_decentral.gossip.compute.integrity import Sick
 from lightning_decentral.gossip.wire.exchange import Brought, Copied, Exchange, Landed, Number, Started, brought, kept

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_decentral.gossip.compute.healing import Healing, first_poisoned, forget_poison
+from lightning_decentral.gossip.compute.healing import Healing, Recovery, first_poisoned, forget_poison
 from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.gossip.wire.making import Beside, Making
 from lightning_decentral.gossip.wire.mixer import Mixer
-from lightning_decentral.gossip.wire.recovery import Recovery
 from lightning_decentral.gossip.wire.written import Written
 from lightning_decentral.shared.compute.buckets import Bucket
 from lightning_decentral.shared.compute.layout.packing import dealt, with_tail

@@ -264,7 +264,7 @@ class PeerExchange(Arrivals[PeerMessages]):
 
     def _stand_ins(self, messages: Sequence[Tensor]) -> list[Tensor]:
         assert self._combine is not None
-        return [self._combine.stand_in(message) for message in messages]
+        return [self._combine.recovery.stand_in(message) for message in messages]
 
     def _mean_of_sound(
         self,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
-from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
+from lightning_decentral.gossip.compute.combine.rule import Rule
 from lightning_decentral.gossip.compute.error_feedback import coder_of
 from lightning_decentral.gossip.compute.link import Direct, Everyone, cliques_of
 from lightning_decentral.gossip.plan.topology.topology import Topology, at_least_one
@@ -38,7 +38,7 @@ class _Rows:
 
 def simulate(
     topology: Topology,
-    combine: Combine | ConsensusControl,
+    combine: Rule,
     gradient: Gradient,
     x0: Tensor,
     steps: int,
@@ -93,9 +93,7 @@ def _mean_of_rows(tensors: Sequence[Tensor]) -> tuple[list[Tensor], str]:
     return [tensor.mean(0, keepdim=True).expand_as(tensor).clone() for tensor in tensors], ""
 
 
-def _exchange(
-    topology: Topology, weights: Weights, size: int, codec: Codec, combine: Combine | ConsensusControl
-) -> Exchange[Any]:
+def _exchange(topology: Topology, weights: Weights, size: int, codec: Codec, combine: Rule) -> Exchange[Any]:
     if cliques_of(codec, combine, topology, weights, size) is Cliques.OWNERS:
         return EveryonesParts(topology, weights, size, codec)
     if codec.encodes:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from lightning_decentral.partial.compute.trial import Decide, Trial, by_itself, trial_copy
+from lightning_decentral.partial.compute.trial import Decide, Trial, by_itself, trial_copy, untouched
 from lightning_decentral.partial.compute.verify import Judged, Verdict
 from lightning_decentral.partial.plan.cost import Balance, partition
 from lightning_decentral.shared.compute.block_cost import Run, parameter_bytes
@@ -73,11 +73,12 @@ def search(
         decide: of several workers, which all search: they run alike, as often and in the same order.
 
     Raises:
-        ValueError: an unknown name, more cuts than blocks allow, a cut that isn't one (with the reason), or no chain.
+        ValueError: an unknown name, more cuts than blocks allow, a cut that isn't one (with the reason), or no chain; a
+            copy that computes with parameters of the module itself.
     """
     check_wish(cuts)
     copied = trial_copy(module)
-    with uncompiled():
+    with uncompiled(), untouched(module):
         return _found(Trial(copied, run_of(copied), decide), _likeliest(module), cuts, balance)
 
 

@@ -1,7 +1,8 @@
 """A trial copy of a network, by whose runs cuts are found; of several workers, which run theirs together."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_decentral.partial.compute.verify import Judged, judge
+from lightning_decentral.shared.compute.around.rerun import Remembered
 from lightning_decentral.shared.compute.block_cost import Run, measure
 from lightning_decentral.shared.plan.profile import BlockCost
 
@@ -85,6 +87,38 @@ def trial_copy(module: nn.Module) -> nn.Module:
                 noise = torch.randn(parameter.shape, generator=generator) * 0.02
                 parameter.data.copy_(noise)
     return trial
+
+
+@contextmanager
+def untouched(module: nn.Module) -> Iterator[None]:
+    """Put back what runs of a copy change in the module itself: a copy shares the functions that it keeps (a lambda).
+
+    Raises:
+        ValueError: behind the runs, where gradients have reached the module's own parameters.
+    """
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    before = {name: _state_of(p.grad) for name, p in module.named_parameters()}
+    gradients = [(p, p.grad) for p in module.parameters()]
+    remembered = Remembered(module)
+    try:
+        yield
+    finally:
+        remembered.put_back()
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.resize_(value.shape).copy_(value)
+        reached = next((n for n, p in module.named_parameters() if _state_of(p.grad) != before[n]), None)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+    if reached is not None:
+        raise ValueError(
+            f"{type(module).__name__} keeps a function (a lambda, a closure) that computes with its own {reached}, "
+            "also in the copy on which cuts are verified: make it a method"
+        )
+
+
+def _state_of(gradient: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if gradient is None else (id(gradient), gradient._version)
 
 
 def _entered(trial: nn.Module, run: Run) -> list[str]:

@@ -85,11 +85,6 @@ class Pipelined(ABC):
     def loads(self) -> tuple[list[BlockCost], BlockCost, BlockCost]:
         """(blocks, embedding, head): bytes of parameters, which also stand in for seconds."""
 
-    def structure(self) -> str:
-        """What its speed depends on, in words: modules, parameters and which of them are trained."""
-        rows = [f"{n} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for n, p in self.module.named_parameters()]
-        return "\n".join([str(self.module), *rows])
-
     # ---- one call -----------------------------------------------------------------------------------------------
 
     @abstractmethod

@@ -1,9 +1,7 @@
 """Planner of a run's slices: planned for each length of sequence when it first comes, the same on every stage."""
 
-import platform
 from collections.abc import Callable
-from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -11,7 +9,6 @@ from lightning_decentral.pipeline.compute.model import Call
 from lightning_decentral.pipeline.plan.schedule import Schedule, ScheduleForecast, forecast
 from lightning_decentral.pipeline.plan.slicing import Situation, Slicing
 from lightning_decentral.pipeline.plan.stage_cost import StageCost, expected, priced
-from lightning_decentral.pipeline.wire.cost_cache import CostCache, conditions
 from lightning_decentral.pipeline.wire.measure import profile
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
 from lightning_decentral.shared.wire.objects import gather_objects
@@ -25,16 +22,13 @@ class SlicePlanner:
 
     Args:
         schedule: what the slices are planned for.
-        costs: that earlier runs measured, and for later ones; by default every run measures.
     """
 
-    def __init__(self, schedule: Schedule, microbatches: int, costs: CostCache | None = None) -> None:
+    def __init__(self, schedule: Schedule, microbatches: int) -> None:
         self._schedule, self._microbatches = schedule, microbatches
-        self._costs = costs or CostCache()
         self.slices: dict[str, list[int]] = {}
         self.profiles: list[StageCost] = []
         """Of the stages, where the slicing measures."""
-        self._origin = ""
         self._measured = (0, 0, 0)
         self.stages: list[str] = []
         """What each stage holds, in words."""
@@ -53,7 +47,9 @@ class SlicePlanner:
         own = call.inputs.shape[0], pipe.model.length(call), int(call.attention_mask is not None)
         batch, length, masked = _firsts(own, pipe, world)
         if batch != self._measured[0] or length > self._measured[1] or masked > self._measured[2]:
-            self.profiles = self._profiles(call, pipe, world)
+            cost = profile(pipe, call)
+            # The first pipeline's, so that a length has one plan.
+            self.profiles = [cost] if world is None else gather_objects(world, cost)[: pipe.size]
             self._measured = batch, length, masked
 
     def make(self, slicing: Slicing, call: Call, pipe: StageRunner) -> list[int]:
@@ -61,21 +57,6 @@ class SlicePlanner:
         slices = list(slicing.slices(length, self.situation(pipe.size)))
         self.slices[_key(call, length)] = slices
         return slices
-
-    def _profiles(self, call: Call, pipe: StageRunner, world: Transport | None) -> list[StageCost]:
-        """All stages' of earlier runs, or all measured now; the first pipeline's, so that a length has one plan."""
-        everyones: Callable[[Any], list[Any]] = (lambda own: [own]) if world is None else partial(gather_objects, world)
-        asked = conditions(pipe, call, everyones(platform.node())[: pipe.size])
-        kept = everyones(self._costs.find(asked))[: pipe.size]
-        if None not in kept:  # all workers see the same list and go the same way: to measure is collective
-            self._origin = "an earlier run"
-            return kept
-        own = profile(pipe, call)
-        found = everyones(own)[: pipe.size]
-        if world is None or world.rank < pipe.size:  # the others' hosts aren't those that are written down
-            self._costs.keep(asked, own)
-        self._origin = "this run"
-        return found
 
     def within_memory(self, stage: int, work: Callable[[], T]) -> T:
         """What the work comes to.
@@ -121,7 +102,7 @@ class SlicePlanner:
         stretch = max((profile.stretch for profile in self.profiles), default=1.0)
         off = (
             f"at most {max(errors, default=0):.1%} off (root mean square), steps up to {stretch:.2f} times the "
-            f"timeline of their parts, measured by {self._origin}"
+            "timeline of their parts"
         )
         fitted = {"fit of the costs": off} if errors else {}
         held = ", ".join(map(str, equal.chunks_in_flight))

@@ -66,12 +66,6 @@ class StageRunner:
         self.rank = 0 if over is None else over.rank
         self.size = 1 if over is None else over.size
 
-    @property
-    def words(self) -> str:
-        """What its speed depends on beside the model."""
-        stage = f"stage {self.rank} of {self.size} by {type(self.over).__name__}"
-        return f"{stage}, {self.schedule!r}, {self._activations!r}, {self._boundary!r}"
-
     def train(
         self, calls: Sequence[Call], slices: Sequence[int], close: Close, own: Clock = time.thread_time
     ) -> Executor:

@@ -9,8 +9,7 @@ evaluated and saved is their mean. Whoever has replicas (a stage of several pipe
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
 from lightning_decentral.shared.compute.modules import same
 from lightning_decentral.shared.plan.arguments import checked
+from lightning_decentral.shared.plan.seam import ChoosesStrategy
 from lightning_decentral.shared.wire.averaging.skipped_updates import scale_of
 from lightning_decentral.shared.wire.compressed_mean import Mean, mean_by, refuse_estimates
 from lightning_decentral.shared.wire.gradients import flag, pack, parts, real, used
@@ -29,7 +29,6 @@ from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.running_buffers import RunningBuffers
 from lightning_decentral.shared.wire.transport import Transport
 
-Class = TypeVar("Class", bound=type)
 Group = Callable[[], Transport]
 """Makes a new group of the replicas of each part. Collective: every worker calls it."""
 MakeLayouts = Callable[[Callable[[], Layout]], Layouts | Unasked]
@@ -72,7 +71,10 @@ class Bond:
         """After each update of an optimizer, or where it was skipped; on all replicas equally often. Collective."""
 
     def settle(self) -> None:
-        """Land what is in flight."""
+        """Land what is in flight; what somebody wrote since the last update stays."""
+
+    def note(self, written: Sequence[Tensor]) -> None:
+        """The mean has left the parameters' place; these were written meanwhile."""
 
     def share(self) -> float | None:
         """This worker's weight in the mean of the replicas; None: all equal. Collective."""
@@ -89,14 +91,13 @@ class Bond:
         """Go on where `state_dict` was taken."""
 
 
-class Replicas(ABC):
+class Replicas(ChoosesStrategy, ABC):
     """A value: constructing it starts nothing."""
 
     drifts: ClassVar[bool]
     """Whether the replicas' parameters may differ between steps."""
 
     def strategy(self, cls: type) -> type:
-        """The class of the pipelines' strategy: this one, or one that is made of it."""
         return cls
 
     def check(self, size: int, per_node: int) -> None:
@@ -110,17 +111,6 @@ class Replicas(ABC):
         Args:
             hosts: as `group`, between their hosts.
         """
-
-
-def of_its_replicas(cls: Class) -> Class:
-    """The same strategy; with replicas that come and go it makes one of that kind (`Replicas.strategy`)."""
-
-    @wraps(cls.__init__)  # type: ignore[misc]
-    def new(cls: Any, *args: Any, replicas: Any = None, **options: Any) -> Any:
-        return object.__new__(replicas.strategy(cls) if isinstance(replicas, Replicas) else cls)
-
-    cls.__new__ = new  # type: ignore[method-assign, assignment]
-    return cls
 
 
 @checked

@@ -34,6 +34,7 @@ from lightning_decentral.gossip import (
     simulate,
 )
 from lightning_decentral.gossip.compute.coded_mean import CodedMean
+from lightning_decentral.gossip.compute.combine.rule import MessageForm
 from lightning_decentral.gossip.compute.healing import Healing
 from lightning_decentral.gossip.compute.link import cliques_of
 from lightning_decentral.gossip.plan.traffic import Cliques, copies_sent
@@ -66,8 +67,8 @@ class Doubled(PseudoGradient):
     """A rule of differences that sends two numbers for each parameter."""
 
     @property
-    def copies(self) -> int:
-        return 2
+    def form(self) -> MessageForm:
+        return MessageForm(copies=2, differences=True)
 
 
 def start(size: int) -> Tensor:

@@ -33,6 +33,7 @@ from lightning_decentral.gossip import (
     Turn,
     simulate,
 )
+from lightning_decentral.gossip.compute.combine.rule import MessageForm
 from lightning_decentral.gossip.compute.healing import Healing
 from lightning_decentral.gossip.plan.topology.topology import audiences
 from lightning_decentral.gossip.plan.weights import mixing_matrix
@@ -388,8 +389,8 @@ class Counted(Gossip):
     """Gossip whose message ends with a number that must arrive as it is, as push-sum's weight."""
 
     @property
-    def exact(self) -> int:
-        return 1
+    def form(self) -> MessageForm:
+        return MessageForm(exact=1)
 
     def message(self, x: Tensor, state: State) -> Tensor:
         return torch.cat([x, x.new_full((*x.shape[:-1], 1), 1 / 3)], dim=-1)

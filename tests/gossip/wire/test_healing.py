@@ -184,7 +184,7 @@ def test_a_rule_with_a_state_goes_on_to_where_it_would_have_gone(
 
 
 def check_what_lasts(rule: Combine, states: list[dict[str, Tensor]]) -> None:
-    of_all = {name: torch.stack([state[name] for state in states]) for name in rule.lasting}
+    of_all = {name: torch.stack([state[name] for state in states]) for name in rule.recovery.lasting}
     for name in {"corrections", "exchanged"}.intersection(of_all):  # what the optimum of all workers rests on
         torch.testing.assert_close(of_all[name].sum(0), torch.zeros(DIM, dtype=torch.float64))
     if "anchor" in of_all:

@@ -192,3 +192,44 @@ def test_a_pruned_module_is_copied_with_its_masks() -> None:
     assert torch.equal(copied(x), layer(x))
     copied(x).sum().backward()
     assert layer.weight_orig.grad is None
+
+
+class Keeping(Network):
+    """Keeps functions, which a copy of it shares."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=False, norm=False)
+        self.register_buffer("seen", torch.zeros(2))
+        self.steps, self.taken = 0, list[int]()
+        self.count: Callable[[], None] = lambda: None
+        self.scaled: Callable[[Tensor], Tensor] = lambda x: x
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count()
+        return self.scaled(super().forward(x))
+
+
+def test_what_the_module_keeps_is_as_it_was() -> None:
+    module = Keeping()
+    taken = module.taken
+
+    def count() -> None:
+        module.steps += 1
+        module.taken.append(module.steps)
+        module.seen += 1
+
+    module.count = count
+    found(module, symbols)
+    assert module.steps == 0
+    assert module.taken is taken
+    assert taken == []
+    assert module.seen.tolist() == [0, 0]
+
+
+def test_a_function_that_computes_with_the_module_itself_is_refused() -> None:
+    module = Keeping()
+    module.scale = nn.Parameter(torch.ones(1))
+    module.scaled = lambda x: x * module.scale
+    with pytest.raises(ValueError, match=r"Keeping keeps a function .* with its own scale, .*: make it a method"):
+        found(module, symbols)
+    assert module.scale.grad is None

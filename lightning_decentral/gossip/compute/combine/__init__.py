@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from lightning_decentral.gossip.compute.combine.combine import Combine as Combine
     from lightning_decentral.gossip.compute.combine.combine import Rate as Rate
     from lightning_decentral.gossip.compute.combine.combine import RateSchedule as RateSchedule
-    from lightning_decentral.gossip.compute.combine.combine import State as State
-    from lightning_decentral.gossip.compute.combine.combine import Turn as Turn
     from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl as ConsensusControl
     from lightning_decentral.gossip.compute.combine.gossip import Gossip as Gossip
     from lightning_decentral.gossip.compute.combine.gradient_tracking import ExactDiffusion as ExactDiffusion
@@ -26,5 +24,10 @@ if TYPE_CHECKING:
     from lightning_decentral.gossip.compute.combine.rate import LearningRatePower as LearningRatePower
     from lightning_decentral.gossip.compute.combine.rate import LinearRate as LinearRate
     from lightning_decentral.gossip.compute.combine.relay_sum import RelaySum as RelaySum
+    from lightning_decentral.gossip.compute.combine.rule import MessageForm as MessageForm
+    from lightning_decentral.gossip.compute.combine.rule import Recovery as Recovery
+    from lightning_decentral.gossip.compute.combine.rule import Rule as Rule
+    from lightning_decentral.gossip.compute.combine.rule import State as State
+    from lightning_decentral.gossip.compute.combine.rule import Turn as Turn
 
 __getattr__, __all__ = lazy_exports(__name__)

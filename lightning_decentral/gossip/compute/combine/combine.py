@@ -15,36 +15,14 @@ of the gradient, so that a rule knows neither.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from lightning_decentral.gossip.compute.combine.rule import Recovery, Rule, State, Turn, tied_by
 from lightning_decentral.gossip.plan.checks import check
 from lightning_decentral.gossip.plan.topology.topology import Topology
-from lightning_decentral.gossip.plan.weights import Own, Weights
-
-State = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Turn:
-    """What a rule may know of a round beside its bucket.
-
-    Args:
-        round: its number; while landing, that of the round that lands.
-        learning_rate: the largest of the optimizer's groups, as its last update used it.
-        peak: the largest learning rate so far.
-        own: w_ii of the round: a scalar on a worker, [size, 1] in a simulation.
-        degree: how many others are heard in the round, likewise.
-    """
-
-    round: int
-    learning_rate: float
-    peak: float
-    own: Callable[[], Tensor]
-    degree: Callable[[], Tensor]
+from lightning_decentral.gossip.plan.weights import Weights
 
 
 class RateSchedule(ABC):
@@ -73,56 +51,29 @@ def largest(rate: Rate) -> float:
     return rate.largest if isinstance(rate, RateSchedule) else rate
 
 
-class Combine(ABC):
+class Combine(Rule):
     """Rule of one bucket. `x` has the shape [n] on a worker, [size, n] in a simulation; a message, what was sent and
     what was mixed have a shape of their own, [m] or [size, m].
 
     In every step: the user's update; what lands is applied; `adapt`; `message` leaves. At delay 0 it lands at once.
     """
 
-    lasting: ClassVar[tuple[str, ...]] = ()
-    """What a healed worker keeps of its state, for sums over all workers that never change."""
-
-    of_links: ClassVar[bool] = False
-    """Whether its state is about certain links: then another topology can't go on from it."""
-
     @property
-    def weights(self) -> Weights:
-        """Of what is heard, where the user names none."""
-        return Own()
+    def recovery(self) -> Recovery:
+        """By default a rule that keeps anything can't be healed, and none may leave: what begins anew on one worker may
+        break a sum over all."""
+        kept = tuple(self.init(torch.zeros(1, dtype=torch.float32)))
+        incurable = f"it keeps {', '.join(kept)}, which no neighbour could give" if kept else ""
+        return Recovery(self._begin_anew, incurable=incurable, tied=tied_by(kept))
 
-    @property
-    def copies(self) -> int:
-        """Numbers in a message for each parameter."""
-        return 1
-
-    @property
-    def largest_rate(self) -> float:
-        """The largest step towards what was heard, from 0 to 1, over 1 with an outer momentum: what a codec's error is
-        judged against."""
-        return 1.0
-
-    @property
-    def exact(self) -> int:
-        """Elements at the end of every message that no codec may round, as push-sum's weight."""
-        return 0
-
-    @property
-    def of_differences(self) -> bool:
-        """Whether messages are differences, of which a coarse codec may lose a part: it is sent later. One that isn't
-        sound then counts as zero, and a mean of all workers may be encoded once more (`link.cliques_of`)."""
-        return False
-
-    def placed(self, topology: Topology, size: int) -> "Combine":
-        """The same rule, told how many workers there are and when they talk, where it asks."""
-        return self
+    def _begin_anew(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
+        """x <- what a mixture of sound messages stands for; the state begins there, but for what lasts."""
+        x.copy_(self.values(mixed))
+        lasting = {name: state[name] for name in self.recovery.lasting}
+        state.clear()
+        state |= self.init(x) | lasting
 
     def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
-        """See that the rule works with this plan, before any worker talks.
-
-        Raises:
-            ValueError: with the remedy.
-        """
         check(topology, size, weights)
 
     def init(self, x: Tensor) -> State:
@@ -157,51 +108,6 @@ class Combine(ABC):
         """The rate, where `apply` is x <- x + rate (mixed - sent) and nothing else: a device then corrects x in one
         pass, without a mixture."""
         return None
-
-    def incurable(self, heard: bool = True) -> str:
-        """Why a worker whose parameters were poisoned can't go on from its neighbours' by `heal`; empty: it can.
-
-        By default so where the rule keeps anything: what begins anew on one worker may break a sum over all.
-
-        Args:
-            heard: whether any sound message was, in this round; else it would wait for a later one.
-        """
-        kept = self.init(torch.zeros(1))
-        return f"it keeps {', '.join(kept)}, which no neighbour could give" if kept else ""
-
-    def tied(self) -> str:
-        """Why workers that come and go would spoil it; empty: they don't, and a newcomer takes a member's state.
-
-        By default so where the rule keeps anything, which may be part of a sum over all workers.
-        """
-        kept = ", ".join(self.init(torch.zeros(1)))
-        return f"what it keeps ({kept}) belongs to all workers together, which none may leave" if kept else ""
-
-    def stand_in(self, other: Tensor) -> Tensor:
-        """What counts in a round in the place of a message between two workers that was refused.
-
-        Args:
-            other: the receiver's own message; on the worker that sent it, the mean of the sound ones that it heard.
-        """
-        return other
-
-    def refused(self, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
-        """This worker's own message was refused: correct the state by what was heard in the round; args as of `heal`.
-        Called for each such message that left before the worker was healed; those after the first find it healed.
-        """
-        return
-
-    def heal(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
-        """x <- what a mixture of sound messages stands for, in place; the state begins anew there, but for `lasting`.
-
-        Args:
-            sent: what counted in the place of this worker's message: `stand_in`, or in an all-reduce the others' mean.
-            mixed: the round's mixture with it; the rule's to overwrite.
-        """
-        x.copy_(self.values(mixed))
-        lasting = {name: state[name] for name in self.lasting}
-        state.clear()
-        state |= self.init(x) | lasting
 
     def mixing(self, turn: Turn) -> dict[str, float]:
         """What users watch of a round, by name: only what the rule has."""

@@ -1,12 +1,14 @@
 """Consensus control: as many rounds in a step as the distance between the workers asks for."""
 
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.combine.combine import Combine, Turn
+from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
+from lightning_decentral.gossip.compute.combine.rule import MessageForm, Recovery, Rule, Turn
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.shared.compute.norms import squared_norm
@@ -15,7 +17,7 @@ from lightning_decentral.shared.plan.arguments import checked
 
 @checked
 @dataclass(frozen=True, kw_only=True)
-class ConsensusControl:
+class ConsensusControl(Rule):
     """`most` rounds in a step while theta > target, none else, but one at least in every `probe` steps.
 
         theta^2 = sum_i ||mixed_i - sent_i||^2 / sum_i ||sent_i||^2     over those that heard somebody
@@ -57,37 +59,27 @@ class ConsensusControl:
                     "leave it out for the default"
                 )
 
-    def tied(self) -> str:
-        return "all workers together measure how far apart they are"
-
     @property
     def weights(self) -> Weights:
         return self.inner.weights
 
     @property
-    def copies(self) -> int:
-        return self.inner.copies
+    def form(self) -> MessageForm:
+        return self.inner.form
 
     @property
-    def of_differences(self) -> bool:
-        return self.inner.of_differences
+    def recovery(self) -> Recovery:
+        return replace(self.inner.recovery, tied="all workers together measure how far apart they are")
 
     @property
     def largest_rate(self) -> float:
         return self.inner.largest_rate
 
-    def placed(self, topology: Topology, size: int) -> "ConsensusControl":
+    def placed(self, topology: Topology, size: int) -> Self:
         return replace(self, inner=self.inner.placed(topology, size))
 
     def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
         self.inner.check(topology, size, weights, delay)
-
-    @property
-    def of_links(self) -> bool:
-        return self.inner.of_links
-
-    def incurable(self, heard: bool = True) -> str:
-        return self.inner.incurable(heard)
 
     def measure(self, sent: Tensor, mixed: Tensor, turn: Turn) -> Tensor:
         """(||mixed - sent||^2, ||sent||^2) of the parameters, over all workers in a simulation."""

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.combine.combine import Combine, Rate, State, Turn, at, largest
+from lightning_decentral.gossip.compute.combine.combine import Combine, Rate, at, largest
 from lightning_decentral.gossip.compute.combine.rate import check_rate, check_stable
+from lightning_decentral.gossip.compute.combine.rule import State, Turn
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.shared.plan.arguments import checked

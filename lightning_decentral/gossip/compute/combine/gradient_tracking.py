@@ -1,13 +1,13 @@
 """Gradient tracking and exact diffusion (D2): the exact optimum, however much the workers' data differ."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.combine.combine import Combine, Rate, State, Turn, at, largest
+from lightning_decentral.gossip.compute.combine.combine import Combine, Rate, at, largest
 from lightning_decentral.gossip.compute.combine.rate import check_echo, check_rate, check_stable
+from lightning_decentral.gossip.compute.combine.rule import MessageForm, Recovery, State, Turn, tied_by
 from lightning_decentral.gossip.plan.checks import check_symmetric
 from lightning_decentral.gossip.plan.stability import RepeatedCorrection
 from lightning_decentral.gossip.plan.topology.topology import Topology
@@ -43,8 +43,6 @@ class ExactDiffusion(Combine):
     Source: Yuan et al. 1702.05122 (exact diffusion), Tang et al. 1803.07068 (D2), Shi et al. 1404.6264 (EXTRA).
     """
 
-    lasting: ClassVar[tuple[str, ...]] = ("corrections",)
-
     rate: float = 0.5
     memory: float = 1.0
 
@@ -63,8 +61,9 @@ class ExactDiffusion(Combine):
         echo = RepeatedCorrection(gain=self.memory, keep=1.0)
         check_echo("ExactDiffusion", echo, self.rate, topology, size, weights, delay)
 
-    def incurable(self, heard: bool = True) -> str:
-        return ""
+    @property
+    def recovery(self) -> Recovery:
+        return Recovery(self._begin_anew, tied=tied_by(("corrections",)), lasting=("corrections",))
 
     def init(self, x: Tensor) -> State:
         return {"corrections": torch.zeros_like(x)}
@@ -102,8 +101,6 @@ class GradientTracking(Combine):
     Source: Di Lorenzo and Scutari 1602.00591; Nedic, Olshevsky and Shi 1607.03218 (DIGing, which delay 1 is).
     """
 
-    lasting: ClassVar[tuple[str, ...]] = ("exchanged",)
-
     rate: Rate = 1.0
 
     def __post_init__(self) -> None:
@@ -114,16 +111,23 @@ class GradientTracking(Combine):
         return largest(self.rate)
 
     @property
-    def copies(self) -> int:
-        return 2
+    def form(self) -> MessageForm:
+        return MessageForm(copies=2)
 
     def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
         super().check(topology, size, weights, delay)
         # As for Gossip: v mixes as x does and doesn't depend on it.
         check_stable("GradientTracking", self.rate, topology, size, weights, delay)
 
-    def incurable(self, heard: bool = True) -> str:
-        return ""
+    @property
+    def recovery(self) -> Recovery:
+        return Recovery(
+            self._begin_anew,
+            tied=tied_by(("last", "update", "exchanged")),
+            lasting=("exchanged",),
+            stand_in=self._stand_in,
+            refused=self._refused,
+        )
 
     def init(self, x: Tensor) -> State:
         return {"last": x.detach().clone(), "update": torch.zeros_like(x), "exchanged": torch.zeros_like(x)}
@@ -140,11 +144,11 @@ class GradientTracking(Combine):
     def values(self, message: Tensor) -> Tensor:
         return message.tensor_split(2, dim=-1)[0]
 
-    def stand_in(self, other: Tensor) -> Tensor:
+    def _stand_in(self, other: Tensor) -> Tensor:
         x, v = other.tensor_split(2, dim=-1)
         return torch.cat((x, torch.zeros_like(v)), dim=-1)
 
-    def refused(self, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
+    def _refused(self, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
         _, tracked = (mixed - sent).tensor_split(2, dim=-1)
         state["exchanged"].add_(tracked, alpha=at(self.rate, turn))
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.combine.combine import Combine, Rate, State, Turn, at, largest
+from lightning_decentral.gossip.compute.combine.combine import Combine, Rate, at, largest
 from lightning_decentral.gossip.compute.combine.rate import check_echo, check_rate
+from lightning_decentral.gossip.compute.combine.rule import Recovery, State, Turn
 from lightning_decentral.gossip.plan.stability import RepeatedCorrection
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
@@ -57,11 +58,9 @@ class QuasiGlobalMomentum(Combine):
         echo = RepeatedCorrection(gain=mu * (1 - mu), keep=mu * (2 - mu))
         check_echo("QuasiGlobalMomentum", echo, self.rate, topology, size, weights, delay)
 
-    def incurable(self, heard: bool = True) -> str:
-        return ""
-
-    def tied(self) -> str:
-        return ""
+    @property
+    def recovery(self) -> Recovery:
+        return Recovery(self._begin_anew)
 
     def init(self, x: Tensor) -> State:
         eta = torch.zeros((), dtype=torch.float64, device=x.device)

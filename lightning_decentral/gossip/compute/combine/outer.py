@@ -5,13 +5,14 @@ The anchor is where the workers last began, and what is validated and saved.
 
 from dataclasses import dataclass, replace
 from math import log
-from typing import ClassVar
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.combine.combine import Combine, Rate, State, Turn, at, largest
+from lightning_decentral.gossip.compute.combine.combine import Combine, Rate, at, largest
 from lightning_decentral.gossip.compute.combine.rate import LinearRate, check_rate
+from lightning_decentral.gossip.compute.combine.rule import MessageForm, Recovery, State, Turn
 from lightning_decentral.gossip.plan.checks import check_equals, check_one_flight
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights, local_steps
@@ -78,7 +79,7 @@ class Outer(Combine):
                 f"the outer momentum must be in [0, 1), got {largest(self.momentum)}: 0 is Gossip(rate=lr)"
             )
 
-    def placed(self, topology: Topology, size: int) -> "Outer":
+    def placed(self, topology: Topology, size: int) -> Self:
         steps = local_steps(topology, size)
         mu = suited_momentum(steps)
         warmed = LinearRate(first=mu / 2, last=mu, rounds=WARM_UP * steps)
@@ -89,11 +90,9 @@ class Outer(Combine):
         super().check(topology, size, weights, delay)
         check_one_flight(type(self).__name__, topology, size, delay)
 
-    def incurable(self, heard: bool = True) -> str:
-        return ""
-
-    def tied(self) -> str:
-        return ""
+    @property
+    def recovery(self) -> Recovery:
+        return Recovery(self._begin_anew)
 
     def init(self, x: Tensor) -> State:
         return {"anchor": x.detach().clone(), "momentum": torch.zeros_like(x)}
@@ -179,11 +178,19 @@ class PseudoGradient(OuterNesterov):
     Source: outer gradients of 4 bits, 2501.18512; with error feedback, 2505.23725; by parts with owners, 2102.02888.
     """
 
-    lasting: ClassVar[tuple[str, ...]] = ("anchor", "momentum")
+    @property
+    def form(self) -> MessageForm:
+        return MessageForm(differences=True)
 
     @property
-    def of_differences(self) -> bool:
-        return True
+    def recovery(self) -> Recovery:
+        return Recovery(
+            self._heal,
+            unheard="no sound message was heard, and its anchor would part from the others'",
+            tied="a way that some have heard of a worker that died, and others not, parts their anchors for good",
+            lasting=("anchor", "momentum"),
+            stand_in=torch.zeros_like,
+        )
 
     @property
     def largest_rate(self) -> float:
@@ -195,22 +202,13 @@ class PseudoGradient(OuterNesterov):
         super().check(topology, size, weights, delay)
         check_equals("PseudoGradient", topology, size, weights)
 
-    def incurable(self, heard: bool = True) -> str:
-        return "" if heard else "no sound message was heard, and its anchor would part from the others'"
-
-    def tied(self) -> str:
-        return "a way that some have heard of a worker that died, and others not, parts their anchors for good"
-
     def encoded(self, x: Tensor, state: State) -> None:
         """Leave x as it is: the loss of a codec stays in it."""
 
     def message(self, x: Tensor, state: State) -> Tensor:
         return x.detach() - state["anchor"]
 
-    def stand_in(self, other: Tensor) -> Tensor:
-        return torch.zeros_like(other)
-
-    def heal(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
+    def _heal(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
         torch.add(state["anchor"], sent, out=x)
         self.apply(x, sent, mixed, state, turn)
 

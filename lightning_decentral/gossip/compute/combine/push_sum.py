@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.combine.combine import Combine, State, Turn
+from lightning_decentral.gossip.compute.combine.combine import Combine
+from lightning_decentral.gossip.compute.combine.rule import MessageForm, Recovery, State, Turn, tied_by
 from lightning_decentral.gossip.plan.checks import check_columns
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import OutDegree, Weights
@@ -40,9 +41,13 @@ class PushSum(Combine):
         return OutDegree()
 
     @property
-    def exact(self) -> int:
+    def form(self) -> MessageForm:
         # w: rounded, it would scale all parameters.
-        return 1
+        return MessageForm(exact=1)
+
+    @property
+    def recovery(self) -> Recovery:
+        return Recovery(self._heal, tied=tied_by(("last", "weight")))
 
     def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
         check_columns(topology, size, weights)
@@ -79,11 +84,8 @@ class PushSum(Combine):
     def share(self, state: State) -> Tensor:
         return state["weight"]
 
-    def incurable(self, heard: bool = True) -> str:
-        return ""
-
-    def heal(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
-        super().heal(x, sent, sent, state, turn)
+    def _heal(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
+        self._begin_anew(x, sent, sent, state, turn)
         state["weight"] = sent[..., -1:].clone()
 
     def _add(self, x: Tensor, mass: Tensor, state: State) -> None:

@@ -5,7 +5,8 @@ Less mixing late in training keeps a disagreement between the workers that helps
 
 from dataclasses import dataclass
 
-from lightning_decentral.gossip.compute.combine.combine import Rate, RateSchedule, Turn, largest
+from lightning_decentral.gossip.compute.combine.combine import Rate, RateSchedule, largest
+from lightning_decentral.gossip.compute.combine.rule import Turn
 from lightning_decentral.gossip.plan.stability import RepeatedCorrection, largest_rate_with_echo, largest_stable_rate
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights, describe

@@ -1,12 +1,12 @@
 """RelaySum (RelaySGD): exact sums, relayed along a spanning tree."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.combine.combine import Combine, State, Turn
+from lightning_decentral.gossip.compute.combine.combine import Combine
+from lightning_decentral.gossip.compute.combine.rule import MessageForm, Recovery, State, Turn, tied_by
 from lightning_decentral.gossip.plan.checks import check_one_flight, check_tree
 from lightning_decentral.gossip.plan.topology.topology import Topology, at_least_one
 from lightning_decentral.gossip.plan.weights import Dyadic, Weights
@@ -45,9 +45,6 @@ class RelaySum(Combine):
     Source: Vogels et al. 2110.04175, algorithm 1, normalized by counts.
     """
 
-    lasting: ClassVar[tuple[str, ...]] = ("sum", "rest")
-    of_links: ClassVar[bool] = True
-
     restart: int = 200
 
     def __post_init__(self) -> None:
@@ -59,17 +56,17 @@ class RelaySum(Combine):
         return Dyadic()
 
     @property
-    def exact(self) -> int:
-        # The count.
-        return 1
+    def form(self) -> MessageForm:
+        return MessageForm(exact=1)  # the count
+
+    @property
+    def recovery(self) -> Recovery:
+        return Recovery(self._heal, tied=tied_by(("sum", "rest", "block")), of_links=True, lasting=("sum", "rest"))
 
     def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
         check_tree("RelaySum", topology, size, weights)
         # S_i(t) is made of S_i(t-1) and S_i(t-2), which must have landed.
         check_one_flight("RelaySum", topology, size, delay)
-
-    def incurable(self, heard: bool = True) -> str:
-        return ""
 
     def init(self, x: Tensor) -> State:
         if x.dtype.itemsize < 4:
@@ -97,7 +94,7 @@ class RelaySum(Combine):
         before.copy_(heard)
         self._restart(state, turn.round // self.restart)
 
-    def heal(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
+    def _heal(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
         x.copy_((sent - state["sum"])[..., :-1])
         self.apply(x, sent, mixed, state, turn)
 

@@ -115,10 +115,6 @@ class CausalModel(Pipelined):
         others = self._anatomy.returned
         return hidden if others is None else (hidden, *[None] * others)
 
-    def structure(self) -> str:
-        # The configuration says what modules don't show, and names the version.
-        return f"{super().structure()}\n{self._config.to_json_string()}\n{self._config._attn_implementation}"
-
     # ---- one call -----------------------------------------------------------------------------------------------
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

@@ -15,8 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.optim import Optimizer
 
 from lightning_decentral.compressed.strategy import CompressedStrategy
-from lightning_decentral.gossip.compute.combine.combine import Combine
-from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
+from lightning_decentral.gossip.compute.combine.rule import Rule
 from lightning_decentral.gossip.compute.travel import Travel
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
@@ -127,7 +126,7 @@ class Placed:
     """A gossip strategy's values at one place: what `Rounds` asks for."""
 
     topology: Topology
-    combine: Combine | ConsensusControl
+    combine: Rule
     weights: Weights
     codec: Codec
     states: Mapping[str, Travel]

@@ -22,7 +22,7 @@ HELD = (list, set, dict, deque)
 
 
 class Remembered:
-    """Create it just before the first run; run the second one within `again`."""
+    """Create it just before the first run; run the second one within `again`, or `put_back` what the runs changed."""
 
     def __init__(self, module: nn.Module) -> None:
         self._random: Any = random.getstate()
@@ -39,6 +39,17 @@ class Remembered:
     def again(self) -> Iterator[None]:
         """As it was then; afterwards as it is now."""
         numbers, drawn = random.getstate(), np.random.get_state()
+        back = self.put_back()
+        try:
+            yield
+        finally:
+            np.random.set_state(drawn)
+            random.setstate(numbers)
+            for put in back:
+                put()
+
+    def put_back(self) -> list[Callable[[], None]]:
+        """As it was then. What makes it as it is now, but for Python's and numpy's generators."""
         back: list[Callable[[], None]] = []
         for held, names in self._names:
             for name in [name for name in held.keys() - names if _rebound(held[name])]:
@@ -55,13 +66,7 @@ class Remembered:
             generator.set_state(state)
         random.setstate(self._random)
         np.random.set_state(self._numpy)
-        try:
-            yield
-        finally:
-            np.random.set_state(drawn)
-            random.setstate(numbers)
-            for put in back:
-                put()
+        return back
 
 
 def _rebound(value: Any) -> bool:

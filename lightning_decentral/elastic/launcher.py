@@ -1,0 +1,109 @@
+"""`Trainer(devices=4)` without a lobby: this process starts the workers of this machine, and doesn't train."""
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from lightning.fabric.plugins.environments import ClusterEnvironment, TorchElasticEnvironment
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers.subprocess_script import _basic_subprocess_cmd, _hydra_subprocess_cmd
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_decentral.elastic.plan.settings import ElasticSettings
+from lightning_decentral.elastic.plan.view import Bounds, Times
+from lightning_decentral.elastic.wire.starter import LOBBY, SEAT, STARTER, OwnLobby, Starter, follow
+
+
+class ElasticLauncher(_SubprocessScriptLauncher):
+    """Starts this script so many times, and a lost one again; the script ends here when they have.
+
+    What doesn't fit runs in this process: a test by itself needs no others.
+    """
+
+    def __init__(self, environment: ClusterEnvironment, workers: int, nodes: int, elastic: ElasticSettings) -> None:
+        super().__init__(environment, workers, nodes)
+        self._elastic = elastic
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        assert trainer is not None
+        if trainer.state.fn != TrainerFn.FITTING:
+            return function(*args, **kwargs)
+        _set_num_threads_if_needed(self.num_processes)  # the workers inherit it
+        times, bounds = Times(self._elastic.dead_after), Bounds(self._elastic.workers[0], self.num_processes)
+        lobby = OwnLobby(bounds, times, say)
+        starter = Starter(self.num_processes, command, lobby.members, {LOBBY: lobby.place}, say)
+        sys.exit(starter.run())
+
+
+class FollowingLauncher(_SubprocessScriptLauncher):
+    """Of a worker that a starter has started: it ends with its starter."""
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        follow(os.environ)
+        return function(*args, **kwargs)
+
+
+def command(number: int) -> tuple[Sequence[str], str | None]:
+    """(words that run this script again, in which folder)"""
+    return _hydra_subprocess_cmd(number) if HydraConfig.initialized() else (_basic_subprocess_cmd(), None)
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def at_its_lobby(elastic: ElasticSettings) -> ElasticSettings:
+    """The same, with the place at which its workers meet."""
+    return replace(elastic, lobby=elastic.lobby or os.environ[LOBBY])
+
+
+def starts_workers(elastic: ElasticSettings, environment: Mapping[str, str]) -> bool:
+    """Whether this process only starts others."""
+    return not (elastic.lobby or LOBBY in environment)
+
+
+def started(environment: Mapping[str, str]) -> bool:
+    """Whether a starter has started this process."""
+    return STARTER in environment
+
+
+def seat(environment: Mapping[str, str]) -> int:
+    """Which of the machine's devices is this worker's; a lost one's is the next one's."""
+    return int(environment.get(SEAT, "0"))
+
+
+def refuse_unstarted(
+    elastic: ElasticSettings, devices: int, cluster: ClusterEnvironment, workers: int, nodes: int, method: str
+) -> None:
+    """ValueError where this process can't start the workers of a run without a lobby."""
+    least, most = elastic.workers
+    if devices > 1:
+        raise ValueError(
+            f"workers of {devices} devices meet at a lobby: run `lightning-decentral lobby --workers 2:16`, and for "
+            f"each a torchrun --nnodes=1 --nproc-per-node={devices} with Elastic(lobby='HOST:29400')"
+        )
+    if cluster.creates_processes_externally or nodes > 1:
+        raise ValueError(
+            "Elastic() without a lobby is for one machine, whose workers this process starts: run `lightning-decentral "
+            "lobby --workers 2:16` and give all workers its place, Elastic(lobby='HOST:29400')"
+        )
+    if not least <= workers <= most:
+        raise ValueError(f"devices={workers} starts as many workers, and workers={elastic.workers}: change one of them")
+    if method != "popen":
+        raise ValueError(
+            f"start_method={method!r} doesn't go with elastic, as sweeps would have it, too: it starts scripts, 'popen'"
+        )
+
+
+def refuse_restarting_all(cluster: ClusterEnvironment, devices: int) -> None:
+    """ValueError under a torchrun with several workers; of one worker's devices it restarts all, as it should."""
+    if TorchElasticEnvironment.detect() and cluster.world_size() > devices:
+        raise ValueError(
+            f"this torchrun has {cluster.world_size()} workers and restarts all of them when one is lost: start each "
+            f"elastic worker by a torchrun of its own, --nnodes=1 --nproc-per-node={devices} --max-restarts=100"
+        )

@@ -1,0 +1,54 @@
+"""The picture of an elastic run: who trained together, from which round to which."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_decentral.elastic.plan.view import View
+from lightning_decentral.shared.figure import INK, new_figure
+
+COLOURS = ("#8fb3d9", "#9ccc9c", "#e6b566", "#b79ad1", "#d98c8c", "#7fc4c4", "#c2a27c", "#a9a9d9")
+NARROW = 0.04
+"""Of the picture's width: views that were in force for less have no number written on them."""
+LARGEST_INCHES = 40.0
+
+Stays = Mapping[str, Sequence[tuple[float, float, int]]]
+"""{member: [(from, to, number of the view)]}, in the order in which they came."""
+
+
+def stays(views: Sequence[View], rounds: int) -> Stays:
+    """Of views in the order of their numbers, the last in force until `rounds` rounds have been taken."""
+    found: dict[str, list[tuple[float, float, int]]] = {}
+    ends = [*(view.first_round for view in views[1:]), rounds]
+    for view, end in zip(views, ends, strict=True):
+        for name in view.members:
+            found.setdefault(name, []).append((view.first_round, max(view.first_round, end), view.number))
+    return found
+
+
+def draw_bars(axes: Any, found: Stays) -> None:
+    """A row for each member, a bar for each view that it was in."""
+    width = max((end for each in found.values() for _, end, _ in each), default=0)
+    for row, each in enumerate(found.values()):
+        for begin, end, view in each:
+            axes.barh(row, end - begin, left=begin, height=0.8, color=COLOURS[(view - 1) % len(COLOURS)])
+            if end - begin > NARROW * width:
+                axes.text((begin + end) / 2, row, f"view {view}", ha="center", va="center", fontsize=7, color=INK)
+    axes.set_yticks(range(len(found)), [name.partition("@")[0] for name in found], fontsize=8)
+    axes.set_ylim(len(found) - 0.5, -0.5)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw_members(views: Sequence[View], rounds: int, file: Path) -> None:
+    """Who was a member when, over rounds.
+
+    Raises:
+        ValueError: no matplotlib.
+    """
+    found = stays(views, rounds)
+    figure = new_figure(8, min(LARGEST_INCHES, 1.2 + 0.28 * len(found)))
+    axes = figure.subplots()
+    draw_bars(axes, found)
+    axes.set_xlabel("round")
+    axes.set_title("Who trained together", loc="left", fontsize=11, fontweight="bold", color=INK)
+    figure.savefig(file)

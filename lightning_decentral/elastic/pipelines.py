@@ -1,0 +1,187 @@
+"""Token pipelines that come and go: `TokenPipelineStrategy(replicas=GossipReplicas(elastic=...))`. Each is one member.
+
+The pipeline's own strategy stays what it is, with an elastic run in front of it: neither folder knows the other.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_decentral.elastic.checkpoints import ElasticCheckpoints
+from lightning_decentral.elastic.checks import Part
+from lightning_decentral.elastic.process import OneProcess
+from lightning_decentral.elastic.run import ElasticRun
+from lightning_decentral.elastic.wire.participant import Participant
+from lightning_decentral.elastic.wire.rounds.holding import Holding
+from lightning_decentral.elastic.wire.rounds.stages import Stages
+from lightning_decentral.shared.checkpoint.saving import Worker
+from lightning_decentral.shared.compute.codec.quantize import Plain
+from lightning_decentral.shared.compute.layout.model import ModelLayout, lay_states, refuse_shared
+from lightning_decentral.shared.compute.worker_state import KEY
+from lightning_decentral.shared.wire.mean import MeanModel
+from lightning_decentral.shared.wire.objects import broadcast_world, collect_objects, gather_objects
+from lightning_decentral.shared.wire.transport import Wire
+
+OWN = ("state_dict", "optimizer_states")
+"""What each stage has of a checkpoint; the rest is any stage's."""
+
+
+@cache
+def elastic_pipeline(strategy: type) -> type:
+    """The elastic one of a pipeline's strategy."""
+    return type(f"Elastic{strategy.__name__}", (ElasticPipeline, strategy), {})
+
+
+class JoinedStages:
+    """A whole checkpoint of a pipeline, without what only a fixed world can use.
+
+    Args:
+        of: the checkpoints of the pipeline's strategy.
+    """
+
+    def __init__(self, of: Any) -> None:
+        self._of = of
+
+    def whole(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """On the first stage. Collective."""
+        if self._of.layout is None:
+            return tree
+        return {name: value for name, value in self._of.whole(tree, {}).items() if name != KEY}
+
+
+class StageCheckpoints(ElasticCheckpoints):
+    """One plain file of the whole model."""
+
+    def __init__(self, worker: Worker, mean_model: MeanModel, of: Any) -> None:
+        super().__init__(worker, mean_model, JoinedStages(of))
+        self._of = of
+
+    @property
+    def layout(self) -> Any:
+        return self._of.layout
+
+    @layout.setter
+    def layout(self, layout: Any) -> None:
+        self._of.layout = layout
+
+    def load_optimizers(self, checkpoint: Mapping[str, Any], layout: Any) -> None:
+        self._of.load_optimizers(checkpoint, layout)
+
+    def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any) -> None:
+        if self._worker.alone and self.layout is not None:
+            rank_zero_warn(f"no checkpoint {filepath}: after an exception the stages can't meet any more")
+        else:
+            super().save(checkpoint, filepath, storage_options)
+
+
+class ElasticPipeline(ElasticRun):
+    """In front of a pipeline's strategy, whose stages are one member. All of them take one batch."""
+
+    stages: int | None
+    layout: Any
+    plans: Any
+    _stage: Any
+
+    def __init__(self, *, replicas: Any, **options: Any) -> None:
+        super().__init__(replicas=replicas, **options)
+        rule, weights = replicas.combine, replicas.weights or replicas.combine.weights
+        self.evaluate = "mean"
+        self.plan_rounds(replicas.elastic, replicas.topology, rule, weights, Plain(), replicas.delay, None, 0)
+        worker: Any = self
+        self.checkpoints = StageCheckpoints(worker, self.mean_model, self.checkpoints)
+
+    @property
+    def _beneath(self) -> Any:
+        """The pipeline's strategy, where both have a say."""
+        return super(OneProcess, self)
+
+    @property
+    def devices(self) -> int:  # type: ignore[override]
+        return self.stages or self.num_nodes * self.num_processes
+
+    @property
+    def stage(self) -> int:
+        assert self.cluster_environment is not None
+        return self.cluster_environment.global_rank()
+
+    pipeline = 0
+
+    def refuse(self, module: nn.Module, fitting: bool) -> None:
+        super().refuse(module, fitting)
+        if self.layout.pipelines > 1:
+            raise ValueError(
+                f"an elastic worker is one pipeline, this Trainer has {self.layout.pipelines} of {self.devices} "
+                f"stages: start a torchrun with --nproc-per-node={self.devices} for each"
+            )
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Before it is known who trains, of this pipeline's stages."""
+        return (
+            broadcast_world(obj, src) if self._member is None and self._early is None else super().broadcast(obj, src)
+        )
+
+    @property
+    def part(self) -> int:  # type: ignore[override]
+        return self.stage
+
+    def parts(self, own: Part) -> Sequence[Part]:
+        return [own] if self.wire is None else gather_objects(self.wire.roll, own)
+
+    def place(self, fitting: bool) -> None:
+        self._beneath.place(fitting)
+        self.model_layout = ModelLayout(self._module.parameters())
+
+    def prepare(self, wire: Wire | None) -> None:
+        super().prepare(wire)
+        refuse_shared(self._module)
+        self._beneath.prepare(wire)
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        for optimizer in self.optimizers:
+            lay_states(optimizer)
+
+    def holding(self, member: Participant) -> Holding:
+        return Holding(self.root_device) if self.wire is None else Stages(self.root_device, member, self.wire)
+
+    def whole(self, own: dict[str, Any]) -> dict[str, Any]:
+        part = {name: own[name] for name in OWN}
+        parts = [part] if self.wire is None else collect_objects(self.wire.roll, part)
+        return {**{name: value for name, value in own.items() if name not in OWN}, "stages": parts}
+
+    def _take(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+        parts = checkpoint["stages"]
+        mine = parts[self.stage] if self.stage < len(parts) else {"state_dict": {}}
+        if len(parts) != self.devices or set(mine["state_dict"]) != set(self._module.state_dict()):
+            raise ValueError(
+                f"this pipeline has {self.devices} stages, the run's have {len(parts)}, or other blocks on them: give "
+                "every worker the same stages and partition"
+            )
+        super()._take(trainer, {**checkpoint, **mine})
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if "stages" in checkpoint:
+            DDPStrategy.load_optimizer_state_dict(self, checkpoint)
+        else:
+            self._beneath.load_optimizer_state_dict(checkpoint)
+
+    def gradients(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+        return self.gradient_check.after(closure, optimizer, self.precision_plugin)
+
+    def counted(self) -> list[nn.Parameter]:
+        return list(self._stage.holdings.counted)
+
+    def release(self) -> None:
+        self._mixers.release()
+        self._beneath.release()
+        self._held = Holding(self.root_device)
+
+    def summary(self) -> dict[str, str]:
+        return {**super().summary(), **self.plans.summary()}

@@ -1,0 +1,300 @@
+"""The lobby: who lives, who may train together, who heals whom. It is in no step's way, and may end at any moment.
+
+    heard(beat, now), ticked(now) -> the next state, and a word for each of these workers
+
+It remembers nothing that its workers don't tell it: one that is started again waits until it has heard the members of
+the highest view, or `dead_after`, and goes on from there.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+from lightning_decentral.elastic.plan.messages import Beat, Word
+from lightning_decentral.elastic.plan.view import Bounds, Times, View
+
+Words = list[tuple[str, Word]]
+
+
+@dataclass(frozen=True)
+class Guest:
+    """A worker, as it was last heard."""
+
+    beat: Beat
+    at: float
+
+
+@dataclass(frozen=True)
+class LobbyState:
+    """The state.
+
+    Args:
+        began: when it was started.
+        guests: by name, in the order in which they came.
+        view: the highest.
+        agreed: the number of the highest that may be in force.
+        seen: the highest number of a view that anybody heard of.
+        dismissed: members of earlier views that aren't of this one: they come back under other names.
+        origin: of the run; empty: nobody has begun it.
+        came: when the last guest came.
+        doubted: when it last heard half of the members or fewer.
+        settled: it has heard all members of the highest view, or waited for them.
+        ended: guests whose connection has ended, and who haven't come back.
+    """
+
+    bounds: Bounds
+    times: Times
+    began: float
+    guests: Mapping[str, Guest] = field(default_factory=dict)
+    view: View | None = None
+    agreed: int = 0
+    seen: int = 0
+    dismissed: frozenset[str] = frozenset()
+    origin: str = ""
+    came: float = 0.0
+    doubted: float = float("-inf")
+    settled: bool = False
+    ended: frozenset[str] = frozenset()
+
+    def heard(self, beat: Beat, now: float) -> tuple["LobbyState", Words]:
+        """What a beat changes, and the words that follow: one to its sender, to all where the view changed."""
+        known = self.guests.get(beat.sender)
+        if known and known.beat.count >= beat.count:
+            return self, []
+        guests = {**self.guests, beat.sender: Guest(beat, now)}
+        state = replace(self._doubting(now), guests=guests, came=self.came if known else now)
+        state = replace(state, ended=self.ended - {beat.sender})._learnt(beat)._decided(now)
+        told = state.guests if (state.view, state.agreed) != (self.view, self.agreed) else [beat.sender]
+        return state, [(name, state.word(name, now)) for name in told]
+
+    def hung_up(self, name: str) -> "LobbyState":
+        """Its connection has ended: its process, too, unless it comes back soon."""
+        return replace(self, ended=self.ended | {name}) if name in self.guests else self
+
+    def ticked(self, now: float) -> tuple["LobbyState", Words]:
+        """What time alone changes. Call it every `times.beat`."""
+        state = self._doubting(now)._forgotten(now)._decided(now)
+        changed = (state.view, state.agreed) != (self.view, self.agreed)
+        return state, [(name, state.word(name, now)) for name in state.guests if changed]
+
+    def _doubting(self, now: float) -> "LobbyState":
+        """Where half of the members or more are silent at once, it may be the lobby that slept or was cut off. Then
+        those who come back first don't go on without the others."""
+        stay, size = self._counted(now)
+        return replace(self, doubted=now) if 2 * stay <= size else self
+
+    def _learnt(self, beat: Beat) -> "LobbyState":
+        """The highest view and the origin, as a lobby that was started again finds them."""
+        view = self.view
+        for other in (beat.view, beat.coming):
+            if other and (view is None or other.number > view.number):
+                view = other
+        agreed = max(self.agreed, beat.view.number if beat.view else 0)
+        origin = view.origin if view else self.origin or beat.origin
+        seen = max(self.seen, beat.seen, view.number if view else 0)
+        return replace(self, view=view, agreed=agreed, seen=seen, origin=origin)
+
+    def _forgotten(self, now: float) -> "LobbyState":
+        """Without guests that are silent and no members: their names don't come back."""
+        members = self.members
+        kept = {n: g for n, g in self.guests.items() if n in members or self._silent(n, now) <= self.times.dead_after}
+        # Who was to begin the run may have died before anybody had its parameters.
+        origins = [guest.beat.origin for name, guest in kept.items() if guest.beat.origin and not self._left(name)]
+        origin = self.origin if self.seen or self.origin in origins else next(iter(origins), "")
+        ended, dismissed = self.ended.intersection(kept), self.dismissed.intersection(kept)
+        return replace(self, guests=kept, origin=origin, ended=ended, dismissed=dismissed)
+
+    def _decided(self, now: float) -> "LobbyState":
+        """Settled, agreed, and a next view: in this order, as far as it comes."""
+        state = replace(self, settled=self.settled or self._all_heard() or now - self.began > self.times.dead_after)
+        state = state._confirmed(now)
+        if not state.settled or (state.view and state.agreed < state.view.number):
+            return state
+        following = state._following(now)
+        return replace(state, view=following)._confirmed(now) if following else state
+
+    def _all_heard(self) -> bool:
+        return self.view is not None and all(name in self.guests for name in self.members)
+
+    def _confirmed(self, now: float) -> "LobbyState":
+        """The highest view may come into force when enough members of the one before know it: whoever comes later,
+        another lobby too, hears of it from them."""
+        if self.view is None:
+            return self
+        before = [name for name in self.view.before if not self._left(name)]
+        know = sum(self._knows(name) for name in before)
+        stay = sum(self._lives(name, now) for name in before if name in self.view.members)
+        enough = 2 * know > len(before) or know >= max(stay, self.bounds.needed(len(before)))
+        if not enough:
+            return self
+        gone = frozenset(self.view.before) - frozenset(self.view.members)
+        return replace(self, agreed=self.view.number, dismissed=self.dismissed | gone)
+
+    def _knows(self, name: str) -> bool:
+        guest = self.guests.get(name)
+        return guest is not None and self.view in (guest.beat.view, guest.beat.coming)
+
+    def _following(self, now: float) -> View | None:
+        """The next view; None: the present one stays."""
+        wanted = (self.alive(now) + self.ready(now))[: self.bounds.most]
+        if self.view is None:
+            return self._first(wanted, now)
+        if wanted == self.members or not self._allowed(wanted, now):
+            return None
+        last, left = self.view, tuple(name for name in self.members if name not in wanted and self._left(name))
+        return View(last.number + 1, wanted, self._first_round(now), last.members, self.origin, last.founders, left)
+
+    def _first(self, wanted: tuple[str, ...], now: float) -> View | None:
+        waited = now - self.came > self.times.dead_after
+        if self.seen:
+            return None  # the members of that view may be training: who healed at one of them doesn't begin another run
+        complete = len(wanted) == self.bounds.most or (waited and len(wanted) >= self.bounds.least)
+        return View(1, wanted, 0, wanted, self.origin, len(wanted)) if complete else None
+
+    def _first_round(self, now: float) -> int:
+        """So far ahead that all hear of it before they are there, who have gone on since they were heard."""
+        guests = [guest for name, guest in self.guests.items() if name in self.members]
+        # Of all: they wait for each other, and one that thinks a moment's pace its own would be far ahead.
+        pace = median([guest.beat.pace for guest in guests if guest.beat.pace] or [0.0])
+        ahead, times = [self.view.first_round + 1 if self.view else 1], self.times
+        for guest in guests:
+            since = times.rounds_in(min(now - guest.at, times.beat), pace)
+            ahead.append(guest.beat.round + since + times.rounds_ahead(pace))
+        return max(ahead)
+
+    def _allowed(self, wanted: tuple[str, ...], now: float) -> bool:
+        """More than half at once, fewer when those that are missing have been silent for long."""
+        stay, size = self._counted(now)
+        missing = [name for name in self.members if name not in wanted]
+        return (
+            stay > 0
+            and all(self._dead(name, now) for name in missing)
+            and self.bounds.may_follow(stay, size, len(wanted))
+        )
+
+    def _counted(self, now: float) -> tuple[int, int]:
+        """(members that live, members that haven't left) of the last view that is agreed."""
+        agreed = self.view is None or self.agreed == self.view.number
+        members = [n for n in (self.members if agreed else self._before) if not self._left(n)]
+        return sum(self._lives(name, now) for name in members), len(members)
+
+    @property
+    def _before(self) -> tuple[str, ...]:
+        return self.view.before if self.view else ()
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Of the highest view, the oldest first."""
+        return self.view.members if self.view else ()
+
+    @property
+    def stayed(self) -> tuple[str, ...]:
+        """The members that haven't left, silent ones, too."""
+        return tuple(name for name in self.members if not self._left(name))
+
+    @property
+    def leaving(self) -> tuple[str, ...]:
+        """Guests that said that they end."""
+        return tuple(name for name in self.guests if self._left(name))
+
+    def alive(self, now: float) -> tuple[str, ...]:
+        """The members that live."""
+        return tuple(name for name in self.members if self._lives(name, now))
+
+    def ready(self, now: float) -> tuple[str, ...]:
+        """Those that have the run's parameters and wait to be members."""
+        waiting = (name for name in self._newcomers(now) if self.guests[name].beat.origin)
+        return tuple(name for name in waiting if not self.out(name))
+
+    def _newcomers(self, now: float) -> list[str]:
+        return [name for name in self.guests if name not in self.members and self._lives(name, now)]
+
+    def _silent(self, name: str, now: float) -> float:
+        """Seconds since it was heard."""
+        guest = self.guests.get(name)
+        return now - (guest.at if guest else self.began)
+
+    def _dead(self, name: str, now: float) -> bool:
+        """Whether it left, or was silent so long that the lobby doesn't take itself for the one that is cut off."""
+        certain = now - self.doubted > self.times.dead_after
+        limit = self._patience(name) if certain else self.times.minority
+        return self._left(name) or self._silent(name, now) > limit
+
+    def _left(self, name: str) -> bool:
+        guest = self.guests.get(name)
+        return guest is not None and guest.beat.leaving
+
+    def _lives(self, name: str, now: float) -> bool:
+        return name in self.guests and not self._left(name) and self._silent(name, now) <= self._patience(name)
+
+    def _patience(self, name: str) -> float:
+        return self.times.ended if name in self.ended else self.times.dead_after
+
+    def out(self, name: str) -> bool:
+        """Whether the run went on without this worker, or it has parameters of another one."""
+        beat = self.guests[name].beat
+        other_run = bool(beat.origin) and bool(self.origin) and beat.origin != self.origin
+        if name in self.dismissed:
+            return True
+        if self.view is None or beat.view is None or self.agreed < self.view.number:
+            return other_run
+        behind = beat.view.number < self.view.number and name not in self.view.members
+        return other_run or behind or (beat.view.number == self.view.number and beat.view != self.view)
+
+    def founder(self, now: float) -> str:
+        """Whose parameters the run begins with: the oldest worker's. Empty: it is known, or the lobby isn't settled."""
+        # As soon as one is there: each sets itself up, and finds what is wrong with itself, without the others.
+        known = self.origin or self.seen or not self.settled
+        return "" if known else next(iter(self._newcomers(now)), "")
+
+    def donor(self, name: str, now: float) -> str:
+        """Whom a newcomer fetches from: as before while that one lives, else the member that serves the fewest."""
+        beat = self.guests[name].beat
+        # The places of the silent ones may be free soon: who would take one heals meanwhile.
+        alive = [n for n in self.alive(now) if n not in self.ended and self._silent(n, now) <= self.times.ended]
+        members = alive if self.view else self.ready(now)
+        healing = [n for n in self._newcomers(now) if not self.guests[n].beat.origin]
+        room = self.bounds.most - len(alive) - len(self.ready(now))
+        if beat.origin or not self.settled or name not in healing[: max(0, room)]:
+            return ""
+        if beat.donor in members and beat.donor != beat.failed:
+            return beat.donor
+        serves = [self.guests[n].beat.donor for n in healing]
+        others = [n for n in members if n != beat.failed] or members
+        return min(others, key=serves.count, default="")
+
+    def paused(self, now: float) -> str:
+        """Why the members wait, or those of whom a run is made; empty: they go on."""
+        if self.view is None and not self.seen and (there := len(self._newcomers(now))) < self.bounds.least:
+            return f"{there} of the {self.bounds.least} workers are there that a run begins with: start the others"
+        (stay, size), most = self._counted(now), self.bounds.most
+        wanted = min(stay + len(self.ready(now)), most)
+        if not self.seen or not self.settled or 2 * stay > size or self.bounds.may_follow(stay, size, wanted):
+            return ""
+        if not stay:
+            return (
+                f"no member of view {self.seen} is heard: end the lobby and all workers, and resume from a checkpoint"
+            )
+        more = self.bounds.may_follow(stay, size, most)
+        needed = f"{self.bounds.least} workers" if more else f"{self.bounds.needed(size)} of them"
+        remedy = f"mend the network, {'start workers, ' if more else ''}or start the lobby again with a lower minimum"
+        return f"{stay} of {size} members are heard, and {needed} are needed: {remedy}"
+
+    def word(self, name: str, now: float) -> Word:
+        """What this guest is told."""
+        donor = self.donor(name, now)
+        return Word(
+            heard=self.guests[name].beat.count,
+            view=self.view,
+            agreed=self.agreed,
+            gone=tuple(n for n in self.members if self.settled and self._dead(n, now)),
+            entered={n: self.guests[n].beat.entered for n in self.members if n in self.guests},
+            round=max((self.guests[n].beat.round for n in self.members if n in self.guests), default=0),
+            donor=(donor, self.guests[donor].beat.place) if donor else None,
+            founder=self.founder(now) == name,
+            out=self.out(name),
+            over=self.view is not None and not self.stayed,
+            paused=self.paused(now),
+            least=self.bounds.least,
+            dead_after=self.times.dead_after,
+        )

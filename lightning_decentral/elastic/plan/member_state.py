@@ -1,0 +1,284 @@
+"""A worker between the lobby and its rounds: newcomer, healing, healed, member; and whether it may begin a round.
+
+told(word, now), met(beat, now), ticked(now), begins(round, now), ... -> the next state, and what is to be done
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from lightning_decentral.elastic.plan.chronicle import HISTORY
+from lightning_decentral.elastic.plan.messages import Beat, History, Word
+from lightning_decentral.elastic.plan.view import Bounds, Times, View
+
+
+@dataclass(frozen=True)
+class Send:
+    """A beat, to the lobby (an empty name) or to a member."""
+
+    to: str
+    beat: Beat
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Everything from this member; an earlier fetch ends."""
+
+    donor: str
+    place: str
+
+
+@dataclass(frozen=True)
+class Return:
+    """Come back as a newcomer with another name: what this one sends is refused."""
+
+    why: str
+
+
+Act = Send | Fetch | Return
+
+APART = 4
+"""Rounds by which members in step with each other may differ."""
+
+
+def _number(view: View | None) -> int:
+    return view.number if view else 0
+
+
+def _number_in(history: History, round: int) -> int:
+    """Of the view in force in a round; 0: none that is remembered."""
+    return next((number for number, first in reversed(history) if first <= round), 0)
+
+
+@dataclass(frozen=True)
+class MemberState:
+    """The state.
+
+    Args:
+        mine: the next beat, but for its count.
+        agreed: the number of the highest view that may come into force.
+        reached: the newest round that a member is known to have come to.
+        views: those of `mine.entered` that are or will be in force, by number.
+        told_at: when the last beat was sent that the lobby has answered: it takes this worker for alive from then on,
+            however late its answer came.
+        asked: {count: when that beat was sent}
+        sent_at: when it last sent beats.
+        met_at: when other members were last heard directly.
+        woke: when it last went on after a sleep.
+        entered: {member: which views came into force for it in which rounds}
+        gone: members that the lobby doesn't hear.
+        paused: why the lobby lets nobody go on.
+        out: why it isn't a member any more; empty: it may be.
+    """
+
+    mine: Beat
+    times: Times
+    least: int = 1
+    agreed: int = 0
+    reached: int = 0
+    views: Mapping[int, View] = field(default_factory=dict)
+    told_at: float = float("-inf")
+    asked: Mapping[int, float] = field(default_factory=dict)
+    sent_at: float = float("-inf")
+    met_at: Mapping[str, float] = field(default_factory=dict)
+    woke: float = float("-inf")
+    entered: Mapping[str, History] = field(default_factory=dict)
+    gone: frozenset[str] = frozenset()
+    paused: str = ""
+    out: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.mine.sender
+
+    def told(self, word: Word, now: float) -> tuple["MemberState", list[Act]]:
+        """By the lobby."""
+        if self.out:
+            return self, []
+        if word.out:
+            return self._expelled(
+                "the run went on without this worker, which was silent or has another run's parameters"
+            )
+        if word.over and not self.mine.view:
+            return self._expelled(
+                "all members of the run at this lobby have ended, and a lobby is for one run: start another one for "
+                "another fit"
+            )
+        state = replace(
+            self,
+            told_at=max(self.told_at, self.asked.get(word.heard, float("-inf"))),
+            asked={count: at for count, at in self.asked.items() if count > word.heard},
+            gone=frozenset(word.gone),
+            paused=word.paused,
+            times=Times(word.dead_after),
+            least=word.least,
+            reached=max(self.reached, word.round),
+        )._knowing(word.view, word.agreed)
+        state, acts = state._entries(word.entered)._healing(word)
+        news = (state.mine.coming, state.mine.view) != (self.mine.coming, self.mine.view) or acts
+        state, beats = state._beat(now) if news else (state, [])
+        return state, [*acts, *beats]
+
+    def met(self, beat: Beat, now: float) -> tuple["MemberState", list[Act]]:
+        """By another member's beat: it lives, and may know a later view. Who hears the lobby answers who asks."""
+        if self.out:
+            return self, []
+        theirs, state = beat.view, replace(self._awake(now), reached=max(self.reached, beat.round))
+        if now - state.woke > self.times.beat:
+            state = replace(state, met_at={**self.met_at, beat.sender: now})
+        if theirs and self.mine.view and theirs.number > _number(self.mine.view):
+            if self.name not in theirs.members:
+                return state._expelled(f"the run is in view {theirs.number}, made without this worker")
+            state = state._knowing(theirs, theirs.number)
+        state = state._entries({beat.sender: beat.entered})
+        if not beat.asks or state.lonely(now) or not self.mine.view:
+            return state, []
+        return state._counted([beat.sender], state.sent_at)
+
+    def ticked(self, now: float) -> tuple["MemberState", list[Act]]:
+        """Beats that are due."""
+        if self.out or now - self.sent_at < self.times.beat:
+            return self, []
+        return self._awake(now)._beat(now)
+
+    def _awake(self, now: float) -> "MemberState":
+        """Who slept finds in its connections what others said meanwhile: for a beat that isn't a sign of life."""
+        return replace(self, woke=now) if self.times.alone < now - self.sent_at < float("inf") else self
+
+    def fetched(self, donor: str, origin: str, round: int, now: float) -> tuple["MemberState", list[Act]]:
+        """Everything has come from its donor, which was in this round: the lobby hears of it at once."""
+        if self.mine.donor != donor or self.mine.origin:
+            return self, []
+        return replace(self, mine=replace(self.mine, origin=origin, round=round, donor="", failed=""))._beat(now)
+
+    def failed(self, donor: str, now: float) -> tuple["MemberState", list[Act]]:
+        """The donor didn't serve."""
+        if self.mine.donor != donor or self.mine.origin:
+            return self, []
+        return replace(self, mine=replace(self.mine, donor="", failed=donor))._beat(now)
+
+    def leaving(self, now: float) -> tuple["MemberState", list[Act]]:
+        """It ends."""
+        return replace(self, mine=replace(self.mine, leaving=True))._beat(now)
+
+    @property
+    def serves(self) -> bool:
+        """Whether it may be a donor: a newcomer that isn't healed never is."""
+        return bool(self.mine.origin) and not self.out
+
+    def waits(self, now: float) -> str:
+        """Why no round may begin; empty: the next one may."""
+        if not self.out and (self.mine.view is None or self.name not in self.mine.view.members):
+            return self.paused or "waiting for the next view"
+        return self.out or self.paused or self.doubts(now)
+
+    def begins(self, round: int, pace: float) -> "MemberState":
+        """A round begins, which `waits` allowed."""
+        return replace(self, mine=replace(self.mine, round=max(self.mine.round, round + 1), pace=pace))
+
+    def view_of(self, round: int) -> View | None:
+        """The view that is in force here in this round."""
+        number = _number_in(self.mine.entered, round)
+        return self.views.get(number) if number else None
+
+    def without(self, view: View, peer: str) -> bool:
+        """Whether this member of a view is known to be lost: the lobby doesn't hear it, or a later view is without."""
+        mine = self.mine.view
+        return peer in self.gone or bool(mine and mine.number > view.number and peer not in mine.members)
+
+    def expects(self, view: View, round: int, peer: str) -> bool:
+        """Whether this member's message of a round may still come: it lives, and is in the same view in that round, as
+        far as is known."""
+        history = self.entered.get(peer, ())
+        if self.without(view, peer):
+            return False
+        reached = bool(history) and history[-1][0] >= view.number
+        return not reached or _number_in(history, round) == view.number
+
+    def lonely(self, now: float) -> bool:
+        """Whether the lobby has been silent for so long that members ask each other."""
+        return now - self.told_at > self.times.alone
+
+    def doubts(self, now: float) -> str:
+        """Why what it does may be none of the run's: a worker that the lobby doesn't reach, or that slept, can't know
+        whether the others went on without it. Empty: nothing speaks for that."""
+        if self.out:
+            return self.out
+        view = self.mine.view
+        if view is None or now - self.told_at <= self.times.dead_after:
+            return ""
+        heard = 1 + sum(now - self.met_at.get(n, float("-inf")) <= self.times.dead_after for n in self._others(view))
+        if Bounds(self.least, self.least).may_go_on_alone(heard, len(view.members)):
+            return ""
+        return f"neither the lobby nor enough members are heard: {heard} of {len(view.members)}"
+
+    def _others(self, view: View) -> list[str]:
+        return [name for name in view.members if name != self.name]
+
+    def _expelled(self, why: str) -> tuple["MemberState", list[Act]]:
+        return replace(self, out=why), [Return(why)]
+
+    def _knowing(self, view: View | None, agreed: int) -> "MemberState":
+        """A view is known first, and comes into force when it is agreed: at its first round, or at once where that is
+        over."""
+        mine = replace(self.mine, seen=max(self.mine.seen, _number(view)))
+        state = replace(self, mine=mine, agreed=max(self.agreed, agreed))._entered_before(view)
+        mine = state.mine
+        if view is None or view.number <= _number(mine.view) or view.number < _number(mine.coming):
+            return state
+        if view.number > state.agreed:
+            return replace(state, mine=replace(mine, coming=view))
+        if self.name not in view.members:
+            return replace(state, mine=replace(mine, coming=None))
+        return state._entering(view)
+
+    def _entered_before(self, view: View | None) -> "MemberState":
+        """The view that it knew comes into force where this one follows it: others may train in it for some rounds."""
+        coming = self.mine.coming
+        follows = coming is not None and coming.number <= self.agreed and coming.number < _number(view)
+        return self._entering(coming) if coming and follows and self.name in coming.members else self
+
+    def _entering(self, view: View) -> "MemberState":
+        mine = self.mine
+        first = max(view.first_round, mine.round)
+        # A view that would have begun later than this one never does.
+        before = tuple(pair for pair in mine.entered if pair[1] < first)
+        over = sum(since <= mine.round for _, since in before)
+        # A newcomer begins where the others are by then; and who is far behind skips the rounds between: others were
+        # alone and ran ahead, who would have to wait for it. Those that are known to be there: a view that was planned
+        # while rounds were quick may be far ahead for all.
+        behind = min(first, self.reached) - mine.round - APART
+        skips = mine.view is None or behind * mine.pace > self.times.dead_after
+        gap = ((0, mine.round),) if skips and mine.view else ()
+        entered = (*before[max(0, over - HISTORY) :], *gap, (view.number, first))
+        views = {number: of for number, of in {**self.views, view.number: view}.items() if number >= entered[0][0]}
+        round = first if skips else mine.round
+        # Of those that aren't members any more nobody asks.
+        known = {name: history for name, history in self.entered.items() if name in view.members}
+        met_at = {name: at for name, at in self.met_at.items() if name in view.members}
+        state = replace(self, views=views, entered=known, met_at=met_at)
+        return replace(state, mine=replace(mine, view=view, coming=None, entered=entered, round=round))
+
+    def _entries(self, found: Mapping[str, History]) -> "MemberState":
+        """Which views others are in; what is older than what is known is ignored."""
+        newer = {name: history for name, history in found.items() if history[-1:] > self.entered.get(name, ())[-1:]}
+        return replace(self, entered={**self.entered, **newer}) if newer else self
+
+    def _healing(self, word: Word) -> tuple["MemberState", list[Act]]:
+        mine = self.mine
+        if word.founder and not mine.origin:
+            return replace(self, mine=replace(mine, origin=self.name, donor="")), []
+        if mine.origin or word.donor is None or word.donor[0] == mine.donor:
+            return self, []
+        donor, place = word.donor
+        return replace(self, mine=replace(mine, donor=donor)), [Fetch(donor, place)]
+
+    def _beat(self, now: float) -> tuple["MemberState", list[Act]]:
+        """To the lobby; where that is silent to all members, too."""
+        others = self._others(self.mine.view) if self.mine.view and self.lonely(now) else []
+        state, acts = self._counted(["", *others], now, asks=bool(others))
+        recent = {count: at for count, at in self.asked.items() if now - at <= self.times.dead_after}
+        return replace(state, asked={**recent, state.mine.count: now}), acts
+
+    def _counted(self, to: list[str], sent_at: float, asks: bool = False) -> tuple["MemberState", list[Act]]:
+        mine = replace(self.mine, count=self.mine.count + 1, asks=asks)
+        return replace(self, mine=mine, sent_at=sent_at), [Send(name, mine) for name in to]

@@ -1,0 +1,170 @@
+"""What Lightning sees of an elastic worker: one process, its rank that of its age; and what all compute together."""
+
+import os
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only as rank_zero_of_fabric
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+
+from lightning_decentral.elastic.compute.gathered import first_of, means_of, moved, on_device, reduced, stacked
+from lightning_decentral.elastic.launcher import (
+    ElasticLauncher,
+    FollowingLauncher,
+    refuse_restarting_all,
+    refuse_unstarted,
+    seat,
+    started,
+    starts_workers,
+)
+from lightning_decentral.elastic.logs import began, go_on, take_over
+from lightning_decentral.elastic.loops import plain
+from lightning_decentral.elastic.plan.settings import ElasticSettings
+from lightning_decentral.elastic.wire.participant import Participant
+from lightning_decentral.shared.workers import WorkersStrategy
+
+
+class OneProcess(WorkersStrategy):
+    """Of members there are no groups: who trains together changes. An island's devices have theirs."""
+
+    elastic: ElasticSettings
+    _member: Participant | None
+    devices: int
+    """Of one worker."""
+
+    batches: int
+    _rank: int | None = None
+    _early: Participant | None = None
+    """The member, while this worker is set up."""
+
+    _logs = False
+    """Whether it has been the one that logs."""
+
+    _beside = 0
+
+    def _configure_launcher(self) -> None:
+        cluster, devices, method = self.cluster_environment, self.parallel_devices, self._start_method
+        assert cluster is not None
+        assert devices is not None
+        refuse_restarting_all(cluster, self.devices)
+        if started(os.environ):
+            self._beside = len(devices)
+            self.parallel_devices = [devices[seat(os.environ) % len(devices)]]  # the others' are those beside it
+            self._launcher = FollowingLauncher(cluster, 1, 1)
+        elif starts_workers(self.elastic, os.environ):
+            refuse_unstarted(self.elastic, self.devices, cluster, len(devices), self.num_nodes, str(method))
+            self._launcher = ElasticLauncher(cluster, len(devices), 1, self.elastic)
+        else:
+            super()._configure_launcher()
+
+    @property
+    def planned_workers(self) -> int:
+        """With so many devices the run begins if nothing is amiss."""
+        return (self._beside or self.elastic.workers[1]) * self.batches
+
+    def set_world_ranks(self) -> None:
+        """Until it is known who is the oldest, the one that was started first is taken for it; a starter is nobody."""
+        assert self.cluster_environment is not None
+        if self._rank is None:
+            later = self.cluster_environment.local_rank() > 0
+            self._rank = int(later or (starts_workers(self.elastic, os.environ) and not started(os.environ)))
+        super().set_world_ranks()
+
+    def setup_environment(self) -> None:
+        """As ever. Then, for a fit, it is known with whom the run begins, before anybody opens a log or a folder."""
+        super().setup_environment()
+        trainer = self._module.trainer
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.refuse(self._module, fitting=True)  # before others count on this worker; `setup` sees the whole model
+            self._attendance.join_groups()
+            self._early = self.comes()
+            founds = self._early.founds()
+            self._logs = founds and self._early.leads
+            self._rank_as(int(not founds))
+            versions = self.broadcast(began(trainer) if founds else None)
+            if not founds:
+                go_on(trainer.loggers, versions or ())
+
+    @abstractmethod
+    def comes(self) -> Participant:
+        """Its member, which comes to the lobby."""
+
+    def _log_as_oldest(self, trainer: Trainer) -> None:
+        if self.global_rank == 0 and not self._logs:
+            self._logs = True
+            take_over(trainer)
+
+    def setup_distributed(self) -> None:
+        if self.devices > 1:
+            super().setup_distributed()
+            return
+        reset_seed()
+        self.set_world_ranks()
+        self._process_group_backend = self._get_process_group_backend()
+
+    @property
+    def local_rank(self) -> int:
+        assert self.cluster_environment is not None
+        return self.cluster_environment.local_rank() if self.devices > 1 else 0
+
+    @property
+    def global_rank(self) -> int:
+        """0 for the oldest member, who writes and logs."""
+        return self._rank or 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": 1, "rank": 0}
+
+    def _rank_as(self, rank: int) -> None:
+        self._rank = rank
+        of_all: Any = rank_zero_only
+        of_all.rank = rank_zero_of_fabric.rank = rank  # type: ignore[attr-defined]
+
+    # ---- what Lightning does once for all ---------------------------------------------------------------------------
+
+    def together(self, value: Any, made: Callable[[Sequence[Any]], Any], of_each: bool = True) -> Any:
+        """`made` of what each device of the members of the moment gives, the oldest first, or each member's first one;
+        of this worker's outside of training. What lies on a device travels from the host, and is there again."""
+        given, member = moved(value, torch.device("cpu")), self._member
+        calls = None if member is None else member.together if of_each else member.of_members
+        found = made([given]) if calls is None else calls(given, made)
+        return moved(found, self.root_device) if on_device(value) else found
+
+    def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Of the members' first devices: those of an island have equal parameters, and buffers as under DDP. What isn't
+        floating point is the oldest's."""
+        means = self.together([tensor.detach() for tensor in tensors], means_of, of_each=False)
+        return [mean.clone() for mean in means]
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Nobody waits: what is needed of others is asked for."""
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """The oldest member's; what can't be sent is this worker's own. In set-up, of the one that began the run."""
+        if self._member is None and self._early is not None:
+            return self._early.as_founded(obj)
+        return self.together(obj, first_of) if plain("", obj) else obj
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        value = tensor if isinstance(tensor, Tensor) else torch.tensor(float(tensor))
+        return self.together(value.detach(), partial(reduced, str(reduce_op).lower().rpartition(".")[2])).clone()
+
+    def gather(self, value: Any) -> list[Any]:
+        found: list[Any] = self.together(value, list)
+        return found
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        rows: Tensor = self.together(tensor.detach(), stacked)
+        return rows
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        given = self.gather(bool(decision))
+        return bool(min(given) if all else max(given))

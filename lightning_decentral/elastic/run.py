@@ -1,0 +1,344 @@
+"""A run whose workers come and go: each is a process and a Trainer of its own, or several; they meet at a lobby.
+
+Lightning sees one process everywhere: this binding alone knows the others. What Lightning does once for all workers is
+done by all, with their mean, and what it does by worker 0 is done by the oldest.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_decentral.elastic import loops
+from lightning_decentral.elastic.checks import (
+    Given,
+    Part,
+    elastic_rule,
+    part_of,
+    present,
+    refuse_remembering,
+    settings_of,
+)
+from lightning_decentral.elastic.launcher import at_its_lobby
+from lightning_decentral.elastic.plan.calendar import Calendar
+from lightning_decentral.elastic.plan.settings import ElasticSettings
+from lightning_decentral.elastic.pruned import Unpruned, refuse_pruning
+from lightning_decentral.elastic.watched import WatchedProcess
+from lightning_decentral.elastic.wire.island_participants import member_of
+from lightning_decentral.elastic.wire.participant import Participant
+from lightning_decentral.elastic.wire.rounds.exchange import ElasticExchange
+from lightning_decentral.elastic.wire.rounds.holding import Holding, mean_and_bytes
+from lightning_decentral.gossip.compute.combine.rule import Rule
+from lightning_decentral.gossip.plan.topology.topology import Topology
+from lightning_decentral.gossip.plan.weights import Weights
+from lightning_decentral.gossip.rounds import check_numbers
+from lightning_decentral.gossip.wire.making import Making
+from lightning_decentral.gossip.wire.mixer import Mixer
+from lightning_decentral.gossip.wire.optimizer_mixer import parameters_of
+from lightning_decentral.gossip.wire.optimizers import Mixers
+from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.compute.layout.model import ModelLayout, described
+from lightning_decentral.shared.updates import Mixed, Updates
+from lightning_decentral.shared.wire.mean import MeanModel
+from lightning_decentral.shared.wire.transport import Wire
+
+
+class ElasticRun(WatchedProcess):
+    """What makes a strategy elastic, in front of that among the bases.
+
+    x_i+ = sum_j w_ij x_j + u_i over the members of the moment. A worker that dies costs the others the messages that it
+    hasn't sent; one that is started takes everything from a member that trains on, and takes part from the next view.
+    """
+
+    drifts: ClassVar[bool] = True
+    model_layout: ModelLayout
+    """Of what this device has."""
+
+    def plan_rounds(
+        self,
+        elastic: ElasticSettings,
+        topology: Topology,
+        rule: Rule,
+        weights: Weights,
+        codec: Codec,
+        delay: int,
+        bucket_bytes: int | None,
+        heals: int,
+    ) -> None:
+        """The constructor's values. ValueError for one that isn't served, by name."""
+        check_numbers(delay, heals, bucket_bytes)
+        self.elastic, self.topology, self.weights, self.codec = elastic, topology, weights, codec
+        self.combine = elastic_rule(rule, topology, weights, delay, elastic)
+        refuse_remembering(codec, self.combine)
+        self.delay, self.bucket_bytes, self.heals = delay, bucket_bytes, heals
+        self.mean_model = MeanModel(self._mean_and_carried, self.shown)
+        self.mean_model.hidden = self._hidden
+        self._held = Holding(torch.device("cpu"))
+        self._mixers = Mixers(self._making)
+        self._member: Participant | None = None
+        self._exchange: ElasticExchange | None = None
+        self._planned = self._processed = 0
+        self.followed = self
+        self._updates: Updates | None = None
+        self._watched = ExitStack()
+        self._described: dict[str, str] = {}
+        self._given = Given({}, {})
+
+    def comes(self) -> Participant:
+        lobby, seconds = at_its_lobby(self.elastic), self._attendance.timeout.total_seconds()
+        # Asked where a donor gives something, for which set-up is over.
+        return member_of(lobby, seconds, self.wire, self.batches, lambda value: self._given.refuses(value))
+
+    # ---- what the strategy adds -------------------------------------------------------------------------------------
+
+    batches = 1
+    """That the devices of this worker take in a step."""
+
+    @abstractmethod
+    def holding(self, member: Participant) -> Holding:
+        """How this device holds the model."""
+
+    @abstractmethod
+    def whole(self, own: dict[str, Any]) -> dict[str, Any]:
+        """A checkpoint for a newcomer, on the first device, of each one's own. Collective in this worker."""
+
+    part = 0
+    """Number of this device's part of the model among the worker's."""
+
+    def parts(self, own: Part) -> Sequence[Part]:
+        """The parts of this worker's model: one for each stage of a pipeline, else one. Collective in it."""
+        return [own]
+
+    def gradients(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+        """What computes those of an update."""
+        return closure
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Names of those in this round's view, the oldest first; none outside of training."""
+        return self._member.view.members if self._member and self._member.view else ()
+
+    # ---- set-up -----------------------------------------------------------------------------------------------------
+
+    def refuse(self, module: nn.Module, fitting: bool) -> None:
+        super().refuse(module, fitting)
+        self._described = described(module) if fitting else {}
+        if fitting and not self._module.automatic_optimization:
+            raise ValueError("elastic runs need automatic optimization: a round follows a step of the Trainer's own")
+        if fitting:
+            refuse_pruning(self._module.trainer)
+
+    def setup(self, trainer: Trainer) -> None:
+        """As ever; then everything from a member that trains, if there is one."""
+        self._planned = self._processed = 0
+        super().setup(trainer)
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        if len(self.optimizers) != 1:
+            raise ValueError(f"elastic runs have one optimizer, this module has {len(self.optimizers)}")
+        if self._planned:
+            trainer.fit_loop._combined_loader = None  # Lightning gets it anew, when it is known who trains
+        own = present(self._module, self.optimizers)
+        self._given = Given(settings_of(self, trainer), self._described, own, self.part)
+        self._member, self._early = self._early or self.comes(), None
+        plan = self.topology.placed(1), self.weights, self._member.worker, self.codec
+        self._exchange = ElasticExchange(*plan, order=self.elastic.asynchronous)
+        self._held = self.holding(self._member)
+        value = self._member.healed()
+        self._rank_as(int(value is not None or not self._member.leads))
+        if value is not None:
+            self._take(trainer, value["trainer"])
+            self._given.thaw(self._module, value)
+        if self._held.mixes:
+            self._held.restore(self._mixers, value and value["rule"], self.optimizers)
+
+    def _take(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+        loops.take(trainer, checkpoint)
+
+    def _copy(self) -> dict[str, Any]:
+        """Everything, between two steps; nothing but on the first device."""
+        assert self._member is not None
+        if not self._held.mixes:
+            return {}
+        own = self._module.trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        whole, parts = self.whole(own), self.parts(part_of(self._module, self.optimizers))
+        if not self._member.leads:
+            return {}
+        rule = self._mixers.state_dict(lambda of: of.mixer.kept())
+        own = {"trainer": loops.copied(whole), "rule": loops.copied(rule)}
+        return {**own, **self._given.now(parts), "run": self._member.given()}
+
+    def prepare(self, wire: Wire | None) -> None:
+        self._mixers = Mixers(self._making)
+
+    def _making(self) -> Making:
+        pack = partial(self._held.pack, bucket_bytes=self.bucket_bytes)
+        return Making(self._made, self.model_layout.packing(pack), meet=loops.refuse_others)
+
+    def _made(self) -> list[Mixer]:
+        assert self._exchange is not None
+        mixer = self._held.mixer(self.combine, self._exchange, self.delay)
+        mixer.healing = self._held.healing(self.heals, self._module)
+        return [mixer]
+
+    # ---- a run ------------------------------------------------------------------------------------------------------
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """The last of a fit's set-up: here a worker becomes a member, and examples are dealt."""
+        member, trainer = self._member, self._module.trainer
+        if not trainer.training:
+            return dataloader
+        if member is None:  # the module asks how many steps there will be, before anybody knows how many begin
+            self._planned = loops.batches_of(trainer, dataloader, self.planned_workers)
+            return loops.dealt(trainer, dataloader, self._planned, loops.nobody)
+        place = self._place_of(trainer)
+        if member.round < 0:
+            self._join(member, trainer, dataloader)
+        assert member.calendar is not None
+        if place and trainer.fit_loop._combined_loader is None:
+            loops.refuse_several_lengths(
+                loops.batches_of(trainer, dataloader, member.calendar.weights), member.calendar
+            )
+        deals = partial(member.deals, place=place)
+        return loops.dealt(trainer, dataloader, member.calendar.batches, deals, self.elastic.weight)
+
+    def _place_of(self, trainer: Trainer) -> int:
+        """Of the loader that is processed now among those that are combined, also where they are loaded again."""
+        combined = trainer.fit_loop._combined_loader
+        place = self._processed if combined is None else self._processed % len(combined.flattened)
+        self._processed += 1
+        return place
+
+    def _join(self, member: Participant, trainer: Trainer, dataloader: object) -> None:
+        """This worker is a member from here on."""
+        member.seed = loops.seed_of(dataloader) if member.seed is None else member.seed
+        self._begin(lambda: self._calendar(member, dataloader))
+        member.calendar = member.calendar or self._calendar(member, dataloader)
+        assert member.view is not None
+        if member.view.number == 1:
+            loops.refuse_other_calendar(self._calendar(member, dataloader), member.calendar)
+        loops.refuse_unplanned(self._planned, member.calendar)
+        if member.round or member.calendar.before or trainer.fit_loop.restarting:
+            loops.go_to(trainer, member.calendar, member.round)
+
+    def _calendar(self, member: Participant, dataloader: object) -> Calendar:
+        weights = self.planned_workers if self._planned else member.founders
+        return loops.calendar_of(self._module.trainer, dataloader, weights)
+
+    def _begin(self, calendar: Callable[[], Calendar] | None = None) -> None:
+        """The next round. `calendar` makes the run's, where this worker is the oldest of the first view."""
+        member, exchange, trainer = self._member, self._exchange, self._module.trainer
+        assert member is not None
+        assert exchange is not None
+        goes_on = member.calendar if member.live and self.elastic.asynchronous else None
+        until = loops.last_to_leave_for(trainer, goes_on, member.round + 1) if goes_on else 0
+        left_out = member.begin(self._copy, until)
+        if left_out and goes_on:
+            loops.leave_out(trainer, goes_on, member.round, left_out)
+        member.enter(exchange)
+        self._rank_as(member.place if member.leads else 1)
+        self._log_as_oldest(trainer)
+        parts = self.parts(part_of(self._module, self.optimizers))
+        state = member.agreed(lambda: self._state(member, calendar, parts))
+        if state is not None:
+            member.learn(state["run"])
+            loops.restored(trainer, state)
+            if "given" in state:  # it may have changed since this worker was healed
+                self._given.refuse(state)
+                self._given.thaw(self._module, state)
+
+    def _state(
+        self, member: Participant, calendar: Callable[[], Calendar] | None, parts: Sequence[Part]
+    ) -> dict[str, Any]:
+        """For those that begin with this view."""
+        if member.calendar is None and calendar is not None:
+            member.calendar = calendar()
+        first = member.view is not None and member.view.number == 1
+        if first:
+            return {**loops.NOTHING, "run": member.given()}
+        member.knows()  # it would give on what it has missed
+        return {**loops.agreed_states(self._module.trainer), **self._given.now(parts), "run": member.given()}
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        assert self._member is not None
+        assert self._member.calendar is not None
+        loops.refuse_combined(self._module.trainer, self._member.calendar)
+        self._updates = Updates(self) if self.wire is None else None  # an island's devices have theirs
+        self._watched.callback(Unpruned(self._module).close)
+        if self._updates is not None:
+            self._watched.callback(self._updates.close)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        member = self._member
+        assert member is not None
+        assert member.calendar is not None
+        if self._updates is not None and member.live:
+            self._updates.batch(last=batch_idx == 0)  # the one before
+        if not member.live:
+            member.live = True  # not before: only now all members call the same
+            loops.count_logged(self._module.trainer, member.calendar.step(member.round))
+        elif member.next_round > member.round:
+            self._begin()
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        assert self._member is not None
+        with self._updates or self._attendance.updating, loops.scaled(optimizer, self._member.share):
+            output = DDPStrategy.optimizer_step(self, optimizer, self.gradients(closure, optimizer), model, **kwargs)
+        self.mean_model.apart = True
+        with self._attendance.waiting:
+            self.advance(optimizer)
+            self._attendance.tick()
+        return output
+
+    def advance(self, optimizer: Optimizer) -> None:
+        assert self._member is not None
+        if self._held.mixes:
+            self._mixers.follow([optimizer])
+            for of in self._mixers.of(optimizer):
+                of.mixer.round = self._member.round
+            self._mixers.step(optimizer)
+        self._held.mixed(parameters_of(optimizer))
+        self._mixers.note(())  # copies among devices are no writes of somebody else's
+        self._member.ended()
+
+    def replaced(self) -> None:
+        """`advance` follows."""
+
+    def mixed(self) -> list[Mixed]:
+        # Of the run: a device may leave its rounds to the worker's first one.
+        return [(self._member.round, self.counted())] if self._member else []
+
+    def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return self._held.mean_of(tensors, super().mean_of)
+
+    def _mean_and_carried(self, tensors: Sequence[Tensor], carried: Sequence[Tensor] = ()) -> list[Tensor]:
+        return mean_and_bytes(self.mean_of, tensors, carried)
+
+    def settle(self) -> None:
+        self._mixers.end()
+        self._held.mixed(self.counted())  # where each worker's own model is handed back
+
+    def _hidden(self, written: Sequence[Tensor]) -> None:
+        self._mixers.note(written)
+
+    def teardown(self) -> None:
+        self._watched.close()
+        member, self._member, self._early = self._member or self._early, None, None
+        if member is not None:
+            member.leave()
+        super().teardown()

@@ -1,0 +1,138 @@
+"""Gossip whose workers come and go: each is a process and a Trainer of its own; they meet at a lobby.
+
+Lightning sees one process everywhere: this binding alone knows the others. A round is as in `GossipStrategy`, over the
+members of the moment (`Participant`); what Lightning does once for all workers is done by all, with their mean, and
+what it does by worker 0 is done by the oldest.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_decentral.elastic.checkpoints import ElasticCheckpoints
+from lightning_decentral.elastic.checks import refuse_process, served
+from lightning_decentral.elastic.option import Elastic
+from lightning_decentral.elastic.run import ElasticRun
+from lightning_decentral.elastic.wire.participant import Participant
+from lightning_decentral.elastic.wire.rounds.holding import Holding, holding
+from lightning_decentral.gossip.compute.combine.gossip import Gossip
+from lightning_decentral.gossip.compute.combine.rule import Rule
+from lightning_decentral.gossip.islands import IslandModel, WholeMatrices, joined
+from lightning_decentral.gossip.plan.topology.combined import Auto
+from lightning_decentral.gossip.plan.topology.topology import Topology
+from lightning_decentral.gossip.plan.weights import Weights
+from lightning_decentral.gossip.wire.island import Island, Solo
+from lightning_decentral.gossip.wire.island_member import IslandMember
+from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.compute.codec.quantize import Plain
+from lightning_decentral.shared.compute.layout.model import refuse_shared
+from lightning_decentral.shared.meeting import TIMEOUT
+from lightning_decentral.shared.plan.arguments import checked
+from lightning_decentral.shared.replica import Evaluate, ReplicaStrategy
+from lightning_decentral.shared.wire.transport import Wire
+
+
+@checked
+class ElasticGossipStrategy(ElasticRun, ReplicaStrategy):
+    """x_i+ = sum_j w_ij x_j + u_i over the members of the moment: as `GossipStrategy`, whose `elastic` makes it.
+
+    A worker that dies costs the others the messages that it hasn't sent; one that is started takes everything from a
+    member that trains on, and takes part from the next view. One optimizer, automatic optimization, CPU or CUDA
+    devices; rounds are the host's.
+
+    Args:
+        elastic: where workers meet.
+        topology, weights, delay, evaluate, timeout, bucket_bytes, heals: as `GossipStrategy`'s.
+        combine: `Gossip`, `QuasiGlobalMomentum`, `Outer` or `OuterNesterov`; what others keep belongs to all together.
+        codec: one that keeps nothing: `Int8()`, or a smaller type.
+        island: devices that are one worker (`AllReduce`, `FullyShard`): it dies, restarts and joins as a whole.
+        **ddp: Lightning's own. What else `GossipStrategy` takes is refused.
+
+    Raises:
+        ValueError: here, for an option that isn't served, or a topology that isn't one for any number of workers.
+    """
+
+    own: ClassVar[Sequence[str]] = ("elastic",)
+    island: Island
+    member: IslandMember
+
+    def __init__(
+        self,
+        *,
+        elastic: Elastic,
+        topology: Topology | None = None,
+        combine: Rule | None = None,
+        weights: Weights | None = None,
+        codec: Codec | None = None,
+        island: Island | None = None,
+        delay: int = 1,
+        evaluate: Evaluate = "mean",
+        timeout: timedelta = TIMEOUT,
+        bucket_bytes: int | None = None,
+        heals: int = 3,
+        **ddp: Any,
+    ) -> None:
+        super().__init__(timeout=timeout, **served(ddp))
+        self.island, self.evaluate = island or Solo(), evaluate
+        self.starts_on_host = self.island.shards > 1
+        self.member = IslandMember(None, 1, self.meet)
+        self._matrices = WholeMatrices([], self.member)
+        rule = combine or Gossip()
+        plan = topology or Auto(), rule, weights or rule.weights, codec or Plain(), delay, bucket_bytes, heals
+        self.plan_rounds(elastic, *plan)
+        held = IslandModel(self.island, self, self._attendance.join_groups)
+        self.checkpoints = ElasticCheckpoints(self, self.mean_model, held)  # type: ignore[assignment]
+
+    @property
+    def batches(self) -> int:  # type: ignore[override]
+        return self.island.devices
+
+    devices = batches
+
+    def refuse(self, module: nn.Module, fitting: bool) -> None:
+        super().refuse(module, fitting)
+        refuse_process(self.island, self.num_nodes * self.num_processes, self.root_device)
+
+    @property
+    def keeps_wholes(self) -> bool:
+        return self.is_global_zero if self._member is None else self._member.leads
+
+    def arrange(self) -> None:
+        if self.wire is not None:
+            self.member = joined(self.island, self, self.wire)
+
+    def prepare(self, wire: Wire | None) -> None:
+        super().prepare(wire)
+        if self.island.shards == 1:
+            refuse_shared(self._module)
+        self._matrices = WholeMatrices(self.optimizers, self.member)
+
+    def holding(self, member: Participant) -> Holding:
+        return holding(self.island, self.root_device, member, self.wire)
+
+    def whole(self, own: dict[str, Any]) -> dict[str, Any]:
+        return self.checkpoints.held.whole(own)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self.member.shards > 1:
+            self.checkpoints.held.take(self._module, checkpoint["state_dict"])
+        else:
+            super().load_model_state_dict(checkpoint, strict)
+
+    def gradients(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+        return partial(self.member.averaging, closure)
+
+    def release(self) -> None:
+        self._mixers.release()
+        self._matrices.close()
+        self.member.close(self.alone)
+        self.member, self._held = IslandMember(None, 1, self.meet), Holding(self.root_device)
+
+    def shown(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The rule's anchors, where it has some."""
+        anchors = self._mixers.shown(self.mean_model.shows) if self.member.shards == 1 else {}
+        return [anchors.get(tensor.data_ptr(), tensor) for tensor in tensors]

@@ -1,0 +1,89 @@
+"""What callbacks see of an elastic worker: the plan in words, what its rounds cost, who takes part."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from lightning_decentral.elastic.picture import draw_members
+from lightning_decentral.elastic.plan.view import View
+from lightning_decentral.elastic.process import OneProcess
+from lightning_decentral.elastic.wire.participant import Participant
+from lightning_decentral.elastic.wire.rounds.holding import Holding
+from lightning_decentral.gossip.compute.combine.combine import Combine
+from lightning_decentral.gossip.plan.topology.topology import Topology
+from lightning_decentral.gossip.plan.weights import Weights
+from lightning_decentral.gossip.summary import ORDERS
+from lightning_decentral.gossip.wire.consensus import Consensus, spread
+from lightning_decentral.gossip.wire.exchange import Traffic
+from lightning_decentral.gossip.wire.optimizer_mixer import parameters_of
+from lightning_decentral.gossip.wire.optimizers import Mixers
+from lightning_decentral.shared.replica import Evaluate
+from lightning_decentral.shared.wire.fsdp import local
+
+
+class WatchedProcess(OneProcess):
+    """As `GossipStrategy` for those who watch it, with the members of the moment."""
+
+    topology: Topology
+    weights: Weights
+    combine: Combine
+    delay: int
+    evaluate: Evaluate
+    heals: int
+    _member: Participant | None
+    _mixers: Mixers
+    _held: Holding
+
+    def rounds(self) -> list[int]:
+        """Of the run, not of this worker: all members watch the same ones."""
+        return [self._member.next_round] if self._member else []
+
+    wanted = rounds
+
+    def views(self) -> Sequence[View]:
+        """Who trained together so far: of the whole run, whenever this worker came. None outside of training."""
+        return self._member.so_far() if self._member and self._member.view else []
+
+    def draw_members(self, file: Path) -> None:
+        """Draw who trained together, from which round to which. ModuleNotFoundError without matplotlib."""
+        draw_members(self.views(), self.rounds()[0], file)
+
+    def traffic(self) -> Traffic:
+        """This worker's rounds, bytes sent, seconds waited and in flight since fit began. No communication."""
+        return self._mixers.traffic() + Traffic(left_out=self.health.left_out)
+
+    def mixing(self) -> dict[str, float]:
+        """How this worker mixes now, and with whom. No communication."""
+        ruled = next((of.mixer.mixing() for of in self._mixers), {})
+        return {**ruled, "delay": float(self.delay), **(self._member.attendance() if self._member else {})}
+
+    def counted(self) -> list[nn.Parameter]:
+        """What this device has of the trained model, each once in a member."""
+        return [p for optimizer in self.optimizers for p in parameters_of(optimizer)]
+
+    @torch.no_grad()
+    def consensus(self) -> Consensus:
+        """How far the members are apart now. Collective."""
+        trained = [p.detach() for p in self.counted() if p.requires_grad]
+        own, means = (list(map(local, tensors)) for tensors in (trained, self.mean_of(trained)))
+        return spread(own, means, lambda squares: self.mean_of(self._held.sums(squares)), 1)
+
+    def summary(self) -> dict[str, str]:
+        """The plan in words; who trains together is known later."""
+        least, most = self.elastic.workers
+        place = self._member.worker.membership.lobby if self._member else self.elastic.lobby
+        return {
+            "workers": f"{least} to {most}, who may come and go; they meet at {place}",
+            "a silent worker": f"is dead after {self.elastic.dead_after:g} s",
+            "topology": repr(self.topology),
+            "rule": f"{self.combine!r}, {self.weights!r}",
+            "order": f"{self.elastic.asynchronous!r}: nobody waits"
+            if self.elastic.asynchronous
+            else ORDERS.get(self.delay, f"landed {self.delay} updates later"),
+            "evaluated": "the mean of the members" if self.evaluate == "mean" else "each worker's own model",
+            "a worker with NaN": f"takes its neighbours' parameters, {self.heals} times at most"
+            if self.heals
+            else "ends its training, the others train on",
+        }

@@ -1,0 +1,211 @@
+"""What members compute together beside their rounds: all give something to the oldest, one result comes back to all.
+
+    result = assembly.meet((round, 0), value, mean, members, seconds)
+
+Who loses the oldest turns to the next one, who has that result too, or makes one of what it is given then: nobody waits
+for who has ended, and nobody needs a new view. The oldest holds what all have given. Members that are cut off from each
+other, and from no lobby, may get different results.
+"""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from lightning_decentral.elastic.wire.sockets.frames import connected, receive
+from lightning_decentral.elastic.wire.sockets.values import UNREAD_SECONDS, receive_value, received, send_value
+
+Key = tuple[int, int]
+"""(round, the so-manieth of that round): it rises."""
+KEPT = 2
+"""Results, for members that ask again: none can be further ahead of another."""
+LOOK_SECONDS = 0.1
+"""Between two looks at who is still there."""
+ASK_SECONDS = 0.5
+"""Until members that haven't given anything are asked whether they have a result."""
+KEPT_SECONDS = 0.05
+"""Between two questions for what is kept."""
+LEAVE_SECONDS = 10.0
+
+
+class Assembly:
+    """One member's part.
+
+    Args:
+        name: this member's.
+        place: where a member of a name is reached.
+    """
+
+    def __init__(self, name: str, place: Callable[[str], str]) -> None:
+        self.name = name
+        self._place = place
+        self._changed = threading.Condition()
+        self._given: dict[Key, dict[str, Any]] = {}
+        self._results: dict[Key, Any] = {}
+        self._now: Key = (-1, 0)
+        self._kept: tuple[int, Any] = (0, None)
+        self._serving = 0
+        self._closed = False
+
+    def meet(
+        self,
+        key: Key,
+        value: Any,
+        made: Callable[[Sequence[Any]], Any],
+        members: Callable[[], Sequence[str]],
+        seconds: float,
+    ) -> Any:
+        """The same for all members that call it with this key.
+
+        Args:
+            value: tensors and plain values.
+            made: the result, of what members have given, the oldest's first.
+            members: those that may still come, itself included, the oldest first.
+            seconds: until the result is made without those that haven't come.
+        """
+        self.begins(key)
+        end, failed = time.monotonic() + seconds, set[str]()
+        while (first := next((n for n in members() if n not in failed), self.name)) != self.name:
+            try:
+                result = self._ask(first, key, value, lambda first=first: first in members(), end + seconds)  # type: ignore[misc]
+                break
+            except (OSError, ValueError, KeyError, TypeError):
+                failed.add(first)
+        else:
+            result = self._preside(key, value, made, lambda: [n for n in members() if n not in failed], end)
+        self._publish(key, result)
+        return result
+
+    def begins(self, key: Key) -> None:
+        """This member is there, and gives nothing any more to what was before."""
+        with self._changed:
+            self._now = max(self._now, key)
+            self._changed.notify_all()
+
+    def keep(self, view: int, value: Any) -> None:
+        """For those whose first view this is."""
+        with self._changed:
+            self._kept = view, value
+
+    def kept(self, view: int, members: Callable[[], Sequence[str]], seconds: float) -> Any:
+        """What one of these members has kept for this view, the first that has it; None where none of them will.
+
+        Args:
+            members: that may have it, or will when they are there.
+        """
+        end = time.monotonic() + seconds
+        while (asked := members()) and time.monotonic() < end:
+            for name in asked:
+                found, value, _ = self._found(name, {"kept": view})
+                if found:
+                    return value
+            time.sleep(KEPT_SECONDS)
+        return None
+
+    def close(self) -> None:
+        """Give out what was promised; who comes later turns to another member."""
+        end = time.monotonic() + LEAVE_SECONDS
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            while self._serving and time.monotonic() < end:
+                self._changed.wait(LOOK_SECONDS)
+
+    def _preside(
+        self, key: Key, value: Any, made: Callable[[Sequence[Any]], Any], members: Callable[[], list[str]], end: float
+    ) -> Any:
+        over, given = set[str](), self._giving(key, value)
+        while missing := [name for name in members() if name not in given and name not in over]:
+            if not self._waited(lambda: all(name in given for name in missing)):
+                # An older member may have given it the result, and have ended before all had it.
+                for name in missing:
+                    found, result, passed = self._found(name, {"key": list(key), "asks": True})
+                    if found:
+                        return result
+                    over |= {name} if passed else set()
+            if time.monotonic() > end:
+                break
+        oldest = [name for name in members() if name in given]
+        return made([given[name] for name in (*oldest, *sorted(set(given) - set(oldest)))])
+
+    def _giving(self, key: Key, value: Any) -> dict[str, Any]:
+        with self._changed:
+            given = self._given.setdefault(key, {})
+            given[self.name] = value
+            return given
+
+    def _waited(self, holds: Callable[[], bool]) -> bool:
+        with self._changed:
+            return self._changed.wait_for(holds, ASK_SECONDS)
+
+    def _found(self, name: str, question: dict[str, Any]) -> tuple[bool, Any, bool]:
+        """(whether that member has what is asked for, that, whether it is beyond it)"""
+        with (
+            suppress(OSError, ValueError, KeyError, TypeError),
+            connected(self._place(name), "meet", 5.0) as connection,
+        ):
+            send_value(connection, {"from": self.name, **question}, None)
+            words, result = receive_value(connection)
+            return bool(words["found"]), result, bool(words["over"])
+        return False, None, False
+
+    def _publish(self, key: Key, result: Any) -> None:
+        with self._changed:
+            self._results[key] = result
+            self._results = dict(sorted(self._results.items())[-KEPT:])
+            self._given = {other: given for other, given in self._given.items() if other > key}
+            self._changed.notify_all()
+
+    def _ask(self, first: str, key: Key, value: Any, there: Callable[[], bool], end: float) -> Any:
+        """OSError where it has ended, or has no result to give."""
+        with connected(self._place(first), "meet", 5.0) as connection:
+            send_value(connection, {"key": list(key), "from": self.name}, value)
+            connection.settimeout(LOOK_SECONDS)
+            while not _readable(connection):
+                if not there() or time.monotonic() > end:
+                    raise ConnectionResetError(f"{first} has ended")
+            connection.settimeout(None)
+            return receive_value(connection)[1]
+
+    def serve(self, connection: socket.socket) -> None:
+        """Take what a member gives, and answer it when there is a result; by nothing where there will be none."""
+        words = receive(connection)
+        connection.settimeout(UNREAD_SECONDS)
+        words, value = received(connection, words)
+        if "kept" in words:
+            number, kept = self._kept
+            found = number == words["kept"]
+            send_value(connection, {"found": found, "over": False}, kept if found else None)
+            return
+        round, nth = words["key"]
+        key = int(round), int(nth)
+        if words.get("asks"):
+            send_value(connection, {"found": key in self._results, "over": self._now > key}, self._results.get(key))
+            return
+        with self._changed:
+            self._serving += 1
+            self._given.setdefault(key, {})[str(words["from"])] = value
+            self._changed.notify_all()
+        try:
+            if self._awaited(key):
+                send_value(connection, {}, self._results[key])
+        finally:
+            with self._changed:
+                self._serving -= 1
+                self._changed.notify_all()
+
+    def _awaited(self, key: Key) -> bool:
+        with self._changed:
+            while key not in self._results and self._now <= key and not self._closed:
+                self._changed.wait(1.0)
+            return key in self._results
+
+
+def _readable(connection: socket.socket) -> bool:
+    with suppress(TimeoutError):
+        if not connection.recv(1, socket.MSG_PEEK):
+            raise ConnectionResetError("the connection has ended")
+        return True
+    return False

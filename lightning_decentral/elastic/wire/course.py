@@ -1,0 +1,192 @@
+"""What a member knows of its run's course: who trained together, which epoch a round is, which examples are whose.
+
+It is the run's, not this worker's: a newcomer has it from a member of the view in which it begins, as it is then.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from lightning_decentral.elastic.plan.calendar import Calendar
+from lightning_decentral.elastic.plan.chronicle import Missed, Tally, kept, new
+from lightning_decentral.elastic.plan.dealing import Dealing, Indices
+from lightning_decentral.elastic.plan.view import View, view_of
+from lightning_decentral.elastic.plan.watch import came_and_went
+from lightning_decentral.elastic.wire.endpoint import Endpoint
+
+ASK_SECONDS, LOOK_SECONDS = 5.0, 0.05
+"""Members say which views they have begun with each of their beats."""
+
+
+class Course:
+    """Of one member.
+
+    Attributes:
+        round: that began last; -1: none.
+        next_round: whose batches are drawn next.
+        view: in force in it.
+        calendar: None before the first view.
+        seed: of the order of the examples, the same for all; None: this worker's own.
+    """
+
+    worker: Endpoint
+
+    def _set_out(self) -> None:
+        """Nothing is known yet."""
+        self.round, self.next_round = -1, 0
+        self.view: View | None = None
+        self.calendar: Calendar | None = None
+        self.seed: int | None = None
+        self._views: dict[int, View] = {}
+        self._tally = Tally()
+        self._missed: View | None = None
+        self._dealings: dict[int, Dealing] = {}
+        self._given: Mapping[int, Any] = {}
+        self._given_until = 0
+
+    def given(self) -> dict[str, Any]:
+        """The history that a newcomer is given. Call `knows` before where it begins to take part."""
+        self._listen()
+        return {
+            "views": [dict(vars(view)) for view in self._views.values()],
+            "tally": dict(vars(self._tally)),
+            "calendar": dict(vars(self.calendar)) if self.calendar else None,
+            "seed": self.seed,
+            "dealings": {place: dealing.state() for place, dealing in self._dealings.items()},
+        }
+
+    def learn(self, given: Mapping[str, Any]) -> None:
+        """What a member has given, in the place of what this one knew."""
+        heard = self._views.values()
+        self._views = {view["number"]: view_of(view) for view in given["views"]}
+        self._tally, self._missed = Tally(**given["tally"]), None
+        self.calendar = Calendar(**given["calendar"]) if given["calendar"] else None
+        self.seed, self._given = given["seed"], given["dealings"]
+        self._given_until = max(self._views, default=0)
+        for view in heard:
+            if view.number > self._given_until:
+                self._hear_of(view)
+
+    def so_far(self) -> list[View]:
+        """Views up to the one in force, by their numbers: the newest."""
+        assert self.view is not None
+        return [self._views[number] for number in sorted(self._views) if number <= self.view.number]
+
+    def came_and_went(self) -> tuple[int, int, int]:
+        """Members that joined, were lost and left since the run began."""
+        came, lost, left = came_and_went(self.so_far())
+        return came + self._tally.came, lost + self._tally.lost, left + self._tally.left
+
+    def most(self) -> int:
+        """Members of a view so far."""
+        return max(self._tally.most, *(len(view.members) for view in self.so_far()))
+
+    def _listen(self) -> None:
+        """Views that are known by now, though not all are in force."""
+        for _, view in sorted(dict(self.worker.membership.state.views).items()):
+            self._hear_of(view)
+
+    def _hear_of(self, view: View) -> None:
+        try:
+            found = self._new(view)
+        except Missed:
+            self._missed, found = view, [view]
+        for each in found:
+            self._views[each.number] = each
+            for dealing in self._dealings.values():
+                self._enter(dealing, each)
+        if found:
+            self._views, self._tally = kept(self._views, self._tally)
+
+    def _new(self, view: View) -> list[View]:
+        """It, and what was missed before it. Missed where nobody has told that."""
+        before = {number: known for number, known in self._views.items() if number < view.number}
+        known = self._views if view is not self._missed else before
+        return new(known, view, self._firsts, self._all_told(view))
+
+    def knows(self) -> None:
+        """Wait for what members say of views that were missed. Missed where they don't."""
+        end = time.monotonic() + ASK_SECONDS
+        while self._missed is not None:
+            try:
+                missed = self._new(self._missed)[:-1]
+            except Missed:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(LOOK_SECONDS)
+                continue
+            self._missed = None
+            for view in missed:
+                self._views[view.number] = view
+                for dealing in self._dealings.values():
+                    self._enter(dealing, view)
+
+    def _all_told(self, view: View) -> bool:
+        """Whether all others have said which views they have begun, up to this one."""
+        entered, others = self.worker.membership.state.entered, set(view.members) - {self.worker.name}
+        return all(any(number >= view.number for number, _ in entered.get(name, ())) for name in others)
+
+    def _firsts(self, number: int) -> list[int]:
+        """The first rounds of a view of which this worker wasn't told, as members remember them."""
+        histories = self.worker.membership.state.entered.values()
+        return [first for history in histories for of, first in history if of == number]
+
+    def _enter(self, dealing: Dealing, view: View) -> None:
+        assert self.calendar is not None
+        dealing.enter(self.calendar.tick(view.first_round), view.members)
+
+    # ---- data -------------------------------------------------------------------------------------------------------
+
+    def deals(self, dealing: Dealing, place: int = 0) -> Callable[[], Iterator[Any]]:
+        """Who gives this worker's examples of the rest of an epoch, batch by batch.
+
+        Args:
+            place: of the loader among those that are combined. One that is loaded again goes on, with other examples
+                by a new pass.
+
+        Raises:
+            ValueError: the members have other data.
+            RuntimeError: nobody has told this worker what was dealt before it came.
+        """
+        dealing.seed = self.seed or 0
+        before, given = self._dealings.get(place), self._given.get(place)
+        if before is not None and before.kind == dealing.kind:
+            dealing = before
+        elif before is not None:
+            assert self.calendar is not None
+            dealing.begin(before, self.calendar.tick(self.next_round))
+        else:
+            self._first(dealing, given)
+        self._dealings[place] = dealing
+        return partial(self._shares, dealing)
+
+    def _first(self, dealing: Dealing, given: Any) -> None:
+        if given is not None:
+            refuse_other_data(dealing, given["kind"])
+            dealing.take(given)
+        for number, view in self._views.items():
+            if given is None or number > self._given_until:
+                self._enter(dealing, view)
+
+    def _shares(self, dealing: Dealing) -> Iterator[Any]:
+        calendar, last = self.calendar, -1
+        assert calendar is not None
+        while last < 0 or (last + 1) % calendar.batches:
+            # Loaders with processes of their own draw ahead of the rounds.
+            tick = max(last + 1, calendar.tick(self.next_round))
+            self._listen()
+            self.knows()
+            yield self._own(dealing.share(tick, self.worker.name))
+            last = tick
+
+    def _own(self, places: Indices) -> Indices:
+        """This device's part of a batch."""
+        return places
+
+
+def refuse_other_data(dealing: Dealing, kind: list[Any]) -> None:
+    """ValueError where the members deal other examples."""
+    if list(dealing.kind) != kind:
+        own, theirs = ("{} examples in batches of {}, shuffle={}".format(*of) for of in (dealing.kind, kind))
+        raise ValueError(f"this worker's loader has {own}, and the run's has {theirs}: give every worker the same data")

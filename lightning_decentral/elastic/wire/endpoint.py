@@ -1,0 +1,244 @@
+"""An elastic worker's parts on one machine: its membership, its connections, its healing.
+
+worker = Endpoint("10.0.0.1:29400", "10.0.0.7")
+worker.founds()                              whether the run begins with it; then `as_founded`, while it is set up
+value = worker.healed()                      None: its own parameters are those the run begins with
+while training:
+    view, round = worker.begin(pace, copy)   then a step, and a round over `worker.links(view)`
+"""
+
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from lightning_decentral.elastic.plan.messages import Beat, beat, plain
+from lightning_decentral.elastic.plan.view import Times, View, name_of, place_of
+from lightning_decentral.elastic.wire.assembly import Assembly
+from lightning_decentral.elastic.wire.beginnings import Beginnings, asked
+from lightning_decentral.elastic.wire.healing import Donor, fetched
+from lightning_decentral.elastic.wire.membership import Membership
+from lightning_decentral.elastic.wire.sockets.door import Once
+from lightning_decentral.elastic.wire.sockets.frames import connected, frame, receive
+from lightning_decentral.elastic.wire.sockets.mesh import Mesh
+
+AGAIN_SECONDS = 0.05
+"""Between two questions for what isn't decided yet."""
+Refuses = Callable[[Any], str]
+"""Why what a member gives can't be taken; empty: it can."""
+
+
+def nothing(value: Any) -> str:
+    """Everything is taken."""
+    return ""
+
+
+class Endpoint:
+    """One start of one worker: a name that nobody else has or had.
+
+    Args:
+        lobby: "host:port".
+        host: the address at which other workers reach this machine.
+        times: until the lobby says others.
+        title: what its name begins with.
+        weight: of its batches, in its name.
+        refuses: what it would be given, before anybody counts on it.
+    """
+
+    def __init__(
+        self,
+        lobby: str,
+        host: str,
+        times: Times | None = None,
+        title: str = "",
+        weight: int = 1,
+        refuses: Refuses = nothing,
+    ) -> None:
+        self._donor, self.beginnings = Donor(self._given), Beginnings()
+        self._refuses, self._refused = refuses, ""
+        self._set_up = threading.Event()
+        changed = threading.Condition()
+        self.assembly = Assembly("", place_of)
+        served: dict[str, Callable[[socket.socket], None]] = {
+            "heal": self._heal,
+            "beat": self._met,
+            "meet": self.assembly.serve,
+            "refuse": self._hear_of_refused,
+            "beginnings": self.beginnings.serve,
+        }
+        self.mesh = Mesh(host, "", served, changed)
+        name = name_of(title, secrets.token_hex(4), weight, self.mesh.place)
+        self.name = self.mesh.name = self.assembly.name = name
+        self.membership = Membership(self.name, self.mesh.place, lobby, self._fetch, _ask, times, changed)
+        self._value: Any = None
+        self._view: View | None = None
+        self._failed = ""
+        self._say = Once()
+        self.membership.start()
+
+    def founds(self, seconds: float) -> bool:
+        """Whether the run begins with this worker, as soon as that is known. As `healed`."""
+        self._until(lambda: bool(self.membership.state.mine.origin or self.membership.state.mine.donor), seconds)
+        return bool(self.membership.state.mine.origin)
+
+    def as_founded(self, value: Any, seconds: float) -> Any:
+        """What the worker with whom the run began gave, the so-manieth time that this is called; its own there.
+
+        Raises:
+            TimeoutError: nobody has said it in so many seconds.
+        """
+        nth, end = len(self.beginnings.given), time.monotonic() + seconds
+        while not (mine := self.membership.state.mine).origin:
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                found, none, given = asked(place_of(mine.donor), nth) if mine.donor else (False, False, None)
+                if found:
+                    return self.beginnings.add(given)
+                if none:
+                    break
+            if self.out:
+                raise ValueError(self.out)
+            if time.monotonic() > end:
+                raise TimeoutError(f"{mine.donor or 'nobody'} didn't say how the run began")
+            time.sleep(AGAIN_SECONDS)
+        return self.beginnings.add(value)
+
+    def healed(self, seconds: float) -> Any:
+        """What its donor gave; None: it begins the run with its own. This worker is set up.
+
+        Raises:
+            TimeoutError: nobody gave anything in so many seconds.
+            ValueError: the lobby doesn't let this worker in, or it refuses what it would be given; and why.
+        """
+        self.beginnings.close()
+        self._set_up.set()
+        self._until(lambda: bool(self.membership.state.mine.origin), seconds)
+        value, self._value = self._value, None
+        return value
+
+    def _until(self, holds: Callable[[], bool], seconds: float) -> None:
+        of, soon = self.membership, min(seconds, self.membership.state.times.dead_after)
+        if not self._decided(holds, soon):
+            self._say_waiting(self._why_waiting())
+            if not self._decided(holds, seconds - soon):
+                raise TimeoutError(self._why_waiting())
+        if self._refused or not holds():
+            raise ValueError(self._refused or of.refused or self.out)
+
+    def _decided(self, holds: Callable[[], bool], seconds: float) -> bool:
+        of = self.membership
+        with of.changed:
+            return of.changed.wait_for(lambda: holds() or bool(of.refused or self._refused or self.out), seconds)
+
+    def _why_waiting(self) -> str:
+        of, donor = self.membership, self.membership.state.mine.donor
+        heals = f"{donor} hasn't healed it" if donor else "no member has healed this worker"
+        return of.state.paused or of.trouble or self._failed or heals
+
+    def _say_waiting(self, why: str) -> None:
+        """Whoever started it by hand may see no lobby's lines."""
+        self._say(why, f"this worker waits: {why}")
+
+    def begin(self, pace: float, copy: Callable[[], Any], seconds: float, at_least: int = 0) -> tuple[View, int]:
+        """The next round, or this one if it is later, and who takes part. The caller is between two steps: newcomers
+        get a `copy` of that.
+
+        Raises:
+            TimeoutError: as `Membership.begin`.
+        """
+        began = time.monotonic()
+        while True:
+            self._donor.between_steps(copy)  # also while it waits: for the newcomer, perhaps
+            try:
+                view, round = self.membership.begin(pace, self.membership.state.times.beat, at_least)
+            except TimeoutError as error:
+                if self.membership.state.out or time.monotonic() > began + seconds:
+                    raise
+                if time.monotonic() > began + self.membership.state.times.dead_after:
+                    self._say_waiting(str(error))
+                continue
+            self.mesh.begins(round)
+            self._enter(view)
+            return view, round
+
+    def _enter(self, view: View) -> None:
+        if self._view is not None and self._view != view:
+            self.mesh.forget(set(self._view.members).difference(view.members))
+        self._view = view
+
+    def sure(self, seconds: float) -> None:
+        """Wait until this worker knows that it is a member still. TimeoutError where it isn't, or after `seconds`."""
+        self.membership.sure(seconds)
+
+    def expects(self, view: View, round: int, peer: str) -> bool:
+        return self.membership.state.expects(view, round, peer)
+
+    @property
+    def out(self) -> str:
+        """Why this worker comes back under another name, as a newcomer; empty: it needn't."""
+        return self.membership.state.out
+
+    def leave(self) -> None:
+        """Nobody waits for it from now on."""
+        self.assembly.close()
+        self.membership.leave()
+        self.mesh.close()
+
+    def _given(self) -> tuple[str, int] | None:
+        state = self.membership.state
+        return (state.mine.origin, state.mine.round) if state.serves else None
+
+    def _heal(self, connection: socket.socket) -> None:
+        self._donor.serve(connection)
+
+    def _hear_of_refused(self, connection: socket.socket) -> None:
+        who, _, why = str(receive(connection)).partition(": ")
+        self._say(why, f"a worker can't join, {who}: {why}")
+
+    def _met(self, connection: socket.socket) -> None:
+        found = beat(receive(connection))
+        self.membership.step(lambda state, now: state.met(found, now))
+
+    def _fetch(self, donor: str, place: str) -> None:
+        args = (donor, place)
+        threading.Thread(target=self._fetch_from, args=args, name="lightning_decentral-heals", daemon=True).start()
+
+    def _fetch_from(self, donor: str, place: str) -> None:
+        self._set_up.wait()  # a member that isn't set up would hold up the others
+        if self.membership.state.mine.donor != donor:
+            return
+        try:
+            value, origin, round = fetched(place, self.membership.state.times.dead_after)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            self._failed = f"healing at {donor} failed: {error}"
+            self._say(self._failed, self._failed)
+            self.membership.step(lambda state, now: state.failed(donor, now))
+            return
+        refused = self._refuses(value)
+        if refused:
+            _say_refused(place, f"{self.name}: {refused}")
+        with self.membership.changed:
+            if refused:
+                self._refused = refused
+                self.membership.changed.notify_all()
+            elif self.membership.state.mine.donor == donor:
+                self._value = value
+                self.membership.step(lambda state, now: state.fetched(donor, origin, round, now))
+
+
+def _say_refused(place: str, why: str) -> None:
+    """To whoever waits there for more workers."""
+    with suppress(OSError), connected(place, "refuse", 1.0) as connection:
+        connection.sendall(frame(why))
+
+
+def _ask(to: str, said: Beat) -> None:
+    """On a thread: a member that is gone must not hold up the beats of others."""
+
+    def send() -> None:
+        with suppress(OSError), connected(place_of(to), "beat", 1.0) as connection:
+            connection.sendall(frame(plain(said)))
+
+    threading.Thread(target=send, name="lightning_decentral-asks", daemon=True).start()

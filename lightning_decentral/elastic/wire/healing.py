@@ -1,0 +1,98 @@
+"""A newcomer takes everything from one member, as that member was between two steps; a digest of the bytes proves it.
+
+donor     a copy, made by the training thread between two steps; sent beside the training, in pieces
+newcomer  reads, compares the digest, hands it over
+
+While it prepares a copy the donor says that it lives. It has one copy at a time, and none when nobody is served.
+"""
+
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from lightning_decentral.elastic.wire.sockets.frames import connected, frame, receive
+from lightning_decentral.elastic.wire.sockets.values import received, send_value
+
+ALIVE: dict[str, Any] = {"prepares": True}
+ALIVE_SECONDS = 0.2
+"""Between two signs of life."""
+
+
+class Donor:
+    """Serves copies that the training thread makes.
+
+    Args:
+        serves: (origin, round) of what may be given now; None: this worker isn't healed itself.
+    """
+
+    def __init__(self, serves: Callable[[], tuple[str, int] | None]) -> None:
+        self._serves = serves
+        self._asked = threading.Event()
+        self._made = threading.Condition()
+        self._copy: Any = None
+        self._turn = threading.Lock()
+
+    def between_steps(self, copy: Callable[[], Any]) -> None:
+        """The training thread calls this where its parameters, optimizer and counters belong together.
+
+        Args:
+            copy: of all of it, which nobody changes afterwards.
+        """
+        if self._asked.is_set():
+            made = copy(), self._serves()
+            with self._made:
+                if self._asked.is_set():  # whoever asked may have gone meanwhile
+                    self._copy = made
+                    self._asked.clear()
+                    self._made.notify_all()
+
+    def serve(self, connection: socket.socket) -> None:
+        """Answer one newcomer, in its turn; by nothing where there is nothing to give."""
+        while self._serves() is not None:
+            connection.sendall(frame(ALIVE))
+            if self._turn.acquire(timeout=ALIVE_SECONDS):
+                try:
+                    self._give(connection)
+                finally:
+                    self._turn.release()
+                return
+
+    def _give(self, connection: socket.socket) -> None:
+        self._asked.set()
+        try:
+            while not (made := self._taken()):
+                connection.sendall(frame(ALIVE))
+        finally:
+            self._asked.clear()
+        value, given = made
+        if given is not None:
+            send_value(connection, {"origin": given[0], "round": given[1]}, value)
+
+    def _taken(self) -> Any:
+        """What was made within `ALIVE_SECONDS`; it is nobody else's."""
+        with self._made:
+            self._made.wait_for(lambda: self._copy is not None, ALIVE_SECONDS)
+            made, self._copy = self._copy, None
+            return made
+
+
+def fetched(place: str, seconds: float) -> tuple[Any, str, int]:
+    """(everything, origin, round) of the member there.
+
+    Args:
+        seconds: of silence, until it counts as dead.
+
+    Raises:
+        OSError: it isn't there, or ended while it served.
+        ValueError: what came isn't what was sent.
+    """
+    with connected(place, "heal", seconds) as connection:
+        connection.settimeout(seconds)
+        while (words := receive(connection)) == ALIVE:
+            pass
+        try:
+            words, value = received(connection, words)
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from None
+    return value, str(words["origin"]), int(words["round"])

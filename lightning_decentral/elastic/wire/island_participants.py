@@ -1,0 +1,194 @@
+"""An elastic member of several devices: the first one is the member, the others do what it says.
+
+What the first hears from the lobby and from other members it tells the others of its island where all of them ask: at
+set-up, before a round, and in what all members compute together. So they are in one round and view, and no device waits
+for another member by itself. Where one of them ends, all do, and the member joins anew as a whole.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+
+from lightning_decentral.elastic.compute.gathered import of_each
+from lightning_decentral.elastic.plan.dealing import Indices
+from lightning_decentral.elastic.plan.settings import ElasticSettings
+from lightning_decentral.elastic.plan.view import View, view_of
+from lightning_decentral.elastic.wire.endpoint import Endpoint, Refuses, nothing
+from lightning_decentral.elastic.wire.participant import Participant
+from lightning_decentral.elastic.wire.rounds.exchange import ElasticExchange
+from lightning_decentral.shared.wire.objects import broadcast_world, gather_objects
+from lightning_decentral.shared.wire.transport import Transport, Wire
+
+
+def member_of(
+    elastic: ElasticSettings, seconds: float, wire: Wire | None, batches: int, refuses: Refuses = nothing
+) -> Participant:
+    """This device's part of a member.
+
+    Args:
+        batches: that its devices take in a step: one each, or one for all.
+        wire: among the devices of the member; None: it is the only one.
+        refuses: as `Endpoint`'s.
+    """
+    if wire is None:
+        return Participant(elastic, seconds, refuses=refuses)
+    if wire.roll.rank:
+        return Following(elastic, seconds, wire.roll, batches)
+    return Leading(elastic, seconds, wire.roll, batches, refuses)
+
+
+class DeviceParticipant(Participant, ABC):
+    """Of one of several devices, which all call the same in the same order."""
+
+    _over: Transport
+    _batches: int
+
+    @abstractmethod
+    def _together(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
+        """`made` of what each member's first device gives."""
+
+    def together(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
+        return self._together(gather_objects(self._over, value), of_each(made))
+
+    def of_members(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
+        return self._together(value, made)
+
+    def _listen(self) -> None:
+        """Views are told before a round: so no device knows of one that another doesn't know."""
+
+    def _own(self, places: Indices) -> Indices:
+        parts: list[Indices] = [*places.reshape(self._batches, -1)]
+        return parts[self._over.rank % self._batches]
+
+
+class Leading(DeviceParticipant):
+    """The first device's: the member, which tells the others."""
+
+    def __init__(
+        self, elastic: ElasticSettings, seconds: float, over: Transport, batches: int, refuses: Refuses = nothing
+    ) -> None:
+        self._over, self._told, self._batches = over, 0, batches
+        super().__init__(elastic, seconds, batches, refuses)
+        self._tell(lambda: self.worker.name)
+
+    def _tell(self, call: Callable[[], Any]) -> Any:
+        try:
+            value = call()
+        except Exception as error:
+            broadcast_world({"error": str(error)})  # else they would wait for it
+            raise
+        broadcast_world({"value": value})
+        return value
+
+    def founds(self) -> bool:
+        return bool(self._tell(super().founds))
+
+    def as_founded(self, value: Any) -> Any:
+        return self._tell(partial(super().as_founded, value))
+
+    def healed(self) -> Any:
+        return self._tell(super().healed)
+
+    def begin(self, copy: Callable[[], Any], until: int = 0) -> int:
+        def copied() -> Any:
+            broadcast_world({"copy": True})  # the others give their parts
+            return copy()
+
+        began = partial(super().begin, copied, until)
+
+        def told() -> dict[str, Any]:
+            left_out = began()
+            Participant._listen(self)
+            self.knows()  # before the others are told
+            assert self.view is not None
+            new = [dict(vars(view)) for number, view in self._views.items() if number > self._told]
+            self._told = max(self._views)
+            # Of a newcomer that was away it says more at once (`agreed`).
+            state = {"view": self.view.number, "round": self.round, "entered": self.entered is not None}
+            return {**state, "views": new, "present": self.present(), "left_out": left_out}
+
+        return int(self._tell(told)["left_out"])
+
+    def agreed(self, own: Callable[[], Any]) -> Any:
+        return self._tell(partial(super().agreed, own))
+
+    def _together(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
+        return self._tell(lambda: self._meet(value, made))
+
+    def of_first(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
+        found = list[Any]()
+        self._tell(lambda: found.append(self._meet(value, made)))
+        return found[0]
+
+
+class Following(DeviceParticipant):
+    """Another device's: it knows what the first one says."""
+
+    leads = False
+
+    def __init__(self, elastic: ElasticSettings, seconds: float, over: Transport, batches: int) -> None:
+        self._over, self._batches = over, batches
+        self._hold(elastic, seconds, batches)
+        self._present: list[str] = []
+        there = SimpleNamespace(name=self._hear(), membership=SimpleNamespace(lobby=elastic.lobby))
+        self.worker = cast(Endpoint, there)  # of which only this is asked
+
+    def _hear(self, copy: Callable[[], Any] = lambda: None) -> Any:
+        while "copy" in (said := broadcast_world(None)):
+            copy()
+        if "error" in said:
+            raise RuntimeError(f"the first device of this worker ended: {said['error']}")
+        return said["value"]
+
+    def founds(self) -> bool:
+        return bool(self._hear())
+
+    def as_founded(self, value: Any) -> Any:
+        return self._hear()
+
+    def healed(self) -> Any:
+        value = self._hear()
+        self._know(value)
+        return value
+
+    def begin(self, copy: Callable[[], Any], until: int = 0) -> int:
+        told = self._hear(copy)
+        new = {view["number"]: view_of(view) for view in told["views"]}
+        self.view = new.get(told["view"]) or self._views[told["view"]]
+        self.entered = self.view if told["entered"] else None
+        self.round = self.next_round = told["round"]
+        self._present, self._met = told["present"], 0
+        for view in new.values():
+            self._hear_of(view)
+        return int(told["left_out"])
+
+    def _firsts(self, number: int) -> list[int]:
+        """The first one has told it."""
+        return []
+
+    def _all_told(self, view: View) -> bool:
+        return True
+
+    def agreed(self, own: Callable[[], Any]) -> Any:
+        return self._hear()
+
+    def _together(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
+        return self._hear()
+
+    def of_first(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
+        self._hear()
+        return value
+
+    def present(self) -> list[str]:
+        return self._present
+
+    def attendance(self) -> dict[str, float]:
+        return {}
+
+    def enter(self, exchange: ElasticExchange) -> None:
+        """Its parameters come from the first device."""
+
+    def leave(self) -> None:
+        self.live = False

@@ -1,0 +1,142 @@
+"""The lobby's server: beats come, words go, on one connection for each worker; it keeps no file and may be killed."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from lightning_decentral.elastic.plan.lobby_state import LobbyState, Words
+from lightning_decentral.elastic.plan.messages import beat, plain
+from lightning_decentral.elastic.plan.view import Bounds, Times, View
+from lightning_decentral.elastic.wire.sockets import clock
+from lightning_decentral.elastic.wire.sockets.door import GREETING_SECONDS, Once
+from lightning_decentral.elastic.wire.sockets.frames import (
+    GREETING_BYTES,
+    LARGEST_BYTES,
+    Frames,
+    frame,
+    refusal,
+    wanted,
+)
+
+READ_BYTES = 1 << 16
+SILENT_TIMES = 10
+"""Times `dead_after`, until a guest that has greeted and says nothing is let go."""
+UNREAD_BYTES = 1 << 18
+"""That a worker may leave unread until it gets no more words: a later one says all that an earlier one said."""
+
+
+class LobbyServer:
+    """Serves a `LobbyState`.
+
+    Args:
+        say: called with a line for each view, and once for each cause for which a host's guests are refused.
+        settled: no run can have begun at an earlier lobby: nobody needs to be waited for.
+    """
+
+    def __init__(self, bounds: Bounds, times: Times, say: Callable[[str], None], settled: bool = False) -> None:
+        self._lobby, self._say = LobbyState(bounds, times, clock.now(), settled=settled), say
+        self._say_once = Once(say)
+        self._guests: dict[str, asyncio.StreamWriter] = {}
+        self._paused = ""
+        self._members: tuple[str, ...] = ()
+
+    async def serve(self, host: str, port: int, ready: Callable[[int], None] = lambda port: None) -> None:
+        """Until it is cancelled. OSError where it can't listen.
+
+        Args:
+            ready: called with the port when it listens.
+        """
+        server = await asyncio.start_server(self._guest, host, port)
+        async with server:
+            ready(server.sockets[0].getsockname()[1])
+            while True:
+                await asyncio.sleep(self._lobby.times.beat)
+                self._next(*self._lobby.ticked(clock.now()))
+
+    def members(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """(of views so far, as far as they are there; those of the highest that haven't left). From any thread."""
+        return self._members, self._lobby.stayed
+
+    async def _guest(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await self._listen(reader, writer)
+        except ValueError as error:
+            host = (writer.get_extra_info("peername") or ("?",))[0]
+            self._say_once(f"{host} {error}", f"refused {host}: {error}")
+            writer.write(refusal(str(error)))
+        except OSError:
+            pass  # it comes again, or is silent
+        finally:
+            for name in [name for name, other in self._guests.items() if other is writer]:
+                del self._guests[name]
+                self._lobby = self._lobby.hung_up(name)
+            writer.close()
+
+    async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        frames, greeted = Frames(GREETING_BYTES), False
+        end = clock.now() + GREETING_SECONDS
+        while more := await self._more(reader, end):
+            for found in frames.feed(more):
+                if greeted:
+                    self._hear(found, writer)
+                else:
+                    wanted(found, "lobby")
+                    greeted, frames.most = True, LARGEST_BYTES
+            if greeted:
+                end = clock.now() + SILENT_TIMES * self._lobby.times.dead_after
+
+    async def _more(self, reader: asyncio.StreamReader, end: float) -> bytes:
+        try:
+            return await asyncio.wait_for(reader.read(READ_BYTES), max(0.0, end - clock.now()))
+        except TimeoutError:
+            raise ValueError("a guest that says nothing") from None
+
+    def _hear(self, found: Any, writer: asyncio.StreamWriter) -> None:
+        heard = beat(found)
+        self._guests[heard.sender] = writer
+        self._next(*self._lobby.heard(heard, clock.now()))
+
+    def _next(self, lobby: LobbyState, words: Words) -> None:
+        before, self._lobby = self._lobby.view, lobby
+        if lobby.view is not None and lobby.view != before:
+            self._say(told(before, lobby))
+            there = {*lobby.guests, *lobby.members}
+            self._members = tuple(dict.fromkeys(n for n in (*self._members, *lobby.members) if n in there))
+        for name, word in words:
+            writer = self._guests.get(name)
+            if writer and writer.transport.get_write_buffer_size() < UNREAD_BYTES:
+                writer.write(frame(plain(word)))
+            if word.paused and word.paused != self._paused and lobby.stayed:  # else all have ended, and nobody waits
+                self._say(f"waiting: {word.paused}")
+            self._paused = word.paused
+
+
+def told(before: View | None, lobby: LobbyState) -> str:
+    """A line about a lobby's new view: who came, who left, who was lost."""
+    view = lobby.view
+    assert view is not None
+    earlier = before.members if before else view.members if view.number == 1 else view.before
+    went = set(earlier) - set(view.members)
+    left = went & set(lobby.leaving)
+    found = {
+        "came:": sorted(set(view.members) - set(before.members if before else ())),
+        "left:": sorted(left),
+        "lost:": sorted(went - left),
+    }
+    changes = [f"{word} {', '.join(names)}" for word, names in found.items() if names]
+    return f"view {view.number}: {len(view.members)} workers from round {view.first_round}; {'; '.join(changes)}"
+
+
+def serve(bounds: Bounds, times: Times, host: str, port: int, ready: Callable[[int], None]) -> None:
+    """Until Ctrl-C or SIGTERM.
+
+    Raises:
+        OSError: the port is another program's.
+    """
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+
+    with suppress(KeyboardInterrupt):
+        asyncio.run(LobbyServer(bounds, times, say).serve(host, port, ready))

@@ -1,0 +1,195 @@
+"""A worker's membership: a thread that beats, listens to the lobby, and lets rounds begin.
+
+The connection to the lobby is one of its own: beats wait behind nothing.
+"""
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from lightning_decentral.elastic.plan.member_state import Act, Fetch, MemberState, Return, Send
+from lightning_decentral.elastic.plan.messages import Beat, plain, word
+from lightning_decentral.elastic.plan.view import Times, View
+from lightning_decentral.elastic.wire.sockets import clock
+from lightning_decentral.elastic.wire.sockets.door import Once, warned
+from lightning_decentral.elastic.wire.sockets.frames import Frames, Refused, connected, frame
+
+READ_BYTES = 1 << 16
+Step = Callable[[MemberState, float], tuple[MemberState, list[Act]]]
+
+
+class Membership:
+    """Runs a `MemberState` on the clock and a connection to the lobby.
+
+    Args:
+        name: of this start of this worker, as no other has or had.
+        place: "host:port" where other members reach it.
+        lobby: "host:port".
+        fetch: begins to fetch from (donor, place), and ends an earlier fetch.
+        ask: sends a beat to the member of this name.
+        changed: notified when the state has changed; None: one of its own.
+        say: prints a line where the lobby isn't there, or refuses this worker.
+
+    Attributes:
+        refused: why the lobby doesn't let this worker in; empty: it does, or hasn't answered.
+        trouble: why the lobby isn't heard; empty: it is.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        place: str,
+        lobby: str,
+        fetch: Callable[[str, str], None],
+        ask: Callable[[str, Beat], None],
+        times: Times | None = None,
+        changed: threading.Condition | None = None,
+        say: Callable[[str], None] = warned,
+    ) -> None:
+        self.refused = self.trouble = ""
+        self._say = Once(say)
+        self.changed = changed or threading.Condition()
+        self._state = MemberState(Beat(name, 0, place), times or Times())
+        self.lobby, self._fetch, self._ask = lobby, fetch, ask
+        self._connection: socket.socket | None = None
+        self._frames = Frames()
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name="lightning_decentral-membership", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def state(self) -> MemberState:
+        return self._state
+
+    def step(self, step: Step) -> None:
+        """The next state is what `step` makes of this one and the time; what follows from it is done."""
+        with self.changed:
+            self._state, acts = step(self._state, clock.now())
+            self.changed.notify_all()
+        for act in acts:
+            self._do(act)
+
+    def begin(self, pace: float, seconds: float, at_least: int = 0) -> tuple[View, int]:
+        """The next round and its view, as soon as a round may begin.
+
+        Args:
+            pace: seconds since the last one began; 0: unknown.
+            seconds: to wait at most.
+            at_least: the rounds before this one are left out.
+
+        Raises:
+            TimeoutError: with why it waits.
+        """
+        end = clock.now() + seconds
+        with self.changed:
+            while True:
+                now, state = clock.now(), self._state
+                round = max(state.mine.round, at_least)
+                view = state.view_of(round)
+                if view is not None and not state.waits(now):
+                    self._state = state.begins(round, pace)
+                    return view, round
+                if now > end or state.out:
+                    raise TimeoutError(state.waits(now))
+                self.changed.wait(min(state.times.beat, max(0.0, end - now)))
+
+    def sure(self, seconds: float) -> None:
+        """Wait until nothing speaks for that the others go on without this worker.
+
+        Raises:
+            TimeoutError: they do, or nobody has said in so many seconds that they don't.
+        """
+        end = clock.now() + seconds
+        with self.changed:
+            while why := self._state.doubts(now := clock.now()):
+                if now > end or self._state.out:
+                    raise TimeoutError(why)
+                self.changed.wait(min(self._state.times.beat, max(0.0, end - now)))
+
+    def leave(self) -> None:
+        """Say that nobody needs to wait for this worker, and end."""
+        self._end()
+        self.step(lambda state, now: state.leaving(now))
+        if self._connection is not None:
+            with suppress(OSError):  # until the lobby has read it: a connection closed with words unread loses it
+                self._connection.shutdown(socket.SHUT_WR)
+                while self._connection.recv(READ_BYTES):
+                    pass
+        self._hang_up()
+
+    def close(self) -> None:
+        """End without a word."""
+        self._end()
+        self._hang_up()
+
+    def _end(self) -> None:
+        self._ended = True
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended:
+            self.step(lambda state, now: state.ticked(now))
+            self._listen(self._state.times.beat / 4)
+
+    def _listen(self, seconds: float) -> None:
+        if self._connection is None:
+            time.sleep(seconds)
+            return
+        try:
+            self._connection.settimeout(seconds)
+            more = self._connection.recv(READ_BYTES)
+            words = [word(found) for found in self._frames.feed(more)]
+        except TimeoutError:
+            return
+        except (OSError, ValueError) as error:
+            self._is_amiss(error)
+            more, words = b"", []
+        if not more:
+            self._hang_up()
+        if words:
+            self.refused = self.trouble = ""
+        for said in words:
+            self.step(lambda state, now, said=said: state.told(said, now))  # type: ignore[misc]
+
+    def _do(self, act: Act) -> None:
+        match act:
+            case Send("", beat):
+                self._tell(beat)
+            case Send(to, beat):
+                self._ask(to, beat)
+            case Fetch(donor, place):
+                self._fetch(donor, place)
+            case Return(_):
+                pass  # whoever begins a round hears of it
+
+    def _tell(self, beat: Beat) -> None:
+        try:
+            if self._connection is None:
+                self._frames = Frames()
+                self._connection = connected(self.lobby, "lobby", self._state.times.beat)
+            self._connection.settimeout(self._state.times.beat)
+            self._connection.sendall(frame(plain(beat)))
+        except OSError as error:
+            self._is_amiss(error)
+            self._hang_up()
+
+    def _is_amiss(self, error: Exception) -> None:
+        """No answer, or another one than a lobby's: whoever waits is told."""
+        with self.changed:
+            self.trouble = f"the lobby at {self.lobby} isn't heard: {error}"
+            if type(error) is Refused:
+                self.refused = f"the lobby at {self.lobby} refuses this worker: {error}"
+            elif isinstance(error, ValueError):
+                self.refused = f"what answers at {self.lobby} is no lobby of this version: {error}"
+            self.changed.notify_all()
+        self._say(self.trouble.partition(": ")[0], f"{self.refused or self.trouble}; trying again")
+
+    def _hang_up(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with suppress(OSError):
+                connection.close()

@@ -1,0 +1,273 @@
+"""One elastic worker of a fit: its place among members, its rounds, what it gives newcomers and computes with others.
+
+member = Participant(elastic, timeout)
+value = member.healed()            everything a member has; None: the run begins with this worker's own
+member.begin(copy)                 before each round: waits where nobody may go on
+member.together(value, made)       the same for all members: `made` of what each has given
+"""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import takewhile
+from typing import Any, TypeVar
+
+from lightning_decentral.elastic.compute.alike import Unlike, named, of_alike
+from lightning_decentral.elastic.compute.gathered import of_each
+from lightning_decentral.elastic.plan.settings import ElasticSettings
+from lightning_decentral.elastic.plan.view import Times, View, weight_of
+from lightning_decentral.elastic.plan.watch import Watch
+from lightning_decentral.elastic.wire.course import Course
+from lightning_decentral.elastic.wire.endpoint import Endpoint, Refuses, nothing
+from lightning_decentral.elastic.wire.rounds.exchange import ElasticExchange
+from lightning_decentral.elastic.wire.sockets.frames import own_address
+from lightning_decentral.elastic.wire.starter import title
+
+Found = TypeVar("Found")
+
+
+class Participant(Course):
+    """From a fit's set-up to its end.
+
+    Args:
+        seconds: how long it waits for others, anywhere.
+        batches: that the devices of this worker take in a step.
+
+    Attributes:
+        entered: the view in force, if it wasn't in force in the round before; else None.
+        live: whether what it computes, it computes with the others.
+        left_out: rounds that it was late for, and didn't take part in.
+    """
+
+    leads = True
+    """Whether this device talks to other members."""
+
+    def __init__(self, elastic: ElasticSettings, seconds: float, batches: int = 1, refuses: Refuses = nothing) -> None:
+        self._hold(elastic, seconds, batches)
+        host = elastic.host or own_address(elastic.lobby)
+        named = title(os.environ), self._weight, refuses
+        self.worker = Endpoint(elastic.lobby, host, Times(elastic.dead_after), *named)
+
+    def _hold(self, elastic: ElasticSettings, seconds: float, batches: int) -> None:
+        """What it knows."""
+        self._set_out()
+        self._weight = elastic.weight * batches
+        self.entered: View | None = None
+        self.live = False
+        self.left_out = 0
+        self._exchange: ElasticExchange | None = None
+        self._elastic, self._seconds = elastic, seconds
+        self._began, self._met = 0.0, 0
+        self._watch = Watch()
+
+    def healed(self) -> Any:
+        """What its donor gave; None: it is the first.
+
+        Raises:
+            TimeoutError: nobody came.
+            ValueError: the run's workers were given other things, or the lobby another least number of workers.
+        """
+        value = self._in_time(self.worker.healed)
+        self._know(value)
+        return value
+
+    def founds(self) -> bool:
+        """Whether the run begins with this worker, as soon as that is known. As `healed`."""
+        return self._in_time(self.worker.founds)
+
+    def as_founded(self, value: Any) -> Any:
+        """What the worker with whom the run began gave, the so-manieth time that all call this. As `healed`."""
+        return self._in_time(partial(self.worker.as_founded, value))
+
+    def _in_time(self, call: Callable[[float], Found]) -> Found:
+        try:
+            found = call(self._seconds)
+        except TimeoutError as error:
+            raise self._late(error) from None
+        least, told = self._elastic.workers[0], self.worker.membership.state.least
+        if told != least:
+            raise ValueError(f"the lobby was told {told} workers at least, this worker {least}: give both one number")
+        return found
+
+    def _late(self, error: TimeoutError) -> TimeoutError:
+        return TimeoutError(f"{error}, in {self._seconds:g} s, at the lobby {self._elastic.lobby}")
+
+    def _know(self, value: Any) -> None:
+        """Of before it takes part: where nobody is left to be asked when it does."""
+        if value is not None:
+            self.learn(value["run"])
+
+    def begin(self, copy: Callable[[], Any], until: int = 0) -> int:
+        """The next round, or where nobody waits and this worker is late, a later one.
+
+        Args:
+            until: the last that it may go on in.
+
+        Returns:
+            How many were left out.
+
+        Raises:
+            TimeoutError: it is no member yet, and nobody has made it one.
+            RuntimeError: this worker was away for so long that it can't go on.
+        """
+        now, before = time.monotonic(), self.view
+        if self._began:
+            self._watch.took(now - self._began)
+        try:
+            self.view, round = self.worker.begin(self._watch.pace, copy, self._seconds, min(self._next(), until))
+        except TimeoutError as error:
+            raise (self._late if before is None else _away)(error) from None
+        left_out = round - self.round - 1 if self.round >= 0 else 0
+        if left_out and round > until:
+            raise RuntimeError(
+                f"the others are in round {round}, this worker in {self.round + 1}: start it again, it joins as a "
+                "new one"
+            )
+        self.left_out += left_out
+        self.entered = self.view if self.view != before else None
+        self.round = self.next_round = round
+        self.worker.assembly.begins((round, -1))
+        self._began, self._met = time.monotonic(), 0
+        self._hear_of(self.view)
+        self._watch.began(len(self.present()), self.most())
+        return left_out
+
+    def _next(self) -> int:
+        """The round in which it goes on: its own, where rounds wait."""
+        order = self._elastic.asynchronous
+        if order is None or self.view is None:
+            return 0
+        begun = self.worker.mesh.begun
+        return order.next_round(self.round + 1, max((begun.get(name, 0) for name in self.present()), default=0))
+
+    def attendance(self) -> dict[str, float]:
+        """Who takes part, by the names under which it is logged."""
+        if self.view is None:
+            return {}
+        came, lost, left = self.came_and_went()
+        return {
+            "members": float(len(self.present())),
+            "view": float(self.view.number),
+            "joins": float(came),
+            "losses": float(lost),
+            "leaves": float(left),
+            "participation": self._watch.participation,
+            "stall_seconds": self._watch.stall,
+            **(self._left_out() if self._elastic.asynchronous else {}),
+        }
+
+    def _left_out(self) -> dict[str, float]:
+        return {"left_out_rounds": float(self.left_out), "age": self._exchange.age if self._exchange else 0.0}
+
+    def agreed(self, own: Callable[[], Any]) -> Any:
+        """For newcomers of a view: `own` of a member that was there before, as it is now; in the first view for all,
+        of the oldest. None for all others, and where all of those have ended.
+
+        Raises:
+            RuntimeError: they live, and don't say it.
+        """
+        assert self.view is not None
+        if self.entered is None:
+            return None
+        if self.view.number == 1:
+            found = self._asked(self._older)
+            found = own() if found is None else found
+            self.worker.assembly.keep(1, found)  # whoever loses the oldest asks the next one
+            return found
+        newcomers = set(self.view.members) - set(self.view.before)
+        if self.worker.name in newcomers:
+            return self._asked(partial(self._present_but, newcomers))
+        return self.worker.assembly.keep(self.view.number, own()) if newcomers else None
+
+    def _asked(self, whom: Callable[[], list[str]]) -> Any:
+        assert self.view is not None
+        found = self.worker.assembly.kept(self.view.number, whom, self._seconds)
+        if found is None and (silent := whom()):
+            raise RuntimeError(
+                f"{', '.join(silent)} didn't say within {self._seconds:g} s what the run is: give the strategy a "
+                "longer timeout"
+            )
+        return found
+
+    def _older(self) -> list[str]:
+        return [*takewhile(lambda name: name != self.worker.name, self.present())]
+
+    def _present_but(self, some: set[str]) -> list[str]:
+        return [name for name in self.present() if name not in some]
+
+    def ended(self) -> None:
+        """The round that began is mixed."""
+        self.next_round = self.round + 1
+
+    @property
+    def place(self) -> int:
+        """Among the members, the oldest that is heard first."""
+        return self.present().index(self.worker.name) if self.view else 0
+
+    @property
+    def share(self) -> float:
+        """w_i / mean_j w_j over the members: what an update of this worker counts in the mean."""
+        return self._weight * len(self._weights) / sum(self._weights)
+
+    @property
+    def founders(self) -> int:
+        """The weight of those that began the run."""
+        assert self.view is not None
+        return self.view.founders * sum(self._weights) // len(self._weights)
+
+    @property
+    def _weights(self) -> list[int]:
+        return [weight_of(name) for name in self.view.members] if self.view else [self._weight]
+
+    def present(self) -> list[str]:
+        """The members that are heard, the oldest first."""
+        assert self.view is not None
+        lost, state, own = self.worker.mesh.lost, self.worker.membership.state, self.worker.name
+        return [n for n in self.view.members if n == own or not (n in lost or state.without(self.view, n))]
+
+    def together(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
+        """`made` of what the members of this moment have given, the oldest first: the same for all of them. Of each
+        device of a member, one after the other.
+
+        Raises:
+            RuntimeError: this worker was away meanwhile, and the others have another result.
+        """
+        return self._meet([value], of_each(made))
+
+    def of_members(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
+        """The same of the members' first devices alone."""
+        return self._meet(value, made)
+
+    of_first = of_members
+    """The same for the first device alone; what is returned elsewhere means nothing."""
+
+    def _meet(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
+        if not self.live:
+            return made([value])
+        key, self._met = (self.round, self._met), self._met + 1
+        name = named(value, made)
+        given = [name, value], of_alike(name, made), self.present, self._seconds
+        theirs, result = self.worker.assembly.meet(key, *given)
+        try:
+            self.worker.sure(self._seconds)  # who slept meanwhile has one of its own, and would save it over the run's
+        except TimeoutError as error:
+            raise _away(error) from None
+        if theirs != name:
+            raise Unlike(name, theirs)
+        return result
+
+    def enter(self, exchange: ElasticExchange) -> None:
+        """Its rounds are over the view in force from now on."""
+        assert self.view is not None
+        self._exchange = exchange
+        exchange.enter(self.view, self.round)
+
+    def leave(self) -> None:
+        """Nobody waits for it from now on."""
+        self.live = False
+        self.worker.leave()
+
+
+def _away(error: TimeoutError) -> RuntimeError:
+    return RuntimeError(f"{error}: start this worker again, it joins as a new one")

@@ -1,0 +1,138 @@
+"""Rounds over views: the peer exchange of whichever view is in force in a round.
+
+    enter(view, round)     who takes part from this round on
+    mixer.step(...)        as ever: neighbours by the view's size and this member's place in it
+
+What a neighbour that ended would have said is this member's own: its weight stays here until the next view. With
+symmetric weights the mean of those that go on is kept: a pair hears each other or, where one of them is lost or in
+another view, neither does. Over a view that stays, rounds are those of `PeerExchange`, to the bit. With an `order`
+nobody waits: `asynchronous`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_decentral.elastic.plan.asynchronous import Asynchronous
+from lightning_decentral.elastic.plan.view import View
+from lightning_decentral.elastic.wire.endpoint import Endpoint
+from lightning_decentral.elastic.wire.rounds.asynchronous import AsynchronousExchange
+from lightning_decentral.elastic.wire.rounds.links import Links
+from lightning_decentral.gossip.compute.combine.combine import Combine
+from lightning_decentral.gossip.compute.error_feedback import coder_of
+from lightning_decentral.gossip.compute.link import Buffers, Coder
+from lightning_decentral.gossip.plan.topology.topology import Topology
+from lightning_decentral.gossip.plan.weights import Neighbours, Weights
+from lightning_decentral.gossip.wire.exchange import Exchange, Traffic
+from lightning_decentral.gossip.wire.peer import PeerExchange, PeerMessages
+from lightning_decentral.shared.compute.buckets import Pool
+from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.compute.codec.quantize import Plain
+
+Admitted = tuple[Sequence[Tensor], Combine]
+CPU = torch.device("cpu")
+KEPT_VIEWS = 4
+"""Whose rounds may still be under way."""
+
+
+class ForgivingExchange(PeerExchange):
+    """Who isn't heard, or not whole, is heard to say this member's own message, as others decode it."""
+
+    def _heard(self, part: PeerMessages) -> dict[int, Buffers]:
+        arrived = zip(part.receives(), part.incoming, strict=True)
+        lost = {message.peer for message, pending in arrived if not pending.done()}
+        for j in lost:
+            part.headers[j].copy_(part.header)
+            self.pool.give(part.buffers[j])
+        whole = {j: payload for j, payload in part.buffers.items() if j not in lost}
+        heard = self.coder.decode(whole, part.message, part.first)
+        # In the sources' order always, in which they are added up.
+        return {j: heard[j] if j in heard else self._own(part) for j in part.buffers}
+
+    def _own(self, part: PeerMessages) -> Buffers:
+        return [self.pool.take(message).copy_(message) for message in part.message]
+
+
+@dataclass
+class ElasticExchange(Exchange[PeerMessages]):
+    """One `PeerExchange` for each view, on the host.
+
+    Args:
+        codec: one that keeps nothing, as the ends of a link have no past in common.
+        order: in which nobody waits; None: a round waits for those who live and are in its view.
+    """
+
+    topology: Topology
+    weights: Weights
+    worker: Endpoint
+    codec: Codec = Plain()  # noqa: RUF009 - a frozen value
+    pool: Pool = field(default_factory=Pool)
+    order: Asynchronous | None = None
+    coder: Coder = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.coder = coder_of(self.codec, self.topology, 0, 1, self.pool)  # until there is a view
+        self._admitted: list[Admitted] = []
+        self._since: list[tuple[int, PeerExchange, Links]] = []
+        self._views: list[View] = []
+        self._left_out = 0
+        self._earlier = Traffic()
+
+    def enter(self, view: View, round: int) -> None:
+        """This view is in force from this round on. Rounds rise, and may leave some out."""
+        if self._views[-1:] == [view]:
+            return
+        self.worker.mesh.awaited = self.order is None
+        links = Links(self.worker, view, self._lose)
+        plan = self.topology, self.weights, links, CPU, self.codec, self.pool
+        exchange = AsynchronousExchange(*plan, self.order) if self.order else ForgivingExchange(*plan)
+        for admitted in self._admitted:
+            exchange.admit(*admitted)
+        self.coder = exchange.coder
+        self._views = [*self._views, view][-KEPT_VIEWS:]
+        self._since.append((round, exchange, links))
+        for _, old, _ in self._since[:-KEPT_VIEWS]:
+            self._earlier += old.traffic()
+        self._since = self._since[-KEPT_VIEWS:]
+
+    def _lose(self) -> None:
+        self._left_out += 1
+
+    @property
+    def lost(self) -> int:
+        """Tensors so far that didn't come."""
+        return self._left_out
+
+    @property
+    def age(self) -> float:
+        """Mean rounds by which what was mixed last was late; 0 where a round waits."""
+        exchange = self._since[-1][1] if self._since else None
+        return exchange.age if isinstance(exchange, AsynchronousExchange) else 0.0
+
+    def _of(self, step: int) -> tuple[PeerExchange, Links]:
+        return next((exchange, links) for round, exchange, links in reversed(self._since) if round <= step)
+
+    def neighbours(self, step: int) -> Neighbours:
+        return self._of(step)[0].neighbours(step)
+
+    def admit(self, buckets: Sequence[Tensor], combine: Combine) -> None:
+        if reason := combine.recovery.tied:
+            raise ValueError(f"{type(combine).__name__} doesn't go with elastic: {reason}; use Gossip()")
+        self._admitted.append((buckets, combine))
+        if not self._since:
+            self.coder.admit(buckets, combine)
+        for _, exchange, _ in self._since:
+            exchange.admit(buckets, combine)
+
+    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> PeerMessages:
+        return self._of(step)[0].start(message, step, first)
+
+    def depart(self, started: Sequence[PeerMessages], step: int) -> None:
+        exchange, links = self._of(step)
+        links.round = step
+        exchange.depart(started, step)
+
+    def traffic(self) -> Traffic:
+        return sum((exchange.traffic() for _, exchange, _ in self._since), self._earlier)

@@ -1,0 +1,145 @@
+"""How the devices of a member hold its model: it is on one, each has the whole, or each has a shard of it.
+
+The first device mixes whole parameters with other members, on its host. What the others do is here: take them, or give
+shards of them and get shards back.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_decentral.elastic.compute.gathered import means_of
+from lightning_decentral.elastic.wire.participant import Participant
+from lightning_decentral.elastic.wire.rounds.devices import FirstMixer, OtherMixer
+from lightning_decentral.elastic.wire.rounds.wholes import WholeBucket, Wholes
+from lightning_decentral.gossip.compute.combine.combine import Combine
+from lightning_decentral.gossip.compute.healing import Healing, first_poisoned
+from lightning_decentral.gossip.wire.exchange import Exchange
+from lightning_decentral.gossip.wire.island import Island
+from lightning_decentral.gossip.wire.mixer import Mixer
+from lightning_decentral.gossip.wire.optimizer_mixer import healing
+from lightning_decentral.gossip.wire.optimizers import Mixers
+from lightning_decentral.shared.compute.buckets import Bucket, HostBucket
+from lightning_decentral.shared.compute.layout.packing import pack
+from lightning_decentral.shared.wire.agreement import start_from_worker_0
+from lightning_decentral.shared.wire.fsdp import is_sharded
+from lightning_decentral.shared.wire.transport import Wire
+
+Mean = Callable[[Sequence[Tensor]], list[Tensor]]
+
+
+class Holding:
+    """On one device.
+
+    Args:
+        device: this one.
+
+    Attributes:
+        mixes: whether this device has mixers.
+    """
+
+    mixes = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def bucket(self, parameters: Sequence[nn.Parameter]) -> Bucket:
+        """Rounds are the host's: what others hear comes from its sockets."""
+        return (Bucket if self._device.type == "cpu" else HostBucket)(parameters)
+
+    def pack(self, parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[Bucket]:
+        return pack(parameters, bucket_bytes, self.bucket)
+
+    def restore(self, mixers: Mixers, rule: Any, optimizers: Sequence[Optimizer]) -> None:
+        """Mixers begin, or go on as a donor's rule; None: there is none."""
+        if rule is None:
+            mixers.adopt(optimizers[0])
+        else:
+            mixers.load_state_dict(rule, optimizers)
+
+    def mixer(self, combine: Combine, exchange: Exchange[Any], delay: int) -> Mixer:
+        return Mixer([], combine, exchange, delay)
+
+    def healing(self, most: int, module: nn.Module) -> Healing:
+        return healing(most, module)
+
+    def mixed(self, parameters: Sequence[nn.Parameter]) -> None:
+        """After a round of these."""
+
+    def mean_of(self, tensors: Sequence[Tensor], of_wholes: Mean) -> list[Tensor]:
+        """Over the members; `of_wholes` is of tensors that each device has."""
+        return of_wholes(tensors)
+
+    def sums(self, of_devices: Sequence[Tensor]) -> list[Tensor]:
+        """Over the member, of numbers about what this device has."""
+        return list(of_devices)
+
+
+class Copies(Holding):
+    """Each device has the whole: the others take the first one's parameters after its round."""
+
+    def __init__(self, device: torch.device, member: Participant, wire: Wire) -> None:
+        super().__init__(device)
+        self.mixes, self._wire = member.leads, wire
+
+    def mixed(self, parameters: Sequence[nn.Parameter]) -> None:
+        start_from_worker_0(parameters, self._wire.world, self._device)
+
+
+class Shards(Holding):
+    """Each device has some rows of each parameter: the first one's host has them all during a round or a mean."""
+
+    def __init__(self, device: torch.device, member: Participant, wire: Wire) -> None:
+        super().__init__(device)
+        self._member, self._wire = member, wire
+        self._wholes = Wholes(wire.world, device)
+        self._buckets: list[WholeBucket] = []
+
+    def bucket(self, parameters: Sequence[nn.Parameter]) -> Bucket:
+        self._buckets.append(WholeBucket(parameters, self._wholes))
+        return self._buckets[-1]
+
+    def mixer(self, combine: Combine, exchange: Exchange[Any], delay: int) -> Mixer:
+        make = FirstMixer if self._member.leads else OtherMixer
+        return make(combine, exchange, delay, self._wire.flags)
+
+    def healing(self, most: int, module: nn.Module) -> Healing:
+        return Healing(most, lambda: first_poisoned(self._named(module)))
+
+    def _named(self, module: nn.Module) -> list[tuple[str, Tensor]]:
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        return [(names[p], w) for b in self._buckets for p, w in zip(b.parameters, b.wholes(), strict=True)]
+
+    def mean_of(self, tensors: Sequence[Tensor], of_wholes: Mean) -> list[Tensor]:
+        if not any(map(is_sharded, tensors)):
+            return of_wholes(tensors)
+        means = self._member.of_first([self._wholes.whole(tensor) for tensor in tensors], means_of)
+        return [self._wholes.cut(mean, tensor) for mean, tensor in zip(means, tensors, strict=True)]
+
+    def sums(self, of_devices: Sequence[Tensor]) -> list[Tensor]:
+        found = [number.clone() for number in of_devices]
+        for number in found:
+            self._wire.world.all_reduce(number).wait()
+        return found
+
+
+def holding(island: Island, device: torch.device, member: Participant, wire: Wire | None) -> Holding:
+    """Of this device.
+
+    Args:
+        wire: among the devices of the member; None: it is the only one.
+    """
+    if wire is None:
+        return Holding(device)
+    return (Shards if island.shards > 1 else Copies)(device, member, wire)
+
+
+def mean_and_bytes(mean_of: Mean, tensors: Sequence[Tensor], carried: Sequence[Tensor]) -> list[Tensor]:
+    """The means of `tensors`, then `carried`, which have no mean: as bytes they are the oldest's."""
+    as_bytes = [t.detach().contiguous().view(-1).view(torch.uint8) for t in carried]
+    found = mean_of([*tensors, *as_bytes])
+    values = zip(found[len(tensors) :], carried, strict=True)
+    return [*found[: len(tensors)], *(value.view(t.dtype).view(t.shape) for value, t in values)]

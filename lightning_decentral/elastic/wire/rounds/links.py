@@ -1,0 +1,122 @@
+"""A transport over the members of one view: a message that doesn't come any more is counted, and no error.
+
+CPU tensors, point to point. Rounds are told apart by their number: who is in another view, or skipped a round, isn't
+waited for.
+"""
+
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from lightning_decentral.elastic.plan.view import View, place_of
+from lightning_decentral.elastic.wire.endpoint import Endpoint
+from lightning_decentral.elastic.wire.sockets.frames import raw_bytes
+from lightning_decentral.elastic.wire.sockets.mesh import Mesh, Slot
+from lightning_decentral.shared.wire.pending import Pending
+from lightning_decentral.shared.wire.transport import Message, Transport
+
+
+@dataclass
+class Arriving:
+    """A message under way to this member.
+
+    Args:
+        tensor: keeps what it holds where nothing comes.
+        lost: told that nothing came.
+    """
+
+    mesh: Mesh
+    slot: Slot
+    tensor: Tensor
+    expected: Callable[[], bool]
+    lost: Callable[[], object]
+    came: bool = False
+
+    def wait(self) -> None:
+        found = self.mesh.take(self.slot, self.expected)
+        if found is None or len(found) != self.tensor.numel() * self.tensor.element_size():
+            self.lost()
+        else:
+            self.tensor.copy_(torch.frombuffer(found, dtype=self.tensor.dtype).view(self.tensor.shape))
+            self.came = True
+
+    def done(self) -> bool:
+        """Whether it is there; False after `wait`: it doesn't come any more."""
+        return self.came
+
+
+class Post(Transport):
+    """Messages of which only the newest count, and for which nobody waits."""
+
+    @abstractmethod
+    def post(self, sends: Sequence[Message]) -> int:
+        """A copy of all of a round's messages goes to those members that have been sent what they were sent before;
+        others get a later round. Returns the bytes."""
+
+    @abstractmethod
+    def newest(self, slots: int) -> dict[int, tuple[int, list[bytearray]]]:
+        """{rank: (round, its messages)} of those of whom a whole round has come that wasn't taken yet."""
+
+
+class Links(Post):
+    """Sends and receives among the members of a view. There are no collectives.
+
+    Args:
+        lost: called for each message that doesn't come.
+    """
+
+    def __init__(self, worker: Endpoint, view: View, lost: Callable[[], object]) -> None:
+        self.group = None
+        self.rank, self.size = view.members.index(worker.name), len(view.members)
+        self.round = 0
+        self._worker, self._view, self._lost = worker, view, lost
+
+    def close(self) -> None:
+        return  # the connections are the worker's
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
+        """Of the round `self.round`, all of its messages."""
+        leaving: list[Pending] = [self._send(m, slot) for m, slot in _numbered(sends)]
+        arriving: list[Pending] = [self._receive(m, slot) for m, slot in _numbered(receives)]
+        return leaving, arriving
+
+    def post(self, sends: Sequence[Message]) -> int:
+        free = {m.peer for m in sends if self._worker.mesh.idle(self._view.members[m.peer])}
+        leaving = [(m, slot) for m, slot in _numbered(sends) if m.peer in free]
+        for message, slot in leaving:
+            self._send(Message(message.peer, message.tensor.clone(), message.tag), slot)
+        return sum(m.tensor.numel() * m.tensor.element_size() for m, _ in leaving)
+
+    def newest(self, slots: int) -> dict[int, tuple[int, list[bytearray]]]:
+        found = {
+            rank: self._worker.mesh.newest(name, self._view.key, slots)
+            for rank, name in enumerate(self._view.members)
+            if rank != self.rank
+        }
+        return {rank: round for rank, round in found.items() if round is not None}
+
+    def _send(self, message: Message, slot: int) -> Pending:
+        to = self._view.members[message.peer]
+        raw = raw_bytes(message.tensor)
+        return self._worker.mesh.send(to, place_of(to), self._view.key, self.round, slot, raw)
+
+    def _receive(self, message: Message, slot: int) -> Pending:
+        source, view, round = self._view.members[message.peer], self._view, self.round
+        return Arriving(
+            self._worker.mesh,
+            Slot(source, view.key, round, slot),
+            message.tensor,
+            lambda: self._worker.expects(view, round, source),
+            self._lost,
+        )
+
+
+def _numbered(messages: Sequence[Message]) -> list[tuple[Message, int]]:
+    """Each with its place among those of its peer, the same on both ends."""
+    places: dict[int, count[int]] = defaultdict(count)
+    return [(m, next(places[m.peer])) for m in messages]

@@ -1,0 +1,205 @@
+"""Starts the elastic workers of one machine, and the lobby where they meet; starts a lost one again.
+
+    lost before a view was made   by an error of its own: all are ended; by a signal: started again
+    lost while members train      started again, they heal it; who hardly lived, after a pause
+    ended by SIGTERM              left: somebody took it away, and nobody takes its place
+    no member is left             nobody is started again, and who waits to become one is ended
+
+A worker's environment says where it meets the others, the so-manieth that was started it is, in whose place among those
+of this machine, and by which process: its workers end with that.
+"""
+
+import asyncio
+import os
+import platform
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from lightning_decentral.elastic.plan.view import Bounds, Times
+from lightning_decentral.elastic.wire.lobby_server import LobbyServer
+from lightning_decentral.shared.wire.meeting.interrupts import terminated_as_interrupted
+
+LOBBY, WORKER, SEAT, STARTER = (f"LIGHTNING_DECENTRAL_{word}" for word in ("LOBBY", "WORKER", "SEAT", "STARTER"))
+LOOK_SECONDS, FOLLOW_SECONDS = 0.1, 1.0
+HASTY_SECONDS, LONGEST_PAUSE = 30.0, 60.0
+TERMINATED = -signal.SIGTERM, 128 + signal.SIGTERM
+"""Codes of a worker that SIGTERM ended: by itself, or as Lightning ends then."""
+LEAVE_SECONDS = 20.0
+"""A worker that is told to end is killed after them."""
+
+Command = Callable[[int], tuple[Sequence[str], str | None]]
+
+
+class OwnLobby:
+    """A lobby on a thread of this process, which only this machine reaches."""
+
+    def __init__(self, bounds: Bounds, times: Times, say: Callable[[str], None]) -> None:
+        self._server, self._listens = LobbyServer(bounds, times, say, settled=True), threading.Event()
+        self.place = ""
+        threading.Thread(target=self._serve, name="lightning_decentral-lobby", daemon=True).start()
+        self._listens.wait()
+
+    def _serve(self) -> None:
+        asyncio.run(self._server.serve("127.0.0.1", 0, self._ready))
+
+    def _ready(self, port: int) -> None:
+        self.place = f"127.0.0.1:{port}"
+        self._listens.set()
+
+    def members(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """(of all views so far, those of the present one that haven't left)"""
+        return self._server.members()
+
+
+@dataclass
+class Started:
+    """A worker's process."""
+
+    process: "subprocess.Popen[bytes]"
+    at: float
+    seat: int
+    told_to_end: float = float("inf")
+
+
+def started_again(code: int, members: Collection[int] | None) -> bool:
+    """Whether somebody takes the place of a worker that ended with this code.
+
+    Args:
+        code: of its process; below 0 a signal's.
+        members: of the present view, that are left; None: there was no view yet.
+    """
+    if members is None:
+        return code < 0 and code not in TERMINATED
+    return code not in (0, *TERMINATED) and bool(members)
+
+
+class Starter:
+    """The workers of one run on this machine.
+
+    Args:
+        workers: how many train.
+        command: (words, folder) of the so-manieth that is started.
+        members: as of `OwnLobby`.
+        environment: of all of them, beside this process's own.
+        say: called with a line for each worker that is lost.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        command: Command,
+        members: Callable[[], tuple[tuple[str, ...], tuple[str, ...]]],
+        environment: Mapping[str, str],
+        say: Callable[[str], None],
+    ) -> None:
+        self._command, self._members_of, self._environment, self._say = command, members, environment, say
+        self._running: dict[int, Started] = {}
+        self._due = [0.0] * workers
+        self._count = self._hasty = 0
+        self._well, self._code = False, 1
+
+    def run(self) -> int:
+        """Until all have ended; 0 where one of them has ended as it should, else the code of the last one.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C, or SIGTERM, after all have ended.
+        """
+        try:
+            with terminated_as_interrupted():
+                self._watch()
+        finally:
+            self._due = []
+            self._end(self._running)
+            self._watch()
+        return 0 if self._well else self._code
+
+    def _watch(self) -> None:
+        while self._running or self._due:
+            self._look(time.monotonic())
+            time.sleep(LOOK_SECONDS)
+
+    def _look(self, now: float) -> None:
+        trained, there = (set(map(number_of, names)) for names in self._members_of())
+        for number, worker in list(self._running.items()):
+            code = worker.process.poll()
+            if code is not None:
+                del self._running[number]
+                self._ended(number, worker, code, there & self._running.keys() if trained else None)
+            elif now - worker.told_to_end > LEAVE_SECONDS:
+                worker.process.kill()
+        if trained and not there & self._running.keys():  # nobody is left to heal them
+            self._due = []
+            self._end(self._running.keys() - trained)
+        for _ in [at for at in self._due if at <= now]:
+            self._start(now)
+        self._due = [at for at in self._due if at > now]
+
+    def _start(self, now: float) -> None:
+        number, self._count = self._count, self._count + 1
+        words, folder = self._command(number)
+        taken = {worker.seat for worker in self._running.values()}
+        seat = min(set(range(len(taken) + 1)) - taken)
+        own = {WORKER: number, SEAT: seat, STARTER: os.getpid(), "LOCAL_RANK": number}  # Lightning reads the last
+        names = {name: str(value) for name, value in own.items()}
+        process = subprocess.Popen(words, env={**os.environ, **self._environment, **names}, cwd=folder)
+        self._running[number] = Started(process, now, seat)
+
+    def _ended(self, number: int, worker: Started, code: int, members: Collection[int] | None) -> None:
+        now, self._well = time.monotonic(), self._well or code == 0
+        if worker.told_to_end <= now:
+            return
+        self._code = code if code > 0 else 1
+        how = f"code {code}" if code >= 0 else signal.Signals(-code).name
+        if started_again(code, members):
+            self._hasty = self._hasty + 1 if now - worker.at < HASTY_SECONDS else 0
+            pause = min(2.0**self._hasty - 1, LONGEST_PAUSE)
+            self._due.append(now + pause)
+            self._say(f"worker {number} ended by {how}: another one is started" + (f" in {pause:g} s" if pause else ""))
+        elif code:
+            self._say(f"worker {number} ended by {how}")
+            if members is None and code not in TERMINATED:
+                self._due = []
+                self._end(self._running)
+
+    def _end(self, numbers: Collection[int]) -> None:
+        for number in list(numbers):
+            worker = self._running[number]
+            if worker.told_to_end == float("inf"):
+                worker.told_to_end = time.monotonic()
+                worker.process.terminate()
+
+
+def number_of(name: str) -> int:
+    """The so-manieth that was started, by a member's name; -1: another starter's, or nobody's."""
+    found = re.match(r"w(\d+)-", name)
+    return int(found[1]) if found else -1
+
+
+def title(environment: Mapping[str, str]) -> str:
+    """What the name of a worker with this environment begins with: its number, or the host and process."""
+    if WORKER in environment:
+        return f"w{environment[WORKER]}-"
+    host = re.sub(r"[^\w-]", "", platform.node().partition(".")[0]) or "host"
+    found = f"{host}-{os.getpid()}-"
+    return found if number_of(found) < 0 else f"host-{found}"
+
+
+def follow(environment: Mapping[str, str]) -> None:
+    """On a thread: this process ends when its starter has."""
+    threading.Thread(target=_follow, args=(int(environment[STARTER]),), daemon=True).start()
+
+
+def _follow(starter: int) -> None:
+    with suppress(ProcessLookupError):
+        while True:
+            os.kill(starter, 0)
+            time.sleep(FOLLOW_SECONDS)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(LEAVE_SECONDS)
+    os._exit(1)

@@ -1,0 +1,135 @@
+"""What set-up, messages and healing ask of a rule; how it mixes is `combine.Combine`'s."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Self
+
+from torch import Tensor
+
+from lightning_decentral.gossip.plan.topology.topology import Topology
+from lightning_decentral.gossip.plan.weights import Own, Weights
+
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a rule may know of a round beside its bucket.
+
+    Args:
+        round: its number; while landing, that of the round that lands.
+        learning_rate: the largest of the optimizer's groups, as its last update used it.
+        peak: the largest learning rate so far.
+        own: w_ii of the round: a scalar on a worker, [size, 1] in a simulation.
+        degree: how many others are heard in the round, likewise.
+    """
+
+    round: int
+    learning_rate: float
+    peak: float
+    own: Callable[[], Tensor]
+    degree: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class MessageForm:
+    """What codecs and exchanges must know of a rule's messages.
+
+    Args:
+        copies: numbers in a message for each parameter.
+        exact: elements at the end of every message that no codec may round, as push-sum's weight.
+        differences: messages are differences, of which a coarse codec may lose a part: it is sent later. One that isn't
+            sound then counts as zero, and a mean of all workers may be encoded once more (`link.cliques_of`).
+    """
+
+    copies: int = 1
+    exact: int = 0
+    differences: bool = False
+
+
+Heal = Callable[[Tensor, Tensor, Tensor, State, Turn], None]
+"""(x, sent, mixed, state, turn): x <- what a mixture of sound messages stands for, in place, and its state.
+
+sent: what counted in the place of this worker's message: `stand_in`, or in an all-reduce the others' mean.
+mixed: the round's mixture with it; the rule's to overwrite.
+"""
+
+
+def _itself(other: Tensor) -> Tensor:
+    return other
+
+
+def _unchanged(sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
+    """Nothing is kept of the round."""
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What happens to a rule where a worker's parameters were poisoned, or where workers come and go.
+
+    Args:
+        heal: how a poisoned worker takes its neighbours' parameters.
+        incurable: why a poisoned worker can't go on from its neighbours'; empty: it can.
+        unheard: why it can't wait for a later round, where no sound message was received in this one; empty: it can.
+        tied: why workers that come and go would spoil it; empty: they don't, and a newcomer takes a member's state.
+        of_links: its state is about certain links: another topology can't go on from it.
+        lasting: what a healed worker keeps of its state, for sums over all workers that never change.
+        stand_in: what counts in a round in the place of a message between two workers that was refused, given the
+            receiver's own message; on the worker that sent it, the mean of the sound ones that it received.
+        refused: (sent, mixed, state, turn): this worker's own message was refused; correct the state by what was
+            received in the round. Called for each such message that left before the worker was healed; those after the
+            first find it healed.
+    """
+
+    heal: Heal
+    incurable: str = ""
+    unheard: str = ""
+    tied: str = ""
+    of_links: bool = False
+    lasting: tuple[str, ...] = ()
+    stand_in: Callable[[Tensor], Tensor] = _itself
+    refused: Callable[[Tensor, Tensor, State, Turn], None] = _unchanged
+
+
+def tied_by(kept: Iterable[str]) -> str:
+    """Why workers can't leave a rule that keeps this, which may be part of a sum over all of them; empty: nothing."""
+    names = ", ".join(kept)
+    return f"what it keeps ({names}) belongs to all workers together, which none may leave" if names else ""
+
+
+class Rule(ABC):
+    """What a plan asks of a rule before any worker talks."""
+
+    @property
+    def weights(self) -> Weights:
+        """Of what is received, where the user names none."""
+        return Own()
+
+    @property
+    def largest_rate(self) -> float:
+        """The largest step towards what was received, from 0 to 1, over 1 with an outer momentum: what a codec's error
+        is judged against."""
+        return 1.0
+
+    @property
+    def form(self) -> MessageForm:
+        """What a message holds for each parameter."""
+        return MessageForm()
+
+    @property
+    @abstractmethod
+    def recovery(self) -> Recovery:
+        """How workers are healed by it, come and go."""
+
+    def placed(self, topology: Topology, size: int) -> Self:
+        """The same rule, which knows how many workers there are and when they talk, where it asks."""
+        return self
+
+    @abstractmethod
+    def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
+        """See that the rule works with this plan, before any worker talks.
+
+        Raises:
+            ValueError: with the remedy.
+        """
