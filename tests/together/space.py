@@ -346,6 +346,8 @@ def event_of(kind: str, case: Case, numbers: random.Random) -> Event:
         at = at // BATCHES * BATCHES + numbers.choice((1, 3))
     elif kind.startswith("resume") and at % BATCHES == BATCHES - 1:  # within an epoch
         at -= 1
+    elif kind == "stop" and case["accumulate"] == "2":  # nor does a second fit go on with them, under any strategy
+        at |= 1
     return Event(kind, at, numbers.randrange(case.workers))
 
 
