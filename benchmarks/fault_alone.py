@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from fault_kinds import STEP, Act, hook, on
-from fault_rows import Row, struck
+from fault_row import Row, struck
 from fault_runs import LINE
 from fault_worker import Fault
 from lightning.pytorch import LightningModule

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from fault_kinds import changed, killed_at_operation, no_room, on
-from fault_rows import EITHER, METHODS, Place, Row
+from fault_row import EITHER, METHODS, Place, Row
 from fault_runs import CORRUPT, GOES_ON, LINE, Outcome, Run, differs, judged, unsound
 
 FROM_THE_MEAN = "start from the mean"

@@ -16,7 +16,7 @@ from typing import Any
 
 import hydra
 from fault_kinds import slow
-from fault_rows import Place, Row
+from fault_row import Place, Row
 from fault_runs import CORRUPT, GOES_ON, HANGS, LINE, TRACEBACK, Outcome, Run, differs, judged, unsound
 from fault_worker import METHODS, Worker, meeting
 from hydra.core.config_store import ConfigStore

@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import torch
 from fault_kinds import changed, made, module, on, strategy, trainer, version
-from fault_rows import EITHER, Row, struck
+from fault_row import EITHER, Row, struck
 from fault_runs import GOES_ON, LINE
 from fault_worker import Fault
 from lightning.pytorch import LightningModule

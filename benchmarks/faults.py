@@ -32,7 +32,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from fault_rows import Place, Row, rows
+from fault_row import Place, Row
+from fault_rows import rows
 from fault_runs import TRACEBACK, Outcome
 from fault_worker import TIMEOUT_SECONDS
 from hardware import description, sentence, slug

@@ -64,7 +64,7 @@ def exact_steps_of(asked: float, module: Any, broadcast: Callable[[float], float
     return round(asked * broadcast(float(steps)))
 
 
-class Planned(Protocol):
+class GossipPlan(Protocol):
     """The constructor's values of a strategy, and the size of the run."""
 
     topology: Topology
@@ -97,7 +97,7 @@ class Rounds:
         layout: of them when the workers were compared.
     """
 
-    plan: Planned
+    plan: GossipPlan
     module: nn.Module
     layout: ModelLayout = field(default_factory=ModelLayout)
 
@@ -276,7 +276,7 @@ def refuse_stale(codec: Codec, combine: Rule, buckets: Sequence[Bucket]) -> None
         )
 
 
-def check(plan: Planned) -> None:
+def check(plan: GossipPlan) -> None:
     """See that rule, topology and states go together, before any worker talks.
 
     Raises:

@@ -1,50 +1,32 @@
 """The plan of a gossip run in words: topology, order, codec, bytes per step, bytes through a node's network card."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from torch import view_as_real
 from torch.optim import Adam, AdamW, Optimizer
 
-from lightning_decentral.gossip.compute.combine.rule import Rule
 from lightning_decentral.gossip.compute.link import cliques_of
-from lightning_decentral.gossip.compute.travel import Travel
-from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.traffic import (
     WorkerBytes,
     all_reduce_copies,
     copies_sent,
     copies_through_card,
 )
-from lightning_decentral.gossip.plan.weights import Weights, consensus_steps, describe
-from lightning_decentral.gossip.wire.island import Island
-from lightning_decentral.gossip.wire.island_member import IslandMember
+from lightning_decentral.gossip.plan.weights import consensus_steps, describe
+from lightning_decentral.gossip.rounds import GossipPlan
 from lightning_decentral.gossip.wire.optimizer_mixer import OptimizerMixer
-from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.replica import Evaluate
 
 ORDERS = {0: "blocking (adapt-then-combine)", 1: "overlapped (adapt-while-combining)"}
 
 
-class Planned(Protocol):
-    """What is described: the constructor's values and the size of the run."""
+class DescribedPlan(GossipPlan, Protocol):
+    """A plan with what else its summary says."""
 
-    topology: Topology
-    combine: Rule
-    weights: Weights
-    codec: Codec
-    states: Mapping[str, Travel]
-    island: Island
-    delay: int
     evaluate: Evaluate
-    heals: int
-    member: IslandMember
     optimizers: list[Optimizer]
 
-    @property
-    def workers(self) -> int: ...
-    @property
-    def worker(self) -> int: ...
     @property
     def workers_per_node(self) -> int: ...
     @property
@@ -53,7 +35,7 @@ class Planned(Protocol):
     def num_processes(self) -> int: ...
 
 
-def described(plan: Planned, mixers: Iterable[OptimizerMixer]) -> dict[str, str]:
+def described(plan: DescribedPlan, mixers: Iterable[OptimizerMixer]) -> dict[str, str]:
     """{what: in words}"""
     mixers, size = list(mixers), plan.workers
     steps = consensus_steps(plan.topology, size, plan.weights)
@@ -87,7 +69,7 @@ def described(plan: Planned, mixers: Iterable[OptimizerMixer]) -> dict[str, str]
     return words | ({"hint": f"{' and '.join(sorted(adams))} {hint}"} if adams else {})
 
 
-def _beside(plan: Planned, name: str, mixers: Sequence[OptimizerMixer]) -> str:
+def _beside(plan: DescribedPlan, name: str, mixers: Sequence[OptimizerMixer]) -> str:
     """One state that travels, and what a worker sends of it in a step where all parameters have it."""
     travel = plan.states[name]
     flats = [view_as_real(b.flat).view(-1) if b.flat.is_complex() else b.flat for of in mixers for b in of.buckets]
@@ -99,13 +81,13 @@ def _beside(plan: Planned, name: str, mixers: Sequence[OptimizerMixer]) -> str:
     return f"{name}: {travel}, up to {sent:,.0f} bytes a step"
 
 
-def _mean(plan: Planned, mixers: Sequence[OptimizerMixer]) -> str:
+def _mean(plan: DescribedPlan, mixers: Sequence[OptimizerMixer]) -> str:
     """Of what the workers show."""
     anchors = plan.island.shards == 1 and any(of.mixer.shown() for of in mixers)
     return "the mean of the workers' anchors" if anchors else "the mean of the workers"
 
 
-def healing(plan: Planned) -> str:
+def healing(plan: DescribedPlan) -> str:
     """What becomes of a worker whose parameters aren't finite."""
     reason = "heals=0" if plan.heals == 0 else plan.combine.recovery.incurable
     if not plan.member.heals:
@@ -113,7 +95,7 @@ def healing(plan: Planned) -> str:
     return f"ends the training: {reason}" if reason else f"takes its neighbours' parameters, {plan.heals} times at most"
 
 
-def through_card(plan: Planned, of_worker: WorkerBytes) -> str:
+def through_card(plan: DescribedPlan, of_worker: WorkerBytes) -> str:
     """What the plan sends out of the busiest node, and what a ring all-reduce of the gradients would."""
     if plan.num_nodes == 1:
         return "none, there is one node"

@@ -17,6 +17,10 @@ from typing import Any
 
 import torch
 
+FACTOR = 1e9
+"""Over so many times the median of the workers a magnitude is absurd, and its message is refused (`health.sound`). A
+variance may honestly be the square of 30000 times another worker's deviation; parameters never come near."""
+
 _library = torch.library.Library("lightning_decentral", "FRAGMENT")
 
 

@@ -13,10 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_decentral.shared.compute.digest import digest, fingerprint
+from lightning_decentral.shared.compute.fused import FACTOR as FACTOR
 from lightning_decentral.shared.compute.fused import operator
-
-FACTOR = 1e9
-"""A variance may honestly be the square of 30000 times another worker's deviation; parameters never come near."""
 
 
 def sound(scales: Tensor) -> Tensor:

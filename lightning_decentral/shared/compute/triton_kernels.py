@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_decentral.shared.compute.codec import counter_rng
-from lightning_decentral.shared.compute.health import FACTOR
+from lightning_decentral.shared.compute.fused import FACTOR
 
 T = TypeVar("T")
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
