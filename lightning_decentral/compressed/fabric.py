@@ -17,6 +17,7 @@ from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage
 from lightning_decentral.shared.wire.averaging.skipped_updates import scale_of
 from lightning_decentral.shared.wire.compressed_mean import mean_by
+from lightning_decentral.shared.wire.meeting.layouts import Trained
 from lightning_decentral.shared.wire.running_buffers import RunningBuffers
 from lightning_decentral.shared.wire.transport import Transport, Wire
 
@@ -45,6 +46,8 @@ class Reduced:
         self.buffers = RunningBuffers(module, self._group())
         self.gradients = GradientAverage(self.mean, hosts, strategy.waiting, bucket_bytes)
         self.gradients.news = self.buffers.changed
+        trained = Trained(module.named_parameters, lambda: strategy.optimizers)
+        self.gradients.layouts = strategy._attendance.layouts(trained)
         self.watch()
 
     def _group(self) -> Transport:
@@ -102,8 +105,10 @@ class FabricCompressedStrategy(FabricWorkers):
         return super().accumulating(module) if of is None else of.gradients.blocked()
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        for of in self._reduced:
-            of.watch()
+        self._attendance.set_ups.begin()
+        with self._telling():
+            for of in self._reduced:
+                of.watch()
         super().backward(tensor, module, *args, **kwargs)
 
     def waiting(self, call: Any) -> None:

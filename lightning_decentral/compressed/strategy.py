@@ -97,7 +97,7 @@ class CompressedStrategy(ReplicaStrategy):
         bucket_bytes = self.bucket_bytes or bucket_bytes_of(self._module.parameters())
         self._gradients = GradientAverage(self._mean, hosts, self.meet, bucket_bytes, self._where)
         self._gradients.news = self._buffers.changed
-        self._layouts = self._attendance.layouts(Trained(self._module, lambda: self.optimizers))
+        self._layouts = self._attendance.layouts(Trained(self._module.named_parameters, lambda: self.optimizers))
         self._gradients.layouts = self._layouts
         self._parameters = list(self._module.parameters())
         scaler = getattr(self.precision_plugin, "scaler", None)

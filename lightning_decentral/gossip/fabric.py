@@ -117,10 +117,12 @@ class FabricGossipStrategy(FabricWorkers):
     def adopt(self, optimizer: Optimizer) -> None:
         refuse_shared(self.lightning_module)
         self._mixers.adopt(optimizer)
+        self._mixers.mixed.watch(lambda: self.lightning_module.named_parameters(), self._attendance.layouts)
 
     def _adopt(self, optimizer: Optimizer) -> None:
         if self.wire is not None:
-            self._mixers.adopt(optimizer)
+            with self._telling():
+                self._mixers.adopt(optimizer)
 
     def advance(self, optimizer: Optimizer) -> None:
         self._mixers.step(optimizer)

@@ -28,7 +28,8 @@ from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.plan.seam import Elasticity
 from lightning_decentral.shared.wire.agreement import start_from_worker_0
 from lightning_decentral.shared.wire.mean import Swap, mean
-from lightning_decentral.shared.wire.pipeline_replicas import Bond, Group, MakeLayouts, Replicas, unasked
+from lightning_decentral.shared.wire.meeting.layouts import MakeLayouts, unasked
+from lightning_decentral.shared.wire.pipeline_replicas import Bond, Group, Replicas
 
 
 @checked
@@ -125,6 +126,7 @@ class _Mixing(Bond):
         self._layout.note(parameters)
         for optimizer in optimizers:
             self._mixers.adopt(optimizer)
+        self._mixers.mixed.watch(module.named_parameters, layouts)
 
     def gradients(self, own: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[Tensor | None]:
         """Each replica's own; what was thawed since the last step is taken in before it moves."""

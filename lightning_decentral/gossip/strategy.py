@@ -37,6 +37,7 @@ from lightning_decentral.shared.replica import Evaluate, ReplicaStrategy
 from lightning_decentral.shared.updates import Mixed
 from lightning_decentral.shared.wire.agreement import start_from_worker_0
 from lightning_decentral.shared.wire.mean import Swap
+from lightning_decentral.shared.wire.meeting.layouts import Trained
 from lightning_decentral.shared.wire.transport import Wire
 
 
@@ -167,19 +168,24 @@ class GossipStrategy(ReplicaStrategy, metaclass=StrategyType):
         self._matrices = WholeMatrices(self.optimizers, self.member)
         for optimizer in self.optimizers if wire is not None else []:
             self._mixers.adopt(optimizer)
+        self.member.compare(Trained(self._module.named_parameters, lambda: self.optimizers), self._attendance.layouts)
+        self._mixers.mixed.watch(self._module.named_parameters, self._attendance.layouts)
 
     def mixed(self) -> list[Mixed]:
         return [(of.mixer.steps, [p for bucket in of.buckets for p in bucket.parameters]) for of in self._mixers]
 
     def replaced(self) -> None:
         self.island.refuse(self.optimizers)
+        self.member.replaced()
         self._matrices.close()
         self._matrices = WholeMatrices(self.optimizers, self.member)
         self._mixers.follow(self.optimizers)
 
     def _making(self) -> Making:
         rounds = Rounds(self, self._module, self.model_layout)
-        exact = exact_steps_of(self.exact_steps, self._module, self.broadcast)
+        exact = self._mixers.exact_steps
+        if exact is None:
+            exact = exact_steps_of(self.exact_steps, self._module, self.broadcast)
         own = rounds.mixers, rounds.pack, rounds.of_states
         return Making(*own, exact, self._mean_of_flat, self.model_layout, self._alike, self._meet_in_mean)
 

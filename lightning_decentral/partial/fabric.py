@@ -22,6 +22,7 @@ from lightning_decentral.partial.wire.reducer import Rank, Reducer
 from lightning_decentral.shared.fabric.strategy import FabricWorkers
 from lightning_decentral.shared.nonfinite import GradientCheck, NonFinite
 from lightning_decentral.shared.plan.arguments import checked
+from lightning_decentral.shared.wire.meeting.layouts import Trained
 from lightning_decentral.shared.wire.running_buffers import RunningBuffers
 
 LOOK_ROUNDS = 100
@@ -128,7 +129,8 @@ class FabricPartialBackpropStrategy(FabricWorkers):
         if self.wire is not None:
             self._reducer = Reducer(driver.segments, place, self.wire.group, self.wire.hosts, self.bucket_bytes)
             assert self._buffers is not None
-            self._reducer.news = self._buffers.changed
+            trained = Trained(module.named_parameters, lambda: self.optimizers)
+            self._reducer.news, self._reducer.layouts = self._buffers.changed, self._attendance.layouts(trained)
         if self.global_rank == 0:
             print(described(driver, type(module).__name__))
         self.driver, self._saved = driver, None
@@ -161,11 +163,12 @@ class FabricPartialBackpropStrategy(FabricWorkers):
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         if self.driver is None:
             raise RuntimeError("backward before any forward in training mode: call the model as fabric.setup gave it")
+        self._attendance.set_ups.begin()
         reducer = None if self._blocked else self._reducer
         if reducer is not None:
-            with self.driver.bypass.lifted():
-                reducer.refresh()
             with self._telling():
+                with self.driver.bypass.lifted():
+                    reducer.refresh()
                 reducer.begin(self.driver.contributors(self._step))
         super().backward(tensor, module, *args, **kwargs)
         self.driver.bypass.end()
@@ -212,6 +215,7 @@ class FabricPartialBackpropStrategy(FabricWorkers):
         if self.driver is not None:
             self.driver.remove()
         if self._reducer is not None:
+            self._reducer.layouts.close()
             self._reducer.close()
         self.driver, self._reducer, self._saved = None, None, None
 

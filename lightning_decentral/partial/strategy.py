@@ -115,7 +115,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
             buffers = wire.group(None)
             assert buffers is not None
             self._buffers = RunningBuffers(self._module, buffers)
-            self._layouts = self._attendance.layouts(Trained(self._module, lambda: self.optimizers))
+            self._layouts = self._attendance.layouts(Trained(self._module.named_parameters, lambda: self.optimizers))
 
     def replaced(self) -> None:
         self._layouts.changed()

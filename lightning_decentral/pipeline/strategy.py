@@ -27,9 +27,10 @@ from lightning_decentral.pipeline.wire.ownership import Ownership
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
 from lightning_decentral.shared.nonfinite import GradientCheck, NonFinite
-from lightning_decentral.shared.plan.arguments import checked
+from lightning_decentral.shared.plan.arguments import at_least, checked
 from lightning_decentral.shared.plan.seam import StrategyType
 from lightning_decentral.shared.plan.timeline import Span
+from lightning_decentral.shared.updates import Unfollowed
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
 from lightning_decentral.shared.wire.mean import mean
 from lightning_decentral.shared.wire.objects import gather_objects
@@ -84,19 +85,17 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
         **ddp: Any,
     ) -> None:
         super().__init__(**ddp)
-        if stages is not None and stages < 1:
-            raise ValueError(f"stages must be at least 1, got {stages}: leave it out for all devices")
-        if microbatches < 1:
-            raise ValueError(f"microbatches must be at least 1, got {microbatches}: 1 doesn't split the batch")
+        at_least(1, "leave it out for all devices", stages=stages)
+        at_least(1, "1 doesn't split the batch", microbatches=microbatches)
         self.stages, self.slicing, self.microbatches = stages, slicing, microbatches
         self.schedule, self.partition = schedule or OneForwardOneBackward(), partition or Even()
         self.activations, self.boundary = activations or Keep(), boundary or ExactActivations()
         self.replicas, self.bond = replicas or AverageGradients(), Bond()
         self.nonfinite, self.gradient_check = nonfinite, GradientCheck(nonfinite)
-        self.plans = SlicePlanner(self.schedule, microbatches)
-        """Slices of each length that came, and the measurements they rest on."""
+        self.plans = SlicePlanner(self.schedule, microbatches)  # by what was measured
         self.checkpoints = PipelineCheckpoints(self, self.mean_model, self._attendance.join_groups)
-        self.evaluation, self._deferred, self._updates = StageEvaluation(self), Deferred(), 0
+        self.evaluation, self.followed = StageEvaluation(self), Unfollowed(self._replaced)
+        self._deferred, self._updates = Deferred(), 0
         self._groups: StageGroups | None = None
         self._stage: StageTraining | None = None
         self._totals: StageTotals | None = None
@@ -144,8 +143,8 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         """Around `configure_model`, whose tensors have no memory until their stage is known. Collective."""
-        own = torch.get_rng_state()
-        first = self.broadcast(own)  # what is deferred is never sent: all draw what worker 0 draws on its CPU
+        # What is deferred is never sent: all draw what worker 0 draws on its CPU.
+        first = self.broadcast(own := torch.get_rng_state())
         torch.set_rng_state(first)
         with torch.device("cpu"), self._deferred:
             yield
@@ -199,7 +198,8 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
         if self._groups is not None and self.layout.pipelines > 1:
             self.bond = self._groups.bond(self.replicas)
             self.mean_model.hidden = self.bond.note
-            self.bond.prepare(self.optimizers, self._module, partial(self._attendance.layouts, every=self.num_stages))
+            peers = range(self.stage, self.world_size, self.num_stages)
+            self.bond.prepare(self.optimizers, self._module, partial(self._attendance.layouts, peers=peers))
             self.bond.guard(self.gradient_check, getattr(self.precision_plugin, "scaler", None))
 
     # ---- a step -----------------------------------------------------------------------------------------------------
@@ -212,6 +212,9 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
         roll = None if self.wire is None else self.wire.roll
         with self._attendance.waiting:  # one stage for the others, all of the step
             return self._stage.step(self.precision_plugin, self.microbatches, self.root_device, roll, args, kwargs)
+
+    def _replaced(self) -> None:
+        self.bond.replaced(self.optimizers)
 
     def advance(self, optimizer: Optimizer) -> None:
         self.bond.updated(optimizer, self._module.trainer.current_epoch)
@@ -283,8 +286,8 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
         return self._stage.pipe.total(number.detach().to(self.root_device, copy=True))
 
     def summary(self) -> dict[str, str]:
-        together = f", replicas by {self.replicas!r}" if self.layout.pipelines > 1 else ""
-        return {"pipelines": f"{self.layout.pipelines} of {self.num_stages} stages{together}", **self.plans.summary()}
+        by = f", replicas by {self.replicas!r}" if self.layout.pipelines > 1 else ""
+        return {"pipelines": f"{self.layout.pipelines} of {self.num_stages} stages{by}", **self.plans.summary()}
 
     def measured(self) -> dict[str, Span]:
         """When each action of the latest step computed, on all stages, by their hosts' clocks. Collective."""

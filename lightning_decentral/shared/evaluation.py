@@ -102,13 +102,16 @@ class Evaluation:
 
     def __init__(self, of: Evaluated) -> None:
         self._of = of
-        self._before_others = BeforeOthers(self._begin, self._evaluate, self._end)
+        met = lambda: of.health.check_met("validation")  # noqa: E731
+        self._before_others = BeforeOthers(self._begin, self._evaluate, self._end, met)
+        self._loaders = SameLoaders(lambda: of.health.check_met("set-up of validation loaders"))
         self._awaited = False  # whether the first batch is still to come
         self._swapped_in: Swap | None = None
 
     def watch(self, trainer: Trainer) -> None:
         """From now on, until `close`."""
         self._before_others.insert(trainer)
+        self._loaders.watch(trainer.fit_loop.epoch_loop.val_loop)
 
     def _begin(self) -> None:
         self._of.health.check_equal()
@@ -148,16 +151,54 @@ class Evaluation:
         self._of.mean_model.forget()
         self._awaited, self._swapped_in = False, None
         self._before_others.remove()
+        self._loaders.close()
+
+
+class SameLoaders:
+    """Sees that all workers of a fit have as many validation loaders, for each of which Lightning lets them meet.
+
+    Args:
+        check: collective.
+    """
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self._check = check
+        self._loop: Any = None
+
+    def watch(self, loop: Any) -> None:
+        self._loop = loop
+        loop.setup_data = functools.partial(self._set_up, loop, loop.setup_data)
+
+    def _set_up(self, loop: Any, inner: Callable[[], None]) -> None:
+        before = loop._combined_loader
+        inner()
+        if loop._combined_loader is not before:
+            self._check()
+
+    def close(self) -> None:
+        if self._loop is not None:
+            vars(self._loop).pop("setup_data", None)
+        self._loop = None
 
 
 class BeforeOthers(Callback):
-    """Calls `begin` where a validation, test or prediction begins, `evaluate` at each batch, `end` where the last one
-    is over; the first of a trainer's callbacks, for one run."""
+    """Calls what is due in an evaluation before any other callback does anything; a trainer's first, for one run.
+
+    Args:
+        begin: where a validation, test or prediction begins.
+        evaluate: at each batch.
+        end: where the last batch is over.
+        validated: where all of a validation is.
+    """
 
     def __init__(
-        self, begin: Callable[[], None], evaluate: Callable[[], None] = nothing, end: Callable[[], None] = nothing
+        self,
+        begin: Callable[[], None],
+        evaluate: Callable[[], None] = nothing,
+        end: Callable[[], None] = nothing,
+        validated: Callable[[], None] = nothing,
     ) -> None:
-        self._begin, self._evaluate, self._end = begin, evaluate, end
+        self._begin, self._evaluate, self._end, self._validated = begin, evaluate, end, validated
         self._callbacks: list[Callback] = []
 
     def insert(self, trainer: Trainer) -> None:
@@ -177,6 +218,9 @@ class BeforeOthers(Callback):
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._validated()
 
     on_test_start: Any = on_validation_start
     on_predict_start: Any = on_validation_start

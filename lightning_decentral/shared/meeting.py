@@ -6,7 +6,7 @@ It has the groups over which they talk. Knows no method. What a worker waits for
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -114,7 +114,7 @@ class Attendance:
         self._notices: Notices | None = None
         self._stop: StopAgreement | None = None
         self._store: Any = None
-        self._fits = 0
+        self._fits = self._compared = 0
 
     @property
     def _trainer(self) -> Any:
@@ -219,13 +219,13 @@ class Attendance:
         self._together = Coordination(self.wire, trainer, of, stop, presence, name)
         self._fits += 1
 
-    def layouts(self, layout: Callable[[], Layout], every: int = 1) -> Layouts | Unasked:
-        """Comparison of what workers train, for those of every `every`-th rank."""
+    def layouts(self, layout: Callable[[], Layout], peers: Sequence[int] = ()) -> Layouts | Unasked:
+        """Comparison of what workers train, with these ranks, or all. Every worker makes as many, in one order."""
         if self._notices is None or self._presence is None:
             return Unasked()
-        own, name = self._notices.rank % every, f"layouts-{self._fits}"
-        peers = range(own, self._notices.size, every)
-        return Layouts(self._notices, self._presence, peers, f"{name}-{own}", layout, self.timeout)
+        peers = peers or range(self._notices.size)
+        self._compared, name = self._compared + 1, f"layouts-{self._compared}-{peers[0]}"
+        return Layouts(self._notices, self._presence, peers, name, layout, self.timeout)
 
     def meet(self, call: Callable[[], Result]) -> Result:
         """Run what waits for other workers."""

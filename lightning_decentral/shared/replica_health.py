@@ -26,7 +26,8 @@ from lightning_decentral.shared.wire.health import (
     none_sound,
     of_worker,
 )
-from lightning_decentral.shared.wire.transport import Transport, Wire
+from lightning_decentral.shared.wire.objects import check_same_call
+from lightning_decentral.shared.wire.transport import Transport, Wire, everyone
 
 WHY = {
     "parameters": "They should be the same bit for bit: workers of different hardware round differently; among equal "
@@ -140,6 +141,16 @@ class ReplicaHealth:
             raise FloatingPointError(problems[0])
         for line in dict.fromkeys(line for _, lines in reports for line in lines):
             rank_zero_warn(line)
+
+    def check_met(self, what: str) -> None:
+        """See that all workers have made the same collective calls, as often, where this is over. Collective: who made
+        fewer would wait for a round of who waits in it.
+
+        Raises:
+            RuntimeError: they haven't; on all workers.
+        """
+        if self._of.wire is not None and not self._of.alone:
+            self._of.meet(lambda: check_same_call(everyone(), f"the end of the {what}"))
 
     def check_equal(self) -> None:
         """See that what should be the same on several workers is. Replicas that take the same updates, with their

@@ -5,7 +5,7 @@ step by a hook of torch's optimizers, at once; everything else where an epoch en
 of each parameter that have changed while no round was counted.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -34,11 +34,18 @@ class Follows(Protocol):
         """What moves by rounds."""
 
 
+def taken_by_anybody() -> None:
+    """Gradients are averaged, whoever takes them."""
+
+
 class Unfollowed:
-    """Nothing."""
+    """Nothing moves by rounds; `replaced` is called where optimizers are others than before."""
+
+    def __init__(self, replaced: Callable[[], None] = taken_by_anybody) -> None:
+        self._replaced = replaced
 
     def replaced(self) -> None:
-        """Gradients are averaged, whoever takes them."""
+        self._replaced()
 
     def mixed(self) -> Sequence[Mixed]:
         return ()

@@ -26,7 +26,7 @@ from lightning_decentral.gossip import (
     Travel,
 )
 from lightning_decentral.gossip.rounds import StateMixer, pack_states
-from lightning_decentral.gossip.wire.island_member import Sharding
+from lightning_decentral.gossip.wire.island_shards import Sharding
 from lightning_decentral.gossip.wire.making import Making
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizers import Mixers

@@ -68,6 +68,54 @@ def test_a_worker_that_alone_logs_with_sync_dist_ends_all_in_one_line(strategy: 
         assert "\n" not in said[2]
 
 
+class Loaders(Net):
+    """Worker 1 validates over one more."""
+
+    def val_dataloader(self) -> Any:
+        return [SizedBatches(1) for _ in range(1 + self.global_rank)]
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Logs nothing."""
+
+
+class LogsInValidation(Net):
+    """Worker 1 alone logs for all, in the last step before training goes on."""
+
+    def val_dataloader(self) -> Any:
+        return SizedBatches(1)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.global_rank == 1:
+            self.log("alone", self.loss(batch), sync_dist=True)
+
+
+def fit_patiently(strategy: str, module: type[Net]) -> None:
+    options = {**QUIET, "devices": 2, "max_epochs": 2}
+    Trainer(**options, strategy=PATIENT[strategy]()).fit(module(dropout=0.0), SizedBatches(2))
+
+
+PATIENT: dict[str, Callable[[], Any]] = {
+    "gossip": lambda: GossipStrategy(timeout=timedelta(seconds=30)),
+    "compressed": lambda: CompressedStrategy(timeout=timedelta(seconds=30)),
+}
+
+
+@pytest.mark.parametrize(("strategy", "module", "where"), [
+    ("gossip", Loaders, "the end of the set-up of validation loaders"),
+    ("compressed", Loaders, "the end of the set-up of validation loaders"),
+    ("gossip", LogsInValidation, "the end of the validation"),
+])  # fmt: skip
+def test_a_validation_with_more_on_one_worker_ends_all_before_the_timeout(
+    strategy: str, module: type[Net], where: str
+) -> None:
+    one, two = crew(2, fit_patiently, strategy, module, seconds=40)
+    words = "another worker to something else: let all workers make the same collective calls"
+    assert one.error.startswith(f"RuntimeError: worker 0 came to {where}, {words}"), one.error
+    assert two.error.startswith("RuntimeError: worker 1 came to a reduction (")
+    assert words in two.error
+    assert max(one.seconds, two.seconds) < 15
+
+
 class Leaves(Callback):
     """Worker 1 alone waits for all; they go on, and wait for its message, or in another call."""
 

@@ -10,7 +10,8 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
-from lightning_decentral import CompressedStrategy, PartialBackpropStrategy
+from lightning_decentral import CompressedStrategy, GossipStrategy, PartialBackpropStrategy
+from lightning_decentral.gossip import AllReduce, Complete, FullyShard
 from tests.crew import crew
 from tests.tiny import QUIET, Net, SizedBatches
 
@@ -18,7 +19,12 @@ TIMEOUT = timedelta(seconds=30)
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "compressed": lambda: CompressedStrategy(timeout=TIMEOUT),
     "partial": lambda: PartialBackpropStrategy(cuts=["second"], timeout=TIMEOUT),
+    "gossip": lambda: GossipStrategy(timeout=TIMEOUT),
+    "blocking": lambda: GossipStrategy(topology=Complete(), delay=0, timeout=TIMEOUT),
+    "all-reduce": lambda: GossipStrategy(island=AllReduce(2), timeout=TIMEOUT),
+    "shards": lambda: GossipStrategy(island=FullyShard(2), timeout=TIMEOUT),
 }
+DEVICES = {"all-reduce": 4, "shards": 4}
 
 
 class Changing(Net):
@@ -54,7 +60,13 @@ def swap(module: Changing) -> None:
     set_up(module)
 
 
+def group(module: Changing) -> None:
+    module.extra.append(nn.Linear(8, 8))
+    module.trainer.optimizers[0].add_param_group({"params": list(module.extra.parameters())})
+
+
 CHANGES: dict[str, Callable[[Changing], Any]] = {
+    "group": group,
     "thaw": lambda module: module.frozen.requires_grad_(True),
     "freeze": lambda module: module.head.requires_grad_(False),
     "replace": set_up,
@@ -65,7 +77,7 @@ CHANGES: dict[str, Callable[[Changing], Any]] = {
 
 def fit(strategy: str, change: str, ranks: tuple[int, ...]) -> list[float]:
     module = Changing(change, ranks)
-    trainer = Trainer(**QUIET, max_steps=4, devices=2, strategy=STRATEGIES[strategy]())
+    trainer = Trainer(**QUIET, max_steps=4, devices=DEVICES.get(strategy, 2), strategy=STRATEGIES[strategy]())
     trainer.fit(module, SizedBatches(6))
     return torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()
 
@@ -78,16 +90,45 @@ CASES = [
     ("partial", "thaw", 1, r"has frozen.weight .* trained where worker 0 has .*, frozen"),
     ("partial", "freeze", 0, r"has head.weight .* frozen where worker 1 has .*, trained"),
     ("partial", "replace", 1, r"has optimizer 0 SGD .*, new at change 1 where worker 0 has optimizer 0 SGD"),
+    ("gossip", "thaw", 1, r"has frozen.weight .*, mixed after updates of optimizer 0 where worker 0 .*, not mixed"),
+    pytest.param(
+        "gossip",
+        "swap",
+        0,
+        r"has head.weight .*, new at change 1 where worker 1 has head.weight",
+        marks=pytest.mark.sampled,
+    ),
+    pytest.param(
+        "blocking",
+        "group",
+        1,
+        r"has extra.0.weight .*, mixed .* where worker 0 has no extra.0.weight",
+        marks=pytest.mark.sampled,
+    ),
+    pytest.param(
+        "all-reduce",
+        "thaw",
+        3,
+        r"has frozen.weight .* trained where worker 2 has .*, frozen",
+        marks=pytest.mark.sampled,
+    ),
+    ("all-reduce", "replace", 1, r"has optimizer 0 SGD .*, new at change 1 where worker 0 has optimizer 0 SGD"),
+    ("shards", "freeze", 1, r"has head.weight .* frozen where worker 0 has .*, trained"),
+    pytest.param(
+        "shards", "thaw", 2, r"has frozen.weight .* trained where worker 3 has .*, frozen", marks=pytest.mark.sampled
+    ),
+    ("shards", "replace", 3, r"has optimizer 0 SGD .*, new at change 1 where worker 2 has optimizer 0 SGD"),
 ]
 
 
 @pytest.mark.parametrize(("strategy", "change", "rank", "words"), CASES, ids=lambda value: str(value)[:12])
 def test_a_lone_change_ends_all_within_seconds_by_name(strategy: str, change: str, rank: int, words: str) -> None:
-    outcomes = crew(2, fit, strategy, change, (rank,), seconds=40)
-    lone, other = outcomes[rank], outcomes[1 - rank]
+    outcomes = crew(DEVICES.get(strategy, 2), fit, strategy, change, (rank,), seconds=40)
+    lone = outcomes[rank]
     assert lone.error.startswith(f"RuntimeError: worker {rank} has ")
     assert re.search(words, lone.error), lone.error
-    assert re.search(rf"worker {rank} ended: RuntimeError: worker {rank} {words}", other.error), other.error
+    for other in (outcome for place, outcome in enumerate(outcomes) if place != rank):
+        assert re.search(rf"worker {rank} ended: RuntimeError: worker {rank} {words}", other.error), other.error
     assert max(outcome.seconds for outcome in outcomes) < TIMEOUT.total_seconds() / 2
 
 
@@ -99,9 +140,22 @@ def test_a_lone_change_ends_all_within_seconds_by_name(strategy: str, change: st
         ("compressed", "swap"),
         ("partial", "thaw"),
         ("partial", "replace"),
+        ("gossip", "thaw"),
+        pytest.param("gossip", "group", marks=pytest.mark.sampled),
+        pytest.param("blocking", "swap", marks=pytest.mark.sampled),
+        ("all-reduce", "thaw"),
+        pytest.param("shards", "freeze", marks=pytest.mark.sampled),
     ],
 )
 def test_on_all_workers_the_same_change_goes_on(strategy: str, change: str) -> None:
-    one, two = crew(2, fit, strategy, change, (0, 1), seconds=40)
+    one, *others = crew(DEVICES.get(strategy, 2), fit, strategy, change, (0, 1, 2, 3), seconds=40)
     assert not one.error, one.error
+    assert [other.value for other in others] == [one.value] * len(others)
+
+
+@pytest.mark.parametrize("change", ["freeze", "replace"])
+def test_under_gossip_a_worker_alone_freezes_what_is_mixed_and_replaces_its_optimizer(change: str) -> None:
+    """What it doesn't train goes on being mixed: experts, parts by turns."""
+    one, two = crew(2, fit, "gossip", change, (1,), seconds=40)
+    assert not one.error + two.error
     assert one.value == two.value

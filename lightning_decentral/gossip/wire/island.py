@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.optim import LBFGS, Optimizer
 
-from lightning_decentral.gossip.wire.island_member import Averaging, IslandMember, Meet, Sharding
+from lightning_decentral.gossip.wire.island_member import Averaging, IslandMember, Meet
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
 from lightning_decentral.shared.plan.arguments import checked
@@ -158,4 +158,6 @@ class FullyShard(Island):
         return self.devices
 
     def join(self, wire: Wire, device: torch.device, meet: Meet) -> IslandMember:
+        from lightning_decentral.gossip.wire.island_shards import Sharding  # no other run reads it
+
         return Sharding(wire, self.devices, device, meet, torch.bfloat16 if self.param_dtype else None)

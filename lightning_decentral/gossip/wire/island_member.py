@@ -15,13 +15,12 @@ from lightning_decentral.shared.compute.buckets import Bucket
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.device_steps import DeviceSteps
 from lightning_decentral.shared.compute.layout.packing import pack
-from lightning_decentral.shared.compute.layout.place import is_row_major
 from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage
 from lightning_decentral.shared.wire.averaging.skipped_updates import scale_of
 from lightning_decentral.shared.wire.compressed_mean import mean_by
-from lightning_decentral.shared.wire.fsdp import ShardBucket, Sharded, is_sharded, like, local
 from lightning_decentral.shared.wire.health import mean_of_sound
 from lightning_decentral.shared.wire.mean import mean
+from lightning_decentral.shared.wire.meeting.layouts import Alike, Trained, Unasked
 from lightning_decentral.shared.wire.transport import Disjoint, Transport, Wire
 
 Mean = Callable[[Sequence[Tensor]], list[Tensor]]
@@ -79,6 +78,16 @@ class IslandMember(DeviceSteps):
     def arrange(self, module: nn.Module) -> None:
         """Before the optimizers exist."""
 
+    def compare(self, trained: Trained, make: Callable[[Trained, Sequence[int]], Alike]) -> None:
+        """From now on its devices see that they go on training the same.
+
+        Args:
+            make: a comparison of what is trained between devices of these ranks.
+        """
+
+    def replaced(self) -> None:
+        """The optimizers are others than before. RuntimeError where they aren't on another of its devices."""
+
     def change(self, tensors: Sequence[Tensor], change: InPlace) -> None:
         """Change whole tensors in place, such as a parameter's update; no more than once in an island of shards."""
         change(tensors)
@@ -112,7 +121,25 @@ class IslandMember(DeviceSteps):
         """Go on where `progress_state` was taken."""
 
 
-class Averaging(IslandMember):
+class Several(IslandMember):
+    """One of several devices that train the same."""
+
+    layouts: Alike = Unasked()
+
+    def compare(self, trained: Trained, make: Callable[[Trained, Sequence[int]], Alike]) -> None:
+        assert self._wire is not None
+        first = self._wire.world.rank // self.devices * self.devices
+        self.layouts = make(trained, range(first, first + self.devices))
+
+    def replaced(self) -> None:
+        self.rest()
+        self.layouts.changed()
+
+    def close(self, alone: bool) -> None:
+        self.layouts.close()
+
+
+class Averaging(Several):
     """One of several devices with equal parameters."""
 
     def __init__(
@@ -141,6 +168,10 @@ class Averaging(IslandMember):
         self._gradients.watch(list(module.parameters()))
         return step()
 
+    def compare(self, trained: Trained, make: Callable[[Trained, Sequence[int]], Alike]) -> None:
+        super().compare(trained, make)
+        self._gradients.layouts = self.layouts
+
     def averaging(self, closure: Callable[[], Any]) -> Any:
         self._gradients.begin()
         output = closure()
@@ -166,113 +197,8 @@ class Averaging(IslandMember):
             yield
 
     def close(self, alone: bool) -> None:
+        super().close(alone)
         self._gradients.close()
-
-
-class Sharding(IslandMember):
-    """One of several devices with a shard of the parameters each."""
-
-    def __init__(self, wire: Wire, devices: int, device: torch.device, meet: Meet, compute: torch.dtype | None) -> None:
-        super().__init__(wire, devices, meet)
-        self.shards, self._compute = devices, compute
-        self._device, self._inside = device, inside(wire.group, wire.world.size, devices)
-        across = self.peers([range(wire.world.size // devices)])
-        assert across is not None
-        self._across, self._hosts = across, inside(wire.hosts, wire.world.size, devices)
-        self._sharded: Sharded | None = None
-        self._used: Any = None
-
-    def pack(self, parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[Bucket]:
-        return pack(parameters, bucket_bytes and bucket_bytes * self.devices, ShardBucket)
-
-    def alike(self, parameters: Sequence[nn.Parameter], take: Callable[[Sequence[nn.Parameter]], None]) -> None:
-        if not all(map(is_sharded, parameters)):
-            raise RuntimeError(
-                "a parameter that came while training isn't in shards, which FullyShard lays out before the optimizers "
-                "exist: make all modules in configure_model, or use AllReduce"
-            )
-
-    def arrange(self, module: nn.Module) -> None:
-        for name, parameter in module.named_parameters():
-            if not is_row_major(parameter.shape, parameter.stride()):
-                raise ValueError(
-                    f"FullyShard cuts rows of contiguous parameters, {name} has strides {parameter.stride()}: give "
-                    "the model torch.contiguous_format, or use AllReduce"
-                )
-        self._sharded = Sharded(module, self._inside, self._device, self._compute)
-        from lightning_decentral.gossip.compute.unused import Used  # no other run reads it
-
-        self._used = Used(self._sharded.groups)
-
-    def train(self, module: nn.Module, step: Callable[[], Any], redirect: Callable[[], Any]) -> Any:
-        self.rest()
-        try:
-            # In the module's own call, where FSDP gathers parameters; that waits for the other devices.
-            return self._meet(redirect)
-        except RuntimeError as error:
-            new = self._sharded.changed() if self._sharded is not None else ""
-            if not new:
-                raise
-            raise RuntimeError(
-                f"the parameter {new} has come while training, and FullyShard lays shards out before: prune, "
-                "reparametrize and add modules before fit, or use AllReduce"
-            ) from error
-
-    def evaluate(self, step: Callable[[], Any], redirect: Callable[[], Any]) -> Any:
-        # No backward follows, which would give up what the forward gathered.
-        output = redirect()
-        self.rest()
-        return output
-
-    def after(self) -> None:
-        if self._used is not None:
-            self._meet(partial(self._used.settle, self._summed))
-
-    def _summed(self, flags: Tensor) -> Tensor:
-        self._hosts.all_reduce(flags).wait()
-        return flags
-
-    @contextmanager
-    def blocked(self) -> Iterator[None]:
-        assert self._sharded is not None
-        # Whole gradients are kept meanwhile.
-        self._sharded.root.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            self._sharded.root.set_requires_gradient_sync(True)
-
-    def change(self, tensors: Sequence[Tensor], change: InPlace) -> None:
-        from lightning_decentral.shared.wire.owners import each_once  # no other run reads it
-
-        shapes = [tuple(tensor.shape) for tensor in tensors]
-        self._meet(lambda: each_once(change, [local(tensor) for tensor in tensors], shapes, self._inside))
-
-    def close(self, alone: bool) -> None:
-        if self._sharded is not None:
-            # Whole parameters come from all devices of the island.
-            (self._sharded.abandon if alone else self._sharded.undo)()
-        self._sharded = self._used = None
-
-    def rest(self) -> None:
-        if self._sharded is not None:
-            self._sharded.reshard()
-
-    def mean(self, tensors: Sequence[Tensor], of_all: Mean) -> list[Tensor]:
-        # Shards over the devices that hold the same, all else over all devices.
-        shards = iter(self.mean_of_buckets([local(t) for t in tensors if is_sharded(t)], of_all))
-        whole = iter(of_all([t for t in tensors if not is_sharded(t)]))
-        return [like(t, next(shards)) if is_sharded(t) else next(whole) for t in tensors]
-
-    def mean_of_buckets(self, tensors: Sequence[Tensor], of_all: Mean) -> list[Tensor]:
-        means: list[Tensor] = self._meet(lambda: mean(tensors, self._across))
-        return means
-
-    @torch.no_grad()
-    def load(self, module: nn.Module, shards: Mapping[str, Tensor]) -> None:
-        for name, tensor in module.state_dict().items():
-            if isinstance(tensor, Tensor):
-                local(tensor).copy_(shards[name])
 
 
 def inside(make: Group, size: int, devices: int) -> Transport:

@@ -1,7 +1,8 @@
 """How the mixers of a run are made: what the mixers of its optimizers ask of it, whatever its workers are."""
 
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -10,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_decentral.gossip.wire.mixer import MeanOfSound, Mixer
 from lightning_decentral.shared.compute.buckets import Bucket
+from lightning_decentral.shared.wire.meeting.layouts import Alike, Layout, MakeLayouts, Named, Unasked
 
 Pack = Callable[[Sequence[nn.Parameter]], list[Bucket]]
 """Parameters as buckets, as their island packs them."""
@@ -42,6 +44,91 @@ def as_they_are(parameters: Sequence[nn.Parameter]) -> None:
     """Nothing has to be done to them."""
 
 
+class Mixed:
+    """What one worker's rounds mix: compared with the others' where it grows or begins anew, in no other round.
+
+    Who trains what in a step is each worker's own: what was mixed once goes on being mixed where it's frozen.
+
+    Attributes:
+        by: {parameter that is mixed: place of the optimizer after whose updates it is}.
+    """
+
+    def __init__(self) -> None:
+        self._layouts: Alike = Unasked()
+        self._named: Named = tuple
+        self.close()
+
+    def watch(self, named: Named, make: MakeLayouts) -> None:
+        """From now on, until `close`, ask the other workers. They have been compared.
+
+        Args:
+            named: the module's parameters with their names.
+        """
+        self._layouts.close()
+        self._named = named
+        self._layouts = make(self._layout)
+
+    def close(self) -> None:
+        """Forget all; nobody is asked any more."""
+        self._layouts.close()
+        self._layouts = Unasked()
+        self.by: dict[nn.Parameter, int] = {}
+        self._since: dict[nn.Parameter, int] = {}
+        self._optimizers = self._replaced = self._calls = 0
+        self._asks = True
+
+    def grow(self, new: Sequence[nn.Parameter], by: int) -> None:
+        """Mix these, too, from the next round of the optimizer with that place on. Collective where that is new.
+
+        Raises:
+            RuntimeError: another worker doesn't, by name, on all.
+        """
+        if all(self.by.get(p) == by for p in new):
+            return
+        self.by |= dict.fromkeys(new, by)
+        self._ask()
+
+    def admit(self, optimizers: int) -> None:
+        """There are so many optimizers from now on, each with rounds of its own. Collective; errors as `grow`."""
+        self._optimizers = optimizers
+        self._ask()
+
+    def begin_anew(self, by: Mapping[nn.Parameter, int], optimizers: int) -> None:
+        """Mix these and no others, by new rounds of so many optimizers. Collective; errors as `grow`."""
+        self.by, self._optimizers, self._replaced = dict(by), optimizers, self._replaced + 1
+        self._ask()
+
+    def _ask(self) -> None:
+        if self._asks:
+            self._layouts.changed()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """What is mixed comes from files that all workers read: nobody is asked."""
+        self.by, self._asks = {}, False
+        yield
+        self._asks = True
+        self._layouts.settle()
+
+    def begin(self) -> None:
+        """A round begins: what is mixed in it is settled."""
+        self._layouts.begin()
+
+    def done(self) -> None:
+        """It is launched."""
+        self._layouts.done()
+
+    def _layout(self) -> Layout:
+        found = {}
+        for name, p in self._named():
+            by, since = self.by.get(p), self._since.setdefault(p, self._calls)
+            form = "not mixed" if by is None else f"mixed after updates of optimizer {by}"
+            found[name] = f"{tuple(p.shape)} {p.dtype}, {form}{f', new at change {since}' if since else ''}"
+        found["optimizers"] = f"{self._optimizers}, replaced {self._replaced} times"
+        self._calls += 1
+        return found
+
+
 @dataclass(frozen=True)
 class Making:
     """How the mixers of a run are made, and what they ask of it.
@@ -55,6 +142,7 @@ class Making:
         known: parameters that all workers began with, frozen ones among them.
         alike: gives every worker the first one's values of parameters that come while training; collective.
         meet: x <- the mean of the workers, as it is evaluated; collective.
+        mixed: what all workers mix, compared where it changes.
     """
 
     mixers: Callable[[], Sequence[Mixer]]
@@ -65,6 +153,7 @@ class Making:
     known: Container[nn.Parameter] = ()
     alike: Callable[[Sequence[nn.Parameter]], None] = as_they_are
     meet: Callable[[Sequence[nn.Parameter]], None] = as_they_are
+    mixed: Mixed = field(default_factory=Mixed)
 
     @torch.no_grad()
     def equalize(self, new: Sequence[nn.Parameter]) -> None:

@@ -39,6 +39,7 @@ class OptimizerMixer:
         fragment: (which one, of how many).
         states: of the optimizer, mixed beside.
         others_sick: whether any other mixer of the worker holds what isn't sound.
+        place: of the optimizer among those with mixers.
 
     Attributes:
         own: what it mixes.
@@ -55,13 +56,14 @@ class OptimizerMixer:
         fragment: tuple[int, int] = (0, 1),
         states: Sequence[Beside] = (),
         others_sick: Callable[[], bool] = bool,
+        place: Callable[[], int] = int,
     ) -> None:
         self.optimizer, self.mixer, self.states = optimizer, mixer, tuple(states)
         self.buckets, self.own = list[Bucket](), set[nn.Parameter]()
         self.looks, self.strayed = 0, False
         self._packs, self._seen = list[list[nn.Parameter]](), list[nn.Parameter]()
         self._making, self._taken, self._fragment = making, taken, fragment
-        self._last = optimizer
+        self._last, self._place = optimizer, place
         self.recovery, self.written = Recovery(self.buckets, self._forget, others_sick), Written(self.buckets)
         # Wherever a round lands: in a step, before training ends, before a mask is chosen.
         mixer.healing.forget = self.recovery.healed
@@ -81,6 +83,7 @@ class OptimizerMixer:
         self._seen, self.looks = now, self.looks + 1
         self.strayed = not self.own.issubset(parameters_of(self.optimizer))
         new = self._of_fragment([p for p in dict.fromkeys(now) if p not in self._taken])
+        self._take(new)
         if new and self.mixer.steps:
             self._making.equalize(new)
         self._pack(new)
@@ -106,9 +109,12 @@ class OptimizerMixer:
         every = parameters_of(self.optimizer)
         free = self._of_fragment([p for p in every if p not in self._taken])
         # 0.2 saved how many: the first of those that weren't packed yet.
-        self._pack(
-            free[:places] if isinstance(places, int) else [every[place] for place in places if place < len(every)]
-        )
+        new = free[:places] if isinstance(places, int) else [every[place] for place in places if place < len(every)]
+        self._take(new)
+        self._pack(new)
+
+    def _take(self, new: Sequence[nn.Parameter]) -> None:
+        self._making.mixed.grow(new, self._place())
 
     def _of_fragment(self, new: list[nn.Parameter]) -> list[nn.Parameter]:
         which, count = self._fragment
@@ -139,12 +145,14 @@ class OptimizerMixer:
         # The largest: a group that is kept at 0 says nothing of the others. Without an optimizer there is none.
         learning_rate = max((float(group.get("lr", 1.0)) for group in self._last.param_groups), default=1.0)
         self.recovery.begin()
+        self._making.mixed.begin()
         if self.mixer.steps < self._making.exact_steps:
             self.mixer.restart(self._making.mean)
         else:
             self.mixer.step(learning_rate)
         for state in self.states:
             state.mixer.step(learning_rate)
+        self._making.mixed.done()
         self._store()
         self.recovery.end()
         self.written.stepped()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_decentral.gossip.wire.exchange import Traffic
-from lightning_decentral.gossip.wire.making import Making
+from lightning_decentral.gossip.wire.making import Making, Mixed
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizer_mixer import OptimizerMixer, parameters_of
 from lightning_decentral.shared.compute.modules import same
@@ -38,6 +38,15 @@ def heirs_of(
     return heirs
 
 
+def _trained(live: Sequence[Optimizer]) -> dict[nn.Parameter, int]:
+    """{parameter: place of the first of these optimizers that trains it now}"""
+    found: dict[nn.Parameter, int] = {}
+    for place, optimizer in enumerate(live):
+        for p in (p for p in parameters_of(optimizer) if p.requires_grad or p.grad is not None):
+            found.setdefault(p, place)
+    return found
+
+
 class Mixers:
     """Of each optimizer as many as the model has fragments.
 
@@ -46,13 +55,17 @@ class Mixers:
 
     Args:
         making: asked when an optimizer's are made.
+
+    Attributes:
+        mixed: what all of them mix; `watch` makes it ask the other workers.
+        exact_steps: of this run, once they are known.
     """
 
     def __init__(self, making: Callable[[], Making]) -> None:
-        self._making = making
+        self._making, self.mixed = making, Mixed()
         self._all: list[OptimizerMixer] = []
         self._live: list[Optimizer] = []
-        self._exact_steps: int | None = None
+        self.exact_steps: int | None = None
         self._past = Traffic()  # of mixers that are gone
         self._taken: set[nn.Parameter] = set()
         self._others: dict[Optimizer, tuple[tuple[int, int], list[OptimizerMixer]]] = {}
@@ -68,6 +81,7 @@ class Mixers:
         if found := [mixer for mixer in self._all if mixer.optimizer is optimizer]:
             return found
         self._live.append(optimizer)
+        self.mixed.admit(len(self._live))
         made = self._made(optimizer)
         self._all += made
         return made
@@ -78,9 +92,13 @@ class Mixers:
         made: list[OptimizerMixer] = []
         for place, mixer in enumerate(mixers):
             fragment, beside = (place, len(mixers)), () if place else states
-            others = partial(self._others_sick, mixer)
-            made.append(OptimizerMixer(optimizer, mixer, making, self._taken, fragment, beside, others))
+            own = partial(self._others_sick, mixer), partial(self._place, mixer)
+            made.append(OptimizerMixer(optimizer, mixer, making, self._taken, fragment, beside, *own))
         return made
+
+    def _place(self, own: Mixer) -> int:
+        order = list(dict.fromkeys(mixer.optimizer for mixer in self._all))
+        return next(order.index(mixer.optimizer) for mixer in self._all if mixer.mixer is own)
 
     def _others_sick(self, own: Mixer) -> bool:
         return any(mixer.recovery.sick for mixer in self._all if mixer.mixer is not own)
@@ -94,9 +112,9 @@ class Mixers:
         """With the exact steps that the first one had, or those of the run that is resumed."""
         # A share of a run that is made longer would grow, and a rule that has begun mustn't end.
         making = self._making()
-        if self._exact_steps is None:
-            self._exact_steps = making.exact_steps
-        return replace(making, exact_steps=self._exact_steps)
+        if self.exact_steps is None:
+            self.exact_steps = making.exact_steps
+        return replace(making, exact_steps=self.exact_steps, mixed=self.mixed)
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Take in what this optimizer trains."""
@@ -116,6 +134,8 @@ class Mixers:
         if heirs is None:
             self._begin_anew(live)
             return
+        if any(mixer.states for mixer in self._all):
+            self.mixed.begin_anew(self.mixed.by, len(live))
         making = self._timed()
         for before, optimizer in heirs.items():
             mixers, states = self.of(before), making.states(optimizer)
@@ -127,6 +147,7 @@ class Mixers:
         self._live = live
 
     def _begin_anew(self, live: Sequence[Optimizer]) -> None:
+        self.mixed.begin_anew(_trained(live), len(live))
         self.settle()
         # A parameter that is mixed no more ends at the mean, too: it may come back.
         self._timed().meet([p for mixer in self._all for bucket in mixer.buckets for p in bucket.parameters])
@@ -200,6 +221,7 @@ class Mixers:
         """Give every parameter and state a storage of its own again."""
         self._give_back()
         self._all, self._live = [], []
+        self.mixed.close()
 
     def _give_back(self) -> None:
         for mixer in self._all:
@@ -213,7 +235,7 @@ class Mixers:
         return {
             "mixers": [of(mixer) for mixer in self._all],
             "packs": [mixer.packs for mixer in self._all],
-            "exact_steps": self._exact_steps,
+            "exact_steps": self.exact_steps,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:
@@ -222,8 +244,13 @@ class Mixers:
         Raises:
             ValueError: it was taken with another number of optimizers, or with other buckets.
         """
-        self.release()
-        self._exact_steps = state.get("exact_steps")
+        with self.mixed.reading():
+            self._load(state, optimizers)
+
+    def _load(self, state: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:
+        self._give_back()
+        self._all, self._live = [], []
+        self.exact_steps = state.get("exact_steps")
         optimizers = [*dict.fromkeys(optimizers)]
         mixers = [mixer for optimizer in optimizers for mixer in self.of(optimizer)]
         if len(mixers) != len(state["mixers"]):

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from lightning_decentral.shared.meeting import Attendance, Attending
 from lightning_decentral.shared.updates import IN_LOOP, Trained, Updates
+from lightning_decentral.shared.wire.meeting.layouts import Alike, Layout, Unasked
 
 
 class Looping(Attending, Trained, Protocol):
@@ -24,9 +25,28 @@ class FabricAttendance(Attendance):
         super().__init__(of, timeout)
         self._loop = of
         self._updates: Updates | None = None
+        self._set_up: list[object] = []
+        self.set_ups: Alike = Unasked()
+        """Asked where something is set up, in the middle of a loop, too."""
 
     def phase(self) -> str:
         return f"step {self._loop.rounds()[0] + 1}" if self.ready else "set-up"
+
+    def begin(self) -> None:
+        """There is a world."""
+        self.ready, self.set_ups = True, self.layouts(self._in_order)
+
+    def setting_up(self, one: object) -> None:
+        """A module, or an optimizer. Collective.
+
+        Raises:
+            RuntimeError: another worker sets up something else, or goes on without; on all.
+        """
+        self._set_up.append(one)
+        self.set_ups.changed()
+
+    def _in_order(self) -> Layout:
+        return {f"set-up {number}": type(one).__name__ for number, one in enumerate(self._set_up)}
 
     def watch(self) -> None:
         """From now on, until `rest`, no optimizer may step past the strategy where rounds follow its updates."""
@@ -41,4 +61,5 @@ class FabricAttendance(Attendance):
 
     @property
     def updating(self) -> AbstractContextManager[Any]:
+        self.set_ups.begin()
         return self._updates or nullcontext()

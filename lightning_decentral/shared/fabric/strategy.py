@@ -74,17 +74,14 @@ class FabricWorkers(DDPStrategy):
         **unknown: Any,
     ) -> None:
         refuse_unknown(type(self), unknown)
-        settings: dict[str, Any] = {"process_group_backend": process_group_backend, "timeout": timeout}
+        settings: Any = {"process_group_backend": process_group_backend, "timeout": timeout}
         parts = accelerator, parallel_devices, cluster_environment, checkpoint_io, precision
         super().__init__(*parts, **settings, start_method=start_method)
-        self.modules: list[nn.Module] = []
-        self.optimizers: list[Optimizer] = []
-        self.steps, self._turn, self.model_layout = 0, Turn(), ModelLayout()
-        self.health, self._shown = ReplicaHealth(self), False
-        self.mean_model = MeanModel(self.health.mean)
-        self._attendance = FabricAttendance(self, timeout)
-        self._checkpoints = FabricCheckpoints(self, self.mean_model)
-        self._backward_sync_control = Accumulating(self)
+        self.modules, self.optimizers = list[nn.Module](), list[Optimizer]()
+        self.steps, self._turn, self._shown = 0, Turn(), False
+        self.model_layout, self.health = ModelLayout(), ReplicaHealth(self)
+        self.mean_model, self._attendance = MeanModel(self.health.mean), FabricAttendance(self, timeout)
+        self._checkpoints, self._backward_sync_control = FabricCheckpoints(self, self.mean_model), Accumulating(self)
 
     @property
     def wire(self) -> Wire | None:
@@ -149,7 +146,7 @@ class FabricWorkers(DDPStrategy):
         self._attendance.come()
         compare({**versions(), **of_method(self, self.precision), **of_place(self)}, self._attendance.timeout, "set-up")
         self._attendance.join_groups()
-        self._attendance.ready = True
+        self._attendance.begin()
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
         """The module itself: equal on all workers from here on, worker 0's."""
@@ -157,6 +154,7 @@ class FabricWorkers(DDPStrategy):
         refuse_sync_batch_norm(type(self), module, asked=False)
         if self.wire is not None:
             with self._telling():
+                self._attendance.setting_up(module)
                 self._meet_again(module)
                 check_same_model(module, self.wire.roll)
                 start_from_worker_0([*module.parameters(), *module.buffers()], self.wire.world, self.root_device)
@@ -177,12 +175,17 @@ class FabricWorkers(DDPStrategy):
         self.optimizers = [*dict.fromkeys([*self.optimizers, optimizer])]
         if self.wire is not None:
             with self._telling():
+                self._attendance.setting_up(optimizer)
                 compare(of_optimizers([optimizer]), self._attendance.timeout, "the optimizers")
                 self.adopt(optimizer)
                 self._attendance.watch()
         return optimizer
 
     # ---- a step -----------------------------------------------------------------------------------------------------
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        self._attendance.set_ups.begin()
+        super().backward(*args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """The user's update, exactly as in one process; then what the method does after it."""
@@ -193,6 +196,7 @@ class FabricWorkers(DDPStrategy):
         with self._attendance.updating:
             output = super().optimizer_step(optimizer, **self.gradient_check.of_step(kwargs, optimizer, self.precision))
         self._turn.step(optimizer)
+        self._attendance.set_ups.done()
         if self.wire is not None:
             self.mean_model.apart = self.drifts
             with self._telling():

@@ -136,7 +136,7 @@ def check_same_call(over: Transport, what: str) -> None:
     if sums.tolist() != [over.size * code, over.size * code * code]:
         raise RuntimeError(
             f"worker {over.rank} came to {what}, another worker to something else: let all workers make the same "
-            "collective calls (self.log with sync_dist=True on all of them or on none)"
+            "collective calls (self.log with sync_dist=True on all or none, as many validation loaders)"
         )
 
 

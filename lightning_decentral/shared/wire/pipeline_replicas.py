@@ -24,18 +24,13 @@ from lightning_decentral.shared.wire.averaging.skipped_updates import scale_of
 from lightning_decentral.shared.wire.compressed_mean import Mean, mean_by, refuse_estimates
 from lightning_decentral.shared.wire.gradients import flag, pack, parts, real, used
 from lightning_decentral.shared.wire.mean import mean
-from lightning_decentral.shared.wire.meeting.layouts import Layout, Layouts, Trained, Unasked
+from lightning_decentral.shared.wire.meeting.layouts import Alike, MakeLayouts, Trained, Unasked, unasked
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.running_buffers import RunningBuffers
 from lightning_decentral.shared.wire.transport import Transport
 
 Group = Callable[[], Transport]
 """Makes a new group of the replicas of each part. Collective: every worker calls it."""
-MakeLayouts = Callable[[Callable[[], Layout]], Layouts | Unasked]
-
-
-def unasked(_: Callable[[], Layout]) -> Unasked:
-    return Unasked()
 
 
 class Skips(Protocol):
@@ -63,6 +58,9 @@ class Bond:
             module: of this stage.
             layouts: by which replicas see that they go on training the same.
         """
+
+    def replaced(self, optimizers: Sequence[Optimizer]) -> None:
+        """These are the optimizers from now on. RuntimeError where another replica goes on with its own."""
 
     def guard(self, check: Skips, scaler: Any) -> None:
         """Skip updates from now on where `check` counts one, or by a loss scaler; None: there is none."""
@@ -141,13 +139,19 @@ class _Replicated(Bond):
         self._hosts, self._over_buffers = hosts, buffers
         self._buffers: RunningBuffers | None = None
         self._told: list[tuple[Tensor, Pending]] = []
-        self._layouts: Layouts | Unasked = Unasked()
+        self._layouts: Alike = Unasked()
+        self._optimizers: Sequence[Optimizer] = ()
         self._trained: list[Tensor] = []
         self._epoch = -1
 
     def prepare(self, optimizers: Sequence[Optimizer], module: nn.Module, layouts: MakeLayouts = unasked) -> None:
         self._buffers = RunningBuffers(module, self._over_buffers)
-        self._layouts = layouts(Trained(module, lambda: optimizers))
+        self._optimizers = optimizers
+        self._layouts = layouts(Trained(module.named_parameters, lambda: self._optimizers))
+
+    def replaced(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._layouts.changed()
 
     def _tell(self, own: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> tuple[Tensor, Pending]:
         """Count, for each gradient, the replicas that have it; known once the sum is there. Collective."""

@@ -27,7 +27,7 @@ from lightning_decentral.gossip.islands import WholeMatrices, sharded_state
 from lightning_decentral.gossip.plan.traffic import Cliques
 from lightning_decentral.gossip.wire.assembly import assembled
 from lightning_decentral.gossip.wire.flight import Flight
-from lightning_decentral.gossip.wire.island_member import Sharding
+from lightning_decentral.gossip.wire.island_shards import Sharding
 from lightning_decentral.gossip.wire.making import Making
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizers import Mixers

@@ -1,15 +1,16 @@
-"""Whether workers that average gradients train the same parameters: asked where one sees a change, in no other step.
+"""Whether workers that average train the same parameters: asked where one sees a change, in no other step.
 
     NAME/<averages done>.<changes since>/<rank>   {parameter or optimizer: form}, as this worker has them from there on
-    NAME/asked                                    the latest change that somebody has seen
+    NAME/asked                                    a change that somebody has seen, and waits for the others' answers
 
-Who sees a change in what it trains says what it has now, and goes on when the others have said the same. Whoever has
-begun the same average without a change is blocked in its messages: its watching thread says what it has.
+An average is one of gradients, or a round of gossip. Who sees a change in what it trains says what it has now, and goes
+on when the others have said the same. Whoever has begun the same average without a change, or has left it behind, as
+neighbours of gossip may, is blocked in its messages sooner or later: its watching thread says what it had.
 """
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -21,24 +22,28 @@ from lightning_decentral.shared.wire.meeting.notices import LOOK_SECONDS, Notice
 from lightning_decentral.shared.wire.pending import PeerLost
 
 Layout = Mapping[str, str]
+Named = Callable[[], Iterable[tuple[str, nn.Parameter]]]
+MakeLayouts = Callable[[Callable[[], Layout]], "Layouts | Unasked"]
+ASK_SECONDS = 0.5
+"""So often who waits for answers asks again: of two that ask for different changes, one overwrites the other."""
 
 
 class Trained:
     """{parameter or optimizer: its form} of one worker, and of what came while training, at which change.
 
     Args:
-        module: whose parameters.
+        named: the parameters of now, with their names.
         optimizers: those of now.
     """
 
-    def __init__(self, module: nn.Module, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
-        self._module, self._optimizers = module, optimizers
+    def __init__(self, named: Named, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
+        self._named, self._optimizers = named, optimizers
         self._since: dict[Any, int] = {}  # by object: another of the same form is another
         self._calls = 0
 
     def __call__(self) -> Layout:
         found = {}
-        for name, p in self._module.named_parameters():
+        for name, p in self._named():
             found[name] = f"{tuple(p.shape)} {p.dtype}, {'trained' if p.requires_grad else 'frozen'}{self._new(p)}"
         for place, optimizer in enumerate(self._optimizers()):
             sizes = [len(group["params"]) for group in optimizer.param_groups]
@@ -67,6 +72,12 @@ class Alike(Protocol):
     def done(self) -> None:
         """It is over."""
 
+    def settle(self) -> None:
+        """What is trained now was agreed on in another way: all have read the same files."""
+
+    def close(self) -> None:
+        """Nobody asks any more."""
+
 
 class Unasked:
     """Comparison without other workers."""
@@ -80,8 +91,16 @@ class Unasked:
     def done(self) -> None:
         """Nobody asks."""
 
+    def settle(self) -> None:
+        """Nobody asks."""
+
     def close(self) -> None:
         """Nobody asks."""
+
+
+def unasked(_: Callable[[], Layout]) -> Unasked:
+    """A `MakeLayouts` where there is nobody to compare with."""
+    return Unasked()
 
 
 class Layouts:
@@ -107,24 +126,26 @@ class Layouts:
         self._notices, self._presence = notices, presence
         self._peers, self._name, self._layout, self._timeout = peers, name, layout, timeout
         self._averages, self._changes, self._begun = 0, 0, -1
-        self._now = layout()
-        self._last = ""  # the change that this worker has answered
+        self._now = self._settled = layout()
+        self._answered: set[str] = set()
         presence.listen(self._look)
 
     def close(self) -> None:
         self._presence.forget(self._look)
 
     def begin(self) -> None:
-        self._begun = self._averages
+        self._settled, self._begun = self._now, self._averages
 
     def done(self) -> None:
         self._averages, self._changes = self._averages + 1, 0
 
+    def settle(self) -> None:
+        self._now = self._settled = self._layout()
+
     def changed(self) -> None:
         change, self._now = f"{self._averages}.{self._changes}", self._layout()
         self._changes += 1
-        self._answer(change)
-        self._notices.put(f"{self._name}/asked", change)
+        self._answer(change, self._now)
         self._presence.wake()
         end = time.monotonic() + self._timeout.total_seconds()
         for rank in (rank for rank in self._peers if rank != self._notices.rank):
@@ -134,12 +155,16 @@ class Layouts:
                     "and replace parameters and optimizers on every worker in the same step"
                 )
 
-    def _answer(self, change: str) -> None:
-        self._last = change
-        self._notices.tell(f"{self._name}/{change}", json.dumps(dict(self._now)))
+    def _answer(self, change: str, layout: Layout) -> None:
+        self._answered.add(change)
+        self._notices.tell(f"{self._name}/{change}", json.dumps(dict(layout)))
 
     def _answer_of(self, rank: int, change: str, end: float) -> Layout:
+        ask = 0.0
         while (found := self._notices.read(f"{self._name}/{change}/{rank}", _read)) is None:
+            if time.monotonic() > ask:
+                self._notices.put(f"{self._name}/asked", change)
+                ask = time.monotonic() + ASK_SECONDS
             if rank in self._notices.look() or time.monotonic() > end:
                 raise PeerLost(f"worker {self._notices.rank} lost worker {rank}")
             time.sleep(LOOK_SECONDS)
@@ -149,13 +174,11 @@ class Layouts:
     def _look(self) -> bool:
         """Answer, in a thread, for a worker that began without the change; True while it may still come to it."""
         change: str | None = self._notices.read(f"{self._name}/asked", _change)
-        if change is None or change == self._last:
+        if change is None or change in self._answered:
             return False
-        average = int(change.split(".")[0])
-        if average > self._begun:
+        if int(change.split(".")[0]) > self._begun:
             return True
-        if average == self._begun:
-            self._answer(change)
+        self._answer(change, self._settled)
         return False
 
 

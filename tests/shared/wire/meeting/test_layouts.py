@@ -109,3 +109,41 @@ def test_who_has_left_looks_no_more() -> None:
     one, _ = pair()
     one.layouts.close()
     assert one.presence.listeners == []
+
+
+def test_whoever_has_left_the_round_behind_says_what_it_had() -> None:
+    """As neighbours of gossip may, which don't wait for each other in every round."""
+    one, two = pair()
+    for _ in range(2):
+        two.layouts.begin(), two.layouts.done()
+    two.has = {"head": "frozen", "more": "trained"}  # from its third round on
+    later = threading.Thread(target=lambda: said.extend(run(two.layouts.changed)))
+    said: list[str] = []
+    later.start()
+    one.has = {"head": "frozen", "more": "trained"}  # from its first on: the same, and not in the same round
+    asked = threading.Thread(target=lambda: heard.extend(run(one.layouts.changed)))
+    heard: list[str] = []
+    asked.start()
+    while asked.is_alive():  # of two questions one overwrites the other, until it's asked again
+        two.look()
+    asked.join()
+    assert heard[0].startswith("RuntimeError: worker 0 has head frozen where worker 1 has head trained")
+    one.layouts.begin(), one.layouts.done(), one.layouts.begin(), one.layouts.done(), one.layouts.begin()
+    while later.is_alive():
+        one.look()
+    assert said == [""]
+
+
+def test_what_was_read_from_files_is_nobodys_change() -> None:
+    one, two = pair()
+    for worker in (one, two):
+        worker.has = {"head": "trained", "more": "trained"}
+        worker.layouts.settle()
+    two.has = {"head": "frozen", "more": "trained"}
+    said: list[str] = []
+    asked = threading.Thread(target=lambda: said.extend(run(two.layouts.changed)))
+    asked.start()
+    one.layouts.begin()
+    while asked.is_alive():
+        one.look()
+    assert said[0].startswith("RuntimeError: worker 1 has head frozen where worker 0 has head trained")
