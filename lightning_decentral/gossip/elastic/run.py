@@ -32,9 +32,9 @@ from lightning_decentral.gossip.elastic.checks import (
 from lightning_decentral.gossip.elastic.elastic import Elastic
 from lightning_decentral.gossip.elastic.holding import Holding, mean_and_bytes
 from lightning_decentral.gossip.elastic.island import member_of
+from lightning_decentral.gossip.elastic.late_tensors import LateTensors, refuse_pruning
 from lightning_decentral.gossip.elastic.launcher import at_its_lobby
 from lightning_decentral.gossip.elastic.member import ElasticMember
-from lightning_decentral.gossip.elastic.pruned import Unpruned, refuse_pruning
 from lightning_decentral.gossip.elastic.watched import WatchedProcess
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
@@ -90,6 +90,7 @@ class ElasticRun(WatchedProcess):
         self.followed = self
         self._updates: Updates | None = None
         self._watched = ExitStack()
+        self._late: LateTensors | None = None
         self._described: dict[str, str] = {}
         self._given = Given({}, {})
 
@@ -110,6 +111,11 @@ class ElasticRun(WatchedProcess):
     @abstractmethod
     def whole(self, own: dict[str, Any]) -> dict[str, Any]:
         """A checkpoint for a newcomer, on the first device, of each one's own. Collective in this worker."""
+
+    @property
+    def watched_module(self) -> nn.Module:
+        """The part of the model in which all devices of all members register alike what comes while they train."""
+        return self._module
 
     part = 0
     """Number of this device's part of the model among the worker's."""
@@ -274,7 +280,8 @@ class ElasticRun(WatchedProcess):
         assert self._member.calendar is not None
         loops.refuse_combined(self._module.trainer, self._member.calendar)
         self._updates = Updates(self) if self.wire is None else None  # an island's devices have theirs
-        self._watched.callback(Unpruned(self._module).close)
+        self._late = LateTensors(self.watched_module)
+        self._watched.callback(self._late.close)
         if self._updates is not None:
             self._watched.callback(self._updates.close)
 
@@ -314,6 +321,8 @@ class ElasticRun(WatchedProcess):
                 of.mixer.round = self._member.round
             self._mixers.step(optimizer)
         self._held.mixed(parameters_of(optimizer))
+        assert self._late is not None
+        self._late.check(self._member, waits=self.elastic.asynchronous is None)
         self._mixers.note(())  # copies among devices are no writes of somebody else's
         self._member.ended()
 
