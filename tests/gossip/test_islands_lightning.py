@@ -107,8 +107,16 @@ class Mixed(Net):
         self.half_layer = nn.Linear(2, 2).half()
 
 
+class Complex(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.phases = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+
+
 def test_what_shards_can_not_do_is_refused(tmp_path: Path) -> None:
     options = {"island": FullyShard(2)}
+    with pytest.raises(RuntimeError, match=r"ValueError: FullyShard.* cuts complex parameters .*: make them of pairs"):
+        in_processes(run, tmp_path, Complex(), options, {}, [])
     with pytest.raises(RuntimeError, match=r"EMAWeightAveraging copies whole models.*: use AllReduce"):
         in_processes(run, tmp_path, Net(), options, {}, [EMAWeightAveraging(decay=0.5)])
     with pytest.raises(RuntimeError, match=r"ModelPruning masks whole parameters.*: use AllReduce"):
