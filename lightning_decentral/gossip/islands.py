@@ -120,10 +120,12 @@ class IslandModel(WholeModel):
         self.layout = "" if island.devices == 1 else f"{type(island).__name__}({island.devices})"
         self._shards: Mapping[str, Tensor] | None = None
 
+    @property
+    def spread(self) -> bool:
+        return self._island.shards > 1
+
     def whole(self, tree: dict[str, Any]) -> dict[str, Any]:
-        sharded = self._island.shards > 1
-        if self._device.alone and sharded:
-            raise RuntimeError(f"a device of {self._island!r} can't save the model without the others")
+        sharded = self.spread
         over = self._inside() if sharded and self._device.member.shards == 1 else None
         gathered: dict[str, Any] = mapped(partial(self._gathered, over), tree)
         return gathered
