@@ -22,6 +22,7 @@ from lightning_decentral.shared.wire.compressed_mean import mean_by
 from lightning_decentral.shared.wire.fsdp import ShardBucket, Sharded, is_sharded, like, local
 from lightning_decentral.shared.wire.health import mean_of_sound
 from lightning_decentral.shared.wire.mean import mean
+from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Disjoint, Transport, Wire
 
 Mean = Callable[[Sequence[Tensor]], list[Tensor]]
@@ -181,6 +182,7 @@ class Sharding(IslandMember):
         self._across, self._hosts = across, inside(wire.hosts, wire.world.size, devices)
         self._sharded: Sharded | None = None
         self._used: Any = None
+        self._counts: list[Pending] = []
 
     def pack(self, parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[Bucket]:
         return pack(parameters, bucket_bytes and bucket_bytes * self.devices, ShardBucket)
@@ -226,11 +228,12 @@ class Sharding(IslandMember):
 
     def after(self) -> None:
         if self._used is not None:
-            self._meet(partial(self._used.settle, self._summed))
+            self._meet(partial(self._used.settle, self._counted))
 
-    def _summed(self, flags: Tensor) -> Tensor:
-        self._hosts.all_reduce(flags).wait()
-        return flags
+    def _counted(self, flags: Tensor) -> Callable[[], object]:
+        # Those that nobody waits for are kept: backends write into them.
+        self._counts = [*self._counts[-31:], pending := self._hosts.all_reduce(flags)]
+        return pending.wait
 
     @contextmanager
     def blocked(self) -> Iterator[None]:
