@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib
 from pictures import ACCENT, IMAGES, INK, PALE, SAME, named, new_figure
 
-from lightning_decentral.elastic.picture import Stays, draw_bars
+from lightning_decentral.elastic.plan.picture import Stays, draw_bars
 from lightning_decentral.elastic.plan.view import Bounds
 from tests.elastic.plan.virtual import World
 

@@ -18,6 +18,9 @@ from lightning_decentral.shared.wire.mean import MeanModel
 class Whole(Protocol):
     """How a device holds its member's model."""
 
+    @property
+    def spread(self) -> bool: ...
+
     def whole(self, tree: dict[str, Any]) -> dict[str, Any]:
         """A checkpoint as one process would have it, on the member's first device; collective."""
 
@@ -39,6 +42,9 @@ class ElasticCheckpoints(Checkpoints):
     """Whether a device restored what no other has."""
 
     def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any) -> None:
+        if self._worker.alone and self.held.spread:
+            self._saving.leave_out(filepath, "the devices of a worker")
+            return
         states = {key: self._mean_model.own(checkpoint[key]) for key in OF_MODELS if key in checkpoint}
         apart = self._given(states) if self._mean_model.apart else {}
         means = {**states, **self._means(apart)}

@@ -5,12 +5,10 @@ The pipeline's own strategy stays what it is, with an elastic run in front of it
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
@@ -49,6 +47,10 @@ class JoinedStages:
     def __init__(self, of: Any) -> None:
         self._of = of
 
+    @property
+    def spread(self) -> bool:
+        return self._of.layout is not None
+
     def whole(self, tree: dict[str, Any]) -> dict[str, Any]:
         """On the first stage. Collective."""
         if self._of.layout is None:
@@ -73,12 +75,6 @@ class StageCheckpoints(ElasticCheckpoints):
 
     def load_optimizers(self, checkpoint: Mapping[str, Any], layout: Any) -> None:
         self._of.load_optimizers(checkpoint, layout)
-
-    def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any) -> None:
-        if self._worker.alone and self.layout is not None:
-            rank_zero_warn(f"no checkpoint {filepath}: after an exception the stages can't meet any more")
-        else:
-            super().save(checkpoint, filepath, storage_options)
 
 
 class ElasticPipeline(ElasticRun):
@@ -126,6 +122,10 @@ class ElasticPipeline(ElasticRun):
         return (
             broadcast_world(obj, src) if self._member is None and self._early is None else super().broadcast(obj, src)
         )
+
+    @property
+    def watched_module(self) -> nn.Module:
+        return nn.Module()  # a stage refuses what comes by itself
 
     @property
     def part(self) -> int:  # type: ignore[override]

@@ -133,7 +133,8 @@ class OneProcess(WorkersStrategy):
     def together(self, value: Any, made: Callable[[Sequence[Any]], Any], of_each: bool = True) -> Any:
         """`made` of what each device of the members of the moment gives, the oldest first, or each member's first one;
         of this worker's outside of training. What lies on a device travels from the host, and is there again."""
-        given, member = moved(value, torch.device("cpu")), self._member
+        # Whom an exception has taken away nobody meets: the others wait for its round's message meanwhile.
+        given, member = moved(value, torch.device("cpu")), None if self._module.trainer.interrupted else self._member
         calls = None if member is None else member.together if of_each else member.of_members
         found = made([given]) if calls is None else calls(given, made)
         return moved(found, self.root_device) if on_device(value) else found

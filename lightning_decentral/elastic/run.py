@@ -27,15 +27,16 @@ from lightning_decentral.elastic.checks import (
     refuse_remembering,
     settings_of,
 )
+from lightning_decentral.elastic.joining import Joining
+from lightning_decentral.elastic.late_tensors import LateTensors, refuse_pruning
 from lightning_decentral.elastic.launcher import at_its_lobby
 from lightning_decentral.elastic.plan.calendar import Calendar
 from lightning_decentral.elastic.plan.settings import ElasticSettings
-from lightning_decentral.elastic.pruned import Unpruned, refuse_pruning
 from lightning_decentral.elastic.watched import WatchedProcess
 from lightning_decentral.elastic.wire.island_participants import member_of
 from lightning_decentral.elastic.wire.participant import Participant
 from lightning_decentral.elastic.wire.rounds.exchange import ElasticExchange
-from lightning_decentral.elastic.wire.rounds.holding import Holding, mean_and_bytes
+from lightning_decentral.elastic.wire.rounds.holding import Holding
 from lightning_decentral.gossip.compute.combine.rule import Rule
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
@@ -46,7 +47,7 @@ from lightning_decentral.gossip.wire.optimizer_mixer import parameters_of
 from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.layout.model import ModelLayout, described
-from lightning_decentral.shared.updates import Mixed, Updates
+from lightning_decentral.shared.updates import Updates
 from lightning_decentral.shared.wire.mean import MeanModel
 from lightning_decentral.shared.wire.transport import Wire
 
@@ -85,10 +86,11 @@ class ElasticRun(WatchedProcess):
         self._mixers = Mixers(self._making)
         self._member: Participant | None = None
         self._exchange: ElasticExchange | None = None
-        self._planned = self._processed = 0
+        self._joining = Joining(elastic.weight, self._begin)
         self.followed = self
         self._updates: Updates | None = None
         self._watched = ExitStack()
+        self._late: LateTensors | None = None
         self._described: dict[str, str] = {}
         self._given = Given({}, {})
 
@@ -110,6 +112,11 @@ class ElasticRun(WatchedProcess):
     def whole(self, own: dict[str, Any]) -> dict[str, Any]:
         """A checkpoint for a newcomer, on the first device, of each one's own. Collective in this worker."""
 
+    @property
+    def watched_module(self) -> nn.Module:
+        """The part of the model in which all devices of all members register alike what comes while they train."""
+        return self._module
+
     part = 0
     """Number of this device's part of the model among the worker's."""
 
@@ -120,11 +127,6 @@ class ElasticRun(WatchedProcess):
     def gradients(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
         """What computes those of an update."""
         return closure
-
-    @property
-    def members(self) -> tuple[str, ...]:
-        """Names of those in this round's view, the oldest first; none outside of training."""
-        return self._member.view.members if self._member and self._member.view else ()
 
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
@@ -138,13 +140,13 @@ class ElasticRun(WatchedProcess):
 
     def setup(self, trainer: Trainer) -> None:
         """As ever; then everything from a member that trains, if there is one."""
-        self._planned = self._processed = 0
+        self._joining = Joining(self.elastic.weight, self._begin)
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
         if len(self.optimizers) != 1:
             raise ValueError(f"elastic runs have one optimizer, this module has {len(self.optimizers)}")
-        if self._planned:
+        if self._joining.planned:
             trainer.fit_loop._combined_loader = None  # Lightning gets it anew, when it is known who trains
         own = present(self._module, self.optimizers)
         self._given = Given(settings_of(self, trainer), self._described, own, self.part)
@@ -193,45 +195,10 @@ class ElasticRun(WatchedProcess):
 
     def process_dataloader(self, dataloader: object) -> object:
         """The last of a fit's set-up: here a worker becomes a member, and examples are dealt."""
-        member, trainer = self._member, self._module.trainer
-        if not trainer.training:
+        if not self._module.trainer.training:
             return dataloader
-        if member is None:  # the module asks how many steps there will be, before anybody knows how many begin
-            self._planned = loops.batches_of(trainer, dataloader, self.planned_workers)
-            return loops.dealt(trainer, dataloader, self._planned, loops.nobody)
-        place = self._place_of(trainer)
-        if member.round < 0:
-            self._join(member, trainer, dataloader)
-        assert member.calendar is not None
-        if place and trainer.fit_loop._combined_loader is None:
-            loops.refuse_several_lengths(
-                loops.batches_of(trainer, dataloader, member.calendar.weights), member.calendar
-            )
-        deals = partial(member.deals, place=place)
-        return loops.dealt(trainer, dataloader, member.calendar.batches, deals, self.elastic.weight)
-
-    def _place_of(self, trainer: Trainer) -> int:
-        """Of the loader that is processed now among those that are combined, also where they are loaded again."""
-        combined = trainer.fit_loop._combined_loader
-        place = self._processed if combined is None else self._processed % len(combined.flattened)
-        self._processed += 1
-        return place
-
-    def _join(self, member: Participant, trainer: Trainer, dataloader: object) -> None:
-        """This worker is a member from here on."""
-        member.seed = loops.seed_of(dataloader) if member.seed is None else member.seed
-        self._begin(lambda: self._calendar(member, dataloader))
-        member.calendar = member.calendar or self._calendar(member, dataloader)
-        assert member.view is not None
-        if member.view.number == 1:
-            loops.refuse_other_calendar(self._calendar(member, dataloader), member.calendar)
-        loops.refuse_unplanned(self._planned, member.calendar)
-        if member.round or member.calendar.before or trainer.fit_loop.restarting:
-            loops.go_to(trainer, member.calendar, member.round)
-
-    def _calendar(self, member: Participant, dataloader: object) -> Calendar:
-        weights = self.planned_workers if self._planned else member.founders
-        return loops.calendar_of(self._module.trainer, dataloader, weights)
+        self._joining.weights = self.planned_workers
+        return self._joining.loader(self._member, self._module.trainer, dataloader)
 
     def _begin(self, calendar: Callable[[], Calendar] | None = None) -> None:
         """The next round. `calendar` makes the run's, where this worker is the oldest of the first view."""
@@ -273,9 +240,9 @@ class ElasticRun(WatchedProcess):
         assert self._member.calendar is not None
         loops.refuse_combined(self._module.trainer, self._member.calendar)
         self._updates = Updates(self) if self.wire is None else None  # an island's devices have theirs
-        self._watched.callback(Unpruned(self._module).close)
-        if self._updates is not None:
-            self._watched.callback(self._updates.close)
+        self._late = LateTensors(self.watched_module)
+        for watching in (self._late, self._updates):
+            self._watched.callback(watching.close) if watching else None
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         member = self._member
@@ -313,21 +280,10 @@ class ElasticRun(WatchedProcess):
                 of.mixer.round = self._member.round
             self._mixers.step(optimizer)
         self._held.mixed(parameters_of(optimizer))
+        assert self._late is not None
+        self._late.check(self._member, waits=self.elastic.asynchronous is None)
         self._mixers.note(())  # copies among devices are no writes of somebody else's
         self._member.ended()
-
-    def replaced(self) -> None:
-        """`advance` follows."""
-
-    def mixed(self) -> list[Mixed]:
-        # Of the run: a device may leave its rounds to the worker's first one.
-        return [(self._member.round, self.counted())] if self._member else []
-
-    def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return self._held.mean_of(tensors, super().mean_of)
-
-    def _mean_and_carried(self, tensors: Sequence[Tensor], carried: Sequence[Tensor] = ()) -> list[Tensor]:
-        return mean_and_bytes(self.mean_of, tensors, carried)
 
     def settle(self) -> None:
         self._mixers.end()

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_decentral.elastic.picture import draw_members
+from lightning_decentral.elastic.plan.picture import draw_members
 from lightning_decentral.elastic.plan.view import View
 from lightning_decentral.elastic.process import OneProcess
 from lightning_decentral.elastic.wire.participant import Participant
-from lightning_decentral.elastic.wire.rounds.holding import Holding
+from lightning_decentral.elastic.wire.rounds.holding import Holding, mean_and_bytes
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
@@ -20,6 +20,7 @@ from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.gossip.wire.optimizer_mixer import parameters_of
 from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.shared.replica import Evaluate
+from lightning_decentral.shared.updates import Mixed
 from lightning_decentral.shared.wire.fsdp import local
 
 
@@ -35,6 +36,11 @@ class WatchedProcess(OneProcess):
     _member: Participant | None
     _mixers: Mixers
     _held: Holding
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Names of those in this round's view, the oldest first; none outside of training."""
+        return self._member.view.members if self._member and self._member.view else ()
 
     def rounds(self) -> list[int]:
         """Of the run, not of this worker: all members watch the same ones."""
@@ -62,6 +68,19 @@ class WatchedProcess(OneProcess):
     def counted(self) -> list[nn.Parameter]:
         """What this device has of the trained model, each once in a member."""
         return [p for optimizer in self.optimizers for p in parameters_of(optimizer)]
+
+    def replaced(self) -> None:
+        """`advance` follows."""
+
+    def mixed(self) -> list[Mixed]:
+        # Of the run: a device may leave its rounds to the worker's first one.
+        return [(self._member.round, self.counted())] if self._member else []
+
+    def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return self._held.mean_of(tensors, super().mean_of)
+
+    def _mean_and_carried(self, tensors: Sequence[Tensor], carried: Sequence[Tensor] = ()) -> list[Tensor]:
+        return mean_and_bytes(self.mean_of, tensors, carried)
 
     @torch.no_grad()
     def consensus(self) -> Consensus:

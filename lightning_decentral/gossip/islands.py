@@ -51,16 +51,25 @@ def refuse_unsharded(island: Island, module: LightningModule, callbacks: list[Ca
             f"manual optimization runs the backward inside training_step, where {island!r} would lose the "
             "gradients: use AllReduce, or automatic optimization"
         )
-    types = sorted({str(p.dtype) for p in module.parameters()})
-    if len(types) > 1:
-        raise ValueError(
-            f"{island!r} needs parameters of one type, got {' and '.join(types)}: convert the module, or use AllReduce"
-        )
+    _refuse_types(island, [*module.parameters()])
     for callback in callbacks:
         if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
             raise ValueError(f"{type(callback).__name__} copies whole models, {island!r} holds shards: use AllReduce")
         if isinstance(callback, ModelPruning):
             raise ValueError(f"ModelPruning masks whole parameters, {island!r} holds shards: use AllReduce")
+
+
+def _refuse_types(island: Island, parameters: Sequence[nn.Parameter]) -> None:
+    if any(parameter.is_complex() for parameter in parameters):
+        raise ValueError(
+            f"{island!r} cuts complex parameters into shards, which torch's optimizers update wrongly: make them of "
+            "pairs by torch.view_as_complex in the forward, or use AllReduce"
+        )
+    types = sorted({str(p.dtype) for p in parameters})
+    if len(types) > 1:
+        raise ValueError(
+            f"{island!r} needs parameters of one type, got {' and '.join(types)}: convert the module, or use AllReduce"
+        )
 
 
 def _refuse_bf16(island: Island, module: LightningModule, precision: Precision) -> None:
@@ -111,10 +120,12 @@ class IslandModel(WholeModel):
         self.layout = "" if island.devices == 1 else f"{type(island).__name__}({island.devices})"
         self._shards: Mapping[str, Tensor] | None = None
 
+    @property
+    def spread(self) -> bool:
+        return self._island.shards > 1
+
     def whole(self, tree: dict[str, Any]) -> dict[str, Any]:
-        sharded = self._island.shards > 1
-        if self._device.alone and sharded:
-            raise RuntimeError(f"a device of {self._island!r} can't save the model without the others")
+        sharded = self.spread
         over = self._inside() if sharded and self._device.member.shards == 1 else None
         gathered: dict[str, Any] = mapped(partial(self._gathered, over), tree)
         return gathered

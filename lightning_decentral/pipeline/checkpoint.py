@@ -7,14 +7,12 @@ Where pipelines drift apart the file is their mean's, and each worker's own stat
 `.workers/NAME/`.
 """
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_decentral.pipeline.wire.ownership import (
@@ -81,7 +79,7 @@ class PipelineCheckpoints(Checkpoints):
             self._saving.write_alone(checkpoint, filepath, storage_options)
             return
         if self._worker.alone:
-            rank_zero_warn(f"no checkpoint {os.fspath(filepath)}: after an exception the stages can't meet any more")
+            self._saving.leave_out(filepath, "the stages")
             return
         self.layout.refuse_changed(together=True)
         # What is resumed goes on as this run does: a checkpoint has the last stage's for all.

@@ -100,8 +100,6 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
         self._stage: StageTraining | None = None
         self._totals: StageTotals | None = None
 
-    # ---- who is who -------------------------------------------------------------------------------------------------
-
     @property
     def layout(self) -> StageLayout:
         workers = self.num_nodes * self.num_processes

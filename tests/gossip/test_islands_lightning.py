@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelPruning
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelPruning, OnExceptionCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
@@ -107,8 +107,16 @@ class Mixed(Net):
         self.half_layer = nn.Linear(2, 2).half()
 
 
+class Complex(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.phases = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+
+
 def test_what_shards_can_not_do_is_refused(tmp_path: Path) -> None:
     options = {"island": FullyShard(2)}
+    with pytest.raises(RuntimeError, match=r"ValueError: FullyShard.* cuts complex parameters .*: make them of pairs"):
+        in_processes(run, tmp_path, Complex(), options, {}, [])
     with pytest.raises(RuntimeError, match=r"EMAWeightAveraging copies whole models.*: use AllReduce"):
         in_processes(run, tmp_path, Net(), options, {}, [EMAWeightAveraging(decay=0.5)])
     with pytest.raises(RuntimeError, match=r"ModelPruning masks whole parameters.*: use AllReduce"):
@@ -343,3 +351,24 @@ def test_totals_that_hooks_read_off_shards_are_of_the_whole_model(tmp_path: Path
     rows = [torch.load(tmp_path / f"totals.{rank}") for rank in range(2)]
     assert rows[0][0] == pytest.approx(rows[0][1], rel=1e-5)
     assert rows[1][0] == pytest.approx(rows[0][0], rel=1e-6)
+
+
+class Ends(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step == 2:
+            raise OSError("the user's own")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_save_on_the_way_out_of_shards_hides_no_error(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="OSError: the user's own") as found:
+        in_processes(
+            run,
+            tmp_path,
+            Ends(),
+            {"island": FullyShard(2)},
+            {"enable_checkpointing": True},
+            [OnExceptionCheckpoint(tmp_path, "last")],
+        )
+    assert "after an exception the devices of a worker can't meet any more" in str(found.value)
+    assert not (tmp_path / "last.ckpt").exists()

@@ -161,7 +161,6 @@ MODULES_IN = {
 }
 LINES_OF = {
     "lightning_decentral.shared.workers": 302,
-    "lightning_decentral.elastic.run": 345,
 }
 
 

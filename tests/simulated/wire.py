@@ -55,6 +55,16 @@ class Network:
             self.heard[key] += 1
             return self.messages[key].popleft()
 
+    def heard_of(self, key: Hashable) -> int:
+        with self.lock:
+            return self.heard[key]
+
+    def rows(self, key: Hashable) -> dict[int, Tensor]:
+        """What is given under this key, now and later. Locked as every look is: one at what isn't there yet makes it,
+        and of two at once the second one's would take the place of the first one's."""
+        with self.lock:
+            return self.given[key]
+
     def give(self, key: Hashable, rank: int, tensor: Tensor) -> None:
         with self.lock:
             self.given[key][rank] = tensor.clone()
@@ -123,7 +133,7 @@ class QueuedTransport(Transport):
     def _sent(self, message: Message) -> tuple[Callable[[], None], Callable[[], bool]]:
         """(sends it, whether it has been heard)"""
         inner, key, until = _inner(message.tensor), (self._name, self.rank, message.peer), list[int]()
-        return lambda: until.append(self._network.put(key, inner)), lambda: self._network.heard[key] >= until[0]
+        return lambda: until.append(self._network.put(key, inner)), lambda: self._network.heard_of(key) >= until[0]
 
     def _heard(self, message: Message) -> tuple[Callable[[], object], Callable[[], bool]]:
         inner, key = _inner(message.tensor), (self._name, message.peer, self.rank)
@@ -140,7 +150,7 @@ class QueuedTransport(Transport):
         key, network, mine = (self._name, next(self._calls)), self._network, _inner(given)
         stream = self._behind_caller()
         stream.then(lambda: network.give(key, self.rank, mine))
-        rows = network.given[key]
+        rows = network.rows(key)
         finished = lambda: finish([rows[rank] for rank in range(self.size)])  # noqa: E731
         stream.then(*self._until(lambda: network.gave(key) == self.size, finished))
         return OnStream(stream.record_event())

@@ -15,6 +15,7 @@ from lightning_decentral.shared.compute.layout.place import is_row_major
 from lightning_decentral.shared.compute.modules import same
 from lightning_decentral.shared.wire.fsdp import ShardBucket, Sharded, is_sharded, like, local
 from lightning_decentral.shared.wire.mean import mean
+from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Wire
 
 
@@ -30,6 +31,7 @@ class Sharding(Several):
         self._across, self._hosts = across, inside(wire.hosts, wire.world.size, devices)
         self._sharded: Sharded | None = None
         self._used: Any = None
+        self._counts: list[Pending] = []
         self._trains: list[tuple[str, nn.Parameter]] = []
 
     def pack(self, parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[Bucket]:
@@ -85,11 +87,12 @@ class Sharding(Several):
 
     def after(self) -> None:
         if self._used is not None:
-            self._meet(partial(self._used.settle, self._summed))
+            self._meet(partial(self._used.settle, self._counted))
 
-    def _summed(self, flags: Tensor) -> Tensor:
-        self._hosts.all_reduce(flags).wait()
-        return flags
+    def _counted(self, flags: Tensor) -> Callable[[], object]:
+        # Those that nobody waits for are kept: backends write into them.
+        self._counts = [*self._counts[-31:], pending := self._hosts.all_reduce(flags)]
+        return pending.wait
 
     @contextmanager
     def blocked(self) -> Iterator[None]:

@@ -26,6 +26,11 @@ class WholeModel:
     layout: str = ""
     """Of a worker over devices; a state fits only the layout that it was saved with."""
 
+    @property
+    def spread(self) -> bool:
+        """Whether a device has a part only."""
+        return False
+
     def whole(self, tree: dict[str, Any]) -> dict[str, Any]:
         """A checkpoint as one process would have it; collective."""
         return tree
@@ -78,6 +83,9 @@ class ReplicaCheckpoints(Checkpoints):
         return self._restored is not None
 
     def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any) -> None:
+        if self._worker.alone and self.held.spread:
+            self._saving.leave_out(filepath, "the devices of a worker")
+            return
         if self._worker.alone or not (connected() or self._full(checkpoint)):
             self._saving.write_alone(self.held.whole(checkpoint), filepath, storage_options)
             return

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 import lightning_decentral
@@ -114,6 +115,14 @@ class Saving:
             "id": identity,
             "folder": store.name_of(path),
         }
+
+    @staticmethod
+    def leave_out(path: str | Path, whose: str) -> None:
+        """Say that an exception leaves no file: nobody has the whole model, and who has parts can't meet."""
+        rank_zero_warn(
+            f"no checkpoint {os.fspath(path)}: after an exception {whose} can't meet any more; go on from the last one "
+            "of ModelCheckpoint(every_n_train_steps=...)"
+        )
 
     def write_alone(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any) -> None:
         if self._worker.is_global_zero:

@@ -43,7 +43,7 @@ def parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def real(flat: Tensor) -> Tensor:
-    """The same memory, a complex number as two: sums and codes are of real ones."""
+    """The same memory, a complex number as two: sums, codes and messages of backends are of real ones."""
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from lightning_decentral.shared.compute import cuda
+from lightning_decentral.shared.wire.gradients import real
 from lightning_decentral.shared.wire.pending import Naming, Pending, StagedCopy, Together, Work
 
 _stores: Any = dist  # whose types leave them out
@@ -31,7 +32,7 @@ class Message(NamedTuple):
 
 
 class Transport(ABC):
-    """Point-to-point and collective transfers over one process group.
+    """Point-to-point and collective transfers over one process group, of complex numbers as pairs.
 
     Args:
         group: any process group, registered or not; the global one is never used.
@@ -59,34 +60,33 @@ class Transport(ABC):
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         """tensor <- sum over workers of tensor, in place."""
-        return Work(self.group.allreduce([tensor]), "the others", self._own)
+        return Work(self.group.allreduce([real(tensor)]), "the others", self._own)
 
     @property
     def store(self) -> Any:
-        """The key-value store of the group."""
         return _stores.distributed_c10d._get_process_group_store(self.group)
 
     def reduce(self, tensor: Tensor, target: int) -> Pending:
         """The target's tensor <- sum over workers of tensor, in place; what the others' is afterwards isn't said."""
-        return Work(self.group.reduce([tensor], _root(dist.ReduceOptions(), target)), "the others", self._own)
+        return Work(self.group.reduce([real(tensor)], _root(dist.ReduceOptions(), target)), "the others", self._own)
 
     def all_gather(self, tensor: Tensor) -> tuple[Pending, list[Tensor]]:
         """One tensor from every worker, in order of rank, valid after the wait."""
         rows = [torch.empty_like(tensor) for _ in range(self.size)]
-        return Work(self.group.allgather([rows], [tensor]), "the others", self._own), rows
+        return Work(self.group.allgather([[*map(real, rows)]], [real(tensor)]), "the others", self._own), rows
 
     def all_gather_into(self, whole: Tensor, part: Tensor) -> Pending:
         """whole <- the parts of all workers, one behind the other in order of rank."""
-        return Work(self.group._allgather_base(whole, part), "the others", self._own)
+        return Work(self.group._allgather_base(real(whole), real(part)), "the others", self._own)
 
     def reduce_scatter(self, part: Tensor, whole: Tensor) -> Pending:
         """part <- this worker's part of the sum over workers of whole, the parts one behind the other by rank."""
-        return Work(self.group._reduce_scatter_base(part, whole), "the others", self._own)
+        return Work(self.group._reduce_scatter_base(real(part), real(whole)), "the others", self._own)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
         """tensor <- the source's tensor, in place."""
         heard = "the others" if source == self.rank else f"worker {self._workers[source]}"
-        return Work(self.group.broadcast([tensor], _root(dist.BroadcastOptions(), source)), heard, self._own)
+        return Work(self.group.broadcast([real(tensor)], _root(dist.BroadcastOptions(), source)), heard, self._own)
 
     def greet(self, timeout: timedelta) -> bool:
         """Whether this worker hears every other one of a new group. Collective; on some it may fail alone."""

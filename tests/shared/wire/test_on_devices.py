@@ -1,6 +1,9 @@
 """LAW: means of gradients over devices are their formulas, in any order in which streams may run, and no host waits."""
 
 import copy
+import threading
+import time
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -21,7 +24,7 @@ from tests.shared.wire import test_owners as owned
 from tests.shared.wire.averaging import test_gradient_average as reference
 from tests.simulated import CUDA, Engine
 from tests.simulated.streams import Event, Stream
-from tests.simulated.wire import Make, device_world, losses_read, sent_overwritten, without_waiting
+from tests.simulated.wire import Make, Network, device_world, losses_read, sent_overwritten, without_waiting
 
 pytestmark = pytest.mark.threads
 SIZE = 3
@@ -224,3 +227,23 @@ def test_gradients_whose_memory_goes_back_before_they_were_sent_are_seen() -> No
     """A bucket's sums are filled while the communicator still has to read them."""
     with sent_overwritten(), pytest.raises((AssertionError, RuntimeError)):
         train(Plain(), seed=0)
+
+
+def test_the_simulated_network_may_be_looked_at_by_all_at_once() -> None:
+    def slowly() -> dict[int, torch.Tensor]:
+        time.sleep(0.002)
+        return {}
+
+    network, rows = Network(), dict[int, Any]()
+    network.given = defaultdict(slowly)
+
+    def take_part(rank: int) -> None:
+        rows[rank] = network.rows("all")
+        network.give("all", rank, torch.ones(1))
+
+    threads = [threading.Thread(target=take_part, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(sorted(seen) == [0, 1, 2] for seen in rows.values())

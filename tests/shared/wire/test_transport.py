@@ -14,6 +14,7 @@ from lightning_decentral.shared.wire.transport import (
     new_group,
     transport,
 )
+from tests.world import world
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -75,3 +76,35 @@ def test_groups_of_a_bound_device_are_split_off_at_once(
     assert new_group([range(0, 4, 2), [1, 3]], None, None) == "mine"
     assert said == calls
     assert world.bound_device_id == (None if name == "gloo" else bound)
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("kind", [torch.float32, torch.complex64, torch.complex128], ids=str)
+def test_every_collective_takes_complex_numbers(kind: torch.dtype) -> None:
+    rows = [torch.randn(4, dtype=kind, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+
+    def worker(own: Any) -> None:
+        over = GlooTransport(own)
+        mine, total = rows[over.rank], rows[0] + rows[1]
+        summed, of_first, part, whole = (
+            mine.clone(),
+            mine.clone(),
+            torch.empty(2, dtype=kind),
+            torch.empty(8, dtype=kind),
+        )
+        over.all_reduce(summed).wait()
+        over.broadcast(of_first).wait()
+        over.reduce_scatter(part, mine.clone()).wait()
+        over.all_gather_into(whole, mine).wait()
+        pending, every = over.all_gather(mine)
+        pending.wait()
+        at_first = mine.clone()
+        over.reduce(at_first, 0).wait()
+        assert torch.equal(summed, total)
+        assert torch.equal(of_first, rows[0])
+        assert torch.equal(part, total.view(2, 2)[over.rank])
+        assert torch.equal(whole, torch.cat(rows))
+        assert all(map(torch.equal, every, rows))
+        assert over.rank or torch.equal(at_first, total)
+
+    world(2, worker)

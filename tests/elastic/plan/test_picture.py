@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_decentral.elastic.picture import draw_members, stays
+from lightning_decentral.elastic.plan.picture import draw_members, stays
 from lightning_decentral.elastic.plan.view import View
 
 

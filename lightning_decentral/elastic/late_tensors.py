@@ -1,0 +1,138 @@
+"""Parameters and buffers that come while members train: of one form on all, and masks of one content, or all end.
+
+A mask has no mean. Members that hold different ones train different models, and their mean has the oldest's. Whoever
+makes it counts for nothing: `torch.nn.utils.prune`, a parametrization, or a hook that registers a buffer.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelPruning
+from torch import Tensor, nn
+from torch.nn.modules import module as registration
+
+from lightning_decentral.elastic.wire.participant import Participant
+from lightning_decentral.shared.compute.carried import carried
+from lightning_decentral.shared.compute.digest import digest
+from lightning_decentral.shared.evaluation import callbacks_of
+
+LOOK_SECONDS = 0.05
+HOOKS = (
+    registration.register_module_buffer_registration_hook,
+    registration.register_module_parameter_registration_hook,
+    registration.register_module_module_registration_hook,
+)
+
+
+def refuse_pruning(trainer: Trainer) -> None:
+    """ValueError for Lightning's callback, whose masks are known to differ, before it comes to prune."""
+    if any(isinstance(callback, ModelPruning) for callback in callbacks_of(trainer)):
+        raise ValueError(
+            "ModelPruning doesn't go with elastic: each worker would prune its own, and a newcomer has no masks; prune "
+            "before or after the fit"
+        )
+
+
+class LateTensors:
+    """What is registered in a module until `close`. A step in which nothing is costs nothing: torch says what is."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._first = frozenset(_named(module))
+        self._parts = set(module.modules())
+        self._news = False
+        self._agreed = self._late()
+        self._hooks = [register(self._registered) for register in HOOKS]
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _registered(self, module: nn.Module, name: str, value: Any) -> None:
+        # A statistic that is set anew in each step is no news; a mask in the place of another one is.
+        statistic = name in module._buffers and not _masks(module, name)
+        self._news |= module in self._parts and not statistic
+
+    def check(self, member: Participant, waits: bool = True) -> None:
+        """After a round. Where something has come, all members say what.
+
+        Args:
+            waits: whether all members are in one round.
+
+        Raises:
+            RuntimeError: on all members, that it isn't alike; on one, that it came there alone.
+        """
+        if not self._news:
+            return
+        self._news, self._parts = False, set(self._module.modules())
+        found = self._late()
+        if found == self._agreed:
+            return
+        self._agreed = found
+        if not waits:
+            raise RuntimeError(f"{_remedy(next(iter(found), 'a tensor'))}, which members of asynchronous rounds can't")
+        if different := member.together(found, partial(_difference, members=_patient(member))):
+            raise RuntimeError(different)
+
+    def _late(self) -> dict[str, str]:
+        """{tensor that has come: its form, and a digest where it has no mean}."""
+        named = _named(self._module)
+        rows, masks = carried(self._module), _masks_of(self._module)
+        found = dict[str, str]()
+        for name, tensor in named.items():
+            if name not in self._first or name in masks:
+                found[name] = f"{tuple(tensor.shape)} {tensor.dtype}"
+                if not tensor.requires_grad and (name in rows or name in masks or _two_valued(tensor)):
+                    found[name] += f" {digest(tensor)}"
+        return found
+
+
+def _named(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _masks(module: nn.Module, name: str) -> bool:
+    """Whether the buffer is one by torch's convention, which may have been there before."""
+    return name.endswith("_mask") and f"{name.removesuffix('_mask')}_orig" in module._parameters
+
+
+def _masks_of(module: nn.Module) -> set[str]:
+    parts = module.named_modules()
+    return {f"{prefix}.{n}".lstrip(".") for prefix, part in parts for n in part._buffers if _masks(part, n)}
+
+
+def _two_valued(tensor: Tensor) -> bool:
+    return bool(((tensor == 0) | (tensor == 1)).all())
+
+
+def _patient(member: Participant) -> Callable[[int], int]:
+    """Members that are still there, where fewer than these have said something: a death isn't known at once."""
+
+    def there(heard: int) -> int:
+        end = time.monotonic() + 2 * member.worker.membership.state.times.dead_after
+        while len(member.present()) > heard and time.monotonic() < end:
+            time.sleep(LOOK_SECONDS)
+        return len(member.present())
+
+    return there
+
+
+def _difference(rows: Sequence[dict[str, str]], members: Callable[[int], int]) -> str:
+    """What isn't alike in all rows, each of one device; empty: all are."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    differs = next((name for name in names if len({row.get(name) for row in rows}) > 1), None)
+    if differs is not None:
+        return f"{_remedy(differs)}, and it isn't alike on all members"
+    if names and members(len(rows)) > len(rows):
+        return f"{_remedy(next(iter(names)))}, and came on this worker alone"
+    return ""
+
+
+def _remedy(name: str) -> str:
+    return (
+        f"{name} has come while training: register it on all elastic workers in one step and alike "
+        "(trainer.strategy.broadcast(mask) is the oldest's on all), or before the fit"
+    )
