@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from cluster_accuracy import EXAMPLES, RECIPES, mean_rows, reached, report, scores, seconds_at
-from cluster_accuracy_worker import flat, train
 from torch import Tensor
 
+from network.accuracy import EXAMPLES, RECIPES, mean_rows, reached, report, scores, seconds_at
+from network.accuracy_worker import flat, train
 from tests.tiny import in_processes
 
 SMALL = [

@@ -5,17 +5,17 @@ import re
 import statistics
 from pathlib import Path
 
-import convergence
 import numpy as np
 import pytest
 import torch
-from convergence import SCHEDULES, Descent, Setting, cell, key
-from convergence_report import plot, text
-from methods import METHODS, WORKERS, Method, copies_sent
-from shards import Network, digits, dirichlet_shards, skew
 from torch import nn
 
 from lightning_decentral.gossip import Complete, Every, Exponential, Ring
+from quality import convergence
+from quality.convergence import SCHEDULES, Descent, Setting, cell, key
+from quality.convergence_methods import METHODS, WORKERS, Method, copies_sent
+from quality.convergence_report import plot, text
+from quality.shards import Network, digits, dirichlet_shards, skew
 
 ROOT = Path(__file__).parents[2]
 LABELS = np.random.default_rng(3).integers(0, 10, 1003)

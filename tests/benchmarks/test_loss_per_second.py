@@ -4,16 +4,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-import peers
 import pytest
-from cluster_accuracy import mean_rows, scores
-from cluster_accuracy_worker import OWN, train
-from loss_methods import METHODS
-from loss_per_second import RECIPES, TIMED, about, keep, recipe_for
-from loss_tables import PEERS, Table, report
-from losses import can_be_rehearsed, rehearsed
-from quiet_recipe import composed
 
+from common.quiet_recipe import composed
+from loss import peers
+from loss.methods import METHODS
+from loss.per_second import RECIPES, TIMED, about, keep, recipe_for
+from loss.rehearsed import can_be_rehearsed, rehearsed
+from loss.tables import PEERS, Table, report
+from network.accuracy import mean_rows, scores
+from network.accuracy_worker import OWN, train
 from tests import ports
 from tests.tiny import in_processes
 

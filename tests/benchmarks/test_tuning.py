@@ -4,10 +4,11 @@ import math
 import re
 
 import pytest
-from loss_methods import METHODS, MOMENTA, RATES, best, family, tuned
-from loss_per_second import RECIPES
-from losses import can_be_rehearsed, rehearsed
-from tuning import grid, last_loss, page, steps_of
+
+from loss.methods import METHODS, MOMENTA, RATES, best, family, tuned
+from loss.per_second import RECIPES
+from loss.rehearsed import can_be_rehearsed, rehearsed
+from loss.tuning import grid, last_loss, page, steps_of
 
 
 def runs(method: str, lowest: tuple[float, float]) -> dict[str, float]:

@@ -2,13 +2,13 @@
 
 import re
 
-import choosing
 import pytest
-from choosing import rows
 from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
 
 from lightning_decentral.gossip import Elastic
+from pages import choosing
+from pages.choosing import rows
 from tests.docs.pages import ROOT
 
 PAGE = (ROOT / "docs" / "choosing.md").read_text()

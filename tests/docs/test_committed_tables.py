@@ -5,10 +5,10 @@ from itertools import product
 from statistics import mean, quantiles, stdev
 
 import pytest
-from choosing import RESULTS, result
 
 from lightning_decentral import gossip
 from lightning_decentral.planner.rehearsal.answer import BEYOND_ERROR, OF_FORECAST
+from pages.choosing import RESULTS, result
 from tests.docs.pages import ROOT
 
 
