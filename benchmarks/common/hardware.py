@@ -2,6 +2,7 @@
 
 import os
 import platform
+from collections.abc import Mapping
 
 import lightning
 import torch
@@ -23,9 +24,9 @@ def description() -> dict[str, str]:
     }
 
 
-def sentence() -> str:
-    """The description in a line, for pages."""
-    return ", ".join(f"{key} {value}" for key, value in description().items())
+def sentence(of: Mapping[str, str] | None = None) -> str:
+    """The description of this machine, or one that a result holds, in a line for pages."""
+    return ", ".join(f"{key} {value}" for key, value in (of or description()).items())
 
 
 def slug() -> str:

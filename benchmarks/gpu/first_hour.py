@@ -6,7 +6,7 @@
     python benchmarks/gpu.py first_hour --device cpu    small sizes on a CPU, to try the script itself; writes nothing
 
 Every part is a process of its own with a hard end, and what one prints is kept where the next one fails. What was
-measured stands beside what was predicted; `results/first-hour-<device>.json` and `.md` hold the parts that ran last.
+measured stands beside what was predicted; `results/first-hour-<device>.json` holds the parts that ran last.
 It needs torch, lightning, transformers, torchmetrics and networkx (for the tests pytest, pytest-timeout and hypothesis,
 for the rehearsal Hydra), and says what it can't run.
 """
@@ -89,16 +89,14 @@ def main(arguments: Sequence[str] | None = None, results: Path = RESULTS) -> int
     if options.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device here, so nothing was measured: --device cpu tries the script itself")
         return 0
-    path = results / f"first-hour-{slug()}"
-    before = path.with_suffix(".json")
-    kept = json.loads(before.read_text())["parts"] if before.exists() else {}
+    path = results / f"first-hour-{slug()}.json"
+    kept = json.loads(path.read_text())["parts"] if path.exists() else {}
     for part in options.parts or ORDER:
         print(f"{part} ...", flush=True)
         kept[part] = run(part, options.device)
         print(f"  took {kept[part]['seconds']:.0f} s" + (f", {kept[part]['error']}" if kept[part]["error"] else ""))
         result = {"hardware": description(), "parts": kept}
         if options.device == "cuda":
-            path.with_suffix(".json").write_text(json.dumps(result, indent=1))
-            path.with_suffix(".md").write_text(page(result))
-    print(f"written: {path.with_suffix('.md').name}" if options.device == "cuda" else "nothing is written of a CPU")
+            path.write_text(json.dumps(result, indent=1))
+    print(f"written: {path.name}" if options.device == "cuda" else "nothing is written of a CPU")
     return int(any(kept[part]["error"] for part in options.parts or ORDER))

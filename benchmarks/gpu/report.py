@@ -4,7 +4,7 @@ import statistics
 from typing import Any
 
 
-def report(result: dict[str, Any]) -> str:
+def page(result: dict[str, Any]) -> str:
     """As a page."""
     about = "\n".join(f"- {name}: {value}" for name, value in result["hardware"].items())
     rows = [

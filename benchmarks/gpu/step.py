@@ -16,7 +16,7 @@ landed behind it.
 
 Memory: bytes that one message in flight holds on the device, in units of the message.
 
-Needs one CUDA device, and without one says so and writes nothing. Writes results/gpu-<device>.json and .md.
+Needs one CUDA device, and without one says so and writes nothing. Writes results/gpu-<device>.json.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from common.hardware import description, slug
-from gpu.report import report
+from gpu.report import page
 from gpu.work import WORKS, Repeated, Work
 from lightning_decentral import GossipStrategy
 from lightning_decentral.gossip import MetropolisHastings, Ring
@@ -250,8 +250,6 @@ def main(arguments: Sequence[str] | None = None, results: Path = RESULTS) -> int
         return 0
     device = torch.device("cuda", 0)
     result = measure(WORKS, options.turns, options.steps, options.elements, 4096, device)
-    path = results / f"gpu-{slug()}"
-    path.with_suffix(".json").write_text(json.dumps(result, indent=1))
-    path.with_suffix(".md").write_text(report(result))
-    print(report(result))
+    (results / f"gpu-{slug()}.json").write_text(json.dumps(result, indent=1))
+    print(page(result))
     return 0

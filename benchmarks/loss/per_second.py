@@ -11,7 +11,7 @@ out Muon those of the same without. `sympy` has those of `gpt`, and `larger-gpt`
 `--schedules` trains in other numbers of steps, which its cosine ends with: ours are cheap, and may end lower and still
 be sooner.
 
-Writes `results/loss-per-second-<hardware>.json` and `.md`; what is in the first isn't measured again. Timing needs root
+Writes `results/loss-per-second-<hardware>.json`; what is in it isn't measured again. Timing needs root
 and iproute2; `--rates` and `--seeds` without a word leave that part out. `--tables` writes the page again.
 """
 
@@ -31,7 +31,7 @@ from common.hardware import description, slug
 from common.paths import RESULTS
 from loss.methods import METHODS, tuned
 from loss.rehearsed import can_be_rehearsed, rehearsed
-from loss.tables import report, scheduled
+from loss.tables import page, scheduled
 from network.accuracy import CROSS_ENTROPY, WARM_UP, Recipe, measure
 from network.accuracy import RECIPES as PLAIN_RECIPES
 from network.cluster import cluster
@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--rehearsals", action="store_true", help="no losses that need real processes")
     parser.add_argument("--longest", type=float, default=3000.0, help="seconds after which a launch has failed")
     parser.add_argument("--results", type=Path, default=RESULTS / f"loss-per-second-{slug()}.json")
-    parser.add_argument("--tables", action="store_true", help="measure nothing, write the page")
+    parser.add_argument("--tables", action="store_true", help="measure nothing, print the page")
     options = parser.parse_args()
     results: dict[str, Any] = {"curves": {}, "seconds": {}}
     if options.results.exists():
@@ -174,4 +174,4 @@ def main() -> None:
         about(results, timed=bool(options.rates))
         time_steps(options, results)
         train(options, results)
-    Console().print(Markdown(report(results, options.results)))
+    Console().print(Markdown(page(results)))

@@ -4,7 +4,6 @@ import re
 import statistics
 from collections.abc import Iterable, Iterator
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from network.accuracy import CROSS_ENTROPY, LOSS
@@ -213,8 +212,8 @@ def lines(rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
 
 
-def report(results: dict[str, Any], path: Path) -> str:
-    """Writes the page of what has run."""
+def page(results: dict[str, Any]) -> str:
+    """Markdown of what has run."""
     places = dict.fromkeys(tuple(key.split(" ")[:2]) for key in results["curves"])
     places = {place: None for place in places if not scheduled(place[0])[1]}
     machine = ", ".join(f"{key} {value}" for key, value in results.get("hardware", {}).items())
@@ -223,6 +222,4 @@ def report(results: dict[str, Any], path: Path) -> str:
     if also := results.get("losses also on"):
         head += f" Losses of further seeds also on: {', '.join(also)}."
     tables = [Table(results, recipe, int(hosts)).markdown() for recipe, hosts in places]
-    text = "\n\n".join([head, *tables]) + "\n"
-    path.with_suffix(".md").write_text(text)
-    return text
+    return "\n\n".join([head, *tables]) + "\n"

@@ -9,8 +9,8 @@ can't be rehearsed (`loss/rehearsed.py`) is tuned for `gpt`, on processes in nam
 Judged by the test loss of the mean model after the last step. No network and no clock matters, so a busy machine will
 do. Muon has three momenta, Adam's stay at 0.9.
 
-Writes `results/tuning-<hardware>.json`, or `tuning-<recipe>-<hardware>.json`, and `.md`; finished runs are kept in the
-first.
+Writes `results/tuning-<hardware>.json`, or `tuning-<recipe>-<hardware>.json`; finished runs are kept in
+it.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from typing import Any
 
 from rich.progress import track
 
-from common.hardware import description, slug
+from common.hardware import description, sentence, slug
 from common.paths import RESULTS
 from loss.methods import METHODS, MOMENTA, RATES, best, family, plain, tuned_alone
 from loss.per_second import RECIPES, real_curve
@@ -70,9 +70,13 @@ def steps_of(recipe: str) -> int:
     return STEPS if recipe == "gpt" else RECIPES[recipe].steps
 
 
-def page(recipe: str, steps: int, runs: dict[str, float], hardware: str) -> str:
-    """A table for each kind of optimizer: columns are rates."""
-    head = f"Test loss of `{recipe}` after {steps} steps, {WORKERS} workers, seed {SEED}: {hardware}."
+def page(kept: dict[str, Any]) -> str:
+    """Markdown, a table for each kind of optimizer: columns are rates."""
+    recipe = next((recipe for recipe in RECIPES if kept["name"].startswith(f"tuning-{recipe}-")), "gpt")
+    runs, hardware = kept["runs"], sentence(kept["hardware"])
+    if "also on" in kept:
+        hardware += f"; some on {' and '.join(kept['also on'])}"
+    head = f"Test loss of `{recipe}` after {steps_of(recipe)} steps, {WORKERS} workers, seed {SEED}: {hardware}."
     parts, chosen = [head], best(runs)
     for kind, rates in RATES.items():
         of_kind = [method for method in chosen if family(method) == kind]
@@ -120,8 +124,4 @@ def main() -> None:
         keep(name, last_loss(recipe, todo[name]))
     kept["runs"] = {name: kept["runs"][name] for name in grid(recipe) if name in kept["runs"]}
     path.write_text(json.dumps(kept, indent=1) + "\n")
-    first = ", ".join(f"{key} {value}" for key, value in kept["hardware"].items())
-    hardware = f"{first}; some on {' and '.join(kept['also on'])}" if "also on" in kept else first
-    text = page(recipe, steps_of(recipe), kept["runs"], hardware)
-    path.with_suffix(".md").write_text(text)
-    print(text)
+    print(page({**kept, "name": path.stem}))

@@ -7,7 +7,7 @@ batches under the same schedule. Nothing is simulated but the network: computati
 share. At marks each host copies its model and trains on; afterwards, off the clock, the mean of these copies is
 evaluated on test examples. The clock runs from the first host's first step to the end of a step on the last host.
 
-Writes `results/cluster-accuracy-<hardware>.json`, `.md` and `.png`; finished runs are kept in the first. Needs root and
+Writes `results/cluster-accuracy-<hardware>.json` and `.png`; finished runs are kept in the first. Needs root and
 iproute2.
 """
 
@@ -236,14 +236,16 @@ def draw(results: dict[str, Any], names: list[str], path: Path) -> None:
     figure.savefig(path)
 
 
-def report(results: dict[str, Any], path: Path) -> str:
-    """Writes page and picture of what has run."""
-    names = [name for name in RECIPES if any(key.startswith(f"{name} ") for key in results["runs"])]
+def names_of(results: dict[str, Any]) -> list[str]:
+    """Recipes that have run."""
+    return [name for name in RECIPES if any(key.startswith(f"{name} ") for key in results["runs"])]
+
+
+def page(results: dict[str, Any]) -> str:
+    """Markdown of what has run."""
     about = f"{results['hosts']} hosts of one processor thread each at {results['rate']}, namespaces on one machine: "
-    text = "\n\n".join([about + sentence() + ".", *(section(results, name) for name in names)]) + "\n"
-    path.with_suffix(".md").write_text(text)
-    draw(results, names, path.with_suffix(".png"))
-    return text
+    about += f"{sentence(results['hardware'])}."
+    return "\n\n".join([about, *(section(results, name) for name in names_of(results))]) + "\n"
 
 
 def main() -> None:
@@ -269,4 +271,5 @@ def main() -> None:
         for name, seed in progress.track(todo, description="runs"):
             results["runs"][f"{name} {seed}"] = measure(hosts, RECIPES[name], options, seed)
             path.write_text(json.dumps(results, indent=1) + "\n")
-    Console().print(Markdown(report(results, path)))
+    draw(results, names_of(results), path.with_suffix(".png"))
+    Console().print(Markdown(page(results)))

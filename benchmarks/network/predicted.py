@@ -7,7 +7,7 @@ Measures the network of the hosts as a user would (`python -m lightning_decentra
 sleeping model on hosts that train by themselves, and what rounds of gossip take the hosts beside the network, a
 sleep between two as long as a step's; puts all into a profile, and asks the forecasts that `lightning-decentral plan`
 asks. What was measured comes from `network/speed.py`'s results with as many hosts at the same rates; where it has none
-for a setting, that is left out. Writes `results/predicted-<hardware>.json`, `.md` and `.png`.
+for a setting, that is left out. Writes `results/predicted-<hardware>.json` and `.png`.
 """
 
 import argparse
@@ -126,6 +126,12 @@ def verdict(rows: dict[str, dict[str, tuple[float, float]]]) -> str:
     return text
 
 
+def page(results: dict[str, Any]) -> str:
+    """Markdown of all settings."""
+    about, rows = f"Simulated accelerator and network, one machine: {sentence(results['hardware'])}.", results["rows"]
+    return f"{about}\n\n{verdict(rows)}\n\n{table(rows)}\n"
+
+
 def draw(rows: dict[str, dict[str, tuple[float, float]]], path: Path) -> None:
     """Every configuration as a point."""
     from matplotlib import pyplot
@@ -167,8 +173,7 @@ def main() -> None:
         rows[setting] = {m: (s, found[m]) for m, s in forecasts.items() if m in found}
         profiles[setting] = asdict(replace(profile, hosts={}))
     path = RESULTS / f"predicted-{slug()}.json"
-    path.write_text(json.dumps({"hardware": description(), "rows": rows, "profiles": profiles}, indent=1) + "\n")
-    text = f"Simulated accelerator and network, one machine: {sentence()}.\n\n{verdict(rows)}\n\n{table(rows)}\n"
-    path.with_suffix(".md").write_text(text)
+    results = {"hardware": description(), "rows": rows, "profiles": profiles}
+    path.write_text(json.dumps(results, indent=1) + "\n")
     draw(rows, path.with_suffix(".png"))
-    Console().print(Markdown(text))
+    Console().print(Markdown(page(results)))

@@ -9,7 +9,7 @@ times slower. With `--model linear` the layers multiply matrices instead, on pro
 `--processor 0.7` all hosts together get so much of the processors' time: a slower processor.
 
 The bound of a step is max(mean compute, bytes / rate), bytes being what a host sends. Writes
-`results/cluster-speed-<hardware>.json` (raw times of every step and host), `.md` and `.png`. Needs root and iproute2;
+`results/cluster-speed-<hardware>.json` (raw times of every step and host) and `.png`. Needs root and iproute2;
 decent-dp (the seed paper's own code) is measured where it is installed: `pip install -e '.[benchmark]'`.
 """
 
@@ -32,7 +32,7 @@ from network.cluster import Cluster, ClusterError, bits_per_second, cluster
 from network.slower import processor
 from network.speed_worker import METHODS, MODELS
 
-SLOWER = "processor*"
+SLOWER, WARM_UP = "processor*", 8
 
 
 def measure(hosts: Cluster, methods: list[str], options: argparse.Namespace, straggler: float) -> dict[str, Any]:
@@ -119,6 +119,12 @@ def table(results: dict[str, Any], warm_up: int) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
+def page(results: dict[str, Any]) -> str:
+    """Markdown of all runs."""
+    about = f"Simulated accelerator and network, one machine: {sentence(results['hardware'])}."
+    return f"{about}\n\n{table(results, results.get('warm_up', WARM_UP))}\n"
+
+
 def draw(results: dict[str, Any], warm_up: int, path: Path) -> None:
     """One panel for each setting: seconds per step of every method, its bound as a line."""
     from matplotlib import pyplot
@@ -184,7 +190,7 @@ def main() -> None:
     methods = [m for m in options.methods if m != "decent-dp" or importlib.util.find_spec("decent_dp")]
     path = RESULTS / f"cluster-speed-{slug()}.json"
     results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"runs": {}}
-    shape = {name: getattr(options, name) for name in ("parameters", "layers", "compute", "steps")}
+    shape = {name: getattr(options, name) for name in ("parameters", "layers", "compute", "steps", "warm_up")}
     results |= {"hardware": description(), **shape}
     stragglers = options.stragglers if options.model == "sleeping" else [1.0]
     for straggler in stragglers:
@@ -205,7 +211,5 @@ def main() -> None:
                         run[method] = {**turns, "sent": record["sent"]}
                     path.write_text(json.dumps(results))
                     progress.advance(task)
-    text = f"Simulated accelerator and network, one machine: {sentence()}.\n\n{table(results, options.warm_up)}\n"
-    path.with_suffix(".md").write_text(text)
     draw(results, options.warm_up, path.with_suffix(".png"))
-    Console().print(Markdown(text))
+    Console().print(Markdown(page(results)))

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from common.paths import RESULTS
+from pages.reports import report
 
 METHODS = ("ddp", "ddp, 4 MB buckets", "gossip", "gossip, int8")
 RATES = ("200mbit", "400mbit", "1gbit")
@@ -25,9 +26,9 @@ Row = dict[str, str]
 
 
 def rows(name: str) -> Iterator[Row]:
-    """Of all tables of a committed page of results, each by its own headings; what stands before a table is `title`."""
+    """Of all tables of a report of results, each by its own headings; what stands before a table is `title`."""
     title, heads = "", []
-    for line in (RESULTS / name).read_text().splitlines():
+    for line in report(name).splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if not line.startswith("|"):
             title, heads = line or title, []
@@ -61,7 +62,7 @@ def pipeline() -> str:
 def sooner(recipe: str, method: str) -> str:
     (found,) = (
         row["times faster than ddp to the last"]
-        for row in rows("cluster-accuracy-2-cores.md")
+        for row in rows("cluster-accuracy-2-cores")
         if row["title"].startswith(f"{recipe}:") and row["method"] == method
     )
     return f"{found} times sooner at the target than `ddp`"
@@ -70,7 +71,7 @@ def sooner(recipe: str, method: str) -> str:
 def by_rate(recipe: str, what: str, page: str = "") -> list[Row]:
     """Of the table with this title, of the page with this in its name."""
     hosts = {"8-hosts-": 8, "16-hosts-": 16}.get(page, 4)
-    found = rows(f"loss-per-second-{page}2-cores.md")
+    found = rows(f"loss-per-second-{page}2-cores")
     return [row for row in found if row["title"].startswith(f"{recipe}, {hosts} hosts: {what}")]
 
 
@@ -87,10 +88,10 @@ def uneven() -> str:
 
 def questions() -> str:
     """What to type by the first question that is answered with yes, and one number for it."""
-    slow = {row["method"]: row for row in rows("cluster-speed-2-cores.md") if row["straggler or model"] == "3"}
-    equal = {(row["recipe"], row["run"]): row["mean ± deviation"] for row in rows("quality-2-cores.md")}
+    slow = {row["method"]: row for row in rows("cluster-speed-2-cores") if row["straggler or model"] == "3"}
+    equal = {(row["recipe"], row["run"]): row["mean ± deviation"] for row in rows("quality-2-cores")}
     speed, accuracy, text = (
-        f"`{name}-2-cores.md`" for name in ("cluster-speed", "cluster-accuracy", "loss-per-second")
+        f"`{name}-2-cores.json`" for name in ("cluster-speed", "cluster-accuracy", "loss-per-second")
     )
     compared = f"accuracy {equal['resnet', 'ddp']} at equal steps, gossip {equal['resnet', 'gossip']}"
     body = [
@@ -113,7 +114,7 @@ def questions() -> str:
          f"at 50 Mb/s {at_rate('gossip, int8, Muon', '50mbit')}", text],
         ["links of 200 Mb/s, text, equal replicas", "`experiment=compressed_muon`",
          at_rate("compressed, int8, Muon", "200mbit"), text],
-        ["none of these", "`strategy=ddp`", compared, "`quality-2-cores.md`"],
+        ["none of these", "`strategy=ddp`", compared, "`quality-2-cores.json`"],
     ]  # fmt: skip
     return markdown(("first yes", "type", "one number", "from"), body)
 
@@ -122,7 +123,7 @@ def steps_on_links() -> str:
     """Seconds of a step by rate, then by the number of hosts; a dash where nothing was measured."""
     found = {
         (row["hosts"], row["rate"], row["method"]): row["s per step"]
-        for row in rows("cluster-speed-2-cores.md")
+        for row in rows("cluster-speed-2-cores")
         if row["straggler or model"] == "1"
     }
     places = [("8", rate) for rate in RATES] + [(size, "200mbit") for size in SIZES if size != "8"]
@@ -132,14 +133,14 @@ def steps_on_links() -> str:
 
 def stragglers() -> str:
     """Times faster than ddp where one of eight hosts at a time is three times slower."""
-    slow = [row for row in rows("cluster-speed-2-cores.md") if row["straggler or model"] == "3"]
+    slow = [row for row in rows("cluster-speed-2-cores") if row["straggler or model"] == "3"]
     return markdown(tuple(row["method"] for row in slow), [[row["times faster than ddp"] for row in slow]])
 
 
 def seconds_to_a_target() -> str:
     """To a target that all methods reach, and the score of the last step."""
     body = []
-    for row in rows("cluster-accuracy-2-cores.md"):
+    for row in rows("cluster-accuracy-2-cores"):
         recipe, steps = row["title"].partition(":")[0], row["title"].partition(" steps")[0].split()[-1]
         target = {"resnet": "0.97", "gpt": "1.45", "larger-gpt": "2.5"}[recipe]
         last = next(value for head, value in row.items() if head.endswith("at the end"))
@@ -235,7 +236,7 @@ def soonest_of_all() -> str:
 
 def at_equal_steps() -> str:
     """Three seeds, four workers."""
-    found = {(row["recipe"], row["run"]): row for row in rows("quality-2-cores.md")}
+    found = {(row["recipe"], row["run"]): row for row in rows("quality-2-cores")}
     body = [[*key, found[key]["metric"], found[key]["mean ± deviation"]] for key in EQUAL_STEPS]
     return markdown(("recipe", "run", "metric", "mean ± deviation"), body)
 

@@ -30,7 +30,7 @@ RULES = (
 
 
 def quality() -> str:
-    found = {(row["recipe"], row["run"]): row for row in rows("quality-2-cores.md")}
+    found = {(row["recipe"], row["run"]): row for row in rows("quality-2-cores")}
     body = [[*key, found[key]["metric"], found[key]["mean ± deviation"], found[key]["against ddp"]] for key in QUALITY]
     return markdown(("recipe", "run", "metric", "mean ± deviation", "against ddp"), body)
 
@@ -60,7 +60,7 @@ def ratio(found: dict[str, list[dict[str, Any]]], name: str, against: str) -> fl
 
 def slow_network() -> str:
     """Seconds of a step, and times its bound."""
-    found = {(row["rate"], row["method"]): row for row in rows("cluster-speed-2-cores.md")
+    found = {(row["rate"], row["method"]): row for row in rows("cluster-speed-2-cores")
              if (row["hosts"], row["straggler or model"]) == ("8", "1")}  # fmt: skip
     cells = [[found[rate, method] for rate in ("200mbit", "400mbit", "1gbit")] for method in STEPS]
     body = [
@@ -72,7 +72,7 @@ def slow_network() -> str:
 def forecasts() -> str:
     """How far off predicted seconds of a step are, by setting."""
     found: dict[str, list[float]] = {}
-    for row in rows("predicted-2-cores.md"):
+    for row in rows("predicted-2-cores"):
         found.setdefault(row["hosts, rate"], []).append(abs(float(row["off by"].rstrip("%"))))
     body = [[where, str(len(off)), f"{max(off):.1f} %"] for where, off in found.items()]
     return markdown(("hosts, rate", "methods", "furthest off"), body)
@@ -94,7 +94,7 @@ def bound(slices: str) -> float:
 def unequal_data() -> str:
     heads = ("constant, alpha 1", "constant, alpha 0.01", "falling, alpha 0.01")
     found: dict[tuple[str, str, str], dict[str, str]] = {}
-    for row in rows("convergence-2-cores.md"):
+    for row in rows("convergence-2-cores"):
         found.setdefault((row["rule"], row["graph"], row["delay"]), row)  # of three tables the first has accuracies
     return markdown(
         ("rule", "graph", "delay", *heads), [[*key, *(found[key][head] for head in heads)] for key in RULES]
@@ -103,7 +103,7 @@ def unequal_data() -> str:
 
 def partial() -> str:
     heads = ("depth", "step time / ddp", "saved / full", "bytes / ddp")
-    return markdown(heads, [[row[head] for head in heads] for row in rows("partial-cost-2-cores.md")])
+    return markdown(heads, [[row[head] for head in heads] for row in rows("partial-cost-2-cores")])
 
 
 def sweeps() -> str:

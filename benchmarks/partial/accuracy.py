@@ -115,7 +115,7 @@ def apart(function: Callable[..., Any], *args: Any) -> Any:
     return queue.get()
 
 
-def report(runs: dict[str, float], path: Path) -> None:
+def rows(runs: dict[str, float]) -> tuple[list[str], dict[str, list[tuple[str, float, float]]]]:
     """Table and picture of what has run."""
     lines = ["| recipe | run | steps | compute | metric | mean ± deviation (seeds) | against ddp |", "| --- " * 7 + "|"]
     points: dict[str, list[tuple[str, float, float]]] = {}
@@ -136,10 +136,14 @@ def report(runs: dict[str, float], path: Path) -> None:
             mean = f"{statistics.mean(values):.4f}{spread} ({len(values)})"
             lines.append("| " + " | ".join([*cells, mean, "" if name == "ddp" else f"{difference:+.4f}"]) + " |")
             points.setdefault(recipe, []).append((name, total, statistics.mean(values)))
-    text = f"`python benchmarks/partial.py accuracy`, {WORKERS} CPU workers: {sentence()}. "
-    text += "Compute in units of the ddp run's.\n\n" + "\n".join(lines) + "\n"
-    path.with_suffix(".md").write_text(text)
-    draw(points, path.with_suffix(".png"))
+    return lines, points
+
+
+def page(results: dict[str, Any]) -> str:
+    """Markdown of what has run."""
+    command = f"`python benchmarks/partial.py accuracy`, {WORKERS} CPU workers: {sentence(results['hardware'])}."
+    lines, _ = rows(results["runs"])
+    return f"{command} Compute in units of the ddp run's.\n\n" + "\n".join(lines) + "\n"
 
 
 def draw(points: dict[str, list[tuple[str, float, float]]], path: Path) -> None:
@@ -175,4 +179,4 @@ def main() -> None:
                     runs[key] = apart(train, [*plan["words"], *run.words], plan["metric"], run.steps, run.rate, seed)
                     path.write_text(json.dumps(results, indent=1))
                     print(key, runs[key], flush=True)
-        report(runs, path)
+        draw(rows(runs)[1], path.with_suffix(".png"))

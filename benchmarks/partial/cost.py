@@ -27,7 +27,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from rich.console import Console
-from rich.table import Table
+from rich.markdown import Markdown
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -166,23 +166,26 @@ def cost(turns: int) -> None:
                 environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"} if before else dict(os.environ)
                 subprocess.run(words, check=True, capture_output=True, timeout=600, env=environment)
                 rows.setdefault("ddp" if depth is None else str(depth), []).append(json.loads(path.read_text()))
-    best = {name: {k: min(row[k] for row in found) for k in found[0]} for name, found in rows.items()}
-    table = Table("depth", "step time / ddp", "(1 + 2f) / 3", "saved / full", "d / L", "bytes / ddp", "trained share")
-    lines = []
+    path = RESULTS / f"partial-cost-{slug()}.json"
+    results = {"hardware": description(), "turns": turns, "isolated": bool(before), "rows": rows}
+    path.write_text(json.dumps(results, indent=1))
+    Console().print(Markdown(page(results)))
+
+
+def page(results: dict[str, Any]) -> str:
+    """Markdown: the best of all turns; bytes where a network of its own counted nobody else's."""
+    best = {name: {k: min(row[k] for row in found) for k in found[0]} for name, found in results["rows"].items()}
+    heads = ["depth", "step time / ddp", "(1 + 2f) / 3", "saved / full", "d / L", "bytes / ddp", "trained share"]
+    lines = ["| " + " | ".join(heads) + " |", "| --- " * len(heads) + "|"]
     for depth in (12, 9, 6, 3, 1):
         f, own = depth / BLOCKS, best[str(depth)]
-        sent = f"{own['bytes'] / best['ddp']['bytes']:.3f}" if before else "not measured"
+        sent = f"{own['bytes'] / best['ddp']['bytes']:.3f}" if results.get("isolated", True) else "not measured"
         saved = saved_bytes(depth) / saved_bytes(BLOCKS)
         seconds = own["seconds"] / best["ddp"]["seconds"]
         cells = [str(depth), f"{seconds:.3f}", f"{(1 + 2 * f) / 3:.3f}", f"{saved:.4f}", f"{f:.4f}", sent, f"{f:.3f}"]
-        table.add_row(*cells)
         lines.append("| " + " | ".join(cells) + " |")
-    Console().print(table)
-    path = RESULTS / f"partial-cost-{slug()}.json"
-    path.write_text(json.dumps({"hardware": description(), "turns": turns, "rows": rows}, indent=1))
-    head = "| " + " | ".join(str(column.header) for column in table.columns) + " |"
-    text = f"`python benchmarks/partial.py cost --turns {turns}`, {WORKERS} CPU workers: {sentence()}.\n\n"
-    path.with_suffix(".md").write_text(text + "\n".join([head, "| --- " * 7 + "|", *lines]) + "\n")
+    about = f"{WORKERS} CPU workers: {sentence(results['hardware'])}"
+    return f"`python benchmarks/partial.py cost --turns {results['turns']}`, {about}.\n\n" + "\n".join(lines) + "\n"
 
 
 def main() -> None:

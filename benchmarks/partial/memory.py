@@ -141,10 +141,15 @@ def lines(rows: Mapping[str, Mapping[str, int]]) -> list[str]:
     return head
 
 
+def page(results: dict[str, Any]) -> str:
+    """Markdown of all policies."""
+    text = "\n".join(lines(results["rows"]))
+    return f"`python benchmarks/partial.py memory`, one worker: {sentence(results['hardware'])}.\n\n{text}\n"
+
+
 def main() -> None:
     rows = {name: measure(*policy) for name, policy in POLICIES.items()}
     path = RESULTS / f"partial-memory-{slug()}.json"
-    path.write_text(json.dumps({"hardware": description(), "rows": rows}, indent=1))
-    text = "\n".join(lines(rows))
-    path.with_suffix(".md").write_text(f"`python benchmarks/partial.py memory`, one worker: {sentence()}.\n\n{text}\n")
-    print(text)
+    results = {"hardware": description(), "rows": rows}
+    path.write_text(json.dumps(results, indent=1))
+    print(page(results))

@@ -5,7 +5,7 @@
 Each run is `python recipes/train.py recipe=... strategy=... seed=...` with four CPU workers: the same steps, batches
 and optimizer. The data are embedded ones, of sanity scale: scikit-learn's
 digits (test accuracy) and the help texts of the Python in use (test loss, nats per byte). Writes
-`results/quality-<hardware>.json` and `.md`; finished runs are kept in the first, so that a broken-off benchmark goes
+`results/quality-<hardware>.json`; finished runs are kept in it, so that a broken-off benchmark goes
 on where it was.
 """
 
@@ -75,6 +75,13 @@ def table(runs: dict[str, float], seeds: list[int]) -> str:
     return "\n".join(lines)
 
 
+def page(results: dict[str, Any]) -> str:
+    """Markdown of the seeds that have run."""
+    seeds = sorted({int(key.rpartition(" ")[2]) for key in results["runs"]})
+    command = f"`python benchmarks/quality.py`, four CPU workers, seeds {seeds}: {sentence(results['hardware'])}."
+    return f"{command}\n\n{table(results['runs'], seeds)}\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -94,7 +101,4 @@ def main() -> None:
             runs[f"{recipe} {variant} {seed}"] = train(recipe, seed, [*VARIANTS[recipe][variant], *options.overrides])
             path.write_text(json.dumps(results, indent=1))
             progress.advance(task)
-    command = f"`python benchmarks/quality.py`, four CPU workers, seeds {options.seeds}: {sentence()}."
-    text = f"{command}\n\n{table(runs, options.seeds)}\n"
-    path.with_suffix(".md").write_text(text)
-    print(text)
+    print(page(results))

@@ -4,7 +4,7 @@
 
 Each run is `python recipes/train.py recipe=... strategy=gossip strategy/codec=... seed=...` with four CPU workers:
 the same steps, batches and optimizer as `benchmarks/quality.py`, which compares gossip with ddp. Writes
-`results/quality-codec-<hardware>.json` and `.md`; finished runs are kept in the first, so that a broken-off benchmark
+`results/quality-codec-<hardware>.json`; finished runs are kept in it, so that a broken-off benchmark
 goes on where it was; so are the runs of `benchmarks/quality.py` on the same hardware whose command is the same: its
 gossip is `plain` here. `--recipes`, `--seeds` and `--variants` choose what to run next.
 """
@@ -74,6 +74,12 @@ def _over_seeds(values: list[float]) -> tuple[float, float]:
     return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else float("nan")
 
 
+def page(results: dict[str, Any]) -> str:
+    """Markdown of what has run."""
+    command = f"`python benchmarks/quality.py codec`, four CPU workers: {sentence(results['hardware'])}."
+    return f"{command}\n\n{table(results['runs'])}\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -96,7 +102,5 @@ def main() -> None:
             runs[f"{recipe} {variant} {seed}"] = train(recipe, seed, words)
             path.write_text(json.dumps(results, indent=1))
             progress.advance(task)
-    text = f"`python benchmarks/quality.py codec`, four CPU workers: {sentence()}.\n\n{table(runs)}\n"
     path.write_text(json.dumps(results, indent=1))
-    path.with_suffix(".md").write_text(text)
-    print(text)
+    print(page(results))

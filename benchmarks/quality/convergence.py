@@ -7,7 +7,7 @@ drawn from a Dirichlet distribution (alpha 1: mixed, 0.1: skewed, 0.01: one or t
 worst worker's test accuracy after a short budget, mean over three seeds: once at a constant learning rate, once with a
 tenth of it in the last fifth of the steps. Learning rate and momentum are tuned for each method, schedule and alpha
 over the same grid, on examples that are neither trained nor tested on. The shape is that of table 2 of RelaySum (Vogels
-et al. 2110.04175). Writes `results/convergence-<hardware>` as json, md and png; finished cells are kept in the first,
+et al. 2110.04175). Writes `results/convergence-<hardware>` as json and png; finished cells are kept in the first,
 so that a broken-off benchmark goes on where it was.
 """
 
@@ -133,7 +133,7 @@ def key(method: Method, schedule: str, alpha: float) -> str:
 
 
 def run(path: Path, only: str) -> None:
-    """Run what isn't in `path` yet, then write the table and the picture beside it."""
+    """Run what isn't in `path` yet, then draw the picture."""
     results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     results |= {"hardware": description(), "grid": [vars(setting) for setting in GRID]}
     cells = results.setdefault("cells", {})
@@ -147,8 +147,12 @@ def run(path: Path, only: str) -> None:
             cells[key(*parts)] = cell(*parts)
             path.write_text(json.dumps(results, indent=1) + "\n")
             progress.advance(task)
-    path.with_suffix(".md").write_text(text(results, METHODS, tuple(SCHEDULES), ALPHAS, key))
     plot(results, METHODS, tuple(SCHEDULES), ALPHAS, key, path.with_suffix(".png"))
+
+
+def page(results: dict[str, Any]) -> str:
+    """Markdown of what has run."""
+    return text(results, METHODS, tuple(SCHEDULES), ALPHAS, key)
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ Each run is a rehearsal (`loss/rehearsed.py`) of 1,080 steps of the `gpt` recipe
 of so many processes. Each rule is run with Muon and with AccumAdamW, at the rates and momenta of the configurations:
 tuned for plain gossip and for `ddp` (`loss/tuning.py`), not for each rule. The better one by the first seed is run with
 the others, too. The loss is that of the mean of the workers' models on the test examples. Writes
-`results/quality-rules-<hardware>.json` and `.md`; finished runs are kept in the first, so that a broken-off benchmark
+`results/quality-rules-<hardware>.json`; finished runs are kept in it, so that a broken-off benchmark
 goes on where it was.
 """
 
@@ -115,6 +115,12 @@ def losses(runs: dict[str, float], rule: str) -> list[float]:
     return [runs[key] for key in keys if key in runs]
 
 
+def page(results: dict[str, Any]) -> str:
+    """Markdown of what has run."""
+    command = f"`python benchmarks/quality.py rules`, {WORKERS} workers, seeds {list(SEEDS)}"
+    return f"{command}: {sentence(results['hardware'])}.\n\n{table(results['runs'])}\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, of one thread each")
@@ -130,7 +136,4 @@ def main() -> None:
             for done in track(as_completed(running), way.__name__, total=len(running)):
                 runs[running[done]] = done.result()
                 path.write_text(json.dumps(results, indent=1) + "\n")
-    said = f"`python benchmarks/quality.py rules`, {WORKERS} workers, seeds {list(SEEDS)}"
-    text = f"{said}: {sentence()}.\n\n{table(runs)}\n"
-    path.with_suffix(".md").write_text(text)
-    print(text)
+    print(page(results))

@@ -169,7 +169,6 @@ def compare_asleep() -> None:
     both["forecasts"] = asleep.forecasts(both)
     kept |= {"forecasts": both["forecasts"], **compared(both), "hardware": description()}
     path.write_text(json.dumps(kept, indent=1) + "\n")
-    path.with_suffix(".md").write_text(page(kept))
     Console().print(page(kept))
 
 
@@ -197,6 +196,5 @@ def main() -> None:
             path.write_text(json.dumps(kept, indent=1) + "\n")
     if "forecasts" in kept:
         kept |= compared(kept)
-        path.with_suffix(".md").write_text(page(kept))
         Console().print(page(kept))
     path.write_text(json.dumps({**kept, "hardware": description()}, indent=1) + "\n")

@@ -4,7 +4,7 @@
 
 Worker i minimises 1/2 ||x - c_i||^2 in 10 dimensions under plain gossip, overlapped; the last state alone is kept.
 Every topology runs in a process of its own, one thread; peak memory is that process's above what it had before, and
-the seconds are its processor time. Writes `results/simulation-<hardware>.json` and `.md`.
+the seconds are its processor time. Writes `results/simulation-<hardware>.json`.
 """
 
 import argparse
@@ -18,6 +18,8 @@ import time
 from common.paths import RESULTS
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from typing import Any
 
 import networkx as nx
 import torch
@@ -79,12 +81,17 @@ def main() -> None:
     for topology in track(topologies(options.workers), "topologies"):
         with multiprocessing.get_context("fork").Pool(1) as apart:
             found[repr(topology)[:60]] = apart.apply(run, (topology, options.workers, options.steps))
-    lines = ["| topology | seconds | peak MiB | error of the mean |", "| --- | --- | --- | --- |"]
-    for name, row in found.items():
-        lines.append(f"| {name} | {row['seconds']:.1f} | {row['peak_bytes'] / 2**20:.0f} | {row['error']:.1e} |")
-    words = f"{options.workers} workers, {options.steps} steps, {DIM} dimensions, one thread"
-    text = f"`python benchmarks/rehearse.py simulation`, {words}: {sentence()}.\n\n" + "\n".join(lines) + "\n"
     path = RESULTS / f"simulation-{slug()}.json"
-    path.write_text(json.dumps({"hardware": description(), **vars(options), "topologies": found}, indent=1))
-    path.with_suffix(".md").write_text(text)
-    Console().print(Markdown(text))
+    results = {"hardware": description(), **vars(options), "topologies": found}
+    path.write_text(json.dumps(results, indent=1))
+    Console().print(Markdown(page(results)))
+
+
+def page(results: dict[str, Any]) -> str:
+    """Markdown of all topologies."""
+    lines = ["| topology | seconds | peak MiB | error of the mean |", "| --- | --- | --- | --- |"]
+    for name, row in results["topologies"].items():
+        lines.append(f"| {name} | {row['seconds']:.1f} | {row['peak_bytes'] / 2**20:.0f} | {row['error']:.1e} |")
+    words = f"{results['workers']} workers, {results['steps']} steps, {DIM} dimensions, one thread"
+    about = f"`python benchmarks/rehearse.py simulation`, {words}: {sentence(results['hardware'])}."
+    return f"{about}\n\n" + "\n".join(lines) + "\n"

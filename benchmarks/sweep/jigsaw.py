@@ -37,7 +37,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from lightning.pytorch import Callback, Trainer
 from rich.console import Console
-from rich.table import Table
+from rich.markdown import Markdown
 from torch import Tensor
 
 from common.hardware import description, sentence, slug
@@ -238,21 +238,20 @@ def main() -> None:
             runs[name].append(measure(way, options.steps))
     digests = {job: {run["jobs"][job]["digest"] for found in runs.values() for run in found} for job in ("0", "1")}
     equal = all(len(found) == 1 for found in digests.values())
-    rows = shown(runs, predicted(runs["one after the other"]))
-    headings = ["way", "iterations/s", "range", "predicted", "x one after the other", "x time slices"]
-    table = Table(*headings)
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table, f"weights of all ways equal bit by bit: {equal}")
-    save(options, runs, rows, headings, equal)
-
-
-def save(options: Any, runs: Any, rows: Sequence[Sequence[str]], headings: Sequence[str], equal: bool) -> None:
     path = RESULTS / f"jigsaw-{slug()}.json"
-    kept = {"turns": options.turns, "steps": options.steps, "weights_equal": equal, "runs": runs}
-    path.write_text(json.dumps({"hardware": description(), **kept}, indent=1) + "\n")
-    words = f"--turns {options.turns} --steps {options.steps}"
-    command = f"`python benchmarks/sweep.py jigsaw {words}`: {sentence()}. Medians, ranges."
-    lines = ["| " + " | ".join(row) + " |" for row in [headings, ["---"] * len(headings), *rows]]
-    verdict = f"Weights of all ways equal bit by bit: {'yes' if equal else 'NO'}."
-    path.with_suffix(".md").write_text("\n".join([command, "", *lines, "", verdict]) + "\n")
+    about = {"hardware": description(), "turns": options.turns, "steps": options.steps}
+    results = {**about, "weights_equal": equal, "runs": runs}
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    Console().print(Markdown(page(results)))
+
+
+def page(results: dict[str, Any]) -> str:
+    """Markdown of all ways."""
+    runs = results["runs"]
+    rows = shown(runs, predicted(runs["one after the other"]))
+    heads = ["way", "iterations/s", "range", "predicted", "x one after the other", "x time slices"]
+    words = f"--turns {results['turns']} --steps {results['steps']}"
+    about = f"`python benchmarks/sweep.py jigsaw {words}`: {sentence(results['hardware'])}. Medians, ranges."
+    lines = ["| " + " | ".join(row) + " |" for row in [heads, ["---"] * len(heads), *rows]]
+    verdict = f"Weights of all ways equal bit by bit: {'yes' if results['weights_equal'] else 'NO'}."
+    return "\n".join([about, "", *lines, "", verdict]) + "\n"

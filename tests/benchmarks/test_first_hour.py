@@ -136,7 +136,7 @@ def test_a_part_that_fails_keeps_its_rows(tmp_path: Path) -> None:
     ):
         assert first_hour.main(["facts"], results=tmp_path) == 0
         assert first_hour.main(["round"], results=tmp_path) == 1
-    page = (tmp_path / "first-hour-a-device.md").read_text()
+    page = first_hour.page(json.loads((tmp_path / "first-hour-a-device.json").read_text()))
     assert "| copy, TB/s | 3.1 | 3.0 |" in page
     assert "**RuntimeError: no more**" in page
     assert "| before | 1.5 | 2 |" in page

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gpu import step
-from gpu.report import report
+from gpu.report import page
 from gpu.work import Work
 from network.codec import CODECS
 
@@ -47,9 +47,9 @@ def test_every_part_runs_and_is_reported(tmp_path: Path) -> None:
     staged = result["staging"]
     assert staged["message bytes"] == 4 * 2**18
     assert staged["copies"] == 0, "nobody counts on the CPU"
-    page = report(json.loads(json.dumps(result)))
-    assert "| gpt | " in page
-    assert f"hidden {staged['hidden']:.2f}" in page
+    text = page(json.loads(json.dumps(result)))
+    assert "| gpt | " in text
+    assert f"hidden {staged['hidden']:.2f}" in text
 
 
 @pytest.mark.gpu
