@@ -1,6 +1,6 @@
 """The same runs by torchft: its lighthouse, its DistributedDataParallel or its LocalSGD, in `elastic.py`'s processes.
 
-Workers print the lines that `elastic_worker` prints. A round is a step of DDP, and of LocalSGD every `LOCAL` steps.
+Workers print the lines that `elastic.worker` prints. A round is a step of DDP, and of LocalSGD every `LOCAL` steps.
 
 torchft's times are tuned for this: gloo sees an ended process at once, and the next quorum waits until the lost one's
 heartbeats are `heartbeat_timeout` old, or `join_timeout` is over. Shorter ones lose workers that only stall.

@@ -145,7 +145,7 @@ KEPT = {
     "lobby memory": "the lobby's memory, MiB", "given": "bytes that a newcomer is given",
     "joined": "seconds from a kill until a newcomer takes part",
 }  # fmt: skip
-"""Of the series of `elastic_aging`."""
+"""Of the series of `elastic.aging`."""
 
 
 def aged() -> str:

@@ -2,7 +2,7 @@
 
     python benchmarks/pipeline.py slice_account
 
-The model of `token_pipeline.py` as a single stage of one thread: a step of the whole sequence and the same step in
+The model of `token_pipeline` as a single stage of one thread: a step of the whole sequence and the same step in
 slices, without any wait. First the processor seconds of each (the least of several turns), without the profiler; then,
 under the profiler, which itself adds to every call, the operations whose own time differs most.
 """
