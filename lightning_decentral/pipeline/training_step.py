@@ -1,6 +1,6 @@
 """Training and evaluation steps of an unmodified LightningModule through the pipeline.
 
-The step of the user runs once per micro-batch on every stage up to its call of the model, which says what goes in. On
+The step of the user runs once per micro-batch on every stage up to its call of the model, which gives the inputs. On
 the last stage it waits there and goes on once the answer is there; what it returns goes back.
 """
 
@@ -31,7 +31,7 @@ MOVING = ("transfer_batch_to_device", "on_after_batch_transfer")
 
 
 class Outcome(NamedTuple):
-    """What all stages know after a step: scalars of a device, whose host hasn't waited for them.
+    """Result of a step that all stages know: scalars of a device, whose host hasn't waited for them.
 
     Args:
         factor: gradients are to be multiplied by it.
@@ -126,7 +126,7 @@ class TrainingStep:
                 for p in self._module.parameters()]  # fmt: skip
 
     def _weight(self, count: TargetCount, loss: Tensor) -> Tensor:
-        """A scalar beside the loss, float64."""
+        """Weight of a micro-batch's loss in the batch's: a scalar, float64."""
         if len(self.calls) == 1:
             return torch.ones((), dtype=torch.float64, device=loss.device)  # whatever mean it is
         targets = count.targets(loss)
@@ -217,7 +217,7 @@ def _beside(value: Tensor, other: Tensor) -> Tensor:
 
 
 def moved(module: LightningModule, batch: Any, move: Callable[[], Any]) -> Any:
-    """What `move()` makes of the host's batch. Which of its masks hide nothing stays known, unless hooks of the user
+    """Run `move()` on the host's batch. Which of its masks hide nothing stays known, unless hooks of the user
     move it, or change it there."""
     owners = (module, module.trainer.datamodule)  # type: ignore[attr-defined]
     own = any(is_overridden(hook, owner) for hook in MOVING for owner in owners)

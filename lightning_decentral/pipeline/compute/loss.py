@@ -26,7 +26,7 @@ class Mean:
     ignore_index: int
 
     def count(self) -> Tensor:
-        """How many they are: a scalar where they lie, for which no host waits."""
+        """Number of targets that aren't ignored: a scalar on their device, for which no host waits."""
         return (self.target != self.ignore_index).sum()
 
 

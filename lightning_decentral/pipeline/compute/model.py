@@ -40,7 +40,7 @@ class Call:
 
 @dataclass(frozen=True)
 class StagePlace:
-    """Where a stage stands: which blocks, and whether the embedding and the head are its."""
+    """Position of a stage in the model: which blocks it has, and whether the embedding and the head are its."""
 
     first_block: int
     stop_block: int
@@ -89,7 +89,7 @@ class Pipelined(ABC):
 
     @abstractmethod
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """What the user's step asked of the model. ValueError where that can't be answered by a pipeline."""
+        """Read the model's inputs from the user's call. ValueError where a pipeline can't answer such a call."""
 
     @abstractmethod
     def length(self, call: Call) -> int:
@@ -99,7 +99,7 @@ class Pipelined(ABC):
     def forward(
         self, place: StagePlace, call: Call, hidden: Tensor | None, memory: KVCache, start: int, stop: int
     ) -> Tensor:
-        """What this stage makes of one slice. The first stage begins with the call, others with `hidden`."""
+        """Forward of this stage for one slice. The first stage begins with the call, others with `hidden`."""
 
     @abstractmethod
     def shape(self, call: Call, start: int, stop: int) -> Shape | None:
@@ -107,7 +107,7 @@ class Pipelined(ABC):
 
     @abstractmethod
     def answer(self, call: Call, output: Tensor) -> Any:
-        """What the user's step gets for the output of the last stage, all slices together."""
+        """Return what the user's step gets for the output of the last stage, all slices together."""
 
 
 def checksum(inputs: Sequence[Tensor]) -> float:

@@ -1,4 +1,4 @@
-"""Padding masks that hide nothing, told apart on the host before their batch goes to a device.
+"""Padding masks that hide nothing, recognized on the host before their batch goes to a device.
 
 `transformers` builds no mask where padding hides nothing, and attention keeps its flash kernel. On a device the host
 would wait for that answer, so it looks before, and what a mask became there is remembered: itself, and its micro-batch.
@@ -18,7 +18,7 @@ _full: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:
-    """Those of its mappings, lists, tuples and dataclasses, in order."""
+    """Yield the tensors of a batch: those of its mappings, lists, tuples and dataclasses, in order."""
     if isinstance(batch, Tensor):
         yield batch
         return
@@ -43,7 +43,7 @@ def remember(before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
 
 
 def _is_full(tensor: Tensor) -> bool:
-    """Whether this may be a mask [batch, length] on the host, all ones."""
+    """Return whether this may be a mask [batch, length] on the host, all ones."""
     number = tensor.device.type == "cpu" and tensor.dim() == 2 and not tensor.is_floating_point()
     return number and bool((tensor == 1).all())
 
@@ -57,5 +57,5 @@ def part_of(tensor: Tensor, parts: int, index: int) -> Tensor:
 
 
 def hides_nothing(mask: Tensor) -> bool:
-    """Whether the host knows that it doesn't; no device is asked."""
+    """Return whether the host knows that the mask is all ones; no device is asked."""
     return mask in _full and _full[mask] == mask._version

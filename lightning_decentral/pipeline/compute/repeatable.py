@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 @contextmanager
 def unchanged(module: nn.Module, among: str, remedy: str) -> Iterator[None]:
-    """Within, forwards run that must all meet the same module.
+    """Context manager around forwards that must all meet the same buffers of the module.
 
     Args:
-        among: what these forwards are, in words.
+        among: a description of these forwards.
 
     Raises:
         ValueError: afterwards, where a buffer isn't what it was; running statistics of norms, which a training forward

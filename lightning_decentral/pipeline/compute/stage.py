@@ -56,10 +56,10 @@ class _Come(torch.autograd.Function):
 
 
 class Activations(ABC):
-    """What is kept of a chunk for its backward."""
+    """Policy for the activations of a chunk: what is kept for its backward."""
 
     repeats: ClassVar[bool] = False
-    """Whether a forward is run again at its backward."""
+    """True where a forward is run again at its backward."""
 
     @abstractmethod
     def run(self, compute: Compute, hidden: Tensor | None) -> Tensor:
