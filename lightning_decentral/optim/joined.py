@@ -19,7 +19,7 @@ from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSpr
 ELEMENTWISE = (SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop)
 EXACT = (torch.float32, torch.float64)
 MOST_ELEMENTS = 2**16
-"""Of a small parameter: more fill a cache, and a copy of them costs more than a call."""
+"""Most elements of a small parameter: more fill a cache, and a copy of them costs more than a call."""
 
 
 def parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
@@ -29,7 +29,7 @@ def parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def memory_of(members: Sequence[nn.Parameter]) -> Tensor | None:
-    """What they lie in, flat, one behind the other with nothing between; None: they don't."""
+    """Flat view of the memory of all parameters, if they lie one behind the other with nothing between; else None."""
     first, *_ = members
     storage, start = first.untyped_storage().data_ptr(), first.storage_offset()
     place = start
@@ -60,7 +60,7 @@ class Joined:
         self._places: list[tuple[Tensor, int]] = []
 
     def stands(self, states: Mapping[Tensor, Any]) -> bool:
-        """Whether these still are those with a gradient, and they and their states where they were."""
+        """Return whether the same parameters have a gradient, and they and their states are where they were."""
         return (
             all(p.grad is not None for p in self.members)
             and all(p.grad is None or p.numel() > MOST_ELEMENTS for p in self._others)
@@ -122,7 +122,7 @@ class JoinedUpdate:
         self._joined: list[Joined] | None = None if type(optimizer) in ELEMENTWISE else []
 
     def step(self, clip: float | None = None) -> None:
-        """By gradients whose norm, of all together, is at most `clip`: `torch.nn.utils.clip_grad_norm_`, in place."""
+        """Step with gradients whose total norm is at most `clip`: `torch.nn.utils.clip_grad_norm_`, in place."""
         groups, states = self._optimizer.param_groups, self._optimizer.state
         gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
         norm = get_total_norm(gradients) if clip else None

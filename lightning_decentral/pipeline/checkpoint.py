@@ -37,7 +37,7 @@ from lightning_decentral.shared.wire.transport import Wire
 
 STATES = "optimizer_states"
 WHOLE = ("state_dict", STATES, KEY)
-"""What a pipeline puts together from its stages; the rest of a checkpoint is any worker's."""
+"""Entries that a pipeline merges from its stages; the rest of a checkpoint is any worker's."""
 
 
 class StageWorker(Worker, Protocol):

@@ -1,4 +1,4 @@
-"""What the user's step logs on the last stage of a pipeline, logged on all."""
+"""Values that the user's step logs on the last stage of a pipeline, logged on all."""
 
 import inspect
 import zlib

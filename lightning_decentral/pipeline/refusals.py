@@ -17,7 +17,7 @@ CALLBACKS: dict[type[Callback], str] = {
     "hold them: freeze before the fit, and give the optimizer all parameters. Unfreeze before a second fit from its "
     "checkpoint",
 }
-"""Of Lightning, with what is wrong and what to do."""
+"""Callbacks of Lightning that a pipeline refuses, with what is wrong and what to do."""
 
 
 def refuse_unserved(module: LightningModule) -> None:

@@ -31,8 +31,8 @@ OWN = (
 
 
 class StageTotals:
-    """Norms over all stages, from set-up to `close`: for clipping, `torch.nn.utils.get_total_norm`, `clip_grad_norm_` and
-    Lightning's `grad_norm`; any other reading of all parameters meets a warning.
+    """Norms over all stages, until `close`: of clipping, `torch.nn.utils.get_total_norm` and `clip_grad_norm_`, and
+    Lightning's `grad_norm`. Any other reading of all parameters meets a warning.
     """
 
     def __init__(self, pipe: StageRunner, holdings: Ownership, module: nn.Module, precision: Precision) -> None:

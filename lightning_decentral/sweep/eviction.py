@@ -46,7 +46,7 @@ class Residence:
 
     @property
     def kept_bytes(self) -> int:
-        """On the device at this moment; 0 while it is away."""
+        """Bytes on the device at this moment; 0 while it is away."""
         return sum(storage.nbytes() for storage in self._storages())
 
     def leave(self) -> None:

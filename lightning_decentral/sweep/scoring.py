@@ -1,6 +1,6 @@
-"""Scoring: a callback that tells a sweep's scheduler each validation's score, and ends the fit when it is told to.
+"""Scoring: a callback that sends a sweep's scheduler each validation's score, and ends the fit when it is asked to.
 
-Short beside the gate, which every member has: this one exists where a policy compares.
+Short, unlike the gate, which every member has: this one exists where a policy compares.
 """
 
 from lightning.pytorch import Callback, LightningModule, Trainer

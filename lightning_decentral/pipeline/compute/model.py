@@ -1,4 +1,4 @@
-"""What a pipelined model is: the part a stage keeps, what it does with one slice, how a call of it is read.
+"""Pipelined model: the part a stage keeps, what it does with one slice, how a call of it is read.
 
 model(tokens) = head(norm(block_n(.. block_1(embedding(tokens)))))
 """
@@ -15,7 +15,7 @@ from lightning_decentral.pipeline.compute.kv_cache import KVCache
 from lightning_decentral.shared.plan.profile import BlockCost
 
 Shape = tuple[tuple[int, ...], torch.dtype]
-"""Of a hidden state, and so of its gradient."""
+"""Shape and dtype of a hidden state, and so of its gradient."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Pipelined(ABC):
     """
 
     sliceable: bool
-    """Whether a sequence may be cut into slices."""
+    """True where a sequence may be cut into slices."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

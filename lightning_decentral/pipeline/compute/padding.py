@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _full: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
-"""Tensors of ones, and their version then: what is changed in place is told by another."""
+"""Tensors of ones, and their version then: a change in place raises it."""
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:

@@ -122,7 +122,7 @@ class Stage:
         self._memories = [KVCache(sum(slices)) for _ in calls]
         self._kept: dict[tuple[int, int], _Kept] = {}
         self.outputs: dict[int, list[Tensor]] = {}
-        """Of the last stage, by micro-batch: what each slice came to, detached."""
+        """[micro-batch][slice]: outputs of the last stage, detached."""
 
     def forward(self, microbatch: int, index: int, hidden: Tensor | None) -> Tensor:
         """Take one chunk forward; `hidden` is None on the first stage. What it comes to, detached."""

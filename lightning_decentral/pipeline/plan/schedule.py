@@ -57,7 +57,7 @@ class Schedule(ABC):
     """A frozen, size-free value: the order of actions of every stage."""
 
     splits: ClassVar[bool] = False
-    """Whether gradients of weights are actions of their own; a backward is then the first half only."""
+    """True where gradients of weights are actions of their own; a backward is then the first half only."""
 
     @abstractmethod
     def of_stage(self, stage: int, num_stages: int, num_microbatches: int, num_slices: int) -> Iterator[Action]:

@@ -65,7 +65,7 @@ class Edge(NamedTuple):
 
 
 Edges = Mapping[tuple[Kind, int], Edge]
-"""Of one stage: (direction, neighbouring stage) -> edge."""
+"""Edges of one stage: (direction, neighbouring stage) -> edge."""
 
 
 def connect(edge: Edge, sends: bool, device: torch.device) -> None:

@@ -28,10 +28,10 @@ class SlicePlanner:
         self._schedule, self._microbatches = schedule, microbatches
         self.slices: dict[str, list[int]] = {}
         self.profiles: list[StageCost] = []
-        """Of the stages, where the slicing measures."""
+        """Measured costs of the stages, where the slicing measures."""
         self._measured = (0, 0, 0)
         self.stages: list[str] = []
-        """What each stage holds, in words."""
+        """Description of what each stage holds."""
 
     def known(self, call: Call, length: int) -> list[int] | None:
         """The slices for such a call; None where it's the first."""

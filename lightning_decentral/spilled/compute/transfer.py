@@ -51,7 +51,7 @@ class Leaving:
 
 
 class Device(ABC):
-    """Where blocks compute.
+    """Device that blocks compute on.
 
     Attributes:
         place: as torch calls it.
@@ -81,7 +81,7 @@ class Device(ABC):
 
     @abstractmethod
     def note(self, hosts: Sequence[Any], present: Sequence[Any]) -> None:
-        """What is on the host and what on the device before a step, for who counts; what is no tensor doesn't."""
+        """Record tensors on the host and on the device before a step, where bytes are counted; no others count."""
 
     @abstractmethod
     def settle(self) -> None:
@@ -89,7 +89,7 @@ class Device(ABC):
 
     @abstractmethod
     def present_bytes(self) -> int:
-        """On the device now."""
+        """Bytes on the device now."""
 
     @abstractmethod
     def peak_bytes(self) -> int:
@@ -105,7 +105,7 @@ class Device(ABC):
         return perf_counter()
 
     def random_state(self) -> list[Tensor]:
-        """Of the generators that computing on it draws from."""
+        """States of the random generators that computing on it draws from."""
         return [torch.get_rng_state()]
 
     def set_random_state(self, state: list[Tensor]) -> None:

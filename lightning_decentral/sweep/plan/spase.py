@@ -91,7 +91,7 @@ class Allocation(ABC):
     """A way to find a plan."""
 
     def plan(self, tables: Sequence[Table], devices: int) -> SpasePlan:
-        """For equal devices.
+        """Plan the jobs on equal devices.
 
         Raises:
             ValueError: no jobs, two of one name, or one that needs more devices than there are.
@@ -103,13 +103,13 @@ class Allocation(ABC):
 
     @abstractmethod
     def found(self, tables: Sequence[Table], devices: int) -> SpasePlan:
-        """For tables that fit."""
+        """Plan for tables that fit."""
 
 
 @dataclass(frozen=True)
 class GreedySpase(Allocation):
-    """For every T of the tables: each job on the fewest device-seconds that take T at most; the longest job first, on
-    the devices that are free first. The best T counts.
+    """Greedy thresholds: for every T of the tables, each job on the fewest device-seconds that take T at most; the longest
+    job first, on the devices that are free first. The best T counts.
 
     Source: the thresholds of Turek, Wolf and Yu 1992.
     """
@@ -230,7 +230,7 @@ def _listed(jobs: Sequence[tuple[str, int, float]], devices: int) -> tuple[Grant
 
 
 def _judged(granted: Sequence[Granted], bound: float, how: str) -> SpasePlan:
-    """With its gap; what is within the solver's tolerance is none."""
+    """Plan with its gap; what is within the solver's tolerance is none."""
     makespan = max(job.start + job.seconds for job in granted)
     gap = (makespan - bound) / makespan
     return SpasePlan(tuple(granted), gap if gap > TOLERANCE else 0.0, how)

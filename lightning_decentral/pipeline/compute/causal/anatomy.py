@@ -1,4 +1,4 @@
-"""Where a causal language model keeps its parts, seen by watching one forward of a small copy of it.
+"""Anatomy of a causal language model: where its parts are, seen by watching one forward of a small copy of it.
 
     [before] -> block_0 -> .. -> block_(n-1) -> [after] -> head -> [what is done to logits, the loss]
 

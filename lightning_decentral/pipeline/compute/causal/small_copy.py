@@ -27,7 +27,7 @@ WIDTHS = {
     r"(num_experts_per_tok(en)?|moe_topk|moe_top_k|n_group|moe_k)": 2,
     r"topk_group": 1,
 }
-"""Of whole numbers, at most, by the name that `transformers` gives them."""
+"""Largest whole numbers of the shrunk configuration, by patterns of the names that `transformers` gives them."""
 REACHES = {
     r".*vocab_size(_per_layer_input)?": 67,
     r"(max_position_embeddings|n_positions|n_ctx|max_seq_len|seq_length|max_sequence_length)": 64,
