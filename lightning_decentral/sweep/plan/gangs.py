@@ -120,7 +120,7 @@ class Turns:
 
 
 def ordered(turns: Turns) -> Turns:
-    """Sort jobs for the least mean completion time: all orders are tried for a few jobs of a few iterations, beyond that
+    """Sort jobs for the least mean completion time: all orders are tried for a few jobs of few iterations, beyond that
     fewest seconds first."""
     jobs = range(len(turns.gangs))
     if factorial(len(jobs)) * turns.devices * sum(gang.iterations for gang in turns.gangs) > MOST_TRIED:

@@ -49,7 +49,7 @@ class Scoreboard:
         self.verdicts: dict[str, str] = {}
 
     def add(self, member: str, score: Score) -> None:
-        """Add a score. A member that goes on from a checkpoint repeats steps: its older scores of them count no more."""
+        """Add a score. A member that goes on from a checkpoint repeats steps: older scores of them count no more."""
         before = self.histories.get(member, [])
         self.histories[member] = [*(old for old in before if old.step < score.step), score]
 

@@ -108,7 +108,7 @@ class Allocation(ABC):
 
 @dataclass(frozen=True)
 class GreedySpase(Allocation):
-    """Greedy thresholds: for every T of the tables, each job on the fewest device-seconds that take T at most; the longest
+    """Greedy thresholds: for every T of the tables, each job on the fewest device-seconds that take T at most; longest
     job first, on the devices that are free first. The best T counts.
 
     Source: the thresholds of Turek, Wolf and Yu 1992.

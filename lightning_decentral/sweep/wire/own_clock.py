@@ -61,7 +61,7 @@ class _Own:
 
 
 def _install() -> None:
-    """Replace time's functions wherever they were imported to: `from time import monotonic` binds the function itself."""
+    """Replace time's functions wherever they were imported to: `from time import monotonic` binds one by itself."""
     gc.unfreeze()  # what was frozen for a fork has no referrers to gc
     trues = {name: getattr(time, name) for name in (*SECONDS, *NANOSECONDS)}
     holders = [holder for holder in gc.get_referrers(*trues.values()) if holder is not trues]
