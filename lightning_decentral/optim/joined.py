@@ -71,7 +71,7 @@ class Joined:
 
     @torch.no_grad()
     def take(self) -> list[nn.Parameter]:
-        """Their values and gradients, which are views from now on; what the group's parameters are meanwhile."""
+        """Take the parameters' values and gradients, views from now on; return what the group holds meanwhile."""
         if self._copied:
             torch._foreach_copy_(self._rows, [*self.members])
         torch._foreach_copy_(self._gradients, [p.grad for p in self.members if p.grad is not None])
@@ -81,7 +81,7 @@ class Joined:
 
     @torch.no_grad()
     def give(self, states: dict[Tensor, Any]) -> None:
-        """Their new values, and in the first step their states."""
+        """Give the parameters their new values, and in the first step their states."""
         if self._copied:
             torch._foreach_copy_([*self.members], self._rows)
         self.state = states.pop(self.flat, {})
@@ -95,7 +95,7 @@ class Joined:
                 self._places += [(row, row.data_ptr()) for row in rows if isinstance(row, Tensor)]
 
     def part(self) -> None:
-        """Each has a state of its own from now on, a count of steps, too."""
+        """Give each parameter a state of its own from now on, a count of steps, too."""
         for state in self._states:
             state.update({key: value.clone() for key, value in state.items() if isinstance(value, Tensor)})
 

@@ -168,7 +168,7 @@ class PipelineCheckpoints(Checkpoints):
         self._stage.bond.load_state_dict(own[KEY]["bond"])
 
     def load_optimizers(self, checkpoint: Mapping[str, Any], layout: Ownership) -> None:
-        """This stage's part of each optimizer's state. Collective."""
+        """Load this stage's part of each optimizer's state. Collective."""
         refuse_other_number(checkpoint, self._stage.optimizers)
         order, wire = layout.order, self._stage.wire
         for optimizer, whole in zip(self._stage.optimizers, checkpoint[STATES], strict=True):

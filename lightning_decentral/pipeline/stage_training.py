@@ -156,7 +156,7 @@ def _set(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None])
 
 
 def multiply(tensors: Sequence[Tensor], by: Tensor) -> None:
-    """Each by this scalar, in place. The host doesn't wait."""
+    """Multiply each tensor by this scalar, in place. The host doesn't wait."""
     for dtype in {tensor.dtype for tensor in tensors}:
         exact, same = torch.promote_types(dtype, torch.float32), [t for t in tensors if t.dtype == dtype]
         if exact == dtype:

@@ -93,12 +93,12 @@ class TrainingStep:
             return self._step(microbatch)
 
     def close(self) -> None:
-        """No step waits any more, whatever has happened."""
+        """End all steps that still wait, whatever has happened."""
         for step in self._waiting:
             step.end()
 
     def run(self, slices: Sequence[int]) -> None:
-        """All chunks there and back."""
+        """Run all chunks forward and backward."""
         self.spans = self._pipe.train(self.calls, slices, self._close).spans
 
     def _close(self, microbatch: int, output: Tensor) -> Tensor:
@@ -140,9 +140,9 @@ class TrainingStep:
         return targets.double() / sum(call.inputs.shape[0] * self._pipe.model.length(call) for call in self.calls)
 
     def conclude(self, finite: Tensor, holdings: Ownership) -> Outcome:
-        """Tell all stages how the step went, and log what it logged. Collective.
+        """Send all stages how the step went, and log what it logged. Collective.
 
-        Hosts tell each other what they know, devices what they have computed: none waits for its own, but for the
+        Hosts exchange what they know, devices what they have computed: none waits for its own, but for the
         batch that this step began with.
 
         Args:
@@ -172,7 +172,7 @@ class TrainingStep:
         return Outcome(last[0], last[1], rows[:, 2].all(), beside)
 
     def _unlike(self) -> ValueError:
-        """Why the model's inputs differ between the stages. Collective."""
+        """Error that states why the model's inputs differ between the stages. Collective."""
         batch = [tensor.detach().cpu() for tensor in tensors_in(self._parts)]
         batches = rows_of(torch.tensor([checksum(batch)], dtype=torch.float64), self._pipe.hosts)
         if len(set(batches[:, 0].tolist())) > 1:

@@ -11,7 +11,7 @@ from lightning_decentral.sweep.time_slicing import Gate
 
 
 class Scoring(Callback):
-    """Behind a gate, whose seat it uses; ends fits as `EarlyStopping` does, on all workers of a member alike.
+    """Callback behind a gate, whose seat it uses; ends fits like `EarlyStopping`, on all workers of a member alike.
 
     Args:
         metric: None: what the first checkpoint callback that monitors one monitors, with its mode.

@@ -158,7 +158,7 @@ class Sweep:
         self.outcomes[entrant.name] = outcome
         self._watcher.ended(entrant, outcome)
 
-    # ---- what members say -------------------------------------------------------------------------------------------
+    # ---- members' messages ------------------------------------------------------------------------------------------
 
     def expects(self, name: str) -> bool:
         return name in self.processes

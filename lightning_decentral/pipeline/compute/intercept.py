@@ -94,7 +94,7 @@ class Suspended:
         return self._result
 
     def end(self) -> None:
-        """It goes no further: it leaves its call by an exception that is no `Exception`."""
+        """End the step's thread: it leaves its call by an exception that is no `Exception`."""
         if self._answer is None:
             self._proceed(_end)
 
@@ -103,7 +103,7 @@ class Suspended:
         self._going.release()
 
     def _while_it_runs(self, begin: Callable[[], None]) -> None:
-        """Up to its call, or to its end."""
+        """Run the step's thread up to its call, or to its end."""
         with answering(self._model, self._wait):
             begin()
             self._paused.acquire()

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _full: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
-"""Tensors of ones, and their version then: a change in place raises it."""
+"""Tensors of ones, and their version counters then: a change in place increases them."""
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:
@@ -34,10 +34,10 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
 
 
 def remember(before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
-    """Which of the host's tensors are masks that hide nothing, by what each became on the device."""
+    """Remember which of the host's tensors are masks that hide nothing, by what each became on the device."""
     if [tensor.shape for tensor in before] == [tensor.shape for tensor in after]:
         for there, here in zip(before, after, strict=True):
-            # A tensor of inference mode doesn't tell whether it was changed.
+            # A tensor of inference mode doesn't show whether it was changed.
             if here.device.type != "cpu" and not here.is_inference() and _is_full(there):
                 _full[here] = here._version
 

@@ -46,7 +46,7 @@ class AtOnce(WeightGradients):
         return nullcontext()
 
     def finish(self, chunk: Chunk) -> None:
-        """Nothing is left to do."""
+        """Do nothing: no second half is left."""
 
     @property
     def waiting(self) -> set[Chunk]:
@@ -105,7 +105,7 @@ _READ: dict[Any, Callable[..., tuple[_Map, Tensor, Tensor, Tensor | None, Any]]]
 
 
 def _in_two(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Return whether the gradient can be split: a weight or bias that was computed hands its gradient on to others."""
+    """Return whether the weight's gradient can wait: not where a weight or bias was computed, and hands it on."""
     plain = bias is None or (isinstance(bias, nn.Parameter) and bias.dim() == 1)
     trained = isinstance(weight, nn.Parameter) and weight.requires_grad and weight.dim() == 2
     return plain and trained and x.requires_grad and x.dim() > 1

@@ -46,7 +46,7 @@ def in_step(stages: Sequence[Sequence[Action]], num_slices: int) -> list[Posts]:
 
 
 def _moment(action: Action, start: float) -> tuple[float, bool, int]:
-    """Its place in the order: when it starts; of those that start at once senders come first, so that what they send is
+    """Place of an action in the order: its start; of those that start at once senders come first, so what they send is
     received before its turn. Any order would do in which nothing comes before what it needs."""
     forward = action.kind is Kind.FORWARD
     return start, not forward, action.stage if forward else -action.stage

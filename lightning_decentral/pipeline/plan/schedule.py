@@ -140,7 +140,7 @@ def _backwards(stage: int, microbatches: Sequence[int], num_slices: int) -> Iter
 
 
 def check(stages: Sequence[Sequence[Action]], num_microbatches: int, num_slices: int) -> None:
-    """Every stage takes every chunk forward and backward exactly once, and they can go on to the end.
+    """Check that every stage takes every chunk forward and backward exactly once, and they can go on to the end.
 
     Raises:
         ValueError: a missing, repeated or misplaced action, or a deadlock, named.

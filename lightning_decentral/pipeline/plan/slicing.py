@@ -224,7 +224,7 @@ class Balanced(Slicing):
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Planned(Slicing):
-    """Slices in the number and lengths that make the simulated step shortest (`plan_for`), by measurements of a model.
+    """Slices in the number and lengths of the shortest simulated step (`plan_for`), by measurements of the real model.
 
     Args:
         granularity: slices are multiples of it.

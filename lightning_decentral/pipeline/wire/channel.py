@@ -87,7 +87,7 @@ class _Arriving:
 
 
 class Links(Channel):
-    """Over the edges to the neighbours.
+    """Channel over the edges to the neighbours.
 
     Args:
         edges: of this stage; none where there is no neighbour.

@@ -160,7 +160,7 @@ SHORT = 16
 
 
 def ping(pipe: StageRunner, call: Call) -> Link:
-    """Between this stage and the next, one pair of stages at a time; zeros behind the last one. Collective."""
+    """Measure the link between this stage and the next, one pair at a time; zeros behind the last one. Collective."""
     length, link = pipe.model.length(call), Link()
     for stage in range(pipe.size - 1):
         if pipe.rank in (stage, stage + 1):

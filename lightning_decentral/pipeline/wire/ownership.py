@@ -94,7 +94,7 @@ class Ownership:
                 )
 
     def changed(self) -> str:
-        """Why this stage's parameters are others than at set-up, or have other names; empty: they are the same."""
+        """Reason why this stage's parameters, or their names, aren't those of set-up; empty: they are the same."""
         now = {} if self._over is None else _named(self._module)
         if self._over is None or now == self._names:
             return ""

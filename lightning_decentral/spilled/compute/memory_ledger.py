@@ -13,7 +13,7 @@ DEVICE, HOST = "device", "host"
 
 
 class Ledger:
-    """Which storages live, where, and how many bytes of them.
+    """Ledger of living storages: where each is, and how many bytes of them.
 
     Attributes:
         present_bytes: on the device now.

@@ -18,7 +18,7 @@ class Waiting(Protocol):
     """A call whose backward is still to come."""
 
     def prefetch(self) -> None:
-        """Its inputs come to the device."""
+        """Bring its inputs to the device."""
 
 
 class Singly:
@@ -95,7 +95,7 @@ class Loader:
         self._load(first or ())
 
     def end(self) -> None:
-        """Nothing is left on the device: the next step has other parameters."""
+        """End the step with nothing left on the device: the next one has other parameters."""
         self.device.settle()
         self._land(everything=True)
         self.log.close()

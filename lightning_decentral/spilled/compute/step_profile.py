@@ -23,7 +23,7 @@ class Unmeasured:
         """A visit begins, with so many bytes of parameters on the device, of which some just came."""
 
     def sends(self, tensors: Sequence[Tensor]) -> None:
-        """Tensors are sent to the host."""
+        """Note that tensors are sent to the host."""
 
     def ran_again(self) -> None:
         """The forward of a visit of a backward has run."""

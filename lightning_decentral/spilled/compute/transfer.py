@@ -30,7 +30,7 @@ class Leaving:
 
     def __init__(self, copies: list[Tensor], held: list[Tensor], event: cuda.Event | None = None) -> None:
         self._copies, self._event = copies, event
-        # Memory that is still read isn't given back; versions tell whether it was written to meanwhile.
+        # Memory that is still read isn't given back; versions show whether it was written to meanwhile.
         self._held = [(tensor, tensor._version) for tensor in held]
 
     def land(self) -> list[Tensor]:
@@ -145,7 +145,7 @@ class CpuTransfer(Device):
         self.ledger.add(present, DEVICE)
 
     def settle(self) -> None:
-        """Here calls return when they are done."""
+        """Return at once: here calls return when they are done."""
 
     def present_bytes(self) -> int:
         return self.ledger.present_bytes

@@ -17,7 +17,7 @@ class Updating(Protocol):
     """The updates of one run."""
 
     def taking(self, optimizer: Optimizer, named: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        """While the optimizer takes its step.
+        """Context manager around the optimizer's step.
 
         Args:
             named: the module's parameters.
@@ -46,7 +46,7 @@ class OnHost(Update):
     """Update on the host: any optimizer, all parameters at once, at the speed of the host's memory."""
 
     def refuse(self, optimizer: Optimizer) -> None:
-        """No optimizer is refused."""
+        """Accept every optimizer."""
 
     def begin(self, device: Device, budget_bytes: int) -> Updating:
         return _Here()

@@ -74,7 +74,7 @@ class Footprint:
 
     @property
     def plain_seconds(self) -> float:
-        """Without loads and without computing anything twice."""
+        """Seconds of a step without loads and without computing anything twice."""
         return sum(visit.seconds - visit.again_seconds for visit in self.visits)
 
     @property

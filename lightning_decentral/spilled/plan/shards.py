@@ -35,7 +35,7 @@ def double_buffered(loads_seconds: Sequence[float], computes_seconds: Sequence[f
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """Which blocks travel together."""
+    """Plan of shards: which blocks travel together."""
 
     footprint: Footprint
     shards: Shards

@@ -77,7 +77,7 @@ class MemberAccount:
     spans: list[Span] = field(default_factory=list)
 
     def close(self, now: float) -> None:
-        """Its devices' time until now is its own."""
+        """Close the grant: its devices' time until now is counted as the member's."""
         for device in self.devices:
             self.busy_seconds += now - self.since
             start = self.since
@@ -198,7 +198,7 @@ class Arbiter:
                 yield from self._admit(member, tuple(wanted), now)
 
     def _admit(self, member: MemberAccount, devices: tuple[str, ...], now: float) -> Iterator[tuple[str, Instruction]]:
-        """It runs, if there is room; otherwise those who can are asked to make some."""
+        """Run the member, if there is room; otherwise those who can are asked to make some."""
         leaving = self._in_the_way(member)
         if leaving:
             for other in leaving:

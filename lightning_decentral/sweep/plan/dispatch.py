@@ -99,7 +99,7 @@ class _Progress:
 
 
 class Dispatch:
-    """Tell it what happened, then ask what to do: `orders` holds for everything that happened at one moment.
+    """Record what happened, then ask what to do: `orders` holds for everything that happened at one moment.
 
     A free device takes the policy's choice among the jobs that wait. While it computes, it also chooses what comes
     next, if that has to be loaded: among the jobs that wait and the next piece of the job it computes. A loaded piece
@@ -126,7 +126,7 @@ class Dispatch:
     # ---- what happened ------------------------------------------------------------------------------------------
 
     def arrive(self, job: int) -> None:
-        """It may run from now on."""
+        """Record that the job has arrived: it may run from now on."""
         self._progress[job].waits = True
 
     def loaded(self, device: int) -> None:
@@ -147,7 +147,7 @@ class Dispatch:
 
     @property
     def over(self) -> bool:
-        """All pieces of all jobs have run."""
+        """True when all pieces of all jobs have run."""
         return self._left == 0
 
     # ---- what to do ---------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ class Dispatch:
         return [job] if piece + 1 < len(self.queues[job].pieces) else []
 
     def _next(self, job: int, device: int) -> int:
-        """Its next piece; for the job that computes there, the one after."""
+        """Number of the job's next piece; for the job that computes there, the one after."""
         computing = self._slots[device].computing
         return self._progress[job].done + (computing is not None and computing[0] == job)
 

@@ -102,7 +102,7 @@ class Turns:
         return [self._task(j, iteration, device) for j in present for device in range(self.devices)]
 
     def _task(self, job: int, iteration: int, device: int) -> Task[tuple[str, int, int]]:
-        """After the barrier of the iteration before."""
+        """Task of a piece, after the barrier of the iteration before."""
         name = self.gangs[job].name
         barrier = tuple((name, iteration - 1, g) for g in range(self.devices)) if iteration else ()
         return Task((name, iteration, device), f"device {device}", self.seconds(job, device), barrier)

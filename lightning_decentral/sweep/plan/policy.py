@@ -76,7 +76,7 @@ class Policy(ABC):
         return None
 
     def verdict(self, histories: Histories, name: str) -> str | None:
-        """Why the job of this name, whose last score is new, ends here; None: it goes on."""
+        """Reason why the job of this name, whose last score is new, ends here; None: it goes on."""
         return None
 
 

@@ -78,7 +78,7 @@ def _tell(dispatch: Dispatch, event: tuple[float, int, int, bool]) -> None:
 
 
 def computed(spans: Mapping[Ran, Span]) -> Spans:
-    """Without the loading."""
+    """Spans of computing, without the loading."""
     return {ran: span for ran, span in spans.items() if not ran.load}
 
 

@@ -35,7 +35,7 @@ class Table:
             raise ValueError(f"job {self.name} must map 1 or more devices to seconds above 0, got {dict(self.seconds)}")
 
     def within(self, devices: int) -> "Table":
-        """Without what needs more devices.
+        """The table without what needs more devices.
 
         Raises:
             ValueError: nothing is left.
@@ -58,7 +58,7 @@ class Granted:
 
 @dataclass(frozen=True)
 class SpasePlan:
-    """All jobs.
+    """Plan of all jobs.
 
     Args:
         gap: (makespan - proven bound) / makespan; 0 where no plan is shorter.
@@ -196,7 +196,7 @@ class _Program:
         return self._program.solve(limit_seconds)
 
     def granted(self, solution: Solution) -> tuple[Granted, ...]:
-        """Its devices and its order, the starts computed anew."""
+        """Grants of a solution, by its devices and its order, the starts computed anew."""
         value = solution.values  # true to the solver's tolerance only
         free = [0.0] * len(self._has[0])
         found = {}

@@ -128,7 +128,7 @@ def read_trace(path: str | Path, layout: TraceColumns) -> list[Submitted]:
 def queues(
     jobs: Sequence[Submitted], profiles: Mapping[str, Profile], pieces: int = PIECES, seed: int = 0
 ) -> list[Queue]:
-    """Each job in that many pieces, as equal in iterations as possible.
+    """Cut each job into that many pieces, as equal in iterations as possible.
 
     Args:
         profiles: by the trace's names of models; that under "" serves all others.

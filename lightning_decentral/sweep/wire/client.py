@@ -65,10 +65,10 @@ class Baggage(Protocol):
     """State of a member on its device: it leaves and comes back when the scheduler asks."""
 
     def leave(self) -> None:
-        """All of it to the host."""
+        """Move all of it to the host."""
 
     def enter(self) -> None:
-        """All of it to the device again."""
+        """Move all of it to the device again."""
 
 
 class Seat:
@@ -122,7 +122,7 @@ class Seat:
         return order is Instruction.END
 
     def vacate(self) -> None:
-        """Nothing of this member is on the device any more."""
+        """Report that nothing of this member is on the device any more."""
         write(self._connection, {"say": "left"})
 
     def close(self) -> None:

@@ -45,7 +45,7 @@ class Seats:
         self.refused = 0
 
     def accept(self, listener: socket.socket) -> None:
-        """A new connection, of a member as it will say."""
+        """Accept a new connection, of a member as its first message will show."""
         connection, _ = listener.accept()
         lines = Lines(connection)
         self._guests.append(connection)
@@ -84,7 +84,7 @@ class Seats:
     def _sit(self, lines: Lines, before: str | None, name: object) -> None:
         if not isinstance(name, str) or not self._hearing.expects(name):
             raise ValueError(f"a hello of {name!r:.40}, who is no member that trains")
-        # The member's former process may be gone, which we may hear of in a moment only.
+        # The member's former process may be gone, of which we may learn in a moment only.
         while name in self._taken and name != before and _readable(self._taken[name].connection):
             self._read(self._taken[name])
         if name in self._taken or before is not None:

@@ -274,7 +274,7 @@ class CausalModel(Pipelined):
 
     @contextmanager
     def _routing_seen(self, call: Call, place: StagePlace) -> Iterator[dict[int, Tensor]]:
-        """Yields what routers of this stage say within, by their number."""
+        """Yields the logits that this stage's routers compute within, by their number."""
         seen: dict[int, Tensor] = {}
         numbered = list(enumerate((i, *found) for i, row in enumerate(self._routers) for found in row))
         own = [row for row in numbered if place.first_block <= row[1][0] < place.stop_block and self._routing(call)]

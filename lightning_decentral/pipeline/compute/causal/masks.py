@@ -60,7 +60,7 @@ def masked(documents: Tensor | None, aligned: bool) -> Iterator[None]:
 
 
 def _install() -> None:
-    """Through the register that `transformers` has for masks: once, and without effect elsewhere."""
+    """Install masks of slices in `transformers`' register of masks: once, and without effect elsewhere."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
     for kind in SEPARABLE:

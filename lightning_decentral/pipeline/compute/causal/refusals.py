@@ -16,7 +16,7 @@ REMEDY = "compile its blocks instead: for block in model.{blocks}: block.compile
 
 
 def original(module: nn.Module) -> nn.Module:
-    """Without what `torch.compile` puts around it."""
+    """The module without the wrapper that `torch.compile` puts around it."""
     return module._modules.get("_orig_mod") or module
 
 

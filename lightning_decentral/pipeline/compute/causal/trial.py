@@ -1,4 +1,4 @@
-"""Which causal language models are sliced: those of which a small copy, cut and whole, has the same loss and gradients.
+"""Trial of causal language models: sliced are those whose small copy has the same loss and gradients, cut and whole.
 
     | loss(cut) - loss(whole) |  and  || grad(cut) - grad(whole) || / || grad(whole) ||  below TOLERANCE, in float64
 
