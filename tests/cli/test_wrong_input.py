@@ -16,7 +16,8 @@ import yaml
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from lightning_decentral.cli import cuts, placement, planning, profile, schedule, topology
+from lightning_decentral.cli import topology
+from lightning_decentral.cli.main import added
 from lightning_decentral.cli.network import parser as network_parser
 from lightning_decentral.cli.options import number, refuse_unwritable, whole
 from lightning_decentral.recipes import command as cli
@@ -54,11 +55,8 @@ NAMED_TWICE = [("topology", "--plot", "t.coffee"), ("topology", "--plot", "t"), 
 
 
 def commands() -> dict[str, argparse.ArgumentParser]:
-    parser = argparse.ArgumentParser()
-    added = parser.add_subparsers()
-    for command in (cuts, planning, topology, profile, placement, schedule):
-        command.add(added)
-    return dict(added.choices)
+    asked = ("cuts", "plan", "topology", "profile", "placement", "schedule")
+    return {name: parser for name, parser in added(argparse.ArgumentParser(), asked).items() if name in asked}
 
 
 def wrong_words() -> Iterator[tuple[str, str, str]]:

@@ -87,16 +87,16 @@ def recipe_words(arguments: list[str]) -> list[str]:
 def check_plan(arguments: list[str]) -> None:
     """Options that exist, a cluster whose nodes are full."""
     parser = argparse.ArgumentParser()
-    plan.add(parser.add_subparsers())
-    options = parser.parse_args(["plan", *arguments])
+    plan.add(parser)
+    options = parser.parse_args(arguments)
     assert Cluster(options.workers, options.per_node or 1)
 
 
 def check_rehearse(arguments: list[str]) -> None:
     """Options that exist; words and methods that compose."""
     parser = argparse.ArgumentParser()
-    rehearsing.add(parser.add_subparsers())
-    options = parser.parse_args(["rehearse", *arguments])
+    rehearsing.add(parser)
+    options = parser.parse_args(arguments)
     words, workers = rehearsing.split(options.overrides)
     assert workers
     check_overrides(words)
@@ -107,8 +107,8 @@ def check_rehearse(arguments: list[str]) -> None:
 def check_schedule(arguments: list[str]) -> None:
     """Options, a policy and a layout that exist."""
     parser = argparse.ArgumentParser()
-    schedule.add(parser.add_subparsers())
-    options = parser.parse_args(["schedule", *arguments])
+    schedule.add(parser)
+    options = parser.parse_args(arguments)
     known = {**schedule.POLICIES, **gang_schedule.PLANS}
     assert {schedule.chosen("policy", name, known) for name in options.policy.split(",")}
     schedule.chosen("layout", options.layout, schedule.LAYOUTS)
