@@ -82,7 +82,7 @@ class BucketCodec:
             estimate.copy_(coded)
 
     def spoil(self, message: Tensor, links: Sequence[str]) -> None:
-        """message <- NaN where it is not sound beside what is known of it: then its hearers refuse it for certain, and
+        """message <- NaN where it is not sound next to what is known of it: then all receivers refuse it, and
         the estimates stay as they were on both ends."""
         coded = self._split(message)[0]
         known = [scale([e]) for link in links if (e := self._frame(link, coded, 0).estimate) is not None]
@@ -114,7 +114,7 @@ class BucketCodec:
 
     def _frame(self, link: str, coded: Tensor, key: int) -> Frame:
         if self._codec.remembers and link not in self.estimates:
-            # What a message holds beside the parameters is thought to be zero.
+            # What a message holds in addition to the parameters is assumed to be zero.
             self.estimates[link] = torch.zeros_like(coded)
             self.estimates[link][: len(self._reference)].copy_(self._reference)
         return Frame(key, self.estimates.get(link))

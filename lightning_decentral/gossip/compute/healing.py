@@ -2,8 +2,8 @@
 
     x_i <- sum_j w_ij x_j / sum_j w_ij        over the sources j that are sound, where x_i isn't
 
-What it sent while it was sick was refused by all; what its rule keeps begins anew or goes on, as the rule says. Where
-nobody sound is heard it stays sick, says nothing that could be averaged, and takes what comes next.
+What it sent while it was sick was refused by all; what its rule keeps begins anew or goes on, as the rule states. Where
+no sound message arrives it stays sick, sends nothing that could be averaged, and takes what comes next.
 """
 
 import warnings
@@ -25,7 +25,7 @@ PATIENCE = 32
 
 
 class Healing:
-    """How often a worker may be healed; by default never: it ends with the error that says what it holds.
+    """Limit on how often a worker is healed; 0 by default: it ends with the error that shows what it holds.
 
     Args:
         most: times; 0 ends the training at once.
@@ -84,7 +84,7 @@ class Healing:
         """See that the worker can be healed where this lands; to save what couldn't go on would help nobody.
 
         Raises:
-            FloatingPointError: it has been healed too often, or can't be: the rule says why.
+            FloatingPointError: it has been healed too often, or can't be, for the rule's reason.
         """
         if self._most and self._since(sick, bucket):
             return
@@ -109,7 +109,7 @@ class Healing:
         )
 
     def _since(self, sick: Sick, bucket: int) -> bool:
-        """Whether the bucket has been healed since this message left."""
+        """Return whether the bucket has been healed since this message left."""
         return sick.round <= self._left.get(bucket, -1)
 
     def _waiting_since(self, sick: Sick) -> int:
@@ -141,12 +141,12 @@ class Healing:
 
 
 def _heard(sick: Sick) -> bool:
-    """Whether any sound message was, in its round."""
+    """Return whether any sound message was received in its round."""
     return bool(torch.isfinite(scale(sick.mixed)))
 
 
 def sound_alone(tensors: Sequence[Tensor]) -> bool:
-    """All are finite, and not absurd beside 1."""
+    """Return whether all are finite, and not absurd compared with 1."""
     if not tensors:
         return True
     own = scale(tensors)

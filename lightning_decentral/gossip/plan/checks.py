@@ -15,7 +15,7 @@ from lightning_decentral.gossip.plan.weights import (
 
 
 def check_columns(topology: Topology, size: int, weights: Weights) -> None:
-    """What of `weights.check` push-sum needs: nobody's share is lost, and everyone hears of everyone in time.
+    """Check the columns of W for push-sum: nobody's share is lost, and the graph is strongly connected over time.
 
     Raises:
         ValueError: a column doesn't sum to one, or some workers never hear some others.
@@ -52,7 +52,7 @@ def check_one_flight(rule: str, topology: Topology, size: int, delay: int) -> No
 
 
 def check_equals(rule: str, topology: Topology, size: int, weights: Weights) -> None:
-    """ValueError unless in every step that talks everybody hears all, with equal weights."""
+    """ValueError unless in every step that talks everybody receives from all, with equal weights."""
     for step in talking_steps(topology, size):
         for rank in range(size):
             row = weights.row(topology, rank, size, step)
@@ -149,7 +149,7 @@ def _check_connected(topology: Topology, size: int) -> None:
             hears[rank].update(graph.sources[rank])
             heard_by[rank].update(graph.targets[rank])
     everyone = set(range(size))
-    # Everyone hears of everyone iff worker 0 hears of all, and all of worker 0.
+    # News of each reaches all iff worker 0's reaches all, and everyone's reaches worker 0.
     below, above = _reached(hears), _reached(heard_by)
     for deaf, unheard in ((below, everyone - below), (everyone - above, above)):
         if deaf and unheard:

@@ -18,7 +18,7 @@ Pack = Callable[[Sequence[nn.Parameter]], list[Bucket]]
 
 
 class Beside(Protocol):
-    """A state of an optimizer that is mixed beside the parameters: `rounds.StateMixer`."""
+    """A state of an optimizer that is mixed with the parameters: `rounds.StateMixer`."""
 
     name: str
     mixer: Mixer
@@ -45,7 +45,7 @@ def as_they_are(parameters: Sequence[nn.Parameter]) -> None:
 
 
 class Mixed:
-    """What one worker's rounds mix: compared with the others' where it grows or begins anew, in no other round.
+    """Parameters that one worker's rounds mix: compared with the others' where they grow or begin anew, no other time.
 
     Who trains what in a step is each worker's own: what was mixed once goes on being mixed where it's frozen.
 
@@ -59,7 +59,7 @@ class Mixed:
         self.close()
 
     def watch(self, named: Named, make: MakeLayouts) -> None:
-        """From now on, until `close`, ask the other workers. They have been compared.
+        """Ask the other workers from now on, until `close`. They have been compared.
 
         Args:
             named: the module's parameters with their names.
@@ -104,7 +104,7 @@ class Mixed:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """What is mixed comes from files that all workers read: nobody is asked."""
+        """Take what is mixed from files that all workers read: nobody is asked."""
         self.by, self._asks = {}, False
         yield
         self._asks = True
@@ -131,7 +131,7 @@ class Mixed:
 
 @dataclass(frozen=True)
 class Making:
-    """How the mixers of a run are made, and what they ask of it.
+    """Factories of a run's mixers, and what the mixers need of the run.
 
     Args:
         mixers: new ones over groups of their own, one for each fragment of the model; collective.

@@ -45,7 +45,7 @@ class Every(Topology):
 @checked
 @dataclass(frozen=True)
 class Stream(Topology):
-    """`Every(steps, inner)` for each of `fragments` parts of the model, steps / parts apart.
+    """`Every(steps, inner)` for each of `parts` parts of the model: one part is sent in every steps / parts steps.
 
     Each talk carries one part of the model, so that what a worker sends is small and about the same all the time. Part
     p talks at steps t with (t + 1) % steps == (p + 1) steps / parts % steps, in the graph of `inner`'s step t // steps.
@@ -97,7 +97,7 @@ class Stream(Topology):
 
 @dataclass(frozen=True)
 class _Part(Every):
-    """When one part of a `Stream` talks: `ahead` steps before `Every` would."""
+    """Schedule of one part of a `Stream`: it talks `ahead` steps before `Every` would."""
 
     ahead: int
 
