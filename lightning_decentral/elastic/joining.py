@@ -19,7 +19,7 @@ class Joining:
             the first view.
 
     Attributes:
-        planned: batches of an epoch that the module has been told, before anybody knows how many workers begin; or 0.
+        planned: batches of an epoch that the module has been given, before anybody knows how many workers begin; or 0.
         weights: of the workers that such a plan expects.
     """
 
@@ -43,7 +43,7 @@ class Joining:
         return loops.dealt(trainer, dataloader, member.calendar.batches, deals, self._weight)
 
     def _place_of(self, trainer: Trainer) -> int:
-        """Of the loader that is processed now among those that are combined, also where they are loaded again."""
+        """Place of the loader that is processed now among those that are combined, also where they are loaded again."""
         combined = trainer.fit_loop._combined_loader
         place = self._processed if combined is None else self._processed % len(combined.flattened)
         self._processed += 1

@@ -28,7 +28,7 @@ from lightning_decentral.shared.wire.objects import broadcast_world, collect_obj
 from lightning_decentral.shared.wire.transport import Wire
 
 OWN = ("state_dict", "optimizer_states")
-"""What each stage has of a checkpoint; the rest is any stage's."""
+"""Entries of a checkpoint of which each stage has its own; the rest is any stage's."""
 
 
 @cache
@@ -52,7 +52,7 @@ class JoinedStages:
         return self._of.layout is not None
 
     def whole(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """On the first stage. Collective."""
+        """Checkpoint of all stages, on the first one. Collective."""
         if self._of.layout is None:
             return tree
         return {name: value for name, value in self._of.whole(tree, {}).items() if name != KEY}
@@ -78,7 +78,7 @@ class StageCheckpoints(ElasticCheckpoints):
 
 
 class ElasticPipeline(ElasticRun):
-    """In front of a pipeline's strategy, whose stages are one member. All of them take one batch."""
+    """Elastic mixin in front of a pipeline's strategy, whose stages are one member. All of them take one batch."""
 
     stages: int | None
     layout: Any

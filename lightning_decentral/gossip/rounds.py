@@ -251,7 +251,7 @@ def refuse_lossy(codec: Codec, combine: Rule) -> None:
 
 
 MOST_LENGTHENED = 1.5
-"""Of what comes in parts; measured: at 1/64 of the elements 1.5 contracts, 2 no longer does."""
+"""Largest rate of differences sent in parts; measured: at 1/64 of the elements 1.5 contracts, 2 no longer does."""
 
 
 def refuse_overshoot(codec: Codec, combine: Rule) -> None:

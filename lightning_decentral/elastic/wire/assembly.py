@@ -1,4 +1,4 @@
-"""What members compute together beside their rounds: all give something to the oldest, one result comes back to all.
+"""Collectives of members outside of their rounds: all give something to the oldest, one result comes back to all.
 
     result = assembly.meet((round, 0), value, mean, members, seconds)
 
@@ -24,7 +24,7 @@ KEPT = 2
 LOOK_SECONDS = 0.1
 """Between two looks at who is still there."""
 ASK_SECONDS = 0.5
-"""Until members that haven't given anything are asked whether they have a result."""
+"""Seconds until members that haven't given anything are asked whether they have a result."""
 KEPT_SECONDS = 0.05
 """Between two questions for what is kept."""
 LEAVE_SECONDS = 10.0
@@ -85,12 +85,12 @@ class Assembly:
             self._changed.notify_all()
 
     def keep(self, view: int, value: Any) -> None:
-        """For those whose first view this is."""
+        """Keep a value for members whose first view this is."""
         with self._changed:
             self._kept = view, value
 
     def kept(self, view: int, members: Callable[[], Sequence[str]], seconds: float) -> Any:
-        """What one of these members has kept for this view, the first that has it; None where none of them will.
+        """Wait for what one of these members has kept for this view, the first that has it; None where none will.
 
         Args:
             members: that may have it, or will when they are there.

@@ -1,4 +1,4 @@
-"""What the worker with whom a run begins decided while it was set up: whoever comes later is given the same, in order.
+"""Decisions of the worker with whom a run begins, while it was set up: later workers are given the same, in order.
 
 Such as the name of a run or a folder, which a process group would broadcast. A worker that was given them gives them.
 """
@@ -11,7 +11,7 @@ from lightning_decentral.elastic.wire.sockets.values import receive_value, send_
 from lightning_decentral.shared.wire.plain import NotPlain, pack
 
 SECONDS = 10.0
-"""Of silence, until the other one is asked again."""
+"""Seconds of silence, until the other one is asked again."""
 
 
 class Beginnings:

@@ -18,7 +18,7 @@ from lightning_decentral.shared.compute.fused import operator
 from lightning_decentral.shared.compute.health import state_
 
 ROUNDING = 1e-12
-"""Of a sum of weights."""
+"""Rounding error of a sum of weights."""
 
 
 def difference(sent: Tensor, heard: Sequence[Tensor], weights: Sequence[float], sane: Tensor) -> Tensor:

@@ -27,13 +27,13 @@ class Coder(ABC):
     """A worker's ends of all its links. `first` is the place of a message's first bucket among those admitted."""
 
     encodes: ClassVar[bool] = True
-    """Whether messages travel otherwise than as they are."""
+    """True where messages travel otherwise than as they are."""
 
     estimates: bool = False
-    """Whether it keeps estimates, which start at the references."""
+    """True where it keeps estimates, which start at the references."""
 
     bytes: int = 0
-    """Of one message of all admitted buckets on the wire, without headers."""
+    """Bytes of one message of all admitted buckets on the wire, without headers."""
 
     @abstractmethod
     def admit(self, references: Sequence[Tensor], combine: Combine) -> None:

@@ -1,4 +1,4 @@
-"""What an exchange is: a message of a few buckets goes to the neighbours, a mixture of theirs comes back.
+"""Exchange of messages: one of a few buckets goes to the neighbours, a mixture of theirs comes back.
 
     launch        ->  Started     depart          land, or correct
     copy, encode      .           send, receive   wait, decode, mix
@@ -93,7 +93,7 @@ class Started(ABC):
     """Buckets of one round between start and landing."""
 
     together: bool = False
-    """Whether the others must land it while this worker does, and it isn't done during the training."""
+    """True where the others must land it while this worker does, and it isn't done during the training."""
 
     @property
     def correction(self) -> Correction | None:
@@ -177,7 +177,7 @@ class Exchange(ABC, Generic[S]):
     """Buffers of messages; the user of what landed gives them back to it."""
 
     coder: Memory
-    """What both ends of a link remember of each other, and what of a message travels."""
+    """Coder of messages: what both ends of a link remember of each other, and what of a message travels."""
 
     neighbours: Callable[[int], Hearing]
     """Links of a step."""

@@ -1,4 +1,4 @@
-"""What a gossiping worker is: a single device, or an island of several (all-reduce, FSDP).
+"""Islands: a gossiping worker is a single device, or an island of several (all-reduce, FSDP).
 
 Devices island * L ... island * L + L - 1 are one worker; the topology is over islands. A device's place is its number
 within its island, and devices of one place exchange.

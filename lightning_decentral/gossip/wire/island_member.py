@@ -41,7 +41,7 @@ class IslandMember(DeviceSteps):
     """Devices that a worker's parameters are spread over."""
 
     heals = True
-    """Whether its devices know of each other's refused messages, or have nothing in common that could be poisoned."""
+    """True where its devices know each other's refused messages, or have nothing in common that could be poisoned."""
 
     def __init__(self, wire: Wire | None, devices: int, meet: Meet) -> None:
         self._wire, self.devices, self._meet = wire, devices, meet

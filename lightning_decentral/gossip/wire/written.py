@@ -9,7 +9,7 @@ from lightning_decentral.shared.compute.buckets import Bucket
 from lightning_decentral.shared.wire.fsdp import local
 
 SAMPLES = 64
-"""Of each parameter: a pass over all of it in each step would cost as much as a round."""
+"""Elements sampled of each parameter: a pass over all of it in each step would cost as much as a round."""
 
 
 class Written:

@@ -17,7 +17,7 @@ from lightning_decentral.shared.wire.transport import Transport
 
 
 class FirstMixer(Mixer):
-    """The first device's, which tells the others where it was healed: what they keep may be poisoned, too.
+    """Mixer of the first device, which notifies the others where it was healed: what they keep may be poisoned, too.
 
     Args:
         over: the devices of the member, for a number on the host.

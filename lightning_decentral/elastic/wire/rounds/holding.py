@@ -1,4 +1,4 @@
-"""How the devices of a member hold its model: it is on one, each has the whole, or each has a shard of it.
+"""Holding of a member's model by its devices: it is on one, each has the whole, or each has a shard of it.
 
 The first device mixes whole parameters with other members, on its host. What the others do is here: take them, or give
 shards of them and get shards back.
@@ -32,7 +32,7 @@ Mean = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
 class Holding:
-    """On one device.
+    """Model of a member and its mixing, on one device.
 
     Args:
         device: this one.
@@ -127,7 +127,7 @@ class Shards(Holding):
 
 
 def holding(island: Island, device: torch.device, member: Participant, wire: Wire | None) -> Holding:
-    """Of this device.
+    """Make the `Holding` of this device.
 
     Args:
         wire: among the devices of the member; None: it is the only one.

@@ -1,4 +1,4 @@
-"""What set-up, messages and healing ask of a rule; how it mixes is `combine.Combine`'s."""
+"""Interface of an update rule for set-up, messages and healing; how it mixes is `combine.Combine`'s."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
