@@ -149,7 +149,7 @@ class Given:
             raise ValueError(refused)
 
     def refuses(self, value: Mapping[str, Any]) -> str:
-        """Why this worker can't take what a member gives; empty: it can."""
+        """Return why this worker can't take what a member gives; empty: it can."""
         settings, model, parts = json.loads(bytes(value["given"].tolist())) if "given" in value else ({}, {}, [])
         now = parts[self._part] if self._part < len(parts) else {}
         if found := first_difference(self._settings, settings):

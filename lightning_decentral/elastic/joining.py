@@ -50,7 +50,7 @@ class Joining:
         return place
 
     def _join(self, member: Participant, trainer: Trainer, dataloader: object) -> None:
-        """This worker is a member from here on."""
+        """Make this worker a member from here on."""
         member.seed = loops.seed_of(dataloader) if member.seed is None else member.seed
         self._begin(lambda: self._calendar(member, trainer, dataloader))
         member.calendar = member.calendar or self._calendar(member, trainer, dataloader)

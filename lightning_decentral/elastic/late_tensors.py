@@ -57,7 +57,7 @@ class LateTensors:
         self._news |= module in self._parts and not statistic
 
     def check(self, member: Participant, waits: bool = True) -> None:
-        """After a round. Where something has come, all members say what.
+        """Compare after a round what has come on each member, where something has.
 
         Args:
             waits: whether all members are in one round.

@@ -73,7 +73,7 @@ def started(environment: Mapping[str, str]) -> bool:
 
 
 def seat(environment: Mapping[str, str]) -> int:
-    """Which of the machine's devices is this worker's; a lost one's is the next one's."""
+    """Index of this worker's device among the machine's; a lost worker's is the next one's."""
     return int(environment.get(SEAT, "0"))
 
 

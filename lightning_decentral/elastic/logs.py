@@ -49,7 +49,7 @@ def go_on(loggers: Sequence[Logger], versions: Sequence[Any]) -> None:
 
 
 def take_over(trainer: Trainer) -> None:
-    """This worker is the oldest now, and logs."""
+    """Log from now on: this worker is the oldest now."""
     for logger in _in_order(trainer.loggers):
         if type(logger) is CSVLogger:
             _open_with_rows(logger)
@@ -68,7 +68,7 @@ def _open(logger: Logger) -> None:
 
 
 def _open_with_rows(logger: CSVLogger) -> None:
-    """It would remove what another worker wrote, and a row of which half was written."""
+    """Open a CSV log and keep its rows: it would remove what another worker wrote. A half-written row is cut off."""
     files, file = get_filesystem(logger.log_dir), os.path.join(logger.log_dir, ExperimentWriter.NAME_METRICS_FILE)
     rows = files.cat_file(file) if files.isfile(file) else b""
     rows = rows[: rows.rfind(b"\n") + 1]

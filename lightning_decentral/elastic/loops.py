@@ -160,7 +160,7 @@ class ElasticSampler(Sampler[int]):
 
 @contextmanager
 def scaled(optimizer: Optimizer, share: float) -> Iterator[None]:
-    """Its updates are so many times as large, whatever it makes of gradients: they are multiples of the rate."""
+    """Make its updates so many times as large, whatever it makes of gradients: they are multiples of the rate."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate * share if share != 1 else rate

@@ -59,7 +59,7 @@ class JoinedStages:
 
 
 class StageCheckpoints(ElasticCheckpoints):
-    """One plain file of the whole model."""
+    """Checkpoints of a pipeline's member: one plain file of the whole model."""
 
     def __init__(self, worker: Worker, mean_model: MeanModel, of: Any) -> None:
         super().__init__(worker, mean_model, JoinedStages(of))
@@ -118,7 +118,7 @@ class ElasticPipeline(ElasticRun):
             )
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Before it is known who trains, of this pipeline's stages."""
+        """Broadcast among this pipeline's stages before it is known who trains."""
         return (
             broadcast_world(obj, src) if self._member is None and self._early is None else super().broadcast(obj, src)
         )

@@ -94,7 +94,7 @@ class OneProcess(WorkersStrategy):
 
     @abstractmethod
     def comes(self) -> Participant:
-        """Its member, which comes to the lobby."""
+        """Make its member, which comes to the lobby."""
 
     def _log_as_oldest(self, trainer: Trainer) -> None:
         if self.global_rank == 0 and not self._logs:
@@ -146,7 +146,7 @@ class OneProcess(WorkersStrategy):
         return [mean.clone() for mean in means]
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Nobody waits: what is needed of others is asked for."""
+        """Wait for nobody: what is needed of others is asked for."""
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """The oldest member's; what can't be sent is this worker's own. In set-up, of the one that began the run."""

@@ -70,7 +70,7 @@ class WatchedProcess(OneProcess):
         return [p for optimizer in self.optimizers for p in parameters_of(optimizer)]
 
     def replaced(self) -> None:
-        """`advance` follows."""
+        """Do nothing: `advance` follows."""
 
     def mixed(self) -> list[Mixed]:
         # Of the run: a device may leave its rounds to the worker's first one.

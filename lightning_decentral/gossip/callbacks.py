@@ -32,7 +32,7 @@ class Watched(Protocol):
     """Interface of a strategy for the callbacks that watch it."""
 
     def traffic(self) -> Traffic:
-        """This worker's counters since fit began; no communication."""
+        """Counters of this worker since fit began; no communication."""
 
     def consensus(self) -> Consensus:
         """Consensus error: the workers' distance from their mean; collective."""

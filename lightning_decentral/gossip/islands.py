@@ -90,7 +90,7 @@ class Device(Protocol):
     """Interface of the strategy on a device, for the model of its island."""
 
     member: IslandMember
-    """Its present part in its island."""
+    """Present part of this device in its island."""
 
     @property
     def lightning_module(self) -> LightningModule | None: ...

@@ -36,7 +36,7 @@ class DescribedPlan(GossipPlan, Protocol):
 
 
 def described(plan: DescribedPlan, mixers: Iterable[OptimizerMixer]) -> dict[str, str]:
-    """{topic: its description}"""
+    """Describe the plan: {topic: text}."""
     mixers, size = list(mixers), plan.workers
     steps = consensus_steps(plan.topology, size, plan.weights)
     packed = sum(bucket.bytes for of in mixers for bucket in of.buckets)

@@ -46,7 +46,7 @@ def reduced(operation: str, given: Sequence[Tensor]) -> Tensor:
 
 
 def stacked(given: Sequence[Tensor]) -> Tensor:
-    """[workers, ...]"""
+    """Stack one tensor of each worker: [workers, ...]."""
     return torch.stack(list(given))
 
 

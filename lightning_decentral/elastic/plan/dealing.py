@@ -25,7 +25,7 @@ Indices = NDArray[np.int64]
 LATE_TICKS = 1000
 """Ticks by which a member may learn of a view late."""
 KEPT_VIEWS = 100
-"""Since the floor; of more, the floor is what they made of a pass."""
+"""Views kept since the floor; of more, the floor is what they made of a pass."""
 
 
 @dataclass

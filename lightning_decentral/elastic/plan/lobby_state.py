@@ -68,7 +68,7 @@ class LobbyState:
         return state, [(name, state.word(name, now)) for name in told]
 
     def hung_up(self, name: str) -> "LobbyState":
-        """Its connection has ended: its process, too, unless it comes back soon."""
+        """State after its connection has ended: its process, too, unless it comes back soon."""
         return replace(self, ended=self.ended | {name}) if name in self.guests else self
 
     def ticked(self, now: float) -> tuple["LobbyState", Words]:
@@ -95,7 +95,7 @@ class LobbyState:
         return replace(self, view=view, agreed=agreed, seen=seen, origin=origin)
 
     def _forgotten(self, now: float) -> "LobbyState":
-        """Without guests that are silent and no members: their names don't come back."""
+        """State without guests that are silent and no members: their names don't come back."""
         members = self.members
         kept = {n: g for n, g in self.guests.items() if n in members or self._silent(n, now) <= self.times.dead_after}
         # Who was to begin the run may have died before anybody had its parameters.
@@ -163,7 +163,7 @@ class LobbyState:
         return max(ahead)
 
     def _allowed(self, wanted: tuple[str, ...], now: float) -> bool:
-        """More than half at once, fewer when those that are missing have been silent for long."""
+        """Allow more than half at once, fewer when those that are missing have been silent for long."""
         stay, size = self._counted(now)
         missing = [name for name in self.members if name not in wanted]
         return (
@@ -242,7 +242,7 @@ class LobbyState:
         return other_run or behind or (beat.view.number == self.view.number and beat.view != self.view)
 
     def founder(self, now: float) -> str:
-        """Whose parameters the run begins with: the oldest worker's. Empty: it is known, or the lobby isn't settled."""
+        """Name of the worker whose parameters the run begins with: the oldest. Empty: known, or not settled."""
         # As soon as one is there: each sets itself up, and finds what is wrong with itself, without the others.
         known = self.origin or self.seen or not self.settled
         return "" if known else next(iter(self._newcomers(now)), "")
@@ -264,7 +264,7 @@ class LobbyState:
         return min(others, key=serves.count, default="")
 
     def paused(self, now: float) -> str:
-        """Why the members wait, or those of whom a run is made; empty: they go on."""
+        """Return why the members wait, or those of whom a run is made; empty: they go on."""
         if self.view is None and not self.seen and (there := len(self._newcomers(now))) < self.bounds.least:
             return f"{there} of the {self.bounds.least} workers are there that a run begins with: start the others"
         (stay, size), most = self._counted(now), self.bounds.most

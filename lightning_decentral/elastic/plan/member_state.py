@@ -157,7 +157,7 @@ class MemberState:
         return replace(self, mine=replace(self.mine, donor="", failed=donor))._beat(now)
 
     def leaving(self, now: float) -> tuple["MemberState", list[Act]]:
-        """It ends."""
+        """Announce that it ends."""
         return replace(self, mine=replace(self.mine, leaving=True))._beat(now)
 
     @property
@@ -166,7 +166,7 @@ class MemberState:
         return bool(self.mine.origin) and not self.out
 
     def waits(self, now: float) -> str:
-        """Why no round may begin; empty: the next one may."""
+        """Return why no round may begin; empty: the next one may."""
         if not self.out and (self.mine.view is None or self.name not in self.mine.view.members):
             return self.paused or "waiting for the next view"
         return self.out or self.paused or self.doubts(now)
@@ -199,8 +199,8 @@ class MemberState:
         return now - self.told_at > self.times.alone
 
     def doubts(self, now: float) -> str:
-        """Why what it does may be none of the run's: a worker that the lobby doesn't reach, or that slept, can't know
-        whether the others went on without it. Empty: nothing speaks for that."""
+        """Return why what it does may be none of the run's: a worker that the lobby doesn't reach, or that slept, can't
+        know whether the others went on without it. Empty: nothing speaks for that."""
         if self.out:
             return self.out
         view = self.mine.view
@@ -259,7 +259,7 @@ class MemberState:
         return replace(state, mine=replace(mine, view=view, coming=None, entered=entered, round=round))
 
     def _entries(self, found: Mapping[str, History]) -> "MemberState":
-        """Which views others are in; what is older than what is known is ignored."""
+        """Learn which views others are in; what is older than what is known is ignored."""
         newer = {name: history for name, history in found.items() if history[-1:] > self.entered.get(name, ())[-1:]}
         return replace(self, entered={**self.entered, **newer}) if newer else self
 

@@ -22,11 +22,11 @@ Key = tuple[int, int]
 KEPT = 2
 """Results, for members that ask again: none can be further ahead of another."""
 LOOK_SECONDS = 0.1
-"""Between two looks at who is still there."""
+"""Seconds between two looks at who is still there."""
 ASK_SECONDS = 0.5
 """Seconds until members that haven't given anything are asked whether they have a result."""
 KEPT_SECONDS = 0.05
-"""Between two questions for what is kept."""
+"""Seconds between two questions for what is kept."""
 LEAVE_SECONDS = 10.0
 
 
@@ -141,7 +141,7 @@ class Assembly:
             return self._changed.wait_for(holds, ASK_SECONDS)
 
     def _found(self, name: str, question: dict[str, Any]) -> tuple[bool, Any, bool]:
-        """(whether that member has what is asked for, that, whether it is beyond it)"""
+        """Ask a member: (whether it has what is asked for, that, whether it is beyond it)."""
         with (
             suppress(OSError, ValueError, KeyError, TypeError),
             connected(self._place(name), "meet", 5.0) as connection,

@@ -36,7 +36,7 @@ class Beginnings:
         return value
 
     def close(self) -> None:
-        """There are no more: this worker is set up."""
+        """Add no more: this worker is set up."""
         self._over = True
 
     def serve(self, connection: socket.socket) -> None:
@@ -49,7 +49,7 @@ class Beginnings:
 
 
 def asked(place: str, nth: int) -> tuple[bool, bool, Any]:
-    """(whether it is there, whether there is none, it) at another worker. OSError or ValueError: no answer."""
+    """Ask another worker: (whether it is there, whether there is none, it). OSError or ValueError: no answer."""
     with connected(place, "beginnings", SECONDS) as connection:
         send_value(connection, {"nth": nth}, None)
         connection.settimeout(SECONDS)

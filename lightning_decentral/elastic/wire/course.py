@@ -33,7 +33,7 @@ class Course:
     worker: Endpoint
 
     def _set_out(self) -> None:
-        """Nothing is known yet."""
+        """Begin with nothing known yet."""
         self.round, self.next_round = -1, 0
         self.view: View | None = None
         self.calendar: Calendar | None = None

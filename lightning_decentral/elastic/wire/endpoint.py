@@ -26,13 +26,13 @@ from lightning_decentral.elastic.wire.sockets.frames import connected, frame, re
 from lightning_decentral.elastic.wire.sockets.mesh import Mesh
 
 AGAIN_SECONDS = 0.05
-"""Between two questions for what isn't decided yet."""
+"""Seconds between two questions for what isn't decided yet."""
 Refuses = Callable[[Any], str]
-"""Why what a member gives can't be taken; empty: it can."""
+"""Returns why what a member gives can't be taken; empty: it can."""
 
 
 def nothing(value: Any) -> str:
-    """Everything is taken."""
+    """Refuse nothing."""
     return ""
 
 
@@ -177,11 +177,11 @@ class Endpoint:
 
     @property
     def out(self) -> str:
-        """Why this worker comes back under another name, as a newcomer; empty: it needn't."""
+        """Reason why this worker comes back under another name, as a newcomer; empty: it needn't."""
         return self.membership.state.out
 
     def leave(self) -> None:
-        """Nobody waits for it from now on."""
+        """Leave: nobody waits for it from now on."""
         self.assembly.close()
         self.membership.leave()
         self.mesh.close()

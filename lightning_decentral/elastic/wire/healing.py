@@ -16,7 +16,7 @@ from lightning_decentral.elastic.wire.sockets.values import received, send_value
 
 ALIVE: dict[str, Any] = {"prepares": True}
 ALIVE_SECONDS = 0.2
-"""Between two signs of life."""
+"""Seconds between two signs of life."""
 
 
 class Donor:

@@ -188,7 +188,7 @@ class Following(DeviceParticipant):
         return {}
 
     def enter(self, exchange: ElasticExchange) -> None:
-        """Its parameters come from the first device."""
+        """Enter no exchange: its parameters come from the first device."""
 
     def leave(self) -> None:
         self.live = False

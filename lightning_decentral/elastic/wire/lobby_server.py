@@ -55,7 +55,7 @@ class LobbyServer:
                 self._next(*self._lobby.ticked(clock.now()))
 
     def members(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """(of views so far, as far as they are there; those of the highest that haven't left). From any thread."""
+        """(members of views so far that are there, those of the highest that haven't left). From any thread."""
         return self._members, self._lobby.stayed
 
     async def _guest(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

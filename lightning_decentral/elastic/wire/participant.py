@@ -258,13 +258,13 @@ class Participant(Course):
         return result
 
     def enter(self, exchange: ElasticExchange) -> None:
-        """Its rounds are over the view in force from now on."""
+        """Enter the view in force: its rounds are over that from now on."""
         assert self.view is not None
         self._exchange = exchange
         exchange.enter(self.view, self.round)
 
     def leave(self) -> None:
-        """Nobody waits for it from now on."""
+        """Leave: nobody waits for it from now on."""
         self.live = False
         self.worker.leave()
 

@@ -53,13 +53,13 @@ class OwnLobby:
         self._listens.set()
 
     def members(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """(of all views so far, those of the present one that haven't left)"""
+        """Members (of all views so far, of the present one without those that left)."""
         return self._server.members()
 
 
 @dataclass
 class Started:
-    """A worker's process."""
+    """Process of a worker."""
 
     process: "subprocess.Popen[bytes]"
     at: float

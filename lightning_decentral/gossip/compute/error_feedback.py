@@ -19,7 +19,7 @@ from lightning_decentral.shared.compute.norms import squared_norm
 
 
 def coder_of(codec: Codec, topology: Topology, rank: int, size: int, pool: Pool) -> Coder:
-    """One worker's ends of its links."""
+    """Make the coder of one worker, for its ends of its links."""
     if not codec.encodes:
         return Direct(pool)
     # Targets that don't always hear in the same steps miss different messages: one estimate can't be that of both.

@@ -92,7 +92,7 @@ class Healing:
             raise FloatingPointError(f"{sick}{reason}") from None
 
     def count(self, sick: Sick) -> None:
-        """Once for all buckets of a round.
+        """Count a healing, once for all buckets of a round.
 
         Raises:
             FloatingPointError: it has been healed as often as it may.
@@ -119,7 +119,7 @@ class Healing:
         return f" (healed {self.healed} times, as often as `heals` allows)" if self._most else ""
 
     def _hopeless(self, sick: Sick, combine: Combine, state: State) -> str | None:
-        """Why it can't be healed; None: it can."""
+        """Return why it can't be healed; None: it can."""
         if not self._most:
             return ""
         recovery = combine.recovery
@@ -133,7 +133,7 @@ class Healing:
         return self._too_often() if self.healed >= self._most and sick.round != self._round else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Which messages in flight left before it was healed."""
+        """State to save: which messages in flight left before it was healed."""
         return {"round": self._round, "left": dict(self._left), "sick since": self._sick_since}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -220,7 +220,7 @@ class Recovery:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """After an update, before anything reads the parameters."""
+        """Put back what was healed, after an update, before anything reads the parameters."""
         if not self._held:
             return
         for bucket in self._buckets:
@@ -232,7 +232,7 @@ class Recovery:
             self._forget()
 
     def end(self) -> None:
-        """After a round. Waits for a device while the worker recovers, and only then."""
+        """Hold what was healed, after a round. Waits for a device while the worker recovers, and only then."""
         if self._recovers:
             self._recovers = self._others_sick()
             self._held = [bucket.flat.clone() for bucket in self._buckets] if self._recovers else []

@@ -21,7 +21,7 @@ class Within(ABC):
 
     @abstractmethod
     def step(self, setting: Setting, factor: float) -> list[Task[str]]:
-        """Forward, backward, update."""
+        """Tasks of a step: forward, backward, update."""
 
     @abstractmethod
     def memory_bytes(self, setting: Setting) -> float:
@@ -42,7 +42,7 @@ class Within(ABC):
 
 @dataclass(frozen=True)
 class Alone(Within):
-    """One device."""
+    """Worker of one device."""
 
     def prices(self, setting: Setting) -> tuple[Price, ...]:
         return ()

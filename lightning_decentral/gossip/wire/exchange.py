@@ -280,7 +280,7 @@ class Tally:
             self._rounds += 1
 
     def wait(self, pending: Sequence[Pending]) -> None:
-        """Once more for these, of a round that has been counted."""
+        """Wait once more for these, of a round that has been counted."""
         self._waited.during(part.wait for part in pending)
 
     def traffic(self, refused: int) -> Traffic:

@@ -72,7 +72,7 @@ class Island(ABC):
 @checked
 @dataclass(frozen=True)
 class Solo(Island):
-    """One device, one worker."""
+    """Worker of one device."""
 
     devices: int = 1
 

@@ -76,7 +76,7 @@ class IslandMember(DeviceSteps):
         """A loss scaler may skip updates."""
 
     def arrange(self, module: nn.Module) -> None:
-        """Before the optimizers exist."""
+        """Prepare the module before the optimizers exist."""
 
     def compare(self, trained: Trained, make: Callable[[Trained, Sequence[int]], Alike]) -> None:
         """Check from now on that its devices go on training the same.

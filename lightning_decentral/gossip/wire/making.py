@@ -31,7 +31,7 @@ class Beside(Protocol):
 
 
 def nothing_beside(optimizer: Optimizer) -> Sequence[Beside]:
-    """Parameters alone."""
+    """No states of the optimizer: parameters alone are mixed."""
     return ()
 
 
@@ -41,7 +41,7 @@ def alone(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], str]:
 
 
 def as_they_are(parameters: Sequence[nn.Parameter]) -> None:
-    """Nothing has to be done to them."""
+    """Leave the parameters as they are."""
 
 
 class Mixed:
@@ -89,7 +89,7 @@ class Mixed:
         self._ask()
 
     def admit(self, optimizers: int) -> None:
-        """There are so many optimizers from now on, each with rounds of its own. Collective; errors as `grow`."""
+        """Expect so many optimizers from now on, each with rounds of its own. Collective; errors as `grow`."""
         self._optimizers = optimizers
         self._ask()
 
@@ -115,7 +115,7 @@ class Mixed:
         self._layouts.begin()
 
     def done(self) -> None:
-        """It is launched."""
+        """Note that the round is launched."""
         self._layouts.done()
 
     def _layout(self) -> Layout:

@@ -89,7 +89,7 @@ class OptimizerMixer:
         self._pack(new)
 
     def hand_over(self, optimizer: Optimizer, states: Sequence[Beside]) -> Traffic:
-        """Another optimizer trains the same from now on; its states begin anew. What the old states' mixers sent."""
+        """Give this to another optimizer that trains the same; states begin anew. Return what the old states' sent."""
         for state in self.states:
             state.drain()
             for bucket in state.buckets:

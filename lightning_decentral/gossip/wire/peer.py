@@ -58,12 +58,12 @@ class PeerMessages(Arriving):
 
     @property
     def header(self) -> Tensor:
-        """This worker's."""
+        """Header of this worker's message."""
         return self.said[0]
 
     @property
     def headers(self) -> dict[int, Tensor]:
-        """{source: its}"""
+        """{source: its header}"""
         return dict(zip(self.buffers, self.said[1:], strict=True))
 
     def sends(self) -> list[Message]:

@@ -102,7 +102,7 @@ class LoopbackTransport(Transport):
         return [_Here() for _ in sends], [_Here() for _ in receives]
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
-        """This worker's is everyone's."""
+        """Leave the tensor as it is: no other worker is there."""
         return _Here()
 
 

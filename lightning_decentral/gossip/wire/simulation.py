@@ -33,7 +33,7 @@ class _Rows:
     flat: Tensor
 
     def adopt(self) -> None:
-        """Nothing else holds them."""
+        """Do nothing: nothing else holds these rows."""
 
 
 def simulate(

@@ -34,7 +34,7 @@ from lightning_decentral.shared.compute.codec.quantize import Plain
 Admitted = tuple[Sequence[Tensor], Combine]
 CPU = torch.device("cpu")
 KEPT_VIEWS = 4
-"""Whose rounds may still be under way."""
+"""Views whose rounds may still be under way."""
 
 
 class ForgivingExchange(PeerExchange):

@@ -67,14 +67,14 @@ class Holding:
         return healing(most, module)
 
     def mixed(self, parameters: Sequence[nn.Parameter]) -> None:
-        """After a round of these."""
+        """Share what was mixed, after a round of these."""
 
     def mean_of(self, tensors: Sequence[Tensor], of_wholes: Mean) -> list[Tensor]:
-        """Over the members; `of_wholes` is of tensors that each device has."""
+        """Mean over the members; `of_wholes` is of tensors that each device has."""
         return of_wholes(tensors)
 
     def sums(self, of_devices: Sequence[Tensor]) -> list[Tensor]:
-        """Over the member, of numbers about what this device has."""
+        """Sums over the member's devices, of numbers about what each has."""
         return list(of_devices)
 
 

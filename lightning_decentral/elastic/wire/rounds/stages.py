@@ -61,7 +61,7 @@ class StageBucket(Bucket):
         send(self._over, self._stage, self.flat)
 
     def release(self) -> None:
-        """There are no parameters here."""
+        """Do nothing: there are no parameters here."""
 
 
 class Stages(Holding):

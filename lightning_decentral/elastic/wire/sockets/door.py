@@ -105,7 +105,7 @@ class Door:
         threading.Thread(target=self._run, name="lightning_decentral-door", daemon=True).start()
 
     def close(self) -> None:
-        """Nobody is let in any more, and who is, is shut out."""
+        """Let nobody in any more, and shut out who is."""
         self._closed = True
         with suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)  # wakes up the thread, which closes it

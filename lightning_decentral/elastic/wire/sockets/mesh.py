@@ -24,13 +24,13 @@ from lightning_decentral.elastic.wire.sockets.frames import GROWTH_BYTES, connec
 KEPT_ROUNDS = 8
 """Behind the present one, whose frames are still awaited by somebody."""
 AGAIN_SECONDS = 0.5
-"""Between two tries to connect to a member that waits for what was lost."""
+"""Seconds between two tries to connect to a member that waits for what was lost."""
 ENDED_SECONDS = 1.0
 """Seconds in which all connections of a process that has ended are seen to end."""
 
 
 class Slot(NamedTuple):
-    """Which message it is: of this sender, in this view and round, the so-manieth."""
+    """Identity of a message: of this sender, in this view and round, the `slot`-th."""
 
     sender: str
     key: int
@@ -39,7 +39,7 @@ class Slot(NamedTuple):
 
     @property
     def place(self) -> tuple[int, int]:
-        """It rises from message to message of a line."""
+        """(round, slot), which rises from message to message of a line."""
         return self.round, self.slot
 
 
@@ -142,7 +142,7 @@ class Mesh:
             del self._inbox[slot]
 
     def lose(self, name: str) -> None:
-        """Nothing more comes from it until it connects."""
+        """Count a member as lost: nothing more comes from it until it connects."""
         with self.changed:
             self.lost.add(name)
             self.begun.pop(name, None)
@@ -151,7 +151,7 @@ class Mesh:
             self.changed.notify_all()
 
     def forget(self, names: Collection[str]) -> None:
-        """They are no members any more: nothing is kept of them."""
+        """Forget these, which are no members any more: nothing is kept of them."""
         with self.changed:
             for name in names:
                 self.lost.discard(name)
@@ -168,7 +168,7 @@ class Mesh:
                 shut(connection)  # who waits there ends
 
     def close(self) -> None:
-        """Every connection: the others see it at once."""
+        """Close every connection: the others see it at once."""
         self._door.close()
         with self.changed:
             for line in self._lines.values():

@@ -61,7 +61,7 @@ def _itself(other: Tensor) -> Tensor:
 
 
 def _unchanged(sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
-    """Nothing is kept of the round."""
+    """Keep nothing of the round."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Recovery:
 
 
 def tied_by(kept: Iterable[str]) -> str:
-    """Why workers can't leave a rule that keeps this, which may be part of a sum over all of them; empty: nothing."""
+    """Reason why workers can't leave a rule that keeps this, which may be part of a sum over all; empty: none."""
     names = ", ".join(kept)
     return f"what it keeps ({names}) belongs to all workers together, which none may leave" if names else ""
 

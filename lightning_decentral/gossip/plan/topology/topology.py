@@ -30,7 +30,7 @@ class Topology(ABC):
 
     @abstractmethod
     def sources(self, rank: int, size: int, step: int) -> tuple[int, ...]:
-        """Sorted, without `rank`; empty: silent. Any step >= 0."""
+        """Ranks that `rank` receives from at `step`: sorted, without itself; empty: silent. Any step >= 0."""
 
     def row(self, rank: int, size: int, step: int) -> dict[int, float]:
         """{j: w_ij} for i = rank, itself included; sums to one.
@@ -124,7 +124,7 @@ def at_least_one(what: str, value: int, remedy: str) -> None:
 
 
 def others(rank: int, heard: Iterable[int]) -> tuple[int, ...]:
-    """Sorted, each once, without `rank`."""
+    """Ranks sorted, each once, without `rank`."""
     return tuple(sorted(set(heard) - {rank}))
 
 
