@@ -109,7 +109,7 @@ def _two_valued(tensor: Tensor) -> bool:
 
 
 def _patient(member: Participant) -> Callable[[int], int]:
-    """Count members still there, where fewer than these have given something: it waits, a death isn't known at once."""
+    """Make a count of members still there: it waits where fewer gave something, as a death isn't known at once."""
 
     def there(heard: int) -> int:
         end = time.monotonic() + 2 * member.worker.membership.state.times.dead_after

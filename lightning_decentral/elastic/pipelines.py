@@ -95,7 +95,7 @@ class ElasticPipeline(ElasticRun):
 
     @property
     def _beneath(self) -> Any:
-        """The pipeline's strategy, where both have a say."""
+        """The pipeline's strategy, where both define a method."""
         return super(OneProcess, self)
 
     @property

@@ -2,7 +2,7 @@
 
     heard(beat, now), ticked(now) -> the next state, and a message for each of these workers
 
-It remembers nothing that its workers don't tell it: one that is started again waits until it has met the members of
+It remembers nothing that its workers don't send it: one that is started again waits until it has met the members of
 the highest view, or `dead_after`, and goes on from there.
 """
 
@@ -163,7 +163,7 @@ class LobbyState:
         return max(ahead)
 
     def _allowed(self, wanted: tuple[str, ...], now: float) -> bool:
-        """Allow more than half at once, fewer when those that are missing have been silent for long."""
+        """Return whether these may follow: more than half at once, fewer when the missing have long been silent."""
         stay, size = self._counted(now)
         missing = [name for name in self.members if name not in wanted]
         return (

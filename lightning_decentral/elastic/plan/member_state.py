@@ -65,7 +65,7 @@ class MemberState:
         met_at: when beats of other members last came directly.
         woke: when it last went on after a sleep.
         entered: {member: which views came into force for it in which rounds}
-        gone: members that the lobby doesn't hear.
+        gone: members that are silent to the lobby.
         paused: why the lobby lets nobody go on.
         out: why it isn't a member any more; empty: it may be.
     """

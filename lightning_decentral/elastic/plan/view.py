@@ -4,8 +4,8 @@
     needed   min(n // 2 + 1, least) of the n members of the last view; of two, one
 
 More than half can be on one side of a cut network only, so views on both sides can't be. The operator's `least` may
-allow a smaller side, too: then the lobby alone decides which side goes on, and a worker that doesn't hear the lobby
-goes on only while those it doesn't hear either are too few for a view of their own.
+allow a smaller side, too: then the lobby alone decides which side goes on, and a worker that doesn't reach the lobby
+goes on only while those it doesn't reach either are too few for a view of their own.
 """
 
 import zlib

@@ -18,7 +18,7 @@ from lightning_decentral.elastic.wire.sockets.frames import connected, receive
 from lightning_decentral.elastic.wire.sockets.values import UNREAD_SECONDS, receive_value, received, send_value
 
 Key = tuple[int, int]
-"""(round, the so-manieth of that round): it rises."""
+"""(round, number in that round): it rises."""
 KEPT = 2
 """Results, for members that ask again: none can be further ahead of another."""
 LOOK_SECONDS = 0.1

@@ -16,7 +16,7 @@ from lightning_decentral.elastic.plan.watch import came_and_went
 from lightning_decentral.elastic.wire.endpoint import Endpoint
 
 ASK_SECONDS, LOOK_SECONDS = 5.0, 0.05
-"""Members say which views they have begun with each of their beats."""
+"""Members send which views they have begun with each of their beats."""
 
 
 class Course:
@@ -106,7 +106,7 @@ class Course:
         return new(known, view, self._firsts, self._all_told(view))
 
     def knows(self) -> None:
-        """Wait for what members say of views that were missed. Missed where they don't."""
+        """Wait for what members send of views that were missed. Missed where they don't."""
         end = time.monotonic() + ASK_SECONDS
         while self._missed is not None:
             try:

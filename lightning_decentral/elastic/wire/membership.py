@@ -111,7 +111,7 @@ class Membership:
                 self.changed.wait(min(self._state.times.beat, max(0.0, end - now)))
 
     def leave(self) -> None:
-        """Say that nobody needs to wait for this worker, and end."""
+        """Announce that nobody needs to wait for this worker, and end."""
         self._end()
         self.step(lambda state, now: state.leaving(now))
         if self._connection is not None:

@@ -165,7 +165,7 @@ class Participant(Course):
         all, that of the oldest. None for all others, and where all of those have ended.
 
         Raises:
-            RuntimeError: they live, and don't say it.
+            RuntimeError: they live, and don't send it.
         """
         assert self.view is not None
         if self.entered is None:

@@ -176,7 +176,7 @@ class Starter:
 
 
 def number_of(name: str) -> int:
-    """The so-manieth that was started, by a member's name; -1: another starter's, or nobody's."""
+    """Number in the order of starts, by a member's name; -1: another starter's, or nobody's."""
     found = re.match(r"w(\d+)-", name)
     return int(found[1]) if found else -1
 

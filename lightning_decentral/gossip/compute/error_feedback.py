@@ -22,7 +22,7 @@ def coder_of(codec: Codec, topology: Topology, rank: int, size: int, pool: Pool)
     """Make the coder of one worker, for its ends of its links."""
     if not codec.encodes:
         return Direct(pool)
-    # Targets that don't always hear in the same steps miss different messages: one estimate can't be that of both.
+    # Targets that don't always receive in the same steps miss different messages: one estimate can't be that of both.
     return Coded(codec, rank, audiences(topology, rank, size) if codec.remembers else {}, pool)
 
 
@@ -152,7 +152,7 @@ class Coded(Coder):
 
     Args:
         rank: of this worker; its noise differs from the others'.
-        audiences: {target: its audience}; targets of one audience always hear this worker in the same steps. Those
+        audiences: {target: its audience}; targets of one audience always receive from it in the same steps. Those
             that aren't named are one.
     """
 
@@ -243,7 +243,7 @@ class Coded(Coder):
         self._remember_own(channel, out, audience)
 
     def _remember_own(self, channel: BucketCodec, decoded: Tensor, audience: int) -> None:
-        if self.estimates:  # as its hearers do, who refuse what isn't finite
+        if self.estimates:  # as its targets do, which refuse what isn't finite
             channel.remember(decoded, f"to {audience}", torch.isfinite(scale([decoded])))
 
     def _taken(self, parts: Sequence[PayloadPart], device: torch.device) -> Buffers:

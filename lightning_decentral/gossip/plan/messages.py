@@ -30,7 +30,7 @@ class Encoding:
             (16 bytes a bucket) aside.
         assumed: what it takes more than messages as they are, where the profile doesn't have the codec.
         copies: messages of the model's size that are encoded for one, as a rule may want.
-        cliques: how workers exchange it where all of a group hear all.
+        cliques: how workers exchange it where all of a group receive from all.
     """
 
     codec: str = AS_THEY_ARE

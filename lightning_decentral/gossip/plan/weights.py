@@ -61,7 +61,7 @@ class Dyadic(Weights):
 
 @dataclass(frozen=True)
 class OutDegree(Weights):
-    """p_ij = 1 / (1 + number of those that hear j): columns sum to one on every graph, rows need not. For `PushSum`."""
+    """p_ij = 1 / (1 + number of j's targets): columns sum to one on every graph, rows need not. For `PushSum`."""
 
     def row(self, topology: Topology, rank: int, size: int, step: int) -> dict[int, float]:
         graph = step_graph(topology, size, step)
@@ -145,8 +145,8 @@ def targets(topology: Topology, rank: int, size: int, step: int) -> tuple[int, .
 
 @dataclass(frozen=True)
 class Neighbours:
-    """One worker's neighbours at one step: row = {j: w_ij}, i = rank included; heard_by = {k: w_ki} of those that hear
-    it."""
+    """One worker's neighbours at one step: row = {j: w_ij}, i = rank included; heard_by = {k: w_ki} of its
+    targets."""
 
     rank: int
     row: Mapping[int, float]
@@ -257,7 +257,7 @@ def spectrum(matrix: Matrix) -> NDArray[np.complex128]:
     graph = nx.Graph()
     graph.add_nodes_from(range(len(matrix)))
     graph.add_edges_from(zip(*(axis.tolist() for axis in np.nonzero(matrix)), strict=True))
-    # Workers that don't hear each other make separate blocks, and those of one size are solved together: a
+    # Workers that aren't linked make separate blocks, and those of one size are solved together: a
     # thousand workers that talk in pairs cost five hundred tiny problems, not one large one.
     by_size: dict[int, list[list[int]]] = {}
     for component in nx.connected_components(graph):

@@ -70,7 +70,7 @@ class CodedMessages(Arriving):
 
 @dataclass
 class CodedCliqueExchange(Arrivals[CodedMessages]):
-    """mixed = Q((1/n) sum_j sent_j + f), the same bits on all, where all hear all with equal weights.
+    """mixed = Q((1/n) sum_j sent_j + f), the same bits on all, where all receive from all with equal weights.
 
     A message with NaN, infinity or absurd numbers counts as zero, for every owner alike, and is counted.
 

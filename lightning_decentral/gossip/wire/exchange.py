@@ -110,7 +110,7 @@ class Started(ABC):
 
 
 class Arriving(Started):
-    """Buckets that a device's second stream may hear before they land on the training's."""
+    """Buckets that a device's second stream may receive before they land on the training's."""
 
     @abstractmethod
     def arrive(self) -> None:

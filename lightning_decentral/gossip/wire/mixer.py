@@ -145,7 +145,7 @@ class Mixer:
     def codec_errors(self) -> list[float]:
         """Relative errors of codecs, as last measured; empty where messages travel as they are."""
         coder = self.exchange.coder
-        for flight in self._flights if coder.encodes else ():  # elsewhere nobody waits to hear that
+        for flight in self._flights if coder.encodes else ():  # elsewhere nobody waits for that
             for started in flight.started:
                 started.settle()
         error = coder.error()

@@ -96,7 +96,7 @@ class OverlapExchange(Exchange["Overlapped"]):
             self._leave(waiting[:-1], self._before[:-1], step)
             waiting = waiting[-1:]
         # A round leaves when the one before has landed: rounds that go to different neighbours at once would meet on
-        # the links of hosts that still hear another, and from then on no two hosts finish together. On a link that is
+        # the links of hosts that still receive, and from then on no two hosts finish together. On a link that is
         # what a step waits for they take longer than one after the other; elsewhere the round before has landed long
         # ago. Encoding the next one waits with it, so a rule that asks what it sent (`PushSum`) waits until the last
         # round but one has landed.

@@ -1,4 +1,4 @@
-"""Peer-to-peer exchange: sends to those who hear this worker, receives from its sources: mixed_i = sum_j w_ij sent_j.
+"""Peer-to-peer exchange: sends to this worker's targets, receives from its sources: mixed_i = sum_j w_ij sent_j.
 
 Messages may be encoded. An all-reduce in cliques (`clique`) and `W @ message` (`simulation`) give the same numbers up
 to rounding.
@@ -150,7 +150,7 @@ class PeerExchange(Arrivals[PeerMessages]):
         packets = self.coder.encode(message, at.heard_by, step, first)
         buffers = self.coder.buffers(at.sources, message, first)
         said = torch.empty(1 + len(buffers), HEADER, dtype=torch.int64, device=self.device)
-        # Of what hearers decode, which may overflow; now, while it is in the processor's cache.
+        # Of what receivers decode, which may overflow; now, while it is in the processor's cache.
         said[0].copy_(stated([step, self._elements], message, self.device))
         # On the host a thread mixes, during the training.
         corrects = self.device.type == "cuda" and len(message) == 1 and bool(buffers)

@@ -33,7 +33,7 @@ class _Rows:
     flat: Tensor
 
     def adopt(self) -> None:
-        """Do nothing: nothing else holds these rows."""
+        """Do nothing: nothing else holds them."""
 
 
 def simulate(

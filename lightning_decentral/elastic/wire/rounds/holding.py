@@ -47,7 +47,7 @@ class Holding:
         self._device = device
 
     def bucket(self, parameters: Sequence[nn.Parameter]) -> Bucket:
-        """Rounds are the host's: what others hear comes from its sockets."""
+        """Rounds are the host's: what others receive comes from its sockets."""
         return (Bucket if self._device.type == "cpu" else HostBucket)(parameters)
 
     def pack(self, parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[Bucket]:

@@ -28,7 +28,7 @@ GREETING_SECONDS = 5.0
 MOST_WAITING = 64
 """Guests that haven't greeted; one more, and the oldest goes."""
 LOOK_SECONDS = 1.0
-"""Seconds until it is seen that the door was closed, where the system doesn't say so."""
+"""Seconds until it is seen that the door was closed, where the system doesn't report it."""
 FULL_SECONDS = 0.1
 """Seconds until the next try to accept where descriptors have run out."""
 LINES = 100

@@ -30,7 +30,7 @@ class RelaySum(Combine):
 
     A poisoned worker's neighbours take their own T for its; it takes the mean of theirs, which is the same for the
     sums: S_i(t) above is exact, and all that it relays from then on. So is x_i, but for its own place in the mean.
-    Where two that hear each other are poisoned in one round, S is off by what they differ, until it begins anew.
+    Where two neighbours are poisoned in one round, S is off by what they differ, until it begins anew.
 
     Mixing does not keep the mean step by step. State: S and S(t-2) - d T(t-1), two copies of the parameters. Bytes: the
     parameters and a number.

@@ -153,7 +153,7 @@ class Auto(Topology):
 @checked
 @dataclass(frozen=True)
 class PeriodicAverage(Topology):
-    """`inner`, and at steps t with (t + 1) % every == 0 all hear all, weights 1/n: gossip with an exact average.
+    """`inner`, and at steps t with (t + 1) % every == 0 all average all, weights 1/n: gossip with an exact average.
 
     The average is an all-reduce, 2 (n - 1) / n of the parameters' bytes. Blocking and at rate 1 it makes all workers
     equal; overlapped, equal but for the update that it hid behind. As a plan it goes with every rule.

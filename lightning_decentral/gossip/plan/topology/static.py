@@ -64,7 +64,7 @@ class FromGraph(Topology):
 @checked
 @dataclass(frozen=True)
 class Tree(Topology):
-    """Worker i and (i - 1) // children hear each other: a binary tree by default, a chain with children=1.
+    """Worker i and (i - 1) // children are linked both ways: a binary tree by default, a chain with children=1.
 
     For `RelaySum`, which is exact on trees; plain gossip mixes slowly on them. Source: Vogels et al. 2110.04175.
     """
@@ -133,7 +133,7 @@ class Torus(Topology):
 
 @dataclass(frozen=True)
 class Star(Topology):
-    """Worker 0 and everyone else hear each other, weights 1/n."""
+    """Worker 0 and everyone else are linked both ways, weights 1/n."""
 
     def sources(self, rank: int, size: int, step: int) -> tuple[int, ...]:
         return others(rank, (0,) if rank else range(size))

@@ -63,7 +63,7 @@ class StepGraph:
 
     @cached_property
     def targets(self) -> tuple[tuple[int, ...], ...]:
-        """targets[j]: those that hear j, sorted."""
+        """targets[j]: those that receive from j, sorted."""
         heard_by: list[list[int]] = [[] for _ in self.sources]
         for rank, sources in enumerate(self.sources):
             for source in sources:
@@ -105,7 +105,7 @@ def completed(rank: int, heard: dict[int, float]) -> dict[int, float]:
 
 
 def audiences(topology: Topology, rank: int, size: int) -> dict[int, int]:
-    """{target: number of its audience}: the targets of one audience hear `rank` in exactly the same steps."""
+    """{target: number of its audience}: the targets of one audience receive from `rank` in exactly the same steps."""
     heard: dict[int, list[int]] = {}
     for step in range(topology.period(size)):
         for target in step_graph(topology, size, step).targets[rank]:
