@@ -4,7 +4,7 @@
 one of `pipelines`. Both are a `run`: each worker is a Trainer of its own, and Lightning sees one `process` everywhere.
 `loops` takes a newcomer to where the others are, `checks` and `pruned` refuse what can't be elastic, and `launcher`
 starts the workers of a machine. Below: `plan` (the protocol as pure functions of time), `compute`, `wire` (the protocol
-on sockets, and in `wire/rounds` gossip over whoever is there). Public: all names below.
+on sockets, and in `wire/rounds` gossip over the members of the moment). Public: all names below.
 """
 
 from typing import TYPE_CHECKING

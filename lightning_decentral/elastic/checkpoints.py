@@ -16,7 +16,7 @@ from lightning_decentral.shared.wire.mean import MeanModel
 
 
 class Whole(Protocol):
-    """How a device holds its member's model."""
+    """Model of a member as a device holds it."""
 
     @property
     def spread(self) -> bool: ...
@@ -39,7 +39,7 @@ class ElasticCheckpoints(Checkpoints):
         self.held = held
 
     resuming = False
-    """Whether a device restored what no other has."""
+    """True where a device restored what no other has."""
 
     def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any) -> None:
         if self._worker.alone and self.held.spread:

@@ -1,4 +1,4 @@
-"""What can be elastic: rules without sums over all workers, codecs that keep nothing, topologies of any number.
+"""Elastic methods: rules without sums over all workers, codecs that keep nothing, topologies of any number.
 
 And what all members of a run must have alike (`Given`).
 """
@@ -35,7 +35,7 @@ MOST_CHECKED = 64
 
 
 def served(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that an elastic run has. ValueError for one that it can't have, by name."""
+    """Return the options that an elastic run has. ValueError for one that it can't have, by name."""
     for name, values in UNSERVED.items():
         if name in options and options[name] not in values:
             raise ValueError(f"{name}={options[name]!r} doesn't go with elastic yet: leave it out")
@@ -65,7 +65,7 @@ def elastic_rule(combine: Rule, topology: Topology, weights: Weights, delay: int
 
 
 def refuse_remembering(codec: Codec, combine: Combine) -> None:
-    """ValueError for a codec of which both ends of a link must know what was said before."""
+    """ValueError for a codec of which both ends of a link must know what was sent before."""
     if codec.remembers or not (codec.complete or combine.form.differences):
         raise ValueError(
             f"{codec!r} doesn't go with elastic: it sends differences from what a neighbour heard before, and "
@@ -85,7 +85,7 @@ def refuse_process(island: Island, devices: int, device: torch.device) -> None:
 
 
 def settings_of(strategy: Any, trainer: Trainer) -> dict[str, str]:
-    """What all members must have alike."""
+    """Settings that all members must have alike: {name: text}."""
     found = {**of_method(strategy, strategy.precision_plugin), **of_trainer(trainer), **of_callbacks(trainer)}
     found |= of_optimizers(strategy.optimizers, strategy.own)
     alike = {name: text for name, text in found.items() if not _is_own(name)}
@@ -103,7 +103,7 @@ Part = dict[str, dict[str, Any]]
 class Given:
     """Settings and model of one worker, compared with the run's before it takes part.
 
-        donor     its settings and model, as text, beside everything else that a newcomer takes
+        donor     its settings and model, as text, next to everything else that a newcomer takes
         newcomer  the first difference: it takes nothing, and its `fit` ends with that line
 
     All but the first take from a member, so each has what the first one has.
@@ -149,7 +149,7 @@ class Given:
             raise ValueError(refused)
 
     def refuses(self, value: Mapping[str, Any]) -> str:
-        """Why this worker can't take what a member gives; empty: it can."""
+        """Return why this worker can't take what a member gives; empty: it can."""
         settings, model, parts = json.loads(bytes(value["given"].tolist())) if "given" in value else ({}, {}, [])
         now = parts[self._part] if self._part < len(parts) else {}
         if found := first_difference(self._settings, settings):

@@ -19,7 +19,7 @@ class Joining:
             the first view.
 
     Attributes:
-        planned: batches of an epoch that the module has been told, before anybody knows how many workers begin; or 0.
+        planned: batches of an epoch that the module has been given, before anybody knows how many workers begin; or 0.
         weights: of the workers that such a plan expects.
     """
 
@@ -43,14 +43,14 @@ class Joining:
         return loops.dealt(trainer, dataloader, member.calendar.batches, deals, self._weight)
 
     def _place_of(self, trainer: Trainer) -> int:
-        """Of the loader that is processed now among those that are combined, also where they are loaded again."""
+        """Place of the loader that is processed now among those that are combined, also where they are loaded again."""
         combined = trainer.fit_loop._combined_loader
         place = self._processed if combined is None else self._processed % len(combined.flattened)
         self._processed += 1
         return place
 
     def _join(self, member: Participant, trainer: Trainer, dataloader: object) -> None:
-        """This worker is a member from here on."""
+        """Make this worker a member from here on."""
         member.seed = loops.seed_of(dataloader) if member.seed is None else member.seed
         self._begin(lambda: self._calendar(member, trainer, dataloader))
         member.calendar = member.calendar or self._calendar(member, trainer, dataloader)

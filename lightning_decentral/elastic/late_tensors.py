@@ -1,6 +1,6 @@
 """Parameters and buffers that come while members train: of one form on all, and masks of one content, or all end.
 
-A mask has no mean. Members that hold different ones train different models, and their mean has the oldest's. Whoever
+A mask has no mean. Members that hold different ones train different models, and their mean has the oldest's. What
 makes it counts for nothing: `torch.nn.utils.prune`, a parametrization, or a hook that registers a buffer.
 """
 
@@ -37,7 +37,7 @@ def refuse_pruning(trainer: Trainer) -> None:
 
 
 class LateTensors:
-    """What is registered in a module until `close`. A step in which nothing is costs nothing: torch says what is."""
+    """Watcher of what is registered in a module until `close`, by torch's hooks: a step without costs nothing."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -57,7 +57,7 @@ class LateTensors:
         self._news |= module in self._parts and not statistic
 
     def check(self, member: Participant, waits: bool = True) -> None:
-        """After a round. Where something has come, all members say what.
+        """Compare after a round what has come on each member, where something has.
 
         Args:
             waits: whether all members are in one round.
@@ -95,7 +95,7 @@ def _named(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _masks(module: nn.Module, name: str) -> bool:
-    """Whether the buffer is one by torch's convention, which may have been there before."""
+    """Return whether the buffer is a mask by torch's convention, which may have been there before."""
     return name.endswith("_mask") and f"{name.removesuffix('_mask')}_orig" in module._parameters
 
 
@@ -109,7 +109,7 @@ def _two_valued(tensor: Tensor) -> bool:
 
 
 def _patient(member: Participant) -> Callable[[int], int]:
-    """Members that are still there, where fewer than these have said something: a death isn't known at once."""
+    """Make a count of members still there: it waits where fewer gave something, as a death isn't known at once."""
 
     def there(heard: int) -> int:
         end = time.monotonic() + 2 * member.worker.membership.state.times.dead_after
@@ -121,7 +121,7 @@ def _patient(member: Participant) -> Callable[[int], int]:
 
 
 def _difference(rows: Sequence[dict[str, str]], members: Callable[[int], int]) -> str:
-    """What isn't alike in all rows, each of one device; empty: all are."""
+    """Describe what isn't alike in all rows, each of one device; empty: all are."""
     names = dict.fromkeys(name for row in rows for name in row)
     differs = next((name for name in names if len({row.get(name) for row in rows}) > 1), None)
     if differs is not None:

@@ -41,7 +41,7 @@ class ElasticLauncher(_SubprocessScriptLauncher):
 
 
 class FollowingLauncher(_SubprocessScriptLauncher):
-    """Of a worker that a starter has started: it ends with its starter."""
+    """Launcher of a worker that a starter has started: it ends with its starter."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         follow(os.environ)
@@ -49,7 +49,7 @@ class FollowingLauncher(_SubprocessScriptLauncher):
 
 
 def command(number: int) -> tuple[Sequence[str], str | None]:
-    """(words that run this script again, in which folder)"""
+    """(command line that runs this script again, in which folder)"""
     return _hydra_subprocess_cmd(number) if HydraConfig.initialized() else (_basic_subprocess_cmd(), None)
 
 
@@ -63,17 +63,17 @@ def at_its_lobby(elastic: ElasticSettings) -> ElasticSettings:
 
 
 def starts_workers(elastic: ElasticSettings, environment: Mapping[str, str]) -> bool:
-    """Whether this process only starts others."""
+    """Return whether this process only starts others."""
     return not (elastic.lobby or LOBBY in environment)
 
 
 def started(environment: Mapping[str, str]) -> bool:
-    """Whether a starter has started this process."""
+    """Return whether a starter has started this process."""
     return STARTER in environment
 
 
 def seat(environment: Mapping[str, str]) -> int:
-    """Which of the machine's devices is this worker's; a lost one's is the next one's."""
+    """Index of this worker's device among the machine's; a lost worker's is the next one's."""
     return int(environment.get(SEAT, "0"))
 
 

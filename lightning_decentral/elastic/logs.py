@@ -2,7 +2,7 @@
 
     founder     opens its loggers; their versions are the run's
     others      have these versions, and open nothing while another one logs
-    the next    opens them when it becomes the oldest, and says the hyperparameters again
+    the next    opens them when it becomes the oldest, and logs the hyperparameters again
 
 Where a logger keeps its version is its own: those of Lightning are known; of any other it is warned.
 """
@@ -20,9 +20,9 @@ from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.loggers.utilities import _log_hyperparams
 
 KEPT = "_version", "_id", "_run_id", "_experiment_key"
-"""Where loggers keep their version."""
+"""Attributes in which loggers keep their version."""
 ARGUMENTS = {"_wandb_init": "id"}
-"""Of arguments that a logger keeps until it opens its run: the version's."""
+"""Arguments of the version, in what a logger keeps until it opens its run."""
 
 
 def began(trainer: Trainer) -> list[Any]:
@@ -33,7 +33,7 @@ def began(trainer: Trainer) -> list[Any]:
 
 
 def go_on(loggers: Sequence[Logger], versions: Sequence[Any]) -> None:
-    """What these loggers log, if they ever do, goes into the run of those versions."""
+    """Make what these loggers log, if they ever do, go into the run of those versions."""
     for logger, version in zip(loggers, versions, strict=False):
         kept = vars(logger)
         for name in set(KEPT).intersection(kept):
@@ -49,7 +49,7 @@ def go_on(loggers: Sequence[Logger], versions: Sequence[Any]) -> None:
 
 
 def take_over(trainer: Trainer) -> None:
-    """This worker is the oldest now, and logs."""
+    """Log from now on: this worker is the oldest now."""
     for logger in _in_order(trainer.loggers):
         if type(logger) is CSVLogger:
             _open_with_rows(logger)
@@ -68,7 +68,7 @@ def _open(logger: Logger) -> None:
 
 
 def _open_with_rows(logger: CSVLogger) -> None:
-    """It would remove what another worker wrote, and a row of which half was written."""
+    """Open a CSV log and keep its rows: it would remove what another worker wrote. A half-written row is cut off."""
     files, file = get_filesystem(logger.log_dir), os.path.join(logger.log_dir, ExperimentWriter.NAME_METRICS_FILE)
     rows = files.cat_file(file) if files.isfile(file) else b""
     rows = rows[: rows.rfind(b"\n") + 1]

@@ -24,12 +24,12 @@ from lightning_decentral.shared.wire.plain import NotPlain
 from lightning_decentral.shared.wire.plain import pack as packed
 
 NOTHING: dict[str, dict[str, Any]] = {"callbacks": {}, "plateaus": {}, "remembered": {"metrics": {}, "savers": {}}}
-"""To be restored."""
+"""States of which nothing is to be restored."""
 COUNTS = ("ready", "started", "processed", "completed")
 
 
 def calendar_of(trainer: Trainer, dataloader: Any, weights: int) -> Calendar:
-    """Of a run that begins now, or goes on from a checkpoint, with members of so much weight together."""
+    """Calendar of a run that begins now, or goes on from a checkpoint, with members of so much weight together."""
     accumulated, loop = trainer.accumulate_grad_batches, trainer.fit_loop
     batches = batches_of(trainer, dataloader, weights)
     epoch: Any = loop.epoch_progress.current
@@ -41,7 +41,7 @@ def calendar_of(trainer: Trainer, dataloader: Any, weights: int) -> Calendar:
 
 
 def batches_of(trainer: Trainer, dataloader: Any, weights: int) -> int:
-    """Of an epoch, as limit_train_batches leaves them."""
+    """Number of batches of an epoch, as limit_train_batches leaves them."""
     found = sized_len(dataloader)
     batches = UNBOUNDED if found is None else found
     if dealable(dataloader):
@@ -103,7 +103,7 @@ def refuse_combined(trainer: Trainer, calendar: Calendar) -> None:
 
 
 def dealable(dataloader: Any) -> bool:
-    """Whether its examples are those that Lightning would give to each of several workers."""
+    """Return whether its examples are those that Lightning would give to each of several workers."""
     return (
         type(getattr(dataloader, "sampler", None)) is DistributedSampler
         and getattr(dataloader, "batch_size", None) is not None
@@ -111,7 +111,7 @@ def dealable(dataloader: Any) -> bool:
 
 
 def seed_of(dataloader: Any) -> int:
-    """Of the order of its examples."""
+    """Seed of the order of its examples."""
     return int(dataloader.sampler.seed) if dealable(dataloader) else 0
 
 
@@ -160,7 +160,7 @@ class ElasticSampler(Sampler[int]):
 
 @contextmanager
 def scaled(optimizer: Optimizer, share: float) -> Iterator[None]:
-    """Its updates are so many times as large, whatever it makes of gradients: they are multiples of the rate."""
+    """Make its updates so many times as large, whatever it makes of gradients: they are multiples of the rate."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate * share if share != 1 else rate
@@ -202,7 +202,7 @@ def last_to_leave_for(trainer: Trainer, calendar: Calendar, round: int) -> int:
 
 
 def leave_out(trainer: Trainer, calendar: Calendar, round: int, rounds: int) -> None:
-    """So many rounds before this one, in the same epoch, are counted as if they had been; its first batch is drawn."""
+    """Count so many rounds before this one, in the same epoch, as if they had been; its first batch is drawn."""
     fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     batches, steps = rounds * calendar.accumulated, loop.global_step
     for counts in (loop.batch_progress.current, loop.batch_progress.total):
@@ -228,18 +228,18 @@ def _catch_up(trainer: Trainer, steps: int, step: int, epochs: int, epoch: int) 
 
 
 def count_logged(trainer: Trainer, step: int) -> None:
-    """What is logged next is of this step: Lightning counts a restart within an epoch as one."""
+    """Log what comes next under this step: Lightning counts a restart within an epoch as one."""
     trainer.fit_loop.epoch_loop._batches_that_stepped = step
 
 
 def copied(states: dict[str, Any]) -> dict[str, Any]:
-    """Those that can be sent, as they are now, on the host."""
+    """Copy the states that can be sent, as they are now, to the host."""
     cloned = apply_to_collection(states, Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))
     return {name: state for name, state in cloned.items() if plain(name, state)}
 
 
 def plain(name: str, value: Any) -> bool:
-    """Whether it can be sent."""
+    """Return whether it can be sent."""
     try:
         packed(value)
     except NotPlain as error:
@@ -250,8 +250,8 @@ def plain(name: str, value: Any) -> bool:
 
 
 def agreed_states(trainer: Trainer) -> dict[str, dict[str, Any]]:
-    """Of callbacks, by their keys, and of schedules that follow a metric, by their place. What they decide, all members
-    must decide: who stops, what is the best so far, whether the rate falls."""
+    """States of callbacks, by their keys, and of schedules that follow a metric, by their place. All members must
+    decide alike what these decide: who stops, what is the best so far, whether the rate falls."""
     plateaus = {str(place): of.scheduler.state_dict() for place, of in _plateaus(trainer).items()}
     callbacks = copied(call._call_callbacks_state_dict(trainer))
     return {"callbacks": callbacks, "plateaus": copied(plateaus), "remembered": remembered(trainer)}

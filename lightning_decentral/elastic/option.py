@@ -1,4 +1,4 @@
-"""What `GossipStrategy(elastic=...)` and `GossipReplicas(elastic=...)` take, and which strategy it makes of theirs.
+"""Option `elastic` of `GossipStrategy` and `GossipReplicas`: its value, and which strategy it makes of theirs.
 
 Short: a value.
 """
@@ -18,8 +18,8 @@ class Elastic(ElasticSettings, Elasticity):
     Args:
         lobby: "host:port" of `lightning-decentral lobby`. Without, that of the environment's LIGHTNING_DECENTRAL_LOBBY;
             without that, too, the Trainer starts `devices` workers on this machine, and a lobby for them.
-        workers: (least, most) of them, as the lobby was told.
-        dead_after: seconds of silence, until a worker counts as dead; the lobby's, as soon as that is heard.
+        workers: (least, most) of them, as given to the lobby.
+        dead_after: seconds of silence, until a worker counts as dead; the lobby's, as soon as that is reached.
         host: the address at which others reach this machine; by default the one from which it reaches the lobby.
         weight: this worker's batches have so many times its DataLoader's examples, and count so much in the mean.
         asynchronous: rounds in which nobody waits for a slow worker or link; None: neighbours wait for each other.

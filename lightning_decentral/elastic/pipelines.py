@@ -28,7 +28,7 @@ from lightning_decentral.shared.wire.objects import broadcast_world, collect_obj
 from lightning_decentral.shared.wire.transport import Wire
 
 OWN = ("state_dict", "optimizer_states")
-"""What each stage has of a checkpoint; the rest is any stage's."""
+"""Entries of a checkpoint of which each stage has its own; the rest is any stage's."""
 
 
 @cache
@@ -52,14 +52,14 @@ class JoinedStages:
         return self._of.layout is not None
 
     def whole(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """On the first stage. Collective."""
+        """Checkpoint of all stages, on the first one. Collective."""
         if self._of.layout is None:
             return tree
         return {name: value for name, value in self._of.whole(tree, {}).items() if name != KEY}
 
 
 class StageCheckpoints(ElasticCheckpoints):
-    """One plain file of the whole model."""
+    """Checkpoints of a pipeline's member: one plain file of the whole model."""
 
     def __init__(self, worker: Worker, mean_model: MeanModel, of: Any) -> None:
         super().__init__(worker, mean_model, JoinedStages(of))
@@ -78,7 +78,7 @@ class StageCheckpoints(ElasticCheckpoints):
 
 
 class ElasticPipeline(ElasticRun):
-    """In front of a pipeline's strategy, whose stages are one member. All of them take one batch."""
+    """Elastic mixin in front of a pipeline's strategy, whose stages are one member. All of them take one batch."""
 
     stages: int | None
     layout: Any
@@ -95,7 +95,7 @@ class ElasticPipeline(ElasticRun):
 
     @property
     def _beneath(self) -> Any:
-        """The pipeline's strategy, where both have a say."""
+        """The pipeline's strategy, where both define a method."""
         return super(OneProcess, self)
 
     @property
@@ -118,7 +118,7 @@ class ElasticPipeline(ElasticRun):
             )
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Before it is known who trains, of this pipeline's stages."""
+        """Broadcast among this pipeline's stages before it is known who trains."""
         return (
             broadcast_world(obj, src) if self._member is None and self._early is None else super().broadcast(obj, src)
         )

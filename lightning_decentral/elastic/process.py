@@ -1,4 +1,4 @@
-"""What Lightning sees of an elastic worker: one process, its rank that of its age; and what all compute together."""
+"""An elastic worker as Lightning sees it: one process, its rank that of its age; and what all compute together."""
 
 import os
 from abc import abstractmethod
@@ -32,12 +32,12 @@ from lightning_decentral.shared.workers import WorkersStrategy
 
 
 class OneProcess(WorkersStrategy):
-    """Of members there are no groups: who trains together changes. An island's devices have theirs."""
+    """Strategy without groups of members: who trains together changes. An island's devices have theirs."""
 
     elastic: ElasticSettings
     _member: Participant | None
     devices: int
-    """Of one worker."""
+    """Number of devices of one worker."""
 
     batches: int
     _rank: int | None = None
@@ -45,7 +45,7 @@ class OneProcess(WorkersStrategy):
     """The member, while this worker is set up."""
 
     _logs = False
-    """Whether it has been the one that logs."""
+    """True where it has been the one that logs."""
 
     _beside = 0
 
@@ -56,7 +56,7 @@ class OneProcess(WorkersStrategy):
         refuse_restarting_all(cluster, self.devices)
         if started(os.environ):
             self._beside = len(devices)
-            self.parallel_devices = [devices[seat(os.environ) % len(devices)]]  # the others' are those beside it
+            self.parallel_devices = [devices[seat(os.environ) % len(devices)]]  # the others' are those next to it
             self._launcher = FollowingLauncher(cluster, 1, 1)
         elif starts_workers(self.elastic, os.environ):
             refuse_unstarted(self.elastic, self.devices, cluster, len(devices), self.num_nodes, str(method))
@@ -66,11 +66,11 @@ class OneProcess(WorkersStrategy):
 
     @property
     def planned_workers(self) -> int:
-        """With so many devices the run begins if nothing is amiss."""
+        """Number of workers, times the batches of each, with which the run begins if nothing is amiss."""
         return (self._beside or self.elastic.workers[1]) * self.batches
 
     def set_world_ranks(self) -> None:
-        """Until it is known who is the oldest, the one that was started first is taken for it; a starter is nobody."""
+        """Take the worker that was started first for the oldest, until that is known; a starter is nobody."""
         assert self.cluster_environment is not None
         if self._rank is None:
             later = self.cluster_environment.local_rank() > 0
@@ -78,7 +78,7 @@ class OneProcess(WorkersStrategy):
         super().set_world_ranks()
 
     def setup_environment(self) -> None:
-        """As ever. Then, for a fit, it is known with whom the run begins, before anybody opens a log or a folder."""
+        """Set up; then, for a fit, find out with whom the run begins, before anybody opens a log or a folder."""
         super().setup_environment()
         trainer = self._module.trainer
         if trainer.state.fn == TrainerFn.FITTING:
@@ -94,7 +94,7 @@ class OneProcess(WorkersStrategy):
 
     @abstractmethod
     def comes(self) -> Participant:
-        """Its member, which comes to the lobby."""
+        """Make its member, which comes to the lobby."""
 
     def _log_as_oldest(self, trainer: Trainer) -> None:
         if self.global_rank == 0 and not self._logs:
@@ -140,13 +140,13 @@ class OneProcess(WorkersStrategy):
         return moved(found, self.root_device) if on_device(value) else found
 
     def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Of the members' first devices: those of an island have equal parameters, and buffers as under DDP. What isn't
-        floating point is the oldest's."""
+        """Mean over the members' first devices: those of an island have equal parameters, and buffers as under DDP.
+        What isn't floating point is the oldest's."""
         means = self.together([tensor.detach() for tensor in tensors], means_of, of_each=False)
         return [mean.clone() for mean in means]
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Nobody waits: what is needed of others is asked for."""
+        """Wait for nobody: what is needed of others is asked for."""
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """The oldest member's; what can't be sent is this worker's own. In set-up, of the one that began the run."""

@@ -1,4 +1,4 @@
-"""What decides for all members and is in no state that Lightning saves: of callbacks that save, and of logged metrics.
+"""Values that decide for all members, in no state that Lightning saves: of callbacks that save, and of logged metrics.
 
 A run that ends takes it along; a newcomer of one that goes on would save at other steps than the members do, in which
 all compute a mean. Short, as it is one rule.

@@ -53,7 +53,7 @@ from lightning_decentral.shared.wire.transport import Wire
 
 
 class ElasticRun(WatchedProcess):
-    """What makes a strategy elastic, in front of that among the bases.
+    """Mixin that makes a strategy elastic, in front of that among the bases.
 
     x_i+ = sum_j w_ij x_j + u_i over the members of the moment. A worker that dies costs the others the messages that it
     hasn't sent; one that is started takes everything from a member that trains on, and takes part from the next view.
@@ -61,7 +61,7 @@ class ElasticRun(WatchedProcess):
 
     drifts: ClassVar[bool] = True
     model_layout: ModelLayout
-    """Of what this device has."""
+    """Layout of what this device has."""
 
     def plan_rounds(
         self,
@@ -102,11 +102,11 @@ class ElasticRun(WatchedProcess):
     # ---- what the strategy adds -------------------------------------------------------------------------------------
 
     batches = 1
-    """That the devices of this worker take in a step."""
+    """Batches that the devices of this worker take in a step."""
 
     @abstractmethod
     def holding(self, member: Participant) -> Holding:
-        """How this device holds the model."""
+        """Make the `Holding` of the model on this device."""
 
     @abstractmethod
     def whole(self, own: dict[str, Any]) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class ElasticRun(WatchedProcess):
         return [own]
 
     def gradients(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
-        """What computes those of an update."""
+        """Closure that computes the gradients of an update."""
         return closure
 
     # ---- set-up -----------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class ElasticRun(WatchedProcess):
             refuse_pruning(self._module.trainer)
 
     def setup(self, trainer: Trainer) -> None:
-        """As ever; then everything from a member that trains, if there is one."""
+        """Set up; then take everything from a member that trains, if there is one."""
         self._joining = Joining(self.elastic.weight, self._begin)
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
@@ -225,7 +225,7 @@ class ElasticRun(WatchedProcess):
     def _state(
         self, member: Participant, calendar: Callable[[], Calendar] | None, parts: Sequence[Part]
     ) -> dict[str, Any]:
-        """For those that begin with this view."""
+        """State for the members that begin with this view."""
         if member.calendar is None and calendar is not None:
             member.calendar = calendar()
         first = member.view is not None and member.view.number == 1

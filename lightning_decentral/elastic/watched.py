@@ -1,4 +1,4 @@
-"""What callbacks see of an elastic worker: the plan in words, what its rounds cost, who takes part."""
+"""Elastic workers as callbacks see them: the plan as text, what its rounds cost, who takes part."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +25,7 @@ from lightning_decentral.shared.wire.fsdp import local
 
 
 class WatchedProcess(OneProcess):
-    """As `GossipStrategy` for those who watch it, with the members of the moment."""
+    """Interface for callbacks, as `GossipStrategy`'s, with the members of the moment."""
 
     topology: Topology
     weights: Weights
@@ -43,13 +43,13 @@ class WatchedProcess(OneProcess):
         return self._member.view.members if self._member and self._member.view else ()
 
     def rounds(self) -> list[int]:
-        """Of the run, not of this worker: all members watch the same ones."""
+        """Rounds of the run, not of this worker: all members watch the same ones."""
         return [self._member.next_round] if self._member else []
 
     wanted = rounds
 
     def views(self) -> Sequence[View]:
-        """Who trained together so far: of the whole run, whenever this worker came. None outside of training."""
+        """Views, who trained together so far: of the whole run, whenever this worker came. Empty outside training."""
         return self._member.so_far() if self._member and self._member.view else []
 
     def draw_members(self, file: Path) -> None:
@@ -61,16 +61,16 @@ class WatchedProcess(OneProcess):
         return self._mixers.traffic() + Traffic(left_out=self.health.left_out)
 
     def mixing(self) -> dict[str, float]:
-        """How this worker mixes now, and with whom. No communication."""
+        """Mixing values of this worker, and who takes part. No communication."""
         ruled = next((of.mixer.mixing() for of in self._mixers), {})
         return {**ruled, "delay": float(self.delay), **(self._member.attendance() if self._member else {})}
 
     def counted(self) -> list[nn.Parameter]:
-        """What this device has of the trained model, each once in a member."""
+        """Parameters of the trained model that this device has, each once in a member."""
         return [p for optimizer in self.optimizers for p in parameters_of(optimizer)]
 
     def replaced(self) -> None:
-        """`advance` follows."""
+        """Do nothing: `advance` follows."""
 
     def mixed(self) -> list[Mixed]:
         # Of the run: a device may leave its rounds to the worker's first one.
@@ -84,13 +84,13 @@ class WatchedProcess(OneProcess):
 
     @torch.no_grad()
     def consensus(self) -> Consensus:
-        """How far the members are apart now. Collective."""
+        """Consensus error: the members' distance from their mean. Collective."""
         trained = [p.detach() for p in self.counted() if p.requires_grad]
         own, means = (list(map(local, tensors)) for tensors in (trained, self.mean_of(trained)))
         return spread(own, means, lambda squares: self.mean_of(self._held.sums(squares)), 1)
 
     def summary(self) -> dict[str, str]:
-        """The plan in words; who trains together is known later."""
+        """Description of the plan: {topic: text}; who trains together is known later."""
         least, most = self.elastic.workers
         place = self._member.worker.membership.lobby if self._member else self.elastic.lobby
         return {

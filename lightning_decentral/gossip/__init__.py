@@ -1,8 +1,8 @@
 """Decentralized data-parallel training by gossip: neighbours average parameters instead of all workers their gradients.
 
 `strategy` binds it to Lightning, with `islands` for workers of several devices, and `fabric` to loops with Fabric;
-`summary` says the plan in words at the start, bytes by step and by network card included; `callbacks` and `report` are
-what users watch. Below: `plan` (who hears whom: values without torch), `compute` (rules: tensors), `wire` (messages;
+`summary` describes the plan at the start, bytes by step and by network card included; `callbacks` and `report` are
+what users watch. Below: `plan` (communication graphs, without torch), `compute` (rules: tensors), `wire` (messages;
 `wire/assembly` draws a whole round). Codecs are in `shared/compute/codec`. Public: all names below.
 """
 

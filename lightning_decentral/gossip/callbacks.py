@@ -29,22 +29,22 @@ ON_BAR = ("gossip/members", "gossip/mixing_rate")  # the first that there is
 
 @runtime_checkable
 class Watched(Protocol):
-    """What a strategy offers to those who watch it."""
+    """Interface of a strategy for the callbacks that watch it."""
 
     def traffic(self) -> Traffic:
-        """This worker's counters since fit began; no communication."""
+        """Counters of this worker since fit began; no communication."""
 
     def consensus(self) -> Consensus:
-        """How far the workers are apart; collective."""
+        """Consensus error: the workers' distance from their mean; collective."""
 
     def summary(self) -> dict[str, str]:
-        """The plan in words."""
+        """Description of the plan: {topic: text}."""
 
     def rounds(self) -> list[int]:
         """Rounds taken, one number for each optimizer."""
 
     def mixing(self) -> dict[str, float]:
-        """How this worker mixes now, by name, only what its rule and codec have; no communication."""
+        """Mixing values of this worker by name, only those that its rule and codec have; no communication."""
 
 
 class _EveryNSteps(Callback, ABC):
@@ -104,7 +104,7 @@ class ConsensusMonitor(_EveryNSteps):
 
 @checked
 class CommunicationMonitor(_EveryNSteps):
-    """What the exchange costs this worker; loggers show worker 0's, or each worker's own with `WandbPerWorker`.
+    """Log what the exchange costs this worker; loggers show worker 0's, or each one's own with `WandbPerWorker`.
 
     gossip/wait_seconds        per step since the last row: the exchange that training did not hide
     gossip/in_flight_seconds   per step since the last row: from launch to landing
@@ -141,13 +141,13 @@ class CommunicationMonitor(_EveryNSteps):
 
 @checked
 class MixingMonitor(_EveryNSteps):
-    """How this worker mixes now: what `strategy.mixing()` says, each value as gossip/<its name>.
+    """Log how this worker mixes: the values of `strategy.mixing()`, each as gossip/<its name>.
 
-    gossip/mixing_rate          how far a worker moves towards what it heard, 1 all the way
+    gossip/mixing_rate          how far a worker moves towards what it received, 1 all the way
     gossip/delay                rounds between launch and landing
     gossip/codec_error          ||decoded - message|| relative to what was left to send, in the last measured round
     gossip/consensus_target     relative distance above which `ConsensusControl` mixes more
-    gossip/consensus_measured   that distance as it was told last
+    gossip/consensus_measured   that distance as last measured over all workers
 
     Logged where a rule or codec has them. Elastic runs: gossip/members, gossip/view, gossip/joins, gossip/losses,
     gossip/leaves, gossip/participation, gossip/stall_seconds; asynchronous: gossip/age, gossip/left_out_rounds, too.
@@ -258,7 +258,7 @@ def _steps_taken(trainer: Trainer) -> int:
 
 
 def _log_step(trainer: Trainer) -> int:
-    # The step of Lightning's own rows, so that ours stand beside them (its LearningRateMonitor does the same).
+    # The step of Lightning's own rows, so that ours line up with them (its LearningRateMonitor does the same).
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 

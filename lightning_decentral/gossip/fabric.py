@@ -170,7 +170,7 @@ class FabricGossipStrategy(FabricWorkers):
 
     @torch.no_grad()
     def consensus(self) -> Consensus:
-        """How far the workers are apart now. Collective, at the price of one all-reduce of the trained parameters."""
+        """Consensus error: the workers' distance from their mean. Collective: all-reduces the trained parameters."""
         if self.wire is None:
             return Consensus(0.0, 0.0)
         own = [bucket.flat for of in self._mixers for bucket in of.buckets]

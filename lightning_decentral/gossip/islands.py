@@ -87,10 +87,10 @@ def _refuse_bf16(island: Island, module: LightningModule, precision: Precision) 
 
 
 class Device(Protocol):
-    """What is asked of the strategy on a device."""
+    """Interface of the strategy on a device, for the model of its island."""
 
     member: IslandMember
-    """Its present part in its island."""
+    """Present part of this device in its island."""
 
     @property
     def lightning_module(self) -> LightningModule | None: ...
@@ -101,7 +101,7 @@ class Device(Protocol):
 
 
 class OnIsland(Protocol):
-    """What is asked of a strategy by which a device joins its island."""
+    """Interface of a strategy by which a device joins its island."""
 
     @property
     def _module(self) -> LightningModule: ...
@@ -113,7 +113,7 @@ class OnIsland(Protocol):
 
 
 class IslandModel(WholeModel):
-    """How a device of an island holds its worker's model: whole, or a shard of it."""
+    """Model of a worker as a device of its island holds it: whole, or a shard of it."""
 
     def __init__(self, island: Island, device: Device, join_groups: Callable[[], Wire | None]) -> None:
         self._island, self._device, self._join_groups = island, device, join_groups
@@ -209,7 +209,7 @@ class WholeTotals:
 def _grad_norm(
     _: Callable[..., Any], module: nn.Module, norm_type: float | str, group_separator: str = "/"
 ) -> dict[str, Any]:
-    """As Lightning's, whose `torch.tensor` takes no shards. Collective."""
+    """Gradient norms as Lightning's `grad_norm`, whose `torch.tensor` takes no shards. Collective."""
     p = float(norm_type)
     if p <= 0:
         raise ValueError(f"`norm_type` must be a positive number or 'inf' (infinity norm). Got {p}")

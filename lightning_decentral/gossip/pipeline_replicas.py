@@ -41,9 +41,9 @@ class GossipReplicas(Replicas):
     are mixed to the same bits.
 
     Args:
-        topology: who hears whom at which step; its workers are the replicas.
-        combine: what a replica does with what it heard.
-        weights: of what is heard; by default the rule's.
+        topology: communication graph by step; its workers are the replicas.
+        combine: update rule: what a replica does with what it received.
+        weights: of what is received; by default the rule's.
         delay: updates between launch and landing; 0 blocks, 1 hides behind a forward and backward.
         elastic: an `Elastic`: pipelines, each a worker, may come and go.
 

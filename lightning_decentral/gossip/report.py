@@ -1,4 +1,4 @@
-"""The report at a run's end: a table on the screen; beside the checkpoint a CSV, pictures and a JSON.
+"""The report at a run's end: a table on the screen; next to the checkpoint a CSV, pictures and a JSON.
 
 Its bytes are those that were counted on the way; those that are planned stand in `summary`.
 """

@@ -45,7 +45,7 @@ def check_numbers(delay: int, heals: int, bucket_bytes: int | None, exact_steps:
 
 
 def exact_steps_of(asked: float, module: Any, broadcast: Callable[[float], float]) -> int:
-    """In steps: `asked`, or below 1 so much of the run as worker 0 estimates it. Then collective.
+    """Number of exact steps: `asked`, or below 1 so much of the run as worker 0 estimates it. Then collective.
 
     Args:
         module: with its trainer.
@@ -90,7 +90,7 @@ class GossipPlan(Protocol):
 
 @dataclass(frozen=True)
 class Rounds:
-    """What `optimizer_mixer.Making` asks of a run.
+    """Mixers of a run, made as `wire.making.Making` asks for them.
 
     Args:
         module: whose parameters are mixed.
@@ -102,11 +102,11 @@ class Rounds:
     layout: ModelLayout = field(default_factory=ModelLayout)
 
     def mixers(self) -> list[Mixer]:
-        """Of one optimizer, one for each fragment. Collective."""
+        """Make the mixers of one optimizer, one for each fragment. Collective."""
         return [self._mixer(part, self.plan.combine, self.plan.codec) for part in self.plan.topology.fragments]
 
     def of_states(self, optimizer: Optimizer) -> "list[StateMixer]":
-        """Of those that travel. Collective."""
+        """Make the mixers of the optimizer's states that travel. Collective."""
         along, states = self.plan.topology, self.plan.states.items()
         mixers = [self._mixer(travel.along(along), travel.combine, travel.codec) for _, travel in states]
         named = zip(states, mixers, strict=True)
@@ -123,7 +123,7 @@ class Rounds:
         return pack_states(optimizer, name, chosen, self.plan.bucket_bytes, self.plan.island.devices)
 
     def _everyone(self, row: list[int]) -> list[list[int]]:
-        """Each worker's. Collective; not over `roll`, where whoever has ended its epoch waits."""
+        """Gather each worker's row. Collective; not over `roll`, where a worker that has ended its epoch waits."""
         assert self.plan.wire is not None
         pending, rows = self.plan.wire.world.all_gather(torch.tensor(row, device=self.plan.root_device))
         pending.wait()
@@ -141,19 +141,19 @@ class Rounds:
 
 
 PackState = Callable[[Optimizer, str, Mapping[nn.Parameter, int]], list[Bucket]]
-"""One state of these parameters, as their island packs parameters; `travel.kinds` says of which type."""
+"""Packs one state of these parameters, as their island packs parameters, in the type that `travel.kinds` found."""
 
 
 def whole_states(optimizer: Optimizer, name: str, chosen: Mapping[nn.Parameter, int]) -> list[Bucket]:
-    """In buckets of the default size, in one part."""
+    """Pack a state in buckets of the default size, in one part."""
     return pack_states(optimizer, name, chosen, None, 1)
 
 
 class StateMixer:
-    """One state of an optimizer, mixed beside the parameters; it is taken in when any worker's optimizer has it.
+    """One state of an optimizer, mixed with the parameters; it is taken in when any worker's optimizer has it.
 
     Args:
-        everyone: hears from each worker what this one says.
+        everyone: gathers a row of numbers from each worker.
 
     Attributes:
         packs: {place of a parameter in the optimizer: its state's kind}, packed at a time.
@@ -251,7 +251,7 @@ def refuse_lossy(codec: Codec, combine: Rule) -> None:
 
 
 MOST_LENGTHENED = 1.5
-"""Of what comes in parts; measured: at 1/64 of the elements 1.5 contracts, 2 no longer does."""
+"""Largest rate of differences sent in parts; measured: at 1/64 of the elements 1.5 contracts, 2 no longer does."""
 
 
 def refuse_overshoot(codec: Codec, combine: Rule) -> None:

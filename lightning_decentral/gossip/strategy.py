@@ -50,13 +50,13 @@ class GossipStrategy(ReplicaStrategy, metaclass=StrategyType):
     nothing is sent while gradients are only accumulated. Any optimizer; its moments stay local.
 
     Args:
-        topology: who hears whom at which step; `Auto()` reaches exact consensus in finite time for every size.
-        combine: what a worker does with what it heard.
-        weights: of what is heard; by default the rule's: the topology's own, or column-stochastic ones for push-sum.
+        topology: communication graph by step; `Auto()` reaches exact consensus in finite time for every size.
+        combine: update rule: what a worker does with what it received.
+        weights: of what is received; by default the rule's: the topology's own, or column-stochastic ones for push-sum.
         codec: how messages are encoded; `Plain()`, the default, sends parameters in their own type. Any other is for
             peers: where `Plain()` all-reduces in groups, each pair of a group exchanges encoded messages; but for
             `PseudoGradient`, whose codes owners of parts add up.
-        states: of every optimizer, by name, that are mixed beside the parameters: `{"momentum_buffer": Travel()}`.
+        states: of every optimizer, by name, that are mixed with the parameters: `{"momentum_buffer": Travel()}`.
         island: what one worker is: a single device, or several (`AllReduce`, `FullyShard`).
         delay: updates between launch and landing. 0 blocks (adapt-then-combine), 1 overlaps (adapt-while-combining),
             k serves slow links and stragglers. Delayed mixing is stable only for small rates
@@ -254,7 +254,7 @@ class GossipStrategy(ReplicaStrategy, metaclass=StrategyType):
 
     def plan(self) -> dict[str, str]:
         fixed = {"combine": repr(self.combine), "codec": repr(self.codec), "delay": str(self.delay)}
-        # By Lightning's word: a module is converted after its file is read. Under a mixed one parameters are float32.
+        # As Lightning states: a module is converted after its file is read. Under a mixed one parameters are float32.
         precision, true, _ = str(self.precision_plugin.precision).partition("-true")
         fixed |= {PRECISION: precision if true else "32"}
         fixed |= {"states": repr(self.states)} if self.states else {}
@@ -280,14 +280,14 @@ class GossipStrategy(ReplicaStrategy, metaclass=StrategyType):
         return self._mixers.traffic() + Traffic(left_out=self.health.left_out)
 
     def mixing(self) -> dict[str, float]:
-        """How this worker mixes now, by its first optimizer. No communication."""
+        """Mixing values of this worker, by its first optimizer. No communication."""
         ruled = next((of.mixer.mixing() for of in self._mixers), {})
         errors = [error for of in self._mixers for error in of.mixer.codec_errors()]
         return {**ruled, "delay": float(self.delay), **({"codec_error": max(errors)} if errors else {})}
 
     @torch.no_grad()
     def consensus(self) -> Consensus:
-        """How far the workers are apart now. Collective: every worker calls it at the same step; costs one all-reduce
+        """Workers' distance from their mean. Collective: every worker calls it at the same step; costs one all-reduce
         of the trained parameters, and makes the workers wait for each other."""
         if self.wire is None:
             return Consensus(0.0, 0.0)

@@ -1,4 +1,4 @@
-"""The plan of a gossip run in words: topology, order, codec, bytes per step, bytes through a node's network card."""
+"""The plan of a gossip run as text: topology, order, codec, bytes per step, bytes through a node's network card."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -22,7 +22,7 @@ ORDERS = {0: "blocking (adapt-then-combine)", 1: "overlapped (adapt-while-combin
 
 
 class DescribedPlan(GossipPlan, Protocol):
-    """A plan with what else its summary says."""
+    """A plan with what else its summary contains."""
 
     evaluate: Evaluate
     optimizers: list[Optimizer]
@@ -36,11 +36,11 @@ class DescribedPlan(GossipPlan, Protocol):
 
 
 def described(plan: DescribedPlan, mixers: Iterable[OptimizerMixer]) -> dict[str, str]:
-    """{what: in words}"""
+    """Describe the plan: {topic: text}."""
     mixers, size = list(mixers), plan.workers
     steps = consensus_steps(plan.topology, size, plan.weights)
     packed = sum(bucket.bytes for of in mixers for bucket in of.buckets)
-    # A talk carries one fragment, about as many bytes as any other; states travel beside, from the first update on.
+    # A talk carries one fragment, about as many bytes as any other; states travel, too, from the first update on.
     fragments = len(plan.topology.fragments)
     said = sum(of.mixer.exchange.coder.bytes for of in mixers) * plan.combine.form.copies // fragments
     of_worker = WorkerBytes.of_devices(said, packed, plan.island.devices, plan.island.shards)
@@ -82,13 +82,13 @@ def _beside(plan: DescribedPlan, name: str, mixers: Sequence[OptimizerMixer]) ->
 
 
 def _mean(plan: DescribedPlan, mixers: Sequence[OptimizerMixer]) -> str:
-    """Of what the workers show."""
+    """Description of the mean that the workers show."""
     anchors = plan.island.shards == 1 and any(of.mixer.shown() for of in mixers)
     return "the mean of the workers' anchors" if anchors else "the mean of the workers"
 
 
 def healing(plan: DescribedPlan) -> str:
-    """What becomes of a worker whose parameters aren't finite."""
+    """Description of what becomes of a worker whose parameters aren't finite."""
     reason = "heals=0" if plan.heals == 0 else plan.combine.recovery.incurable
     if not plan.member.heals:
         reason = f"by NCCL the devices of {plan.island!r} don't ask each other"
@@ -96,7 +96,7 @@ def healing(plan: DescribedPlan) -> str:
 
 
 def through_card(plan: DescribedPlan, of_worker: WorkerBytes) -> str:
-    """What the plan sends out of the busiest node, and what a ring all-reduce of the gradients would."""
+    """Description of the bytes that leave the busiest node by the plan, and by a ring all-reduce of the gradients."""
     if plan.num_nodes == 1:
         return "none, there is one node"
     shape = plan.topology, plan.weights, plan.workers, plan.workers_per_node

@@ -1,4 +1,4 @@
-"""Reductions over whoever takes part, and how members find out that one of them asks for another reduction.
+"""Reductions over the members that take part, and how members find out that one of them asks for another reduction.
 
 Public: none.
 """

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 def means_of(given: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Of each place, in float32 at least; what isn't floating point is the oldest's."""
+    """Means by place, in float32 at least; what isn't floating point is the oldest's."""
     return [mean_of_place(rows) for rows in zip(*given, strict=True)]
 
 
@@ -46,12 +46,12 @@ def reduced(operation: str, given: Sequence[Tensor]) -> Tensor:
 
 
 def stacked(given: Sequence[Tensor]) -> Tensor:
-    """[workers, ...]"""
+    """Stack one tensor of each worker: [workers, ...]."""
     return torch.stack(list(given))
 
 
 def of_each(made: Callable[[Sequence[Any]], Any]) -> Callable[[Sequence[Sequence[Any]]], Any]:
-    """Of what all devices have given, from a row for each worker."""
+    """Make a function of rows, one for each worker, from one of what all devices have given."""
 
     def of_rows(rows: Sequence[Sequence[Any]]) -> Any:
         return made([own for row in rows for own in row])
@@ -65,5 +65,5 @@ def moved(value: Any, device: torch.device) -> Any:
 
 
 def on_device(value: Any) -> bool:
-    """Whether one of its tensors isn't on the host."""
+    """Return whether one of its tensors isn't on the host."""
     return any(leaf.device.type != "cpu" for leaf in tree_leaves(value) if isinstance(leaf, Tensor))

@@ -4,12 +4,12 @@
     a_j    = w_ij / (1 + damping age_j),     age_j = max(0, r_i - r_j)
 
 r_i is the round in which sent_i left, r_j the message's own, and w_ij the weight of j in that round. Rounds are a
-logical clock: whoever is more than `behind` rounds later than what it heard goes on in the newest of them.
+logical clock: a worker more than `behind` rounds later than what it received goes on in the newest of them.
 
 Stable for all ages. A worker's own part is its present x but for the last update, so x_i + sum_j a_j (heard_j - sent_i)
 is a convex combination of parameters, old and new, and an update. Where each keeps a share of its own, ages are bounded
 and news of each reaches all, such combinations contract geometrically to one value within what they began with. The
-mean isn't kept: a worker that is heard less counts less.
+mean isn't kept: a worker that others receive from less counts less.
 
 Source: partially asynchronous agreement, Bertsekas and Tsitsiklis 1989, section 7.3; logical clocks, Lamport 1978.
 """
@@ -28,7 +28,7 @@ class Heard(NamedTuple):
     Args:
         source: its sender's rank.
         round: in which it left.
-        at: whom this worker hears in that round.
+        at: this worker's sources in that round.
     """
 
     source: int
@@ -67,5 +67,5 @@ class Asynchronous:
         return {rank: 1 - scale * total, **{j: scale * share for j, share in shares.items()}}
 
     def next_round(self, round: int, newest: int) -> int:
-        """Where `round` would be next and the newest that was heard of is this."""
+        """Number of the next round, where it would be `round` and the newest that was received is this."""
         return newest if newest > round + self.behind else round

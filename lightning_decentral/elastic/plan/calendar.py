@@ -19,7 +19,7 @@ class Calendar:
     Args:
         batches: of an epoch.
         accumulated: batches of a round.
-        before: rounds' worth of epochs that were over when the run began, as a checkpoint says.
+        before: rounds' worth of epochs that were over when the run began, as a checkpoint states.
         steps: that were over then.
         weights: of those that began the run, together; 0: nobody knows.
     """
@@ -32,7 +32,7 @@ class Calendar:
 
     @property
     def rounds(self) -> int:
-        """Of an epoch."""
+        """Number of rounds of an epoch."""
         return -(-self.batches // self.accumulated)
 
     def place(self, round: int) -> tuple[int, int]:
@@ -46,7 +46,7 @@ class Calendar:
         return epochs * self.batches + batches
 
     def step(self, round: int) -> int:
-        """Of the optimizer, that are over where this round begins."""
+        """Number of optimizer steps that are over where this round begins."""
         return self.steps + round
 
 

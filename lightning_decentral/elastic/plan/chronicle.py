@@ -1,4 +1,4 @@
-"""What is remembered of a run's views: the newest ones, and of the others how many members came and went.
+"""Memory of a run's views: the newest ones, and of the others how many members came and went.
 
 Short, as it is one rule: a run of a thousand views keeps what one of a hundred keeps.
 """
@@ -16,7 +16,7 @@ HISTORY = 4
 
 @dataclass(frozen=True)
 class Tally:
-    """Of views that aren't remembered any more.
+    """Counts over views that aren't remembered any more.
 
     Args:
         most: members of one of them.
@@ -33,18 +33,18 @@ class Tally:
 
 
 class Missed(RuntimeError):
-    """Views came and went of which this worker hasn't been told."""
+    """Views came and went that this worker missed."""
 
 
 def new(views: Mapping[int, View], view: View, firsts: Callable[[int], list[int]], told: bool = True) -> list[View]:
-    """The view, where it is new, with the one before it, where that wasn't heard of and has begun.
+    """The view, where it is new, with the one before it, where that wasn't known and has begun.
 
     A view that no member has begun made no difference: who joins and ends at once leaves some.
 
     Args:
         views: by number, that are remembered.
         firsts: a view's first rounds, as members remember them.
-        told: whether all of them have said what they remember.
+        told: whether all of them have sent what they remember.
 
     Raises:
         Missed: it isn't enough to know who was in the view before.

@@ -1,4 +1,4 @@
-"""Who trains with which examples, where members come and go: passes over all of them, dealt tick by tick.
+"""Dealing of examples to members, where members come and go: passes over all of them, dealt tick by tick.
 
     a pass     a permutation of the examples, by (seed, number of the pass)
     a tick     every member of the view in force takes the next `batch` of what is left, times its weight
@@ -6,7 +6,7 @@
 
 So every example of a pass is dealt to exactly one of those that are there when it ends, but for the last tick's: it is
 filled up with examples of the same pass, as a DistributedSampler does. All of it follows from the views and their first
-ticks; a member that hears of one late has dealt some ticks by the view before, and goes on as the others.
+ticks; a member that learns of one late has dealt some ticks by the view before, and goes on as the others.
 
 What is kept, and what a newcomer is given, is the `floor`, a pass from which all are dealt, and the views since: not
 more in a long run than in a short one.
@@ -23,9 +23,9 @@ from lightning_decentral.elastic.plan.view import weight_of
 
 Indices = NDArray[np.int64]
 LATE_TICKS = 1000
-"""By which a member may hear of a view late."""
+"""Ticks by which a member may learn of a view late."""
 KEPT_VIEWS = 100
-"""Since the floor; of more, the floor is what they made of a pass."""
+"""Views kept since the floor; of more, the floor is what they made of a pass."""
 
 
 @dataclass
@@ -70,11 +70,11 @@ class Dealing:
 
     @property
     def kind(self) -> tuple[int, int, bool]:
-        """What all members' have in common."""
+        """Properties that all members' dealings have in common: examples, batch size, whether they are shuffled."""
         return self.examples, self.batch, self.shuffle
 
     def enter(self, tick: int, members: Sequence[str]) -> None:
-        """These are the members from this tick on, which may be over."""
+        """Enter the members from this tick on, which may be over."""
         if self._floor is not None:
             tick = max(tick, self._floor.since)
         if self.views.get(tick) != tuple(members):
@@ -84,7 +84,7 @@ class Dealing:
             self._passes = [self._begun(p) for p in self._starts[-2:]]
 
     def state(self) -> dict[str, Any]:
-        """For a newcomer: plain values, and rows of numbers."""
+        """State for a newcomer: plain values, and rows of numbers."""
         floor = self._floor or self._first()
         dealt = {name: np.concatenate(parts) for name, parts in floor.dealt.items() if parts}
         views = [[tick, list(members)] for tick, members in sorted(self.views.items())]
@@ -121,7 +121,7 @@ class Dealing:
         return found
 
     def _all(self, members: Sequence[str]) -> int:
-        """What these take in a tick."""
+        """Number of examples that these members take in a tick."""
         return self.batch * sum(map(weight_of, members))
 
     def _members(self, tick: int) -> tuple[str, ...]:

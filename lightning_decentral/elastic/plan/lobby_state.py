@@ -1,8 +1,8 @@
 """The lobby: who lives, who may train together, who heals whom. It is in no step's way, and may end at any moment.
 
-    heard(beat, now), ticked(now) -> the next state, and a word for each of these workers
+    heard(beat, now), ticked(now) -> the next state, and a message for each of these workers
 
-It remembers nothing that its workers don't tell it: one that is started again waits until it has heard the members of
+It remembers nothing that its workers don't send it: one that is started again waits until it has met the members of
 the highest view, or `dead_after`, and goes on from there.
 """
 
@@ -18,7 +18,7 @@ Words = list[tuple[str, Word]]
 
 @dataclass(frozen=True)
 class Guest:
-    """A worker, as it was last heard."""
+    """A worker, as of its last beat."""
 
     beat: Beat
     at: float
@@ -33,12 +33,12 @@ class LobbyState:
         guests: by name, in the order in which they came.
         view: the highest.
         agreed: the number of the highest that may be in force.
-        seen: the highest number of a view that anybody heard of.
+        seen: the highest number of a view that anybody knew of.
         dismissed: members of earlier views that aren't of this one: they come back under other names.
         origin: of the run; empty: nobody has begun it.
         came: when the last guest came.
-        doubted: when it last heard half of the members or fewer.
-        settled: it has heard all members of the highest view, or waited for them.
+        doubted: when it last had beats of half of the members or fewer.
+        settled: it has met all members of the highest view, or waited for them.
         ended: guests whose connection has ended, and who haven't come back.
     """
 
@@ -57,7 +57,7 @@ class LobbyState:
     ended: frozenset[str] = frozenset()
 
     def heard(self, beat: Beat, now: float) -> tuple["LobbyState", Words]:
-        """What a beat changes, and the words that follow: one to its sender, to all where the view changed."""
+        """State after a beat, and a `Word` to its sender, or to all guests where the view changed."""
         known = self.guests.get(beat.sender)
         if known and known.beat.count >= beat.count:
             return self, []
@@ -68,17 +68,17 @@ class LobbyState:
         return state, [(name, state.word(name, now)) for name in told]
 
     def hung_up(self, name: str) -> "LobbyState":
-        """Its connection has ended: its process, too, unless it comes back soon."""
+        """State after its connection has ended: its process, too, unless it comes back soon."""
         return replace(self, ended=self.ended | {name}) if name in self.guests else self
 
     def ticked(self, now: float) -> tuple["LobbyState", Words]:
-        """What time alone changes. Call it every `times.beat`."""
+        """State after time alone has passed. Call it every `times.beat`."""
         state = self._doubting(now)._forgotten(now)._decided(now)
         changed = (state.view, state.agreed) != (self.view, self.agreed)
         return state, [(name, state.word(name, now)) for name in state.guests if changed]
 
     def _doubting(self, now: float) -> "LobbyState":
-        """Where half of the members or more are silent at once, it may be the lobby that slept or was cut off. Then
+        """Note when half of the members or more are silent: it may be the lobby that slept or was cut off. Then
         those who come back first don't go on without the others."""
         stay, size = self._counted(now)
         return replace(self, doubted=now) if 2 * stay <= size else self
@@ -95,7 +95,7 @@ class LobbyState:
         return replace(self, view=view, agreed=agreed, seen=seen, origin=origin)
 
     def _forgotten(self, now: float) -> "LobbyState":
-        """Without guests that are silent and no members: their names don't come back."""
+        """State without guests that are silent and no members: their names don't come back."""
         members = self.members
         kept = {n: g for n, g in self.guests.items() if n in members or self._silent(n, now) <= self.times.dead_after}
         # Who was to begin the run may have died before anybody had its parameters.
@@ -117,8 +117,8 @@ class LobbyState:
         return self.view is not None and all(name in self.guests for name in self.members)
 
     def _confirmed(self, now: float) -> "LobbyState":
-        """The highest view may come into force when enough members of the one before know it: whoever comes later,
-        another lobby too, hears of it from them."""
+        """The highest view may come into force when enough members of the one before know it: who comes later,
+        another lobby too, learns of it from them."""
         if self.view is None:
             return self
         before = [name for name in self.view.before if not self._left(name)]
@@ -152,7 +152,7 @@ class LobbyState:
         return View(1, wanted, 0, wanted, self.origin, len(wanted)) if complete else None
 
     def _first_round(self, now: float) -> int:
-        """So far ahead that all hear of it before they are there, who have gone on since they were heard."""
+        """Round in which a next view begins: so far ahead that all, who went on since their beats, know it by then."""
         guests = [guest for name, guest in self.guests.items() if name in self.members]
         # Of all: they wait for each other, and one that thinks a moment's pace its own would be far ahead.
         pace = median([guest.beat.pace for guest in guests if guest.beat.pace] or [0.0])
@@ -163,7 +163,7 @@ class LobbyState:
         return max(ahead)
 
     def _allowed(self, wanted: tuple[str, ...], now: float) -> bool:
-        """More than half at once, fewer when those that are missing have been silent for long."""
+        """Return whether these may follow: more than half at once, fewer when the missing have long been silent."""
         stay, size = self._counted(now)
         missing = [name for name in self.members if name not in wanted]
         return (
@@ -184,7 +184,7 @@ class LobbyState:
 
     @property
     def members(self) -> tuple[str, ...]:
-        """Of the highest view, the oldest first."""
+        """Members of the highest view, the oldest first."""
         return self.view.members if self.view else ()
 
     @property
@@ -194,7 +194,7 @@ class LobbyState:
 
     @property
     def leaving(self) -> tuple[str, ...]:
-        """Guests that said that they end."""
+        """Guests that announced that they end."""
         return tuple(name for name in self.guests if self._left(name))
 
     def alive(self, now: float) -> tuple[str, ...]:
@@ -202,7 +202,7 @@ class LobbyState:
         return tuple(name for name in self.members if self._lives(name, now))
 
     def ready(self, now: float) -> tuple[str, ...]:
-        """Those that have the run's parameters and wait to be members."""
+        """Guests that have the run's parameters and wait to be members."""
         waiting = (name for name in self._newcomers(now) if self.guests[name].beat.origin)
         return tuple(name for name in waiting if not self.out(name))
 
@@ -210,12 +210,12 @@ class LobbyState:
         return [name for name in self.guests if name not in self.members and self._lives(name, now)]
 
     def _silent(self, name: str, now: float) -> float:
-        """Seconds since it was heard."""
+        """Seconds since its last beat."""
         guest = self.guests.get(name)
         return now - (guest.at if guest else self.began)
 
     def _dead(self, name: str, now: float) -> bool:
-        """Whether it left, or was silent so long that the lobby doesn't take itself for the one that is cut off."""
+        """Return whether it left, or was silent so long that the lobby doesn't take itself for the one cut off."""
         certain = now - self.doubted > self.times.dead_after
         limit = self._patience(name) if certain else self.times.minority
         return self._left(name) or self._silent(name, now) > limit
@@ -231,7 +231,7 @@ class LobbyState:
         return self.times.ended if name in self.ended else self.times.dead_after
 
     def out(self, name: str) -> bool:
-        """Whether the run went on without this worker, or it has parameters of another one."""
+        """Return whether the run went on without this worker, or it has parameters of another one."""
         beat = self.guests[name].beat
         other_run = bool(beat.origin) and bool(self.origin) and beat.origin != self.origin
         if name in self.dismissed:
@@ -242,7 +242,7 @@ class LobbyState:
         return other_run or behind or (beat.view.number == self.view.number and beat.view != self.view)
 
     def founder(self, now: float) -> str:
-        """Whose parameters the run begins with: the oldest worker's. Empty: it is known, or the lobby isn't settled."""
+        """Name of the worker whose parameters the run begins with: the oldest. Empty: known, or not settled."""
         # As soon as one is there: each sets itself up, and finds what is wrong with itself, without the others.
         known = self.origin or self.seen or not self.settled
         return "" if known else next(iter(self._newcomers(now)), "")
@@ -264,7 +264,7 @@ class LobbyState:
         return min(others, key=serves.count, default="")
 
     def paused(self, now: float) -> str:
-        """Why the members wait, or those of whom a run is made; empty: they go on."""
+        """Return why the members wait, or those of whom a run is made; empty: they go on."""
         if self.view is None and not self.seen and (there := len(self._newcomers(now))) < self.bounds.least:
             return f"{there} of the {self.bounds.least} workers are there that a run begins with: start the others"
         (stay, size), most = self._counted(now), self.bounds.most
@@ -281,7 +281,7 @@ class LobbyState:
         return f"{stay} of {size} members are heard, and {needed} are needed: {remedy}"
 
     def word(self, name: str, now: float) -> Word:
-        """What this guest is told."""
+        """Make the message to this guest."""
         donor = self.donor(name, now)
         return Word(
             heard=self.guests[name].beat.count,

@@ -45,7 +45,7 @@ def _number(view: View | None) -> int:
 
 
 def _number_in(history: History, round: int) -> int:
-    """Of the view in force in a round; 0: none that is remembered."""
+    """Number of the view in force in a round; 0: none that is remembered."""
     return next((number for number, first in reversed(history) if first <= round), 0)
 
 
@@ -62,10 +62,10 @@ class MemberState:
             however late its answer came.
         asked: {count: when that beat was sent}
         sent_at: when it last sent beats.
-        met_at: when other members were last heard directly.
+        met_at: when beats of other members last came directly.
         woke: when it last went on after a sleep.
         entered: {member: which views came into force for it in which rounds}
-        gone: members that the lobby doesn't hear.
+        gone: members that are silent to the lobby.
         paused: why the lobby lets nobody go on.
         out: why it isn't a member any more; empty: it may be.
     """
@@ -91,7 +91,7 @@ class MemberState:
         return self.mine.sender
 
     def told(self, word: Word, now: float) -> tuple["MemberState", list[Act]]:
-        """By the lobby."""
+        """Take a `Word` of the lobby."""
         if self.out:
             return self, []
         if word.out:
@@ -119,7 +119,7 @@ class MemberState:
         return state, [*acts, *beats]
 
     def met(self, beat: Beat, now: float) -> tuple["MemberState", list[Act]]:
-        """By another member's beat: it lives, and may know a later view. Who hears the lobby answers who asks."""
+        """Take another member's beat: it lives, and may know a later view. One with a lobby answers one that asks."""
         if self.out:
             return self, []
         theirs, state = beat.view, replace(self._awake(now), reached=max(self.reached, beat.round))
@@ -141,11 +141,11 @@ class MemberState:
         return self._awake(now)._beat(now)
 
     def _awake(self, now: float) -> "MemberState":
-        """Who slept finds in its connections what others said meanwhile: for a beat that isn't a sign of life."""
+        """Note a sleep: connections then hold what others sent meanwhile, which for a beat isn't a sign of life."""
         return replace(self, woke=now) if self.times.alone < now - self.sent_at < float("inf") else self
 
     def fetched(self, donor: str, origin: str, round: int, now: float) -> tuple["MemberState", list[Act]]:
-        """Everything has come from its donor, which was in this round: the lobby hears of it at once."""
+        """Everything has come from its donor, which was in this round: the lobby learns of it at once."""
         if self.mine.donor != donor or self.mine.origin:
             return self, []
         return replace(self, mine=replace(self.mine, origin=origin, round=round, donor="", failed=""))._beat(now)
@@ -157,16 +157,16 @@ class MemberState:
         return replace(self, mine=replace(self.mine, donor="", failed=donor))._beat(now)
 
     def leaving(self, now: float) -> tuple["MemberState", list[Act]]:
-        """It ends."""
+        """Announce that it ends."""
         return replace(self, mine=replace(self.mine, leaving=True))._beat(now)
 
     @property
     def serves(self) -> bool:
-        """Whether it may be a donor: a newcomer that isn't healed never is."""
+        """True where it may be a donor: a newcomer that isn't healed never is."""
         return bool(self.mine.origin) and not self.out
 
     def waits(self, now: float) -> str:
-        """Why no round may begin; empty: the next one may."""
+        """Return why no round may begin; empty: the next one may."""
         if not self.out and (self.mine.view is None or self.name not in self.mine.view.members):
             return self.paused or "waiting for the next view"
         return self.out or self.paused or self.doubts(now)
@@ -181,13 +181,13 @@ class MemberState:
         return self.views.get(number) if number else None
 
     def without(self, view: View, peer: str) -> bool:
-        """Whether this member of a view is known to be lost: the lobby doesn't hear it, or a later view is without."""
+        """Return whether this member of a view is known to be lost: silent to the lobby, or not in a later view."""
         mine = self.mine.view
         return peer in self.gone or bool(mine and mine.number > view.number and peer not in mine.members)
 
     def expects(self, view: View, round: int, peer: str) -> bool:
-        """Whether this member's message of a round may still come: it lives, and is in the same view in that round, as
-        far as is known."""
+        """Return whether this member's message of a round may still come: it lives, and is in the same view in that
+        round, as far as is known."""
         history = self.entered.get(peer, ())
         if self.without(view, peer):
             return False
@@ -195,12 +195,12 @@ class MemberState:
         return not reached or _number_in(history, round) == view.number
 
     def lonely(self, now: float) -> bool:
-        """Whether the lobby has been silent for so long that members ask each other."""
+        """Return whether the lobby has been silent for so long that members ask each other."""
         return now - self.told_at > self.times.alone
 
     def doubts(self, now: float) -> str:
-        """Why what it does may be none of the run's: a worker that the lobby doesn't reach, or that slept, can't know
-        whether the others went on without it. Empty: nothing speaks for that."""
+        """Return why what it does may be none of the run's: a worker that the lobby doesn't reach, or that slept, can't
+        know whether the others went on without it. Empty: nothing speaks for that."""
         if self.out:
             return self.out
         view = self.mine.view
@@ -259,7 +259,7 @@ class MemberState:
         return replace(state, mine=replace(mine, view=view, coming=None, entered=entered, round=round))
 
     def _entries(self, found: Mapping[str, History]) -> "MemberState":
-        """Which views others are in; what is older than what is known is ignored."""
+        """Learn which views others are in; what is older than what is known is ignored."""
         newer = {name: history for name, history in found.items() if history[-1:] > self.entered.get(name, ())[-1:]}
         return replace(self, entered={**self.entered, **newer}) if newer else self
 
@@ -273,7 +273,7 @@ class MemberState:
         return replace(self, mine=replace(mine, donor=donor)), [Fetch(donor, place)]
 
     def _beat(self, now: float) -> tuple["MemberState", list[Act]]:
-        """To the lobby; where that is silent to all members, too."""
+        """Send a beat to the lobby; where that is silent, to all members, too."""
         others = self._others(self.mine.view) if self.mine.view and self.lonely(now) else []
         state, acts = self._counted(["", *others], now, asks=bool(others))
         recent = {count: at for count, at in self.asked.items() if now - at <= self.times.dead_after}

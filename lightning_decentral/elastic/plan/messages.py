@@ -1,6 +1,6 @@
-"""What a worker and the lobby tell each other: each time all there is to know, so a lost message costs nothing.
+"""Messages between a worker and the lobby: each time all there is to know, so a lost one costs nothing.
 
-    worker -> lobby, and member -> member where no lobby is heard:   Beat
+    worker -> lobby, and member -> member where no lobby answers:    Beat
     lobby  -> worker:                                                Word
 
 As JSON they are lists and objects of their fields; what isn't is refused.
@@ -32,9 +32,9 @@ class Beat:
         origin: of the parameters it has; empty: it has none yet.
         donor: whom it fetches them from.
         failed: a donor that didn't serve.
-        seen: the highest number of a view that it heard of.
+        seen: the highest number of a view that it knows of.
         leaving: it ends, and nobody needs to wait.
-        asks: the lobby is silent to it: a member that hears the lobby answers. An answer doesn't ask, and has none.
+        asks: the lobby is silent to it: a member with a lobby answers. An answer doesn't ask, and has none.
     """
 
     sender: str
@@ -55,7 +55,7 @@ class Beat:
 
 @dataclass(frozen=True)
 class Word:
-    """What the lobby tells a worker.
+    """Message from the lobby to a worker.
 
     Args:
         heard: the count of its last beat that the lobby knows.
@@ -63,7 +63,7 @@ class Word:
         agreed: the number of the highest view that may come into force.
         gone: members that are silent, or have left.
         entered: {member: the same of it}
-        round: the newest that one of them has come to, as far as the lobby has heard.
+        round: the newest that one of them has come to, as far as the lobby knows.
         donor: (name, place) to fetch from; empty: nobody.
         founder: this worker's own parameters are those the run begins with.
         out: the run went on without it: it comes back as a newcomer.
@@ -89,17 +89,17 @@ class Word:
 
 
 def plain(message: Beat | Word) -> dict[str, Any]:
-    """As JSON has it."""
+    """Fields of a message by name, for JSON."""
     return asdict(message)
 
 
 def beat(found: Any) -> Beat:
-    """From JSON. ValueError unless it is what `plain` makes of one."""
+    """Read a `Beat` from JSON. ValueError unless it is what `plain` makes of one."""
     return _read(Beat, found)
 
 
 def word(found: Any) -> Word:
-    """From JSON. ValueError unless it is what `plain` makes of one."""
+    """Read a `Word` from JSON. ValueError unless it is what `plain` makes of one."""
     return _read(Word, found)
 
 

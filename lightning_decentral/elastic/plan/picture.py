@@ -9,7 +9,7 @@ from lightning_decentral.shared.figure import INK, new_figure
 
 COLOURS = ("#8fb3d9", "#9ccc9c", "#e6b566", "#b79ad1", "#d98c8c", "#7fc4c4", "#c2a27c", "#a9a9d9")
 NARROW = 0.04
-"""Of the picture's width: views that were in force for less have no number written on them."""
+"""Fraction of the picture's width: views that were in force for less have no number written on them."""
 LARGEST_INCHES = 40.0
 
 Stays = Mapping[str, Sequence[tuple[float, float, int]]]
@@ -17,7 +17,7 @@ Stays = Mapping[str, Sequence[tuple[float, float, int]]]
 
 
 def stays(views: Sequence[View], rounds: int) -> Stays:
-    """Of views in the order of their numbers, the last in force until `rounds` rounds have been taken."""
+    """{member: [(first round, end, number of the view)]}, from views in order, the last until `rounds` rounds."""
     found: dict[str, list[tuple[float, float, int]]] = {}
     ends = [*(view.first_round for view in views[1:]), rounds]
     for view, end in zip(views, ends, strict=True):
@@ -40,7 +40,7 @@ def draw_bars(axes: Any, found: Stays) -> None:
 
 
 def draw_members(views: Sequence[View], rounds: int, file: Path) -> None:
-    """Who was a member when, over rounds.
+    """Draw who was a member when, over rounds.
 
     Raises:
         ValueError: no matplotlib.

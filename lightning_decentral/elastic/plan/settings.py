@@ -1,4 +1,4 @@
-"""What one elastic worker is told: where to meet, when another is dead, how much it counts.
+"""Settings of one elastic worker: where to meet, when another is dead, how much it counts.
 
 Short: the value that `elastic.Elastic` is, for floors that know no strategies.
 """

@@ -4,8 +4,8 @@
     needed   min(n // 2 + 1, least) of the n members of the last view; of two, one
 
 More than half can be on one side of a cut network only, so views on both sides can't be. The operator's `least` may
-allow a smaller side, too: then the lobby alone decides which side goes on, and a worker that doesn't hear the lobby
-goes on only while those it doesn't hear either are too few for a view of their own.
+allow a smaller side, too: then the lobby alone decides which side goes on, and a worker that doesn't reach the lobby
+goes on only while those it doesn't reach either are too few for a view of their own.
 """
 
 import zlib
@@ -17,18 +17,18 @@ from lightning_decentral.shared.plan.arguments import checked
 
 
 def name_of(title: str, token: str, weight: int, place: str) -> str:
-    """Of one start of one worker: "title token *weight @place". Whoever knows a view knows what its members take of the
+    """Name of one start of one worker: "title token *weight @place". From a view follows what its members take of the
     examples, and how to reach them."""
     return f"{title}{token}{f'*{weight}' if weight > 1 else ''}@{place}"
 
 
 def place_of(name: str) -> str:
-    """Where a member is reached."""
+    """Address at which a member is reached."""
     return name.partition("@")[2]
 
 
 def weight_of(name: str) -> int:
-    """How many times the examples of one of weight 1 it takes."""
+    """Weight of a member: how many times the examples of one of weight 1 it takes."""
     _, starred, weight = name.partition("@")[0].rpartition("*")
     return int(weight) if starred and weight.isdigit() else 1
 
@@ -40,8 +40,8 @@ class View:
     Args:
         before: the members of the view before, more than half of whom must know this one before it is in force.
         origin: the worker whose parameters the run began with; who has others belongs to another run.
-        founders: members of the first view: how the run's examples and steps are counted, whoever comes and goes.
-        left: of the view before, those who said that they end; who is gone without a word was lost.
+        founders: members of the first view: how the run's examples and steps are counted, no matter who comes and goes.
+        left: of the view before, those who announced that they end; others that are gone were lost.
     """
 
     number: int
@@ -60,14 +60,14 @@ class View:
 
 
 def view_of(found: Mapping[str, Any]) -> View:
-    """From what it was sent as."""
+    """View from the fields as which it was sent."""
     return View(**{**found, **{name: tuple(found[name]) for name in ("members", "before", "left")}})
 
 
 @checked
 @dataclass(frozen=True)
 class Bounds:
-    """How many workers a run has.
+    """Bounds on the number of workers of a run.
 
     Args:
         least: a run begins with; and what a lobby lets go on where it isn't more than half of the last view.
@@ -85,15 +85,15 @@ class Bounds:
             raise ValueError(f"workers must be LEAST:MOST with 1 <= LEAST <= MOST, got {self.least}:{self.most}")
 
     def needed(self, size: int) -> int:
-        """Of the members of a view of this size, that a next one has at least."""
+        """Number of members of a view of this size that the next one has at least."""
         return min(size // 2 + 1, self.least) if size > 2 else 1
 
     def may_follow(self, stay: int, size: int, wanted: int) -> bool:
-        """Whether a view of `wanted` members, `stay` of them from the last one of `size`, may follow it."""
+        """Return whether a view of `wanted` members, `stay` of them from the last one of `size`, may follow it."""
         return 2 * stay > size or (stay >= self.needed(size) and wanted >= self.least)
 
     def may_go_on_alone(self, heard: int, size: int) -> bool:
-        """Whether those who hear each other, but no lobby, are sure that no view is made without them."""
+        """Return whether members that reach each other, but no lobby, are sure that no view is made without them."""
         return 2 * heard > size and size - heard < self.needed(size)
 
 
@@ -117,28 +117,28 @@ class Times:
 
     @property
     def beat(self) -> float:
-        """Between two signs of life: several may be late."""
+        """Seconds between two signs of life: several may be late."""
         return self.dead_after / 5
 
     @property
     def ended(self) -> float:
-        """Of silence of a worker whose connection to the lobby has ended: one that lives makes another with its next
-        beat."""
+        """Seconds of silence of a worker whose connection to the lobby has ended: one that lives makes another with its
+        next beat."""
         return 2 * self.beat
 
     @property
     def alone(self) -> float:
-        """Without the lobby, until members ask each other."""
+        """Seconds without the lobby, until members ask each other."""
         return self.dead_after / 2
 
     @property
     def minority(self) -> float:
-        """Of silence of those who are missing, until fewer than half go on: a lobby that was cut off hears them
-        again."""
+        """Seconds of silence of those who are missing, until fewer than half go on: a lobby that was cut off gets their
+        beats again."""
         return 3 * self.dead_after
 
     def rounds_ahead(self, pace: float) -> int:
-        """Rounds until a view begins: every member should have heard of it, of which all are told at once.
+        """Rounds until a view begins: every member should know it by then, and all get it at once.
 
         Args:
             pace: seconds that a round takes; 0: unknown.

@@ -1,4 +1,4 @@
-"""What one member remembers of the last rounds: how long they took, and which share of the workers took part."""
+"""Memory of one member of the last rounds: how long they took, and which share of the workers took part."""
 
 from collections import deque
 from collections.abc import Collection, Iterable

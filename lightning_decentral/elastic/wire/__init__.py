@@ -4,7 +4,7 @@
     membership        a worker's thread with the lobby       over plan/member_state
     endpoint          one start of one worker: its membership, its connections (`sockets`), its healing
     participant       what a strategy asks of all this: the next round, the mean over its members
-    rounds            gossip's messages and mixing over whoever is in a round
+    rounds            gossip's messages and mixing over the members of a round
 
 `starter` starts a machine's workers. Public: none; `lightning-decentral lobby` starts the server.
 """

@@ -1,4 +1,4 @@
-"""What members compute together beside their rounds: all give something to the oldest, one result comes back to all.
+"""Collectives of members outside of their rounds: all give something to the oldest, one result comes back to all.
 
     result = assembly.meet((round, 0), value, mean, members, seconds)
 
@@ -18,15 +18,15 @@ from lightning_decentral.elastic.wire.sockets.frames import connected, receive
 from lightning_decentral.elastic.wire.sockets.values import UNREAD_SECONDS, receive_value, received, send_value
 
 Key = tuple[int, int]
-"""(round, the so-manieth of that round): it rises."""
+"""(round, number in that round): it rises."""
 KEPT = 2
 """Results, for members that ask again: none can be further ahead of another."""
 LOOK_SECONDS = 0.1
-"""Between two looks at who is still there."""
+"""Seconds between two looks at who is still there."""
 ASK_SECONDS = 0.5
-"""Until members that haven't given anything are asked whether they have a result."""
+"""Seconds until members that haven't given anything are asked whether they have a result."""
 KEPT_SECONDS = 0.05
-"""Between two questions for what is kept."""
+"""Seconds between two questions for what is kept."""
 LEAVE_SECONDS = 10.0
 
 
@@ -85,12 +85,12 @@ class Assembly:
             self._changed.notify_all()
 
     def keep(self, view: int, value: Any) -> None:
-        """For those whose first view this is."""
+        """Keep a value for members whose first view this is."""
         with self._changed:
             self._kept = view, value
 
     def kept(self, view: int, members: Callable[[], Sequence[str]], seconds: float) -> Any:
-        """What one of these members has kept for this view, the first that has it; None where none of them will.
+        """Wait for what one of these members has kept for this view, the first that has it; None where none will.
 
         Args:
             members: that may have it, or will when they are there.
@@ -141,7 +141,7 @@ class Assembly:
             return self._changed.wait_for(holds, ASK_SECONDS)
 
     def _found(self, name: str, question: dict[str, Any]) -> tuple[bool, Any, bool]:
-        """(whether that member has what is asked for, that, whether it is beyond it)"""
+        """Ask a member: (whether it has what is asked for, that, whether it is beyond it)."""
         with (
             suppress(OSError, ValueError, KeyError, TypeError),
             connected(self._place(name), "meet", 5.0) as connection,

@@ -1,4 +1,4 @@
-"""What the worker with whom a run begins decided while it was set up: whoever comes later is given the same, in order.
+"""Decisions of the worker with whom a run begins, while it was set up: later workers are given the same, in order.
 
 Such as the name of a run or a folder, which a process group would broadcast. A worker that was given them gives them.
 """
@@ -11,7 +11,7 @@ from lightning_decentral.elastic.wire.sockets.values import receive_value, send_
 from lightning_decentral.shared.wire.plain import NotPlain, pack
 
 SECONDS = 10.0
-"""Of silence, until the other one is asked again."""
+"""Seconds of silence, until the other one is asked again."""
 
 
 class Beginnings:
@@ -36,7 +36,7 @@ class Beginnings:
         return value
 
     def close(self) -> None:
-        """There are no more: this worker is set up."""
+        """Add no more: this worker is set up."""
         self._over = True
 
     def serve(self, connection: socket.socket) -> None:
@@ -49,7 +49,7 @@ class Beginnings:
 
 
 def asked(place: str, nth: int) -> tuple[bool, bool, Any]:
-    """(whether it is there, whether there is none, it) at another worker. OSError or ValueError: no answer."""
+    """Ask another worker: (whether it is there, whether there is none, it). OSError or ValueError: no answer."""
     with connected(place, "beginnings", SECONDS) as connection:
         send_value(connection, {"nth": nth}, None)
         connection.settimeout(SECONDS)

@@ -1,4 +1,4 @@
-"""What a member knows of its run's course: who trained together, which epoch a round is, which examples are whose.
+"""Course of a run as a member knows it: who trained together, which epoch a round is, which examples are whose.
 
 It is the run's, not this worker's: a newcomer has it from a member of the view in which it begins, as it is then.
 """
@@ -16,11 +16,11 @@ from lightning_decentral.elastic.plan.watch import came_and_went
 from lightning_decentral.elastic.wire.endpoint import Endpoint
 
 ASK_SECONDS, LOOK_SECONDS = 5.0, 0.05
-"""Members say which views they have begun with each of their beats."""
+"""Members send which views they have begun with each of their beats."""
 
 
 class Course:
-    """Of one member.
+    """Course of a run as one member knows it.
 
     Attributes:
         round: that began last; -1: none.
@@ -33,7 +33,7 @@ class Course:
     worker: Endpoint
 
     def _set_out(self) -> None:
-        """Nothing is known yet."""
+        """Begin with nothing known yet."""
         self.round, self.next_round = -1, 0
         self.view: View | None = None
         self.calendar: Calendar | None = None
@@ -57,7 +57,7 @@ class Course:
         }
 
     def learn(self, given: Mapping[str, Any]) -> None:
-        """What a member has given, in the place of what this one knew."""
+        """Take what a member has given, in the place of what this one knew."""
         heard = self._views.values()
         self._views = {view["number"]: view_of(view) for view in given["views"]}
         self._tally, self._missed = Tally(**given["tally"]), None
@@ -100,13 +100,13 @@ class Course:
             self._views, self._tally = kept(self._views, self._tally)
 
     def _new(self, view: View) -> list[View]:
-        """It, and what was missed before it. Missed where nobody has told that."""
+        """It, and what was missed before it. Missed where nobody has sent that."""
         before = {number: known for number, known in self._views.items() if number < view.number}
         known = self._views if view is not self._missed else before
         return new(known, view, self._firsts, self._all_told(view))
 
     def knows(self) -> None:
-        """Wait for what members say of views that were missed. Missed where they don't."""
+        """Wait for what members send of views that were missed. Missed where they don't."""
         end = time.monotonic() + ASK_SECONDS
         while self._missed is not None:
             try:
@@ -123,12 +123,12 @@ class Course:
                     self._enter(dealing, view)
 
     def _all_told(self, view: View) -> bool:
-        """Whether all others have said which views they have begun, up to this one."""
+        """Return whether all others have sent which views they have begun, up to this one."""
         entered, others = self.worker.membership.state.entered, set(view.members) - {self.worker.name}
         return all(any(number >= view.number for number, _ in entered.get(name, ())) for name in others)
 
     def _firsts(self, number: int) -> list[int]:
-        """The first rounds of a view of which this worker wasn't told, as members remember them."""
+        """The first rounds of a view that this worker wasn't sent, as members remember them."""
         histories = self.worker.membership.state.entered.values()
         return [first for history in histories for of, first in history if of == number]
 
@@ -139,7 +139,7 @@ class Course:
     # ---- data -------------------------------------------------------------------------------------------------------
 
     def deals(self, dealing: Dealing, place: int = 0) -> Callable[[], Iterator[Any]]:
-        """Who gives this worker's examples of the rest of an epoch, batch by batch.
+        """Return what gives this worker's examples of the rest of an epoch, batch by batch.
 
         Args:
             place: of the loader among those that are combined. One that is loaded again goes on, with other examples
@@ -147,7 +147,7 @@ class Course:
 
         Raises:
             ValueError: the members have other data.
-            RuntimeError: nobody has told this worker what was dealt before it came.
+            RuntimeError: nobody has sent this worker what was dealt before it came.
         """
         dealing.seed = self.seed or 0
         before, given = self._dealings.get(place), self._given.get(place)

@@ -26,13 +26,13 @@ from lightning_decentral.elastic.wire.sockets.frames import connected, frame, re
 from lightning_decentral.elastic.wire.sockets.mesh import Mesh
 
 AGAIN_SECONDS = 0.05
-"""Between two questions for what isn't decided yet."""
+"""Seconds between two questions for what isn't decided yet."""
 Refuses = Callable[[Any], str]
-"""Why what a member gives can't be taken; empty: it can."""
+"""Returns why what a member gives can't be taken; empty: it can."""
 
 
 def nothing(value: Any) -> str:
-    """Everything is taken."""
+    """Refuse nothing."""
     return ""
 
 
@@ -42,7 +42,7 @@ class Endpoint:
     Args:
         lobby: "host:port".
         host: the address at which other workers reach this machine.
-        times: until the lobby says others.
+        times: until the lobby sends others.
         title: what its name begins with.
         weight: of its batches, in its name.
         refuses: what it would be given, before anybody counts on it.
@@ -80,15 +80,15 @@ class Endpoint:
         self.membership.start()
 
     def founds(self, seconds: float) -> bool:
-        """Whether the run begins with this worker, as soon as that is known. As `healed`."""
+        """Return whether the run begins with this worker, as soon as that is known. As `healed`."""
         self._until(lambda: bool(self.membership.state.mine.origin or self.membership.state.mine.donor), seconds)
         return bool(self.membership.state.mine.origin)
 
     def as_founded(self, value: Any, seconds: float) -> Any:
-        """What the worker with whom the run began gave, the so-manieth time that this is called; its own there.
+        """Return the n-th value of the worker with whom the run began, in the n-th call; its own there.
 
         Raises:
-            TimeoutError: nobody has said it in so many seconds.
+            TimeoutError: nobody has sent it in so many seconds.
         """
         nth, end = len(self.beginnings.given), time.monotonic() + seconds
         while not (mine := self.membership.state.mine).origin:
@@ -106,7 +106,7 @@ class Endpoint:
         return self.beginnings.add(value)
 
     def healed(self, seconds: float) -> Any:
-        """What its donor gave; None: it begins the run with its own. This worker is set up.
+        """Wait for what its donor gives; None: it begins the run with its own. This worker is set up.
 
         Raises:
             TimeoutError: nobody gave anything in so many seconds.
@@ -138,7 +138,7 @@ class Endpoint:
         return of.state.paused or of.trouble or self._failed or heals
 
     def _say_waiting(self, why: str) -> None:
-        """Whoever started it by hand may see no lobby's lines."""
+        """Report why it waits: a person who started it by hand may see no lobby's lines."""
         self._say(why, f"this worker waits: {why}")
 
     def begin(self, pace: float, copy: Callable[[], Any], seconds: float, at_least: int = 0) -> tuple[View, int]:
@@ -177,11 +177,11 @@ class Endpoint:
 
     @property
     def out(self) -> str:
-        """Why this worker comes back under another name, as a newcomer; empty: it needn't."""
+        """Reason why this worker comes back under another name, as a newcomer; empty: it needn't."""
         return self.membership.state.out
 
     def leave(self) -> None:
-        """Nobody waits for it from now on."""
+        """Leave: nobody waits for it from now on."""
         self.assembly.close()
         self.membership.leave()
         self.mesh.close()
@@ -229,13 +229,13 @@ class Endpoint:
 
 
 def _say_refused(place: str, why: str) -> None:
-    """To whoever waits there for more workers."""
+    """Send a refusal to the member at this place, which may wait for more workers."""
     with suppress(OSError), connected(place, "refuse", 1.0) as connection:
         connection.sendall(frame(why))
 
 
 def _ask(to: str, said: Beat) -> None:
-    """On a thread: a member that is gone must not hold up the beats of others."""
+    """Send a beat on a thread: a member that is gone must not hold up the beats of others."""
 
     def send() -> None:
         with suppress(OSError), connected(place_of(to), "beat", 1.0) as connection:

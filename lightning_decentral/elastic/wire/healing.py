@@ -1,9 +1,9 @@
 """A newcomer takes everything from one member, as that member was between two steps; a digest of the bytes proves it.
 
-donor     a copy, made by the training thread between two steps; sent beside the training, in pieces
+donor     a copy, made by the training thread between two steps; sent during the training, in pieces
 newcomer  reads, compares the digest, hands it over
 
-While it prepares a copy the donor says that it lives. It has one copy at a time, and none when nobody is served.
+While it prepares a copy the donor reports that it lives. It has one copy at a time, and none when nobody is served.
 """
 
 import socket
@@ -16,7 +16,7 @@ from lightning_decentral.elastic.wire.sockets.values import received, send_value
 
 ALIVE: dict[str, Any] = {"prepares": True}
 ALIVE_SECONDS = 0.2
-"""Between two signs of life."""
+"""Seconds between two signs of life."""
 
 
 class Donor:
@@ -42,7 +42,7 @@ class Donor:
         if self._asked.is_set():
             made = copy(), self._serves()
             with self._made:
-                if self._asked.is_set():  # whoever asked may have gone meanwhile
+                if self._asked.is_set():  # the one that asked may have gone meanwhile
                     self._copy = made
                     self._asked.clear()
                     self._made.notify_all()
@@ -70,7 +70,7 @@ class Donor:
             send_value(connection, {"origin": given[0], "round": given[1]}, value)
 
     def _taken(self) -> Any:
-        """What was made within `ALIVE_SECONDS`; it is nobody else's."""
+        """Wait up to `ALIVE_SECONDS` for a copy, and take it; it is nobody else's."""
         with self._made:
             self._made.wait_for(lambda: self._copy is not None, ALIVE_SECONDS)
             made, self._copy = self._copy, None

@@ -1,6 +1,6 @@
-"""An elastic member of several devices: the first one is the member, the others do what it says.
+"""An elastic member of several devices: the first one is the member, the others follow it.
 
-What the first hears from the lobby and from other members it tells the others of its island where all of them ask: at
+What the first receives from the lobby and other members it passes to the others of its island where all ask: at
 set-up, before a round, and in what all members compute together. So they are in one round and view, and no device waits
 for another member by itself. Where one of them ends, all do, and the member joins anew as a whole.
 """
@@ -40,7 +40,7 @@ def member_of(
 
 
 class DeviceParticipant(Participant, ABC):
-    """Of one of several devices, which all call the same in the same order."""
+    """Participant of one of several devices, which all call the same in the same order."""
 
     _over: Transport
     _batches: int
@@ -56,7 +56,7 @@ class DeviceParticipant(Participant, ABC):
         return self._together(value, made)
 
     def _listen(self) -> None:
-        """Views are told before a round: so no device knows of one that another doesn't know."""
+        """Views are passed on before a round: so no device knows of one that another doesn't know."""
 
     def _own(self, places: Indices) -> Indices:
         parts: list[Indices] = [*places.reshape(self._batches, -1)]
@@ -64,7 +64,7 @@ class DeviceParticipant(Participant, ABC):
 
 
 class Leading(DeviceParticipant):
-    """The first device's: the member, which tells the others."""
+    """Participant of the first device: the member, which passes what it knows to the others."""
 
     def __init__(
         self, elastic: ElasticSettings, seconds: float, over: Transport, batches: int, refuses: Refuses = nothing
@@ -101,11 +101,11 @@ class Leading(DeviceParticipant):
         def told() -> dict[str, Any]:
             left_out = began()
             Participant._listen(self)
-            self.knows()  # before the others are told
+            self.knows()  # before the others are given it
             assert self.view is not None
             new = [dict(vars(view)) for number, view in self._views.items() if number > self._told]
             self._told = max(self._views)
-            # Of a newcomer that was away it says more at once (`agreed`).
+            # Of a newcomer that was away it sends more at once (`agreed`).
             state = {"view": self.view.number, "round": self.round, "entered": self.entered is not None}
             return {**state, "views": new, "present": self.present(), "left_out": left_out}
 
@@ -124,7 +124,7 @@ class Leading(DeviceParticipant):
 
 
 class Following(DeviceParticipant):
-    """Another device's: it knows what the first one says."""
+    """Participant of another device: it knows what the first one passes on."""
 
     leads = False
 
@@ -165,7 +165,7 @@ class Following(DeviceParticipant):
         return int(told["left_out"])
 
     def _firsts(self, number: int) -> list[int]:
-        """The first one has told it."""
+        """The first device has passed them on."""
         return []
 
     def _all_told(self, view: View) -> bool:
@@ -188,7 +188,7 @@ class Following(DeviceParticipant):
         return {}
 
     def enter(self, exchange: ElasticExchange) -> None:
-        """Its parameters come from the first device."""
+        """Enter no exchange: its parameters come from the first device."""
 
     def leave(self) -> None:
         self.live = False

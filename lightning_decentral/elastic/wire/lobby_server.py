@@ -1,4 +1,4 @@
-"""The lobby's server: beats come, words go, on one connection for each worker; it keeps no file and may be killed."""
+"""The lobby's server: it answers beats, on one connection for each worker; it keeps no file and may be killed."""
 
 import asyncio
 from collections.abc import Callable
@@ -21,9 +21,9 @@ from lightning_decentral.elastic.wire.sockets.frames import (
 
 READ_BYTES = 1 << 16
 SILENT_TIMES = 10
-"""Times `dead_after`, until a guest that has greeted and says nothing is let go."""
+"""Times `dead_after`, until a guest that has greeted and sends nothing is let go."""
 UNREAD_BYTES = 1 << 18
-"""That a worker may leave unread until it gets no more words: a later one says all that an earlier one said."""
+"""Bytes that a worker may leave unread until it gets no more: a later message has all that an earlier one had."""
 
 
 class LobbyServer:
@@ -42,7 +42,7 @@ class LobbyServer:
         self._members: tuple[str, ...] = ()
 
     async def serve(self, host: str, port: int, ready: Callable[[int], None] = lambda port: None) -> None:
-        """Until it is cancelled. OSError where it can't listen.
+        """Serve until cancelled. OSError where it can't listen.
 
         Args:
             ready: called with the port when it listens.
@@ -55,7 +55,7 @@ class LobbyServer:
                 self._next(*self._lobby.ticked(clock.now()))
 
     def members(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """(of views so far, as far as they are there; those of the highest that haven't left). From any thread."""
+        """(members of views so far that are there, those of the highest that haven't left). From any thread."""
         return self._members, self._lobby.stayed
 
     async def _guest(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -129,7 +129,7 @@ def told(before: View | None, lobby: LobbyState) -> str:
 
 
 def serve(bounds: Bounds, times: Times, host: str, port: int, ready: Callable[[int], None]) -> None:
-    """Until Ctrl-C or SIGTERM.
+    """Serve until Ctrl-C or SIGTERM.
 
     Raises:
         OSError: the port is another program's.

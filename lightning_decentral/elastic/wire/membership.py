@@ -34,7 +34,7 @@ class Membership:
 
     Attributes:
         refused: why the lobby doesn't let this worker in; empty: it does, or hasn't answered.
-        trouble: why the lobby isn't heard; empty: it is.
+        trouble: why the lobby isn't reached; empty: it is.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Membership:
         """Wait until nothing speaks for that the others go on without this worker.
 
         Raises:
-            TimeoutError: they do, or nobody has said in so many seconds that they don't.
+            TimeoutError: they do, or nobody has reported in so many seconds that they don't.
         """
         end = clock.now() + seconds
         with self.changed:
@@ -111,18 +111,18 @@ class Membership:
                 self.changed.wait(min(self._state.times.beat, max(0.0, end - now)))
 
     def leave(self) -> None:
-        """Say that nobody needs to wait for this worker, and end."""
+        """Announce that nobody needs to wait for this worker, and end."""
         self._end()
         self.step(lambda state, now: state.leaving(now))
         if self._connection is not None:
-            with suppress(OSError):  # until the lobby has read it: a connection closed with words unread loses it
+            with suppress(OSError):  # until the lobby has read it: a connection closed with messages unread loses it
                 self._connection.shutdown(socket.SHUT_WR)
                 while self._connection.recv(READ_BYTES):
                     pass
         self._hang_up()
 
     def close(self) -> None:
-        """End without a word."""
+        """End without notice."""
         self._end()
         self._hang_up()
 
@@ -164,7 +164,7 @@ class Membership:
             case Fetch(donor, place):
                 self._fetch(donor, place)
             case Return(_):
-                pass  # whoever begins a round hears of it
+                pass  # the one that begins a round gets it
 
     def _tell(self, beat: Beat) -> None:
         try:
@@ -178,7 +178,7 @@ class Membership:
             self._hang_up()
 
     def _is_amiss(self, error: Exception) -> None:
-        """No answer, or another one than a lobby's: whoever waits is told."""
+        """No answer, or another one than a lobby's: those that wait are notified."""
         with self.changed:
             self.trouble = f"the lobby at {self.lobby} isn't heard: {error}"
             if type(error) is Refused:

@@ -28,7 +28,7 @@ Found = TypeVar("Found")
 
 
 class Participant(Course):
-    """From a fit's set-up to its end.
+    """Participant of a run, from a fit's set-up to its end.
 
     Args:
         seconds: how long it waits for others, anywhere.
@@ -41,7 +41,7 @@ class Participant(Course):
     """
 
     leads = True
-    """Whether this device talks to other members."""
+    """True where this device talks to other members."""
 
     def __init__(self, elastic: ElasticSettings, seconds: float, batches: int = 1, refuses: Refuses = nothing) -> None:
         self._hold(elastic, seconds, batches)
@@ -50,7 +50,7 @@ class Participant(Course):
         self.worker = Endpoint(elastic.lobby, host, Times(elastic.dead_after), *named)
 
     def _hold(self, elastic: ElasticSettings, seconds: float, batches: int) -> None:
-        """What it knows."""
+        """Set what it knows at first."""
         self._set_out()
         self._weight = elastic.weight * batches
         self.entered: View | None = None
@@ -62,7 +62,7 @@ class Participant(Course):
         self._watch = Watch()
 
     def healed(self) -> Any:
-        """What its donor gave; None: it is the first.
+        """Wait for what its donor gives; None: it is the first.
 
         Raises:
             TimeoutError: nobody came.
@@ -73,11 +73,11 @@ class Participant(Course):
         return value
 
     def founds(self) -> bool:
-        """Whether the run begins with this worker, as soon as that is known. As `healed`."""
+        """Return whether the run begins with this worker, as soon as that is known. As `healed`."""
         return self._in_time(self.worker.founds)
 
     def as_founded(self, value: Any) -> Any:
-        """What the worker with whom the run began gave, the so-manieth time that all call this. As `healed`."""
+        """Return the n-th value of the worker with whom the run began, in the n-th call of all. As `healed`."""
         return self._in_time(partial(self.worker.as_founded, value))
 
     def _in_time(self, call: Callable[[float], Found]) -> Found:
@@ -94,7 +94,7 @@ class Participant(Course):
         return TimeoutError(f"{error}, in {self._seconds:g} s, at the lobby {self._elastic.lobby}")
 
     def _know(self, value: Any) -> None:
-        """Of before it takes part: where nobody is left to be asked when it does."""
+        """Learn what was before it takes part: where nobody is left to be asked when it does."""
         if value is not None:
             self.learn(value["run"])
 
@@ -142,7 +142,7 @@ class Participant(Course):
         return order.next_round(self.round + 1, max((begun.get(name, 0) for name in self.present()), default=0))
 
     def attendance(self) -> dict[str, float]:
-        """Who takes part, by the names under which it is logged."""
+        """Numbers of members that take part, came and went, by the names under which they are logged."""
         if self.view is None:
             return {}
         came, lost, left = self.came_and_went()
@@ -161,11 +161,11 @@ class Participant(Course):
         return {"left_out_rounds": float(self.left_out), "age": self._exchange.age if self._exchange else 0.0}
 
     def agreed(self, own: Callable[[], Any]) -> Any:
-        """For newcomers of a view: `own` of a member that was there before, as it is now; in the first view for all,
-        of the oldest. None for all others, and where all of those have ended.
+        """Return to newcomers of a view `own` of a member that was there before, as it is now; in the first view, to
+        all, that of the oldest. None for all others, and where all of those have ended.
 
         Raises:
-            RuntimeError: they live, and don't say it.
+            RuntimeError: they live, and don't send it.
         """
         assert self.view is not None
         if self.entered is None:
@@ -173,7 +173,7 @@ class Participant(Course):
         if self.view.number == 1:
             found = self._asked(self._older)
             found = own() if found is None else found
-            self.worker.assembly.keep(1, found)  # whoever loses the oldest asks the next one
+            self.worker.assembly.keep(1, found)  # a member that loses the oldest asks the next one
             return found
         newcomers = set(self.view.members) - set(self.view.before)
         if self.worker.name in newcomers:
@@ -202,7 +202,7 @@ class Participant(Course):
 
     @property
     def place(self) -> int:
-        """Among the members, the oldest that is heard first."""
+        """Index among the members that are reached, the oldest first."""
         return self.present().index(self.worker.name) if self.view else 0
 
     @property
@@ -221,7 +221,7 @@ class Participant(Course):
         return [weight_of(name) for name in self.view.members] if self.view else [self._weight]
 
     def present(self) -> list[str]:
-        """The members that are heard, the oldest first."""
+        """Members that are reached, the oldest first."""
         assert self.view is not None
         lost, state, own = self.worker.mesh.lost, self.worker.membership.state, self.worker.name
         return [n for n in self.view.members if n == own or not (n in lost or state.without(self.view, n))]
@@ -258,13 +258,13 @@ class Participant(Course):
         return result
 
     def enter(self, exchange: ElasticExchange) -> None:
-        """Its rounds are over the view in force from now on."""
+        """Enter the view in force: its rounds are over that from now on."""
         assert self.view is not None
         self._exchange = exchange
         exchange.enter(self.view, self.round)
 
     def leave(self) -> None:
-        """Nobody waits for it from now on."""
+        """Leave: nobody waits for it from now on."""
         self.live = False
         self.worker.leave()
 

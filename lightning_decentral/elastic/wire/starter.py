@@ -5,7 +5,7 @@
     ended by SIGTERM              left: somebody took it away, and nobody takes its place
     no member is left             nobody is started again, and who waits to become one is ended
 
-A worker's environment says where it meets the others, the so-manieth that was started it is, in whose place among those
+A worker's environment holds where it meets the others, the number of its start, whose place it has among those
 of this machine, and by which process: its workers end with that.
 """
 
@@ -31,7 +31,7 @@ HASTY_SECONDS, LONGEST_PAUSE = 30.0, 60.0
 TERMINATED = -signal.SIGTERM, 128 + signal.SIGTERM
 """Codes of a worker that SIGTERM ended: by itself, or as Lightning ends then."""
 LEAVE_SECONDS = 20.0
-"""A worker that is told to end is killed after them."""
+"""Seconds after which a worker that was asked to end is killed."""
 
 Command = Callable[[int], tuple[Sequence[str], str | None]]
 
@@ -53,13 +53,13 @@ class OwnLobby:
         self._listens.set()
 
     def members(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """(of all views so far, those of the present one that haven't left)"""
+        """Members (of all views so far, of the present one without those that left)."""
         return self._server.members()
 
 
 @dataclass
 class Started:
-    """A worker's process."""
+    """Process of a worker."""
 
     process: "subprocess.Popen[bytes]"
     at: float
@@ -68,7 +68,7 @@ class Started:
 
 
 def started_again(code: int, members: Collection[int] | None) -> bool:
-    """Whether somebody takes the place of a worker that ended with this code.
+    """Return whether somebody takes the place of a worker that ended with this code.
 
     Args:
         code: of its process; below 0 a signal's.
@@ -84,9 +84,9 @@ class Starter:
 
     Args:
         workers: how many train.
-        command: (words, folder) of the so-manieth that is started.
+        command: (command line, folder) of the n-th that is started.
         members: as of `OwnLobby`.
-        environment: of all of them, beside this process's own.
+        environment: of all of them, in addition to this process's own.
         say: called with a line for each worker that is lost.
     """
 
@@ -105,7 +105,7 @@ class Starter:
         self._well, self._code = False, 1
 
     def run(self) -> int:
-        """Until all have ended; 0 where one of them has ended as it should, else the code of the last one.
+        """Run until all have ended; return 0 where one of them has ended as it should, else the code of the last one.
 
         Raises:
             KeyboardInterrupt: Ctrl-C, or SIGTERM, after all have ended.
@@ -176,13 +176,13 @@ class Starter:
 
 
 def number_of(name: str) -> int:
-    """The so-manieth that was started, by a member's name; -1: another starter's, or nobody's."""
+    """Number in the order of starts, by a member's name; -1: another starter's, or nobody's."""
     found = re.match(r"w(\d+)-", name)
     return int(found[1]) if found else -1
 
 
 def title(environment: Mapping[str, str]) -> str:
-    """What the name of a worker with this environment begins with: its number, or the host and process."""
+    """Beginning of the name of a worker with this environment: its number, or the host and process."""
     if WORKER in environment:
         return f"w{environment[WORKER]}-"
     host = re.sub(r"[^\w-]", "", platform.node().partition(".")[0]) or "host"
@@ -191,7 +191,7 @@ def title(environment: Mapping[str, str]) -> str:
 
 
 def follow(environment: Mapping[str, str]) -> None:
-    """On a thread: this process ends when its starter has."""
+    """Start a thread that ends this process when its starter has ended."""
     threading.Thread(target=_follow, args=(int(environment[STARTER]),), daemon=True).start()
 
 

@@ -1,4 +1,4 @@
-"""What a worker keeps of means in codes, bucket by bucket: a `CodedParts' residuals, and how much a codec loses."""
+"""Memory of a worker for means in codes, bucket by bucket: a `CodedParts' residuals, and how much a codec loses."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -18,14 +18,14 @@ from lightning_decentral.shared.compute.fused import operator
 from lightning_decentral.shared.compute.health import state_
 
 ROUNDING = 1e-12
-"""Of a sum of weights."""
+"""Rounding error of a sum of weights."""
 
 
 def difference(sent: Tensor, heard: Sequence[Tensor], weights: Sequence[float], sane: Tensor) -> Tensor:
     """sum_j w_j (heard_j - sent) over the sound j, in float32 at least.
 
     Args:
-        sane: bool [1 + heard]: of this worker's own message, then of each that was heard.
+        sane: bool [1 + sources]: of this worker's own message, then of each that was received.
     """
     out = torch.empty_like(sent, dtype=torch.promote_types(sent.dtype, torch.float32))
     difference_(out, sent, heard, weights, sane)
@@ -45,7 +45,7 @@ def mix(own: Tensor, heard: Sequence[Tensor], weights: Sequence[float]) -> None:
     at consensus would move. Weights that don't sum to one (of columns, as push-sum's) multiply in the end.
 
     Args:
-        weights: of `own` and each of what was heard; none below 0.
+        weights: of `own` and each of `heard`; none below 0.
     """
     total, sums = heard[0], list(accumulate(weights))
     mean = own

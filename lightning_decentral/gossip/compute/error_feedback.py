@@ -19,10 +19,10 @@ from lightning_decentral.shared.compute.norms import squared_norm
 
 
 def coder_of(codec: Codec, topology: Topology, rank: int, size: int, pool: Pool) -> Coder:
-    """One worker's ends of its links."""
+    """Make the coder of one worker, for its ends of its links."""
     if not codec.encodes:
         return Direct(pool)
-    # Targets that don't always hear in the same steps miss different messages: one estimate can't be that of both.
+    # Targets that don't always receive in the same steps miss different messages: one estimate can't be that of both.
     return Coded(codec, rank, audiences(topology, rank, size) if codec.remembers else {}, pool)
 
 
@@ -82,7 +82,7 @@ class BucketCodec:
             estimate.copy_(coded)
 
     def spoil(self, message: Tensor, links: Sequence[str]) -> None:
-        """message <- NaN where it is not sound beside what is known of it: then its hearers refuse it for certain, and
+        """message <- NaN where it is not sound next to what is known of it: then all receivers refuse it, and
         the estimates stay as they were on both ends."""
         coded = self._split(message)[0]
         known = [scale([e]) for link in links if (e := self._frame(link, coded, 0).estimate) is not None]
@@ -114,7 +114,7 @@ class BucketCodec:
 
     def _frame(self, link: str, coded: Tensor, key: int) -> Frame:
         if self._codec.remembers and link not in self.estimates:
-            # What a message holds beside the parameters is thought to be zero.
+            # What a message holds in addition to the parameters is assumed to be zero.
             self.estimates[link] = torch.zeros_like(coded)
             self.estimates[link][: len(self._reference)].copy_(self._reference)
         return Frame(key, self.estimates.get(link))
@@ -152,7 +152,7 @@ class Coded(Coder):
 
     Args:
         rank: of this worker; its noise differs from the others'.
-        audiences: {target: its audience}; targets of one audience always hear this worker in the same steps. Those
+        audiences: {target: its audience}; targets of one audience always receive from it in the same steps. Those
             that aren't named are one.
     """
 
@@ -243,7 +243,7 @@ class Coded(Coder):
         self._remember_own(channel, out, audience)
 
     def _remember_own(self, channel: BucketCodec, decoded: Tensor, audience: int) -> None:
-        if self.estimates:  # as its hearers do, who refuse what isn't finite
+        if self.estimates:  # as its targets do, which refuse what isn't finite
             channel.remember(decoded, f"to {audience}", torch.isfinite(scale([decoded])))
 
     def _taken(self, parts: Sequence[PayloadPart], device: torch.device) -> Buffers:

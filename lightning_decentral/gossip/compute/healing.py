@@ -2,8 +2,8 @@
 
     x_i <- sum_j w_ij x_j / sum_j w_ij        over the sources j that are sound, where x_i isn't
 
-What it sent while it was sick was refused by all; what its rule keeps begins anew or goes on, as the rule says. Where
-nobody sound is heard it stays sick, says nothing that could be averaged, and takes what comes next.
+What it sent while it was sick was refused by all; what its rule keeps begins anew or goes on, as the rule states. Where
+no sound message arrives it stays sick, sends nothing that could be averaged, and takes what comes next.
 """
 
 import warnings
@@ -25,7 +25,7 @@ PATIENCE = 32
 
 
 class Healing:
-    """How often a worker may be healed; by default never: it ends with the error that says what it holds.
+    """Limit on how often a worker is healed; 0 by default: it ends with the error that shows what it holds.
 
     Args:
         most: times; 0 ends the training at once.
@@ -84,7 +84,7 @@ class Healing:
         """See that the worker can be healed where this lands; to save what couldn't go on would help nobody.
 
         Raises:
-            FloatingPointError: it has been healed too often, or can't be: the rule says why.
+            FloatingPointError: it has been healed too often, or can't be, for the rule's reason.
         """
         if self._most and self._since(sick, bucket):
             return
@@ -92,7 +92,7 @@ class Healing:
             raise FloatingPointError(f"{sick}{reason}") from None
 
     def count(self, sick: Sick) -> None:
-        """Once for all buckets of a round.
+        """Count a healing, once for all buckets of a round.
 
         Raises:
             FloatingPointError: it has been healed as often as it may.
@@ -109,7 +109,7 @@ class Healing:
         )
 
     def _since(self, sick: Sick, bucket: int) -> bool:
-        """Whether the bucket has been healed since this message left."""
+        """Return whether the bucket has been healed since this message left."""
         return sick.round <= self._left.get(bucket, -1)
 
     def _waiting_since(self, sick: Sick) -> int:
@@ -119,7 +119,7 @@ class Healing:
         return f" (healed {self.healed} times, as often as `heals` allows)" if self._most else ""
 
     def _hopeless(self, sick: Sick, combine: Combine, state: State) -> str | None:
-        """Why it can't be healed; None: it can."""
+        """Return why it can't be healed; None: it can."""
         if not self._most:
             return ""
         recovery = combine.recovery
@@ -133,7 +133,7 @@ class Healing:
         return self._too_often() if self.healed >= self._most and sick.round != self._round else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Which messages in flight left before it was healed."""
+        """State to save: which messages in flight left before it was healed."""
         return {"round": self._round, "left": dict(self._left), "sick since": self._sick_since}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -141,12 +141,12 @@ class Healing:
 
 
 def _heard(sick: Sick) -> bool:
-    """Whether any sound message was, in its round."""
+    """Return whether any sound message was received in its round."""
     return bool(torch.isfinite(scale(sick.mixed)))
 
 
 def sound_alone(tensors: Sequence[Tensor]) -> bool:
-    """All are finite, and not absurd beside 1."""
+    """Return whether all are finite, and not absurd compared with 1."""
     if not tensors:
         return True
     own = scale(tensors)
@@ -220,7 +220,7 @@ class Recovery:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """After an update, before anything reads the parameters."""
+        """Put back what was healed, after an update, before anything reads the parameters."""
         if not self._held:
             return
         for bucket in self._buckets:
@@ -232,7 +232,7 @@ class Recovery:
             self._forget()
 
     def end(self) -> None:
-        """After a round. Waits for a device while the worker recovers, and only then."""
+        """Hold what was healed, after a round. Waits for a device while the worker recovers, and only then."""
         if self._recovers:
             self._recovers = self._others_sick()
             self._held = [bucket.flat.clone() for bucket in self._buckets] if self._recovers else []

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_decentral.shared.compute.device import AsyncRead
 from lightning_decentral.shared.compute.health import FACTOR, scales_in, sound
 
-# One would be too soon for a round that lands on a second stream, beside the step.
+# One would be too soon for a round that lands on a second stream, during the step.
 LAG = 2
 """Rounds until the host reads a device's verdict."""
 
@@ -24,8 +24,8 @@ class Sick(FloatingPointError):
 
     Attributes:
         sent: what counts in its place (`Recovery.stand_in` of the mean of its neighbours' sound messages).
-        mixed: the round's mixture with it; not finite where no sound message was heard.
-        round: in which it left; a device hears of it `LAG` rounds later.
+        mixed: the round's mixture with it; not finite where no sound message was received.
+        round: in which it left; on a device it is known `LAG` rounds later.
         late: whether the message of the round that lands was sound: it is in the mixture.
     """
 
@@ -43,7 +43,7 @@ class Verdicts:
     """Checks the rounds of one exchange.
 
     On the host the verdict falls at once. On a device a message is accepted or refused by the device itself, and the
-    host hears of it `LAG` rounds later: nobody waits.
+    host reads it `LAG` rounds later: nobody waits.
 
     Args:
         rank: of this worker, for the texts.
@@ -60,11 +60,11 @@ class Verdicts:
         self._refused_in: dict[int, int] = {}
 
     def hear(self, round: int, workers: Sequence[int], headers: Tensor, sane: Tensor) -> None:
-        """What was said in a round; `complaint` tells why this worker's own message isn't sound, as far as known.
+        """Judge a round's headers; `complaint` becomes why this worker's own message isn't sound, as far as known.
 
         Args:
             headers: (round, elements of all buckets, scale) as `health.stated` makes them, of each of `workers`.
-            sane: whether each one's message is sound beside the others', `health.sound(scales_in(headers))`.
+            sane: whether each one's message is sound compared with the others', `health.sound(scales_in(headers))`.
 
         Raises:
             RuntimeError: a source is in another round, or its model has another size.
@@ -80,7 +80,7 @@ class Verdicts:
         self._open.append((round, workers, AsyncRead(headers)))
 
     def refuse_own(self, sent: Sequence[Tensor], mixed: Sequence[Tensor], late: bool = False) -> None:
-        """After the mixing: `Sick`, with what the neighbours said, where this worker's own message wasn't sound."""
+        """Raise `Sick` after mixing, with what the neighbours sent, where this worker's own message wasn't sound."""
         complaint, self.complaint = self.complaint, ""
         if complaint:
             raise Sick(complaint, sent, mixed, self._sick_round, late)

@@ -27,17 +27,17 @@ class Coder(ABC):
     """A worker's ends of all its links. `first` is the place of a message's first bucket among those admitted."""
 
     encodes: ClassVar[bool] = True
-    """Whether messages travel otherwise than as they are."""
+    """True where messages travel otherwise than as they are."""
 
     estimates: bool = False
-    """Whether it keeps estimates, which start at the references."""
+    """True where it keeps estimates, which start at the references."""
 
     bytes: int = 0
-    """Of one message of all admitted buckets on the wire, without headers."""
+    """Bytes of one message of all admitted buckets on the wire, without headers."""
 
     @abstractmethod
     def admit(self, references: Sequence[Tensor], combine: Combine) -> None:
-        """More buckets. `references` are as long, and where there are estimates equal on all workers; the rule says how
+        """Add buckets. `references` are as long, and where there are estimates equal on all workers; the rule sets how
         much of a message is not encoded."""
 
     @abstractmethod
@@ -58,12 +58,12 @@ class Coder(ABC):
         """{source: the buckets that it meant}; what was received is used up."""
 
     def remember(self, heard: Mapping[int, Buffers], healthy: Mapping[int, Tensor], first: int) -> None:
-        """Where there are estimates: keep what was decoded as that of each source whose message is healthy."""
+        """Keep what was decoded as the estimate of each source whose message is healthy, where there are estimates."""
         return
 
     @abstractmethod
     def release(self, sent: Mapping[int, Buffers]) -> None:
-        """What `encode` returned has left."""
+        """Take back the buffers that `encode` returned, which have left."""
 
     def error(self) -> float | None:
         """||message - decoded|| / ||message - estimate||, relative; None where nothing is encoded or was measured."""
@@ -154,7 +154,7 @@ class CodecError:
             self._read()
 
     def value(self) -> float | None:
-        """As last measured."""
+        """Relative error as last measured; None before."""
         self._read()
         return self._last
 

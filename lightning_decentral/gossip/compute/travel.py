@@ -1,4 +1,4 @@
-"""States of an optimizer that travel beside the parameters: how each does, and the buckets that hold one."""
+"""States of an optimizer that travel with the parameters: how each does, and the buckets that hold one."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -59,7 +59,7 @@ class Travel:
         return Gossip(rate=self.rate)
 
     def along(self, topology: Topology) -> Topology:
-        """When it travels, and to whom."""
+        """Topology by which it travels: `topology`, or that in every `every`-th step."""
         return topology if self.every == 1 else Every(self.every, topology)
 
     def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
@@ -117,8 +117,8 @@ TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.comp
 
 
 def kinds(optimizer: Optimizer, name: str, parameters: Sequence[nn.Parameter], stepped: bool) -> list[int]:
-    """Of each: `UNKNOWN` before its first update, `LACKING` where that made no such state, else its place in `TYPES`,
-    from 2 on.
+    """Kind of each parameter's state: `UNKNOWN` before its first update, `LACKING` where that made none, else its place
+    in `TYPES`, from 2 on.
 
     Args:
         stepped: the optimizer has taken a step with the gradients as they are; a loss scaler may have skipped it.
@@ -147,8 +147,8 @@ def kinds(optimizer: Optimizer, name: str, parameters: Sequence[nn.Parameter], s
 
 
 def agreed(rows: Sequence[Sequence[int]], groups: Sequence[int]) -> list[int]:
-    """By parameter, of what each worker says (`kinds`): the state that any has; else, in a group where one travels, as
-    that; else whether any lacks it.
+    """Kind of each parameter's state for all workers, from each one's `kinds`: the state that any has; else, in a group
+    where one travels, as that; else whether any lacks it.
 
     Workers may have updated different ones: an expert is used here and not there, a loss scaler skips a step.
 
@@ -162,7 +162,7 @@ def agreed(rows: Sequence[Sequence[int]], groups: Sequence[int]) -> list[int]:
 
 
 def none_has(optimizer: Optimizer, name: str, parameters: Sequence[nn.Parameter]) -> ValueError:
-    """For an optimizer that has updated parameters and keeps no such state of any."""
+    """Make the error for an optimizer that has updated parameters and keeps no such state of any."""
     kept = sorted({key for p in parameters for key in optimizer.state.get(p, {})})
     remedy = f"name one of {', '.join(kept)}, or leave it out of states" if kept else "leave it out of states"
     return ValueError(f"{type(optimizer).__name__} keeps no state {name!r} that could travel: {remedy}")

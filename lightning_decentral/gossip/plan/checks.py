@@ -15,10 +15,10 @@ from lightning_decentral.gossip.plan.weights import (
 
 
 def check_columns(topology: Topology, size: int, weights: Weights) -> None:
-    """What of `weights.check` push-sum needs: nobody's share is lost, and everyone hears of everyone in time.
+    """Check the columns of W for push-sum: nobody's share is lost, and the graph is strongly connected over time.
 
     Raises:
-        ValueError: a column doesn't sum to one, or some workers never hear some others.
+        ValueError: a column doesn't sum to one, or nothing of some workers ever reaches some others.
     """
     for step in range(min(topology.period(size), CHECKED_STEPS)):
         _check_sources(topology, size, step)
@@ -52,7 +52,7 @@ def check_one_flight(rule: str, topology: Topology, size: int, delay: int) -> No
 
 
 def check_equals(rule: str, topology: Topology, size: int, weights: Weights) -> None:
-    """ValueError unless in every step that talks everybody hears all, with equal weights."""
+    """ValueError unless in every step that talks everybody receives from all, with equal weights."""
     for step in talking_steps(topology, size):
         for rank in range(size):
             row = weights.row(topology, rank, size, step)
@@ -83,11 +83,11 @@ CHECKED_STEPS = 16  # whose rows are summed; a plan with a longer period makes a
 
 
 def check(topology: Topology, size: int, weights: Weights | None = None) -> None:
-    """See that a plan keeps the mean of the workers and lets every worker hear, in time, of every other.
+    """See that a plan keeps the mean of the workers and lets news of every worker reach, in time, every other.
 
     Raises:
         ValueError: the topology can't serve `size`; a row names others than the sources, is negative or doesn't sum to
-            one; a column doesn't sum to one; some workers never hear some others.
+            one; a column doesn't sum to one; nothing of some workers reaches some others.
     """
     period = topology.period(size)
     for step in range(min(period, CHECKED_STEPS)):
@@ -149,7 +149,7 @@ def _check_connected(topology: Topology, size: int) -> None:
             hears[rank].update(graph.sources[rank])
             heard_by[rank].update(graph.targets[rank])
     everyone = set(range(size))
-    # Everyone hears of everyone iff worker 0 hears of all, and all of worker 0.
+    # News of each reaches all iff worker 0's reaches all, and everyone's reaches worker 0.
     below, above = _reached(hears), _reached(heard_by)
     for deaf, unheard in ((below, everyone - below), (everyone - above, above)):
         if deaf and unheard:

@@ -3,10 +3,10 @@
     update_i(k)   = ready_i(k-1) + compute_i(k)
     launch_i(k)   = max(update_i(k), finish_i(k - delay)) + work_i(k)
                                                              correct, copy or encode, decode, mix: all of it, though on
-                                                             a host most is done beside, where processors are free
+                                                             a host most is done meanwhile, where processors are free
     depart_i(k)   = max(launch_i(k), finish_i(k-1))          a round leaves when the one before has landed,
                                                              but for a short last bucket, which is left out here
-    finish_i(k)   = max(depart_j(k) for j = i and all whom i hears) + exchange_i(k)
+    finish_i(k)   = max(depart_j(k) for j = i and all sources of i) + exchange_i(k)
     ready_i(k)    = launch_i(k), with delay 0 finish_i(k)
 
 Of a model in fragments a round carries one of them, and states that travel come behind the parameters (`messages`).
@@ -125,7 +125,7 @@ class GossipForecast(Method):
     """x_i+ = sum_j w_ij x_j + u_i over islands of devices.
 
     Args:
-        topology: over the islands, told of the nodes (`placed`) where it asks.
+        topology: over the islands, given the nodes (`placed`) where it asks.
         delay: updates between launch and landing.
         encoding: of messages.
         within: what an island is.
@@ -178,8 +178,8 @@ class GossipForecast(Method):
         return self.within.memory_bytes(setting) + flying + self.kept * self.within.kept_bytes(setting)
 
     def round_seconds(self, setting: Setting) -> float:
-        """Of a step: what a round takes the device beside the wire (correct, copy or encode, decode, mix), the mean
-        over workers and a period."""
+        """Seconds of a step that a round takes the device, without the wire (correct, copy or encode, decode, mix), the
+        mean over workers and a period."""
         return float(np.mean([work.mean() for work in self._work(setting)]))
 
     # ---- what a round takes -------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ class GossipForecast(Method):
     def _flying_bytes(self, setting: Setting, talk: Talk) -> float:
         part, plan = talk.bytes / self.within.devices, self._rounds(setting, talk)
         heard = max(1 if load.clique else one.sources.shape[1] - 1 for one in plan for load in one.loads)
-        # One that is sent, and one from each peer that is heard.
+        # One that is sent, and one from each source.
         each = part + heard * talk.encoding.wire_bytes(part) if heard else 0.0
         return most_in_flight(talk.topology, self._size(setting), self.delay) * each
 
@@ -216,7 +216,7 @@ class GossipForecast(Method):
         loads = {load for one in plan for load in one.loads}
         seconds = {load: self._exchange_seconds(setting, talk, load) for load in loads}
         own = [np.array([seconds[load] for load in one.loads]) for one in plan]
-        # A sender with several targets serves them together, so its slowest source decides when a worker has heard.
+        # A sender with several targets serves them together, so its slowest source decides when a worker can mix.
         return [busy[one.sources].max(axis=1) for busy, one in zip(own, plan, strict=True)], plan
 
     def _exchange_seconds(self, setting: Setting, talk: Talk, load: RoundLoad) -> float:
@@ -264,7 +264,7 @@ class GossipForecast(Method):
         model, work, copies = setting.model, talk.encoding.work(setting.model), talk.encoding.copies
         kept = self.within.kept_bytes(setting) * talk.bytes / max(1, model.parameter_bytes)
         own = copies * kept * work.own_seconds_per_byte
-        # A device of an island hears its part.
+        # A device of an island receives its part.
         each = work.message_seconds + copies * talk.bytes / self.within.devices * work.heard_seconds_per_byte
         own += work.round_seconds
         plan = self._rounds(setting, talk)

@@ -17,22 +17,22 @@ class Within(ABC):
 
     @abstractmethod
     def prices(self, setting: Setting) -> tuple[Price, ...]:
-        """Of what the devices send each other."""
+        """Prices of what the devices send each other."""
 
     @abstractmethod
     def step(self, setting: Setting, factor: float) -> list[Task[str]]:
-        """Forward, backward, update."""
+        """Tasks of a step: forward, backward, update."""
 
     @abstractmethod
     def memory_bytes(self, setting: Setting) -> float:
-        """Of one device, without messages."""
+        """Bytes of memory on one device, without messages."""
 
     def gathering(self, setting: Setting) -> Price:
-        """Of all that was mixed, after every exchange."""
+        """Price of gathering all that was mixed, after every exchange."""
         return FREE
 
     def kept_bytes(self, setting: Setting) -> float:
-        """Of the parameters that one device has, copies and corrects."""
+        """Bytes of the parameters that one device has, copies and corrects."""
         return setting.model.parameter_bytes
 
     def _price(self, operation: str, setting: Setting) -> Price:
@@ -42,7 +42,7 @@ class Within(ABC):
 
 @dataclass(frozen=True)
 class Alone(Within):
-    """One device."""
+    """Worker of one device."""
 
     def prices(self, setting: Setting) -> tuple[Price, ...]:
         return ()

@@ -1,4 +1,4 @@
-"""What travels in a gossip step, as a forecast sees it: parameters or a fragment of them, states beside, their codec.
+"""Messages of a gossip step, as a forecast sees them: parameters or a fragment, states of the optimizer, their codec.
 
 talk(parameters) = bytes of the parameters / fragments of the topology        in each step in which anybody talks
 talk(state)      = bytes of the state                                         at its own cadence
@@ -22,7 +22,7 @@ UNMEASURED = RoundWork(AS_THEY_ARE)
 
 @dataclass(frozen=True)
 class Encoding:
-    """What a codec makes of a message.
+    """Encoding of messages by a codec: bytes on the wire, and work.
 
     Args:
         codec: its repr, by which the profile knows it.
@@ -30,7 +30,7 @@ class Encoding:
             (16 bytes a bucket) aside.
         assumed: what it takes more than messages as they are, where the profile doesn't have the codec.
         copies: messages of the model's size that are encoded for one, as a rule may want.
-        cliques: how workers exchange it where all of a group hear all.
+        cliques: how workers exchange it where all of a group receive from all.
     """
 
     codec: str = AS_THEY_ARE
@@ -40,7 +40,7 @@ class Encoding:
     cliques: Cliques = Cliques.RING
 
     def work(self, model: Model) -> RoundWork:
-        """As measured, or what messages as they are take and what is assumed."""
+        """Work of a round as measured, or that of messages as they are plus what is assumed."""
         known = {work.codec: work for work in model.rounds}
         plain, more = known.get(AS_THEY_ARE, UNMEASURED), self.assumed
         own = plain.own_seconds_per_byte + more.own_seconds_per_byte
@@ -53,7 +53,7 @@ PLAIN = Encoding()
 
 @dataclass(frozen=True)
 class Beside:
-    """A state of the optimizer that travels beside the parameters.
+    """A state of the optimizer that travels with the parameters.
 
     Args:
         name: as the profile's `states` have it.
@@ -67,7 +67,7 @@ class Beside:
 
 @dataclass(frozen=True)
 class Talk:
-    """What one step's message holds: so many bytes before they are encoded, of a whole worker."""
+    """Message of one step: so many bytes before they are encoded, of a whole worker."""
 
     topology: Topology
     encoding: Encoding
@@ -81,7 +81,7 @@ class Talk:
 def joined(
     plans: Sequence[tuple[Sequence[Floats], Sequence[Round]]],
 ) -> tuple[list[Floats], tuple[Round, ...]]:
-    """Several talks' (exchange seconds, rounds) as one plan: a worker waits for all whom it hears in any of them, and
+    """Several talks' (exchange seconds, rounds) as one plan: a worker waits for its sources in all of them, and
     their messages share the links, one behind the other. Its period is their least common multiple."""
     if len(plans) == 1:
         return list(plans[0][0]), tuple(plans[0][1])

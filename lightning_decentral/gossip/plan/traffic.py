@@ -21,7 +21,7 @@ from lightning_decentral.gossip.plan.weights import Weights, targets
 
 
 class Cliques(Enum):
-    """How workers exchange in a step in which all of a clique hear all of it with equal weights."""
+    """Ways to exchange in a step in which all of a clique receive from all of it with equal weights."""
 
     TOLD = "each tells each, as with codes that no owner of a part adds up"
     RING = "a ring all-reduces what travels as it is"
@@ -30,7 +30,7 @@ class Cliques(Enum):
 
 @dataclass(frozen=True)
 class RoundLoad:
-    """What one worker's exchange is.
+    """Load of one worker's exchange: its messages, and how many share a network card.
 
     Args:
         clique: workers that all-reduce together, the worker included; 0 where peers exchange.
@@ -49,7 +49,7 @@ class RoundLoad:
 
 @dataclass(frozen=True)
 class Round:
-    """One step. sources[i]: i and all whom it hears, filled up with i to equal lengths, [size, most + 1]."""
+    """One step. sources[i]: i and its sources, filled up with i to equal lengths, [size, most + 1]."""
 
     sources: npt.NDArray[np.intp]
     loads: tuple[RoundLoad, ...]
@@ -70,7 +70,7 @@ class Round:
 def rounds(
     topology: Topology, weights: Weights, size: int, workers_per_node: int, cliques: Cliques = Cliques.RING
 ) -> tuple[Round, ...]:
-    """Of a period."""
+    """Rounds of a period, one for each step."""
     by_step = _partitions(topology, weights, size, cliques)
     return tuple(_round(topology, size, step, found, workers_per_node) for step, found in enumerate(by_step))
 
@@ -133,7 +133,7 @@ class WorkerBytes:
 
     @classmethod
     def of_devices(cls, message: float, model: float, devices: int, shards: int) -> "WorkerBytes":
-        """Where each of an island's devices sends a part of `message` bytes, and packs `model` bytes: all of the
+        """Bytes of a worker each of whose devices sends a part of `message` bytes, and packs `model` bytes: all of the
         parameters, or one of so many shards of them."""
         return cls(message * devices, model * shards)
 
@@ -147,19 +147,19 @@ def all_reduce_copies(size: int, workers_per_node: int) -> float:
 def copies_through_card(
     topology: Topology, weights: Weights, size: int, workers_per_node: int, cliques: Cliques = Cliques.RING
 ) -> list[float]:
-    """For each step of a period: the most that any node sends out through its card, in units of the parameters' bytes.
+    """Most that any node sends out through its card, by step of a period, in units of the parameters' bytes.
 
     A message to a worker of another node counts 1; a ring all-reduce over c workers 2 (c - 1) / c for each of its
     links that leaves the node, and 2 / c for each pair, one of whom is elsewhere, where owners of parts do it. What a
-    node receives is as much wherever all are heard by as many as they hear.
+    node receives is as much wherever in-degrees equal out-degrees.
     """
     by_node = copies_by_node(topology, weights, size, workers_per_node, cliques)
     return [max(sent.values(), default=0.0) for sent in by_node]
 
 
 def copies_sent(topology: Topology, weights: Weights, rank: int, size: int, cliques: Cliques = Cliques.RING) -> float:
-    """What one worker sends in a step, as a mean over a period, in units of its message's bytes. 1 for each that hears
-    it, 2 (c - 1) / c of an all-reduce over c workers."""
+    """Copies that one worker sends in a step, the mean over a period, in units of its message's bytes. 1 for each
+    target, 2 (c - 1) / c of an all-reduce over c workers."""
     steps, sent = _partitions(topology, weights, size, cliques), 0.0
     for step, partition in enumerate(steps):
         if partition is None:
@@ -173,7 +173,7 @@ def copies_sent(topology: Topology, weights: Weights, rank: int, size: int, cliq
 def mean_copies(
     topology: Topology, weights: Weights, size: int, workers_per_node: int, cliques: Cliques = Cliques.RING
 ) -> float:
-    """What the busiest node sends out through its card in a step, as a mean over a period."""
+    """Copies that the busiest node sends out through its card in a step, as a mean over a period."""
     steps = copies_by_node(topology, weights, size, workers_per_node, cliques)
     nodes = {node for sent in steps for node in sent}
     return max((sum(sent.get(node, 0.0) for sent in steps) / len(steps) for node in nodes), default=0.0)
@@ -182,7 +182,7 @@ def mean_copies(
 def copies_by_node(
     topology: Topology, weights: Weights, size: int, workers_per_node: int, cliques: Cliques = Cliques.RING
 ) -> list[dict[int, float]]:
-    """For each step of a period what every node that sends anything sends out, counted as above."""
+    """{node: copies that it sends out}, by step of a period, for nodes that send anything, counted as above."""
     reduced = _pairs if cliques is Cliques.OWNERS else _rings
     steps = [
         _peers(topology, size, step) if alone is None else reduced(alone)
@@ -192,7 +192,7 @@ def copies_by_node(
 
 
 def _partitions(topology: Topology, weights: Weights, size: int, cliques: Cliques) -> Sequence[Partition | None]:
-    """For each step of a period the cliques in which it reduces; None where peers exchange."""
+    """Cliques in which each step of a period reduces; None where peers exchange."""
     found = None if cliques is Cliques.TOLD else partitions(topology, weights, size)
     return found or [None] * topology.period(size)
 
@@ -230,13 +230,13 @@ def partition(topology: Topology, weights: Weights, size: int, step: int) -> Par
     rows = [weights.row(topology, rank, size, step) for rank in range(size)]
     members = [tuple(sorted(row)) for row in rows]
     equal = all(abs(w - 1 / len(row)) < 1e-12 for row in rows for w in row.values())
-    # A mean over cliques: whom a worker hears hears the same ones.
+    # A mean over cliques: a worker's sources have the same sources.
     closed = all(members[j] == members[i] for i in range(size) for j in members[i])
     return tuple(dict.fromkeys(members)) if equal and closed else None
 
 
 def partitions(topology: Topology, weights: Weights, size: int) -> tuple[Partition | None, ...] | None:
-    """For each step of a period the cliques that all-reduce, or None where peers exchange; None where no step pays."""
+    """Cliques that all-reduce in each step of a period, or None where peers exchange; None where no step pays."""
     steps = [partition(topology, weights, size, step) for step in range(topology.period(size))]
     # Two workers exchange the same bytes as peers.
     pays = [cliques is not None and any(len(c) > 2 for c in cliques) for cliques in steps]

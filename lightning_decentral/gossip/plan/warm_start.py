@@ -40,7 +40,7 @@ class WarmStarted(Method):
         )
 
     def tasks(self, setting: Setting) -> list[Task[str]]:
-        """Of the rule."""
+        """Tasks of a step with the rule, after the warm start."""
         return self.rest.tasks(setting)
 
     def card_bytes(self, setting: Setting) -> float:

@@ -1,4 +1,4 @@
-"""Mixing matrices W (row i: what i hears): weights, spectral gap, steps to exact consensus."""
+"""Mixing matrices W (row i: what i receives): weights, spectral gap, steps to exact consensus."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,12 +22,12 @@ class Weights(ABC):
 
     @abstractmethod
     def row(self, topology: Topology, rank: int, size: int, step: int) -> dict[int, float]:
-        """The weights of what `rank` hears at `step`: exactly its sources and itself."""
+        """The weights of what `rank` receives at `step`: exactly its sources and itself."""
 
 
 @dataclass(frozen=True)
 class Own(Weights):
-    """What the topology itself says."""
+    """Weights that the topology itself gives."""
 
     def row(self, topology: Topology, rank: int, size: int, step: int) -> dict[int, float]:
         return topology.row(rank, size, step)
@@ -43,7 +43,7 @@ class MetropolisHastings(Weights):
 
 @dataclass(frozen=True)
 class Uniform(Weights):
-    """w_ij = 1 / (1 + d_i): the plain mean of what is heard. Keeps the mean of all only where all degrees are equal."""
+    """w_ij = 1 / (1 + d_i): the mean of what is received. Keeps the mean of all only where all degrees are equal."""
 
     def row(self, topology: Topology, rank: int, size: int, step: int) -> dict[int, float]:
         sources = step_graph(topology, size, step).sources[rank]
@@ -61,7 +61,7 @@ class Dyadic(Weights):
 
 @dataclass(frozen=True)
 class OutDegree(Weights):
-    """p_ij = 1 / (1 + number of those that hear j): columns sum to one on every graph, rows need not. For `PushSum`."""
+    """p_ij = 1 / (1 + number of j's targets): columns sum to one on every graph, rows need not. For `PushSum`."""
 
     def row(self, topology: Topology, rank: int, size: int, step: int) -> dict[int, float]:
         graph = step_graph(topology, size, step)
@@ -93,7 +93,7 @@ class Entries:
 
     @property
     def mostly_zero(self) -> bool:
-        """Whether a sparse product pays."""
+        """True where so few values aren't zero that a sparse product pays."""
         return len(self.values) < DENSE_FRACTION * self.size**2
 
     @property
@@ -111,7 +111,7 @@ class Entries:
 
     @property
     def degree(self) -> NDArray[np.float64]:
-        """How many others each worker hears, [size, 1]."""
+        """Number of sources of each worker, [size, 1]."""
         return np.diff(self.starts)[:, None] - 1.0
 
     def dense(self) -> Matrix:
@@ -139,14 +139,14 @@ def entries(topology: Topology, size: int, step: int, weights: Weights | None = 
 
 
 def targets(topology: Topology, rank: int, size: int, step: int) -> tuple[int, ...]:
-    """Those that hear `rank` at this step, sorted."""
+    """Ranks that receive from `rank` at this step, sorted."""
     return step_graph(topology, size, step).targets[rank]
 
 
 @dataclass(frozen=True)
 class Neighbours:
-    """One worker's neighbours at one step: row = {j: w_ij}, i = rank included; heard_by = {k: w_ki} of those that hear
-    it."""
+    """One worker's neighbours at one step: row = {j: w_ij}, i = rank included; heard_by = {k: w_ki} of its
+    targets."""
 
     rank: int
     row: Mapping[int, float]
@@ -154,12 +154,12 @@ class Neighbours:
 
     @cached_property
     def sources(self) -> tuple[int, ...]:
-        """Those that it hears, sorted."""
+        """Ranks that it receives from, sorted."""
         return tuple(sorted(set(self.row) - {self.rank}))
 
     @cached_property
     def silent(self) -> bool:
-        """Whether it neither sends nor hears anything."""
+        """True where it neither sends nor receives anything."""
         return not self.sources and not self.heard_by
 
     @property
@@ -168,7 +168,7 @@ class Neighbours:
 
     @property
     def degree(self) -> int:
-        """How many others it hears."""
+        """Number of its sources."""
         return len(self.sources)
 
 
@@ -257,7 +257,7 @@ def spectrum(matrix: Matrix) -> NDArray[np.complex128]:
     graph = nx.Graph()
     graph.add_nodes_from(range(len(matrix)))
     graph.add_edges_from(zip(*(axis.tolist() for axis in np.nonzero(matrix)), strict=True))
-    # Workers that don't hear each other make separate blocks, and those of one size are solved together: a
+    # Workers that aren't linked make separate blocks, and those of one size are solved together: a
     # thousand workers that talk in pairs cost five hundred tiny problems, not one large one.
     by_size: dict[int, list[list[int]]] = {}
     for component in nx.connected_components(graph):
@@ -268,7 +268,7 @@ def spectrum(matrix: Matrix) -> NDArray[np.complex128]:
 
 
 def _eigenvalues(blocks: Matrix) -> NDArray[np.complex128]:
-    """Of matrices [count, size, size]."""
+    """Eigenvalues of matrices [count, size, size]."""
     place = np.arange(blocks.shape[-1])
     circulant = blocks[:, 0, (place[None, :] - place[:, None]) % len(place)]
     # Where each row is the one above moved by one place, as on directed circulant graphs, they are the Fourier

@@ -67,7 +67,7 @@ def assembled(
     steps = None if cliques is Cliques.TOLD else partitions(topology, weights, workers)
     if steps is None:
         exchange = among_peers()
-    elif cliques is Cliques.OWNERS:  # the rule has seen to it that all hear all
+    elif cliques is Cliques.OWNERS:  # the rule has seen to it that all receive from all
         from lightning_decentral.gossip.wire.coded_clique import CodedCliqueExchange  # no other run reads it
 
         exchange = CodedCliqueExchange(topology, weights, of_all(), of_all(), device, codec, pool)

@@ -42,7 +42,7 @@ class CliqueExchange(Exchange[CliqueMessages]):
     """All-reduce inside disjoint cliques: the mean of this worker's clique. It takes 2 (c - 1) / c of the parameters'
     bytes for a clique of c workers, where sends and receives would take c - 1.
 
-    A message with NaN or infinity is left out of the mean and counted. One with numbers absurd beside the others' was
+    A message with NaN or infinity is left out of the mean and counted. One with numbers absurd next to the others' was
     in the sum before anybody could know: all refuse the sum, and each keeps its own parameters in that round.
 
     Args:

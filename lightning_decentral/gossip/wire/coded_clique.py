@@ -70,7 +70,7 @@ class CodedMessages(Arriving):
 
 @dataclass
 class CodedCliqueExchange(Arrivals[CodedMessages]):
-    """mixed = Q((1/n) sum_j sent_j + f), the same bits on all, where all hear all with equal weights.
+    """mixed = Q((1/n) sum_j sent_j + f), the same bits on all, where all receive from all with equal weights.
 
     A message with NaN, infinity or absurd numbers counts as zero, for every owner alike, and is counted.
 
@@ -124,7 +124,7 @@ class CodedCliqueExchange(Arrivals[CodedMessages]):
             part.incoming, incoming = incoming[: len(received)], incoming[len(received) :]
 
     def _sends(self, part: CodedMessages) -> list[Message]:
-        """To each other worker a header, then the codes of what it owns."""
+        """Messages to each other worker: a header, then the codes of what it owns."""
         return messages({j: [part.said[0], *_codes(part.codes, j)] for j in self._others})
 
     def _receives(self, part: CodedMessages) -> list[Message]:
@@ -179,7 +179,7 @@ class CodedCliqueExchange(Arrivals[CodedMessages]):
         sends = messages({j: [*chain(*codes)] for j in self._others})
         receives = messages({j: _codes(buffers, j) for j in self._others})
         outgoing, incoming = self.back.exchange(sends, receives)
-        self._sent_back += bytes_of(sends)  # apart from what leaves meanwhile, on another thread
+        self._sent_back += bytes_of(sends)  # counted without what leaves meanwhile, on another thread
         self._tally.wait(incoming)
         for whole, own, heard in zip(wholes, means, buffers, strict=True):
             self._parts.of(self.transport.rank, whole).copy_(own)
@@ -190,7 +190,7 @@ class CodedCliqueExchange(Arrivals[CodedMessages]):
         self.pool.give([*chain(*codes), *(code for row in buffers for came in row.values() for code in came)])
 
     def _left(self, part: CodedMessages) -> None:
-        """Until what was sent has left."""
+        """Wait until what was sent has left."""
         for pending in part.outgoing:
             pending.wait()
         rows = (*part.codes, *part.buffers)
@@ -201,7 +201,7 @@ class CodedCliqueExchange(Arrivals[CodedMessages]):
 
 
 def _codes(rows: Sequence[Mapping[int, Buffers]], worker: int) -> list[Tensor]:
-    """Of all buckets, to or from one worker."""
+    """Codes of all buckets, to or from one worker."""
     return [code for row in rows for code in row.get(worker, [])]
 
 

@@ -25,7 +25,7 @@ Meeting = Callable[[], Transport | None]
 
 @singledispatch
 def mixer_of(combine: Rule, exchange: Exchange[Any], delay: int, meeting: Meeting) -> Mixer:
-    """What a rule is mixed by, without buckets yet.
+    """Make the mixer of a rule, without buckets yet.
 
     Args:
         meeting: makes a group of all workers, for sums over them; returns None where an exchange is all workers'.
@@ -41,7 +41,7 @@ def _(combine: ConsensusControl, exchange: Exchange[Any], delay: int, meeting: M
 
 
 class ControlledMixer(Mixer):
-    """As many rounds in a step as `ConsensusControl` wants; what lands is measured on the way."""
+    """Mixer that takes as many rounds in a step as `ConsensusControl` wants; what lands is measured on the way."""
 
     def __init__(self, control: ConsensusControl, exchange: Exchange[Any], delay: int, gauge: "Gauge") -> None:
         super().__init__([], control.inner, exchange, delay)
@@ -50,7 +50,7 @@ class ControlledMixer(Mixer):
         self._correct = self._measured
 
     def step(self, learning_rate: float = 1.0, rounds: int = 1) -> None:
-        # By what all workers were told: they must take equally many rounds.
+        # By a distance that all workers share: they must take equally many rounds.
         rounds = self._control.rounds(self._gauge.distance, self._idle)
         super().step(learning_rate, rounds)
         self._idle = 0 if rounds else self._idle + 1
@@ -97,7 +97,7 @@ class Gauge:
         self._told: deque[Callable[[], Tensor]] = deque()
 
     def tell(self, squares: Tensor) -> None:
-        """(squared distance, squared norm) of this worker in this step; reads what was told `lag` steps before."""
+        """Add (squared distance, squared norm) of this worker in this step; read the sums of `lag` steps before."""
         self._told.append(_summed(squares, self._total(squares)) if self._total else _known(squares))
         if len(self._told) > self._lag:
             distance, norm = self._told.popleft()().tolist()
@@ -105,7 +105,7 @@ class Gauge:
             self.distance = sqrt(distance / norm) if norm else self.distance
 
     def state_dict(self) -> dict[str, Any]:
-        """What was read, and what is under way, waited for."""
+        """State to save: the distance as last read, and the sums under way, waited for."""
         sums = [told() for told in self._told]
         self._told = deque(map(_known, sums))
         return {"distance": self.distance, "told": sums}
@@ -140,7 +140,7 @@ class Consensus:
 def spread(
     own: Sequence[Tensor], means: Sequence[Tensor], mean_of: Callable[[Sequence[Tensor]], list[Tensor]], shards: int
 ) -> Consensus:
-    """How far the workers are apart, from this one's tensors and their means. Collective.
+    """Consensus error of the workers, from this one's tensors and their means. Collective.
 
     Args:
         shards: a mean is over devices, each of which holds 1 / shards of its worker's tensors.

@@ -1,4 +1,4 @@
-"""What an exchange is: a message of a few buckets goes to the neighbours, a mixture of theirs comes back.
+"""Exchange of messages: one of a few buckets goes to the neighbours, a mixture of theirs comes back.
 
     launch        ->  Started     depart          land, or correct
     copy, encode      .           send, receive   wait, decode, mix
@@ -32,7 +32,7 @@ HEADER = 3
 
 
 class Hearing(Protocol):
-    """Who hears whom at one step: a worker's `Neighbours`, or the `Entries` of all workers' matrix in a simulation,
+    """Links of one step: a worker's `Neighbours`, or the `Entries` of all workers' matrix in a simulation,
     where numbers are columns [size, 1]."""
 
     @property
@@ -44,7 +44,7 @@ class Hearing(Protocol):
 
 
 class Memory(Protocol):
-    """What is asked of a coder from outside: bytes of a message, the error as last measured, and what it remembers."""
+    """Interface of a coder from outside: bytes of a message, the error as last measured, and what it remembers."""
 
     @property
     def encodes(self) -> bool: ...
@@ -57,7 +57,7 @@ class Memory(Protocol):
 
 @dataclass
 class Copied:
-    """A bucket's next message: its copy, and what its header says, both made where the bucket is corrected.
+    """A bucket's next message: its copy, and its header, both made where the bucket is corrected.
 
     Attributes:
         message: gets the values of the bucket.
@@ -80,7 +80,7 @@ Brought = tuple[list[Tensor], Copied | None]
 
 
 class Correction(Protocol):
-    """What may take the place of a landing, for one bucket."""
+    """Correction that may take the place of a landing, for one bucket."""
 
     def correct(self, x: Tensor, rate: float, copied: Copied | None = None) -> None:
         """x <- x + rate (mixed - sent), in one pass, which makes `copied` of it, too. Once."""
@@ -93,11 +93,11 @@ class Started(ABC):
     """Buckets of one round between start and landing."""
 
     together: bool = False
-    """Whether the others must land it while this worker does, and it isn't done beside the training."""
+    """True where the others must land it while this worker does, and it isn't done during the training."""
 
     @property
     def correction(self) -> Correction | None:
-        """Of what can be corrected without a mixture."""
+        """Correction of the bucket without a mixture; None: there is none."""
         return None
 
     @abstractmethod
@@ -110,7 +110,7 @@ class Started(ABC):
 
 
 class Arriving(Started):
-    """Buckets that a device's second stream may hear before they land on the training's."""
+    """Buckets that a device's second stream may receive before they land on the training's."""
 
     @abstractmethod
     def arrive(self) -> None:
@@ -118,15 +118,15 @@ class Arriving(Started):
 
     @abstractmethod
     def belongings(self) -> list[Tensor]:
-        """What arrived, that stream's memory, which the landing reads."""
+        """Tensors that arrived, that stream's memory, which the landing reads."""
 
 
 @dataclass
 class Landed(Started):
-    """What was mixed already; where it `corrects`, mixed - sent.
+    """Buckets that were mixed already; where it `corrects`, mixed - sent.
 
     Args:
-        sick: why nothing was: this worker's own message was refused, which its landing says.
+        sick: why nothing was: this worker's own message was refused, which its landing raises.
     """
 
     mixed: list[Tensor]
@@ -161,7 +161,7 @@ def brought(x: Tensor, rate: float | None, copied: Copied | None, started: Start
 
 
 def kept(rate: float | None, started: Started) -> Landed:
-    """What stands in for what was started, once it has come."""
+    """Wait for what was started; return what stands in for it."""
     if rate is None or (correction := started.correction) is None:
         return Landed(started.land())
     return correction.keep()
@@ -174,20 +174,20 @@ class Exchange(ABC, Generic[S]):
     """One worker's share of every round (or all workers' at once, in a simulation)."""
 
     pool: Pool
-    """Where message buffers come from, and where whoever used what landed gives them back."""
+    """Buffers of messages; the user of what landed gives them back to it."""
 
     coder: Memory
-    """What both ends of a link remember of each other, and what of a message travels."""
+    """Coder of messages: what both ends of a link remember of each other, and what of a message travels."""
 
     neighbours: Callable[[int], Hearing]
-    """Who hears whom at a step."""
+    """Links of a step."""
 
     @abstractmethod
     def admit(self, buckets: Sequence[Tensor], combine: Combine) -> None:
-        """These buckets will be mixed, too, from the next start on. Every worker calls it at the same point.
+        """Add buckets, to be mixed from the next start on. Every worker calls it at the same point.
 
         Args:
-            combine: their rule, which says how much of a message no codec may touch.
+            combine: their rule, which states how much of a message no codec may touch.
         """
 
     @abstractmethod
@@ -201,7 +201,7 @@ class Exchange(ABC, Generic[S]):
         """
 
     def copied(self, x: Tensor, step: int, place: int) -> Copied:
-        """Where a correction puts the next message of bucket `place`, which is x as corrected; then to be launched."""
+        """Buffers for the next message of bucket `place`, which is x as a correction leaves it; then to be launched."""
         return Copied(self.pool.take(x), torch.empty(1, HEADER, dtype=torch.int64, device=x.device), step)
 
     def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> tuple[Tensor, S]:
@@ -224,7 +224,7 @@ class Exchange(ABC, Generic[S]):
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one worker's exchange did so far.
+    """Counters of one worker's exchange so far.
 
     `wait_seconds` are the host's, or the device's where the device waits; `in_flight_seconds` lie between launch and
     landing of a round's first bucket as the host sees them.
@@ -280,7 +280,7 @@ class Tally:
             self._rounds += 1
 
     def wait(self, pending: Sequence[Pending]) -> None:
-        """Once more for these, of a round that has been counted."""
+        """Wait once more for these, of a round that has been counted."""
         self._waited.during(part.wait for part in pending)
 
     def traffic(self, refused: int) -> Traffic:

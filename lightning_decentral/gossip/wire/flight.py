@@ -20,10 +20,10 @@ class Flight:
     started: list[Started] = field(default_factory=list)
 
     def state_dict(self, kept: Callable[[int], Landed]) -> dict[str, Any]:
-        """As tensors and primitives.
+        """State to save, as tensors and primitives.
 
         Args:
-            kept: what came for the bucket at this place. A round is heard once, so it stands in for what was started.
+            kept: what came for the bucket at this place. A round arrives once, so it stands in for what was started.
         """
         landed = [kept(place) for place in range(len(self.started))]
         self.started = [*landed]
@@ -38,7 +38,7 @@ class Flight:
 
     @classmethod
     def of(cls, state: Mapping[str, Any], like: Sequence[Tensor]) -> "Flight":
-        """As it was saved; on the devices of the buckets."""
+        """Flight as it was saved, on the devices of the buckets."""
         mixed = state["mixed"]
         # In checkpoints from before there were any, none.
         differences = state.get("differences", [False] * len(mixed))

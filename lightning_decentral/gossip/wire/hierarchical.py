@@ -1,4 +1,4 @@
-"""Hierarchical all-gather exchange: each device of an island exchanges a part, then the island shares what it heard."""
+"""Hierarchical all-gather exchange: each device of an island exchanges a part, then the island shares what came."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -53,7 +53,7 @@ class GatherExchange(Exchange["Parts"]):
 
     def _start(self, message: Sequence[Tensor], step: int, first: int) -> "Parts":
         started = self.inner.start([self._part(m) for m in message], step, first)
-        if self.coder.encodes:  # what is sent isn't what was given: every device must believe what the island said
+        if self.coder.encodes:  # what is sent isn't what was given: every device must hold what receivers decode
             started.settle()
             # Cloned: the gather overwrites the message, of which a part is a view.
             self._share(message, [self._part(m).clone() for m in message])
@@ -87,7 +87,7 @@ class GatherExchange(Exchange["Parts"]):
                 whole.copy_(part)
 
     def _take_one(self, wholes: Sequence[Tensor], sick: "SickPart") -> None:
-        """What every device exchanged for itself is that of the device whose message was refused."""
+        """Replace what every device exchanged for itself by that of the device whose message was refused."""
         for whole in wholes:
             if not self._split(whole):
                 self.inside.broadcast(whole, sick.place).wait()
@@ -169,7 +169,7 @@ class AtLanding:
 
 
 class SideStream:
-    """On a second stream, as soon as it starts; the caller's stream waits for the outcome where it lands.
+    """Second CUDA stream for rounds, as soon as they start; the caller's waits for the outcome where it lands.
 
         caller   message |     forward, backward, update     | mixed
         aside            | send, wait, mix, gather |
@@ -184,7 +184,7 @@ class SideStream:
         self._in_flight_seconds = 0.0
 
     def land(self, started: Started, inside: Transport) -> tuple[list[Tensor], SickPart | None]:
-        # To ask the others would make the host wait: whoever is refused ends.
+        # To ask the others would make the host wait: a worker that is refused ends.
         return started.land(), None
 
     def begin(self, start: Callable[[], Parts], inner: Exchange[Any], message: Sequence[Tensor], step: int) -> Parts:

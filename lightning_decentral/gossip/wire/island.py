@@ -1,4 +1,4 @@
-"""What a gossiping worker is: a single device, or an island of several (all-reduce, FSDP).
+"""Islands: a gossiping worker is a single device, or an island of several (all-reduce, FSDP).
 
 Devices island * L ... island * L + L - 1 are one worker; the topology is over islands. A device's place is its number
 within its island, and devices of one place exchange.
@@ -23,7 +23,7 @@ from lightning_decentral.shared.wire.transport import Wire
 @checked
 @dataclass(frozen=True)
 class Island(ABC):
-    """How many devices are one worker, and what they do together. A value: constructing it starts nothing."""
+    """Devices that are one worker, and what they do together. A value: constructing it starts nothing."""
 
     devices: int
 
@@ -37,7 +37,7 @@ class Island(ABC):
             raise ValueError(f"an island has at least 1 device, got {self.devices}: Solo() has devices=1")
 
     def workers(self, devices: int, per_node: int) -> int:
-        """How many workers so many devices are.
+        """Number of workers that so many devices are.
 
         Raises:
             ValueError: islands would be cut, by the end of the world or by a node's.
@@ -72,7 +72,7 @@ class Island(ABC):
 @checked
 @dataclass(frozen=True)
 class Solo(Island):
-    """One device, one worker."""
+    """Worker of one device."""
 
     devices: int = 1
 
@@ -91,7 +91,7 @@ class AllReduce(Island):
 
     x_i+ = sum_j w_ij x_j + u_i(g_i) for islands i, as for one worker with the L devices' batches together. The
     gradients travel in overlapped buckets, as under DDP. Of every message each device sends the part of its place to
-    its peer in the other island and hears that part, then the devices gather: every byte crosses the network card of
+    its peer in the other island and receives that part, then the devices gather: every byte crosses the network card of
     the node once.
 
     Args:
@@ -131,7 +131,7 @@ class FullyShard(Island):
 
     Each module that a ModuleList holds (a transformer's blocks) is gathered by itself, everything else together, in the
     type that parameters have. Under precision="bf16-mixed" autocast then keeps its bf16 copy of every weight from the
-    forward to the backward: 2 bytes a parameter on each device beside the shards. With param_dtype="bfloat16" there is
+    forward to the backward: 2 bytes a parameter on each device next to the shards. With param_dtype="bfloat16" there is
     none, and half the bytes are gathered.
 
     Args:

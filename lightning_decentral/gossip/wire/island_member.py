@@ -41,7 +41,7 @@ class IslandMember(DeviceSteps):
     """Devices that a worker's parameters are spread over."""
 
     heals = True
-    """Whether its devices know of each other's refused messages, or have nothing in common that could be poisoned."""
+    """True where its devices know each other's refused messages, or have nothing in common that could be poisoned."""
 
     def __init__(self, wire: Wire | None, devices: int, meet: Meet) -> None:
         self._wire, self.devices, self._meet = wire, devices, meet
@@ -56,11 +56,11 @@ class IslandMember(DeviceSteps):
         return self._wire.group([[w * self.devices + p for w in workers] for workers in groups for p in places])
 
     def beside(self, peers: Exchange[Any], device: torch.device, delay: int) -> Exchange[Any]:
-        """An exchange between the peers as it's done beside the training, where a delay lets it."""
+        """Exchange between the peers, overlapped with the training where the delay allows it."""
         return overlapped(peers, device, delay)
 
     def exchange(self, peers: Exchange[Any]) -> Exchange[Any]:
-        """What a mixer of whole buckets talks to, given an exchange between the peers."""
+        """Exchange for a mixer of whole buckets, given an exchange between the peers."""
         return peers
 
     def pack(self, parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[Bucket]:
@@ -76,10 +76,10 @@ class IslandMember(DeviceSteps):
         """A loss scaler may skip updates."""
 
     def arrange(self, module: nn.Module) -> None:
-        """Before the optimizers exist."""
+        """Prepare the module before the optimizers exist."""
 
     def compare(self, trained: Trained, make: Callable[[Trained, Sequence[int]], Alike]) -> None:
-        """From now on its devices see that they go on training the same.
+        """Check from now on that its devices go on training the same.
 
         Args:
             make: a comparison of what is trained between devices of these ranks.
@@ -98,11 +98,11 @@ class IslandMember(DeviceSteps):
     # ---- the mean and checkpoints -------------------------------------------------------------------------------
 
     def mean(self, tensors: Sequence[Tensor], of_all: Mean) -> list[Tensor]:
-        """Of what a module holds, over the workers; `of_all` is over all devices."""
+        """Mean over the workers of what a module holds; `of_all` is over all devices."""
         return of_all(tensors)
 
     def mean_of_buckets(self, tensors: Sequence[Tensor], of_all: Mean) -> list[Tensor]:
-        """Of flat tensors, over the workers."""
+        """Mean over the workers of flat tensors."""
         return of_all(tensors)
 
     def mean_of_sound(self, tensors: Sequence[Tensor], world: Transport) -> tuple[list[Tensor], str]:
@@ -114,7 +114,7 @@ class IslandMember(DeviceSteps):
         """Put back this device's own part of a state_dict."""
 
     def progress_state(self) -> dict[str, Any]:
-        """What averages within the island go on from, as tensors and primitives."""
+        """State from which averages within the island go on, as tensors and primitives."""
         return {}
 
     def load_progress_state(self, state: Mapping[str, Any]) -> None:

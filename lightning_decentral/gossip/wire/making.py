@@ -1,4 +1,4 @@
-"""How the mixers of a run are made: what the mixers of its optimizers ask of it, whatever its workers are."""
+"""Making of a run's mixers: what the mixers of its optimizers ask of it, whatever its workers are."""
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ Pack = Callable[[Sequence[nn.Parameter]], list[Bucket]]
 
 
 class Beside(Protocol):
-    """A state of an optimizer that is mixed beside the parameters: `rounds.StateMixer`."""
+    """A state of an optimizer that is mixed with the parameters: `rounds.StateMixer`."""
 
     name: str
     mixer: Mixer
@@ -31,7 +31,7 @@ class Beside(Protocol):
 
 
 def nothing_beside(optimizer: Optimizer) -> Sequence[Beside]:
-    """Parameters alone."""
+    """No states of the optimizer: parameters alone are mixed."""
     return ()
 
 
@@ -41,11 +41,11 @@ def alone(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], str]:
 
 
 def as_they_are(parameters: Sequence[nn.Parameter]) -> None:
-    """Nothing has to be done to them."""
+    """Leave the parameters as they are."""
 
 
 class Mixed:
-    """What one worker's rounds mix: compared with the others' where it grows or begins anew, in no other round.
+    """Parameters that one worker's rounds mix: compared with the others' where they grow or begin anew, no other time.
 
     Who trains what in a step is each worker's own: what was mixed once goes on being mixed where it's frozen.
 
@@ -59,7 +59,7 @@ class Mixed:
         self.close()
 
     def watch(self, named: Named, make: MakeLayouts) -> None:
-        """From now on, until `close`, ask the other workers. They have been compared.
+        """Ask the other workers from now on, until `close`. They have been compared.
 
         Args:
             named: the module's parameters with their names.
@@ -89,7 +89,7 @@ class Mixed:
         self._ask()
 
     def admit(self, optimizers: int) -> None:
-        """There are so many optimizers from now on, each with rounds of its own. Collective; errors as `grow`."""
+        """Expect so many optimizers from now on, each with rounds of its own. Collective; errors as `grow`."""
         self._optimizers = optimizers
         self._ask()
 
@@ -104,7 +104,7 @@ class Mixed:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """What is mixed comes from files that all workers read: nobody is asked."""
+        """Take what is mixed from files that all workers read: nobody is asked."""
         self.by, self._asks = {}, False
         yield
         self._asks = True
@@ -115,7 +115,7 @@ class Mixed:
         self._layouts.begin()
 
     def done(self) -> None:
-        """It is launched."""
+        """Note that the round is launched."""
         self._layouts.done()
 
     def _layout(self) -> Layout:
@@ -131,7 +131,7 @@ class Mixed:
 
 @dataclass(frozen=True)
 class Making:
-    """How the mixers of a run are made, and what they ask of it.
+    """Factories of a run's mixers, and what the mixers need of the run.
 
     Args:
         mixers: new ones over groups of their own, one for each fragment of the model; collective.

@@ -21,7 +21,7 @@ MeanOfSound = Callable[[Sequence[Tensor]], tuple[Sequence[Tensor], str]]
 
 
 class Flat(Protocol):
-    """What a mixer mixes: `buckets.Bucket` on a worker, anything with a flat tensor in a simulation."""
+    """Bucket that a mixer mixes: `buckets.Bucket` on a worker, anything with a flat tensor in a simulation."""
 
     flat: Tensor
 
@@ -37,7 +37,7 @@ class Mixer:
     delay 1 (AWC)     x(t+1) = W x + u(x)           hidden behind a whole forward and backward
     delay k           x(t+1) = x + u(x) + rate (W - I) x(t-k+1)
 
-    Memory beyond the model: one copy of the message for every one in flight, the sent one and each heard one; and the
+    Memory beyond the model: one copy of the message for every one in flight, the sent one and each received; and the
     rule's state.
 
     Args:
@@ -129,7 +129,7 @@ class Mixer:
         self.round, self.steps = self.round + 1, self.steps + 1
 
     def shown(self) -> list[Tensor]:
-        """What is evaluated in the place of each bucket; empty: the parameters themselves."""
+        """Tensors to evaluate in the place of each bucket; empty: the parameters themselves."""
         shown = map(self._combine.shown, self._states)
         return [tensor for tensor in shown if tensor is not None]
 
@@ -139,20 +139,20 @@ class Mixer:
         return [share for share in shares if share is not None]
 
     def mixing(self) -> dict[str, float]:
-        """What users watch of the last round: only what the rule has."""
+        """Values of the last round for users to watch: only those that the rule has."""
         return self._combine.mixing(self.turn(max(0, self.round - 1)))
 
     def codec_errors(self) -> list[float]:
-        """What codecs lost, as last measured; nothing where messages travel as they are."""
+        """Relative errors of codecs, as last measured; empty where messages travel as they are."""
         coder = self.exchange.coder
-        for flight in self._flights if coder.encodes else ():  # elsewhere nobody waits to hear that
+        for flight in self._flights if coder.encodes else ():  # elsewhere nobody waits for that
             for started in flight.started:
                 started.settle()
         error = coder.error()
         return [] if error is None else [error]
 
     def turn(self, round: int) -> Turn:
-        """What the rule may know of a round."""
+        """Facts of a round that the rule may use."""
         return Turn(round, self._learning_rate, self._peak, partial(self._own, round), partial(self._degree, round))
 
     def _rate(self, turn: Turn) -> float | None:
@@ -194,7 +194,7 @@ class Mixer:
         self._combine.launched(x, partial(_settled, sent, started), state, turn)
 
     def _due(self, last: int) -> list[Flight]:
-        """Those launched in round `last` or before, no longer in flight."""
+        """Remove and return the flights launched in round `last` or before."""
         due = []
         while self._flights and self._flights[0].round <= last:
             due.append(self._flights.popleft())
@@ -219,14 +219,14 @@ class Mixer:
         return copied
 
     def _landed(self, flight: Flight, place: int, take: Callable[[Started], T], of: Callable[[list[Tensor]], T]) -> T:
-        """What came back for one bucket; `of` nothing where its own message was refused, which corrects nothing."""
+        """Take what came back for a bucket; `of` nothing where its own message was refused, which corrects nothing."""
         try:
             return take(flight.started[place])
         except Sick as sick:
             left = max(f.round for f in (flight, *self._flights) if len(f.started) > place)
             x, state, turn = self.buckets[place].flat, self._states[place], self.turn(flight.round)
             if not self.healing.heal(sick, place, left, self._combine, x, state, turn) and sick.late:
-                return of(sick.mixed)  # a device hears of what left before: this round is as any other
+                return of(sick.mixed)  # a device's verdict is of an earlier one: this round is as any other
             self.exchange.pool.give(sick.mixed)
             return of([])
 
@@ -241,7 +241,7 @@ class Mixer:
         return {**self.kept(), "flights": flights, "healing": self.healing.state_dict()}
 
     def _kept(self, flight: Flight, place: int) -> Landed:
-        """What came for one bucket. Who was refused is healed where it lands, in a step: not in what is saved now, nor
+        """Keep what came for a bucket. A refused one is healed where it lands, in a step: not in what is saved now, nor
         in the mean that may stand in the parameters' place."""
         try:
             return kept(self._rate(self.turn(flight.round)), flight.started[place])

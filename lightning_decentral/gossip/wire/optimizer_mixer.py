@@ -21,23 +21,23 @@ from lightning_decentral.shared.wire.fsdp import local
 
 
 def healing(most: int, module: nn.Module) -> Healing:
-    """Of a worker that trains this module; as `Healing`."""
+    """Make the `Healing` of a worker that trains this module."""
     return Healing(most, lambda: first_poisoned((name, local(p)) for name, p in module.named_parameters()))
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """In order, each once."""
+    """Parameters of an optimizer in order, each once."""
     return list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
 
 
 class OptimizerMixer:
-    """What one optimizer trains, or a fragment of it, and the mixer that mixes it.
+    """Parameters of one optimizer, or of a fragment of it, and the mixer that mixes them.
 
     Args:
         taken: parameters that a mixer has already; one that several optimizers train is the first one's, and is mixed
             after the updates of each.
         fragment: (which one, of how many).
-        states: of the optimizer, mixed beside.
+        states: of the optimizer, mixed in addition.
         others_sick: whether any other mixer of the worker holds what isn't sound.
         place: of the optimizer among those with mixers.
 
@@ -69,7 +69,7 @@ class OptimizerMixer:
         mixer.healing.forget = self.recovery.healed
 
     def _forget(self) -> None:
-        """What the optimizers that have updated these parameters last keep of a poison begins anew."""
+        """Begin anew what the optimizers that have updated these parameters last keep of a poison."""
         for optimizer in {self.optimizer, self._last}:
             forget_poison(optimizer, local, lambda: [state.name for state in self.states])
 
@@ -89,7 +89,7 @@ class OptimizerMixer:
         self._pack(new)
 
     def hand_over(self, optimizer: Optimizer, states: Sequence[Beside]) -> Traffic:
-        """Another optimizer trains the same from now on; its states begin anew. What the old states' mixers sent."""
+        """Give this to another optimizer that trains the same; states begin anew. Return what the old states' sent."""
         for state in self.states:
             state.drain()
             for bucket in state.buckets:
@@ -105,7 +105,7 @@ class OptimizerMixer:
         return [[places[p] for p in pack if p in places] for pack in self._packs]
 
     def adopt_pack(self, places: Sequence[int] | int) -> None:
-        """What the run that is resumed packed at a time: a message in flight may hold what isn't unfrozen here yet."""
+        """Pack what the run that is resumed had packed: a message in flight may hold what isn't unfrozen here yet."""
         every = parameters_of(self.optimizer)
         free = self._of_fragment([p for p in every if p not in self._taken])
         # 0.2 saved how many: the first of those that weren't packed yet.
@@ -142,7 +142,7 @@ class OptimizerMixer:
     def step(self, by: Optimizer | None = None) -> None:
         """One round after an update; `by` another optimizer, which trains some of the same parameters."""
         self._last = by or self.optimizer
-        # The largest: a group that is kept at 0 says nothing of the others. Without an optimizer there is none.
+        # The largest: a group that is kept at 0 shows nothing of the others. Without an optimizer there is none.
         learning_rate = max((float(group.get("lr", 1.0)) for group in self._last.param_groups), default=1.0)
         self.recovery.begin()
         self._making.mixed.begin()
@@ -171,7 +171,7 @@ class OptimizerMixer:
             bucket.store()
 
     def all_buckets(self) -> list[Bucket]:
-        """Of parameters and of states."""
+        """Buckets of parameters and of states."""
         return [*self.buckets, *(bucket for state in self.states for bucket in state.buckets)]
 
     def shown(self, standing: bool) -> Iterator[tuple[int, Tensor]]:
@@ -192,7 +192,7 @@ class OptimizerMixer:
             yield from ((place, view) for place, view in bucket.views(torch.cat(flat)) if place not in written)
 
     def traffic(self) -> Traffic:
-        """Of the parameters and the states; the rounds are the parameters'."""
+        """Traffic of the parameters and the states; the rounds are the parameters'."""
         return self.mixer.exchange.traffic() + self._of_states()
 
     def _of_states(self) -> Traffic:

@@ -1,7 +1,7 @@
 """The mixers of all optimizers, saved and restored together; what becomes of them where optimizers are replaced.
 
 An optimizer has a mixer for each fragment of the model that travels by itself (one, mostly), and the first of them has
-the mixers of states that travel beside.
+the mixers of states that travel, too.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,7 +48,7 @@ def _trained(live: Sequence[Optimizer]) -> dict[nn.Parameter, int]:
 
 
 class Mixers:
-    """Of each optimizer as many as the model has fragments.
+    """Mixers of all optimizers, for each as many as the model has fragments.
 
     A parameter is mixed after each update of any optimizer that has it: what counts is what an optimizer trains, not
     which object it is.
@@ -77,7 +77,7 @@ class Mixers:
         return self._all[index]
 
     def of(self, optimizer: Optimizer) -> list[OptimizerMixer]:
-        """Of this optimizer; new ones for one that hasn't been met, on all workers in the same step."""
+        """Mixers of this optimizer; new ones for one that hasn't been met, on all workers in the same step."""
         if found := [mixer for mixer in self._all if mixer.optimizer is optimizer]:
             return found
         self._live.append(optimizer)
@@ -104,12 +104,12 @@ class Mixers:
         return any(mixer.recovery.sick for mixer in self._all if mixer.mixer is not own)
 
     def traffic(self) -> Traffic:
-        """Of all; a fault that has poisoned several optimizers or fragments is one."""
+        """Traffic of all mixers; a fault that has poisoned several optimizers or fragments counts once."""
         healed = max((mixer.mixer.healing.healed for mixer in self._all), default=0)
         return replace(sum((mixer.traffic() for mixer in self._all), self._past), healed=healed)
 
     def _timed(self) -> Making:
-        """With the exact steps that the first one had, or those of the run that is resumed."""
+        """Making with the exact steps that the first one had, or those of the run that is resumed."""
         # A share of a run that is made longer would grow, and a rule that has begun mustn't end.
         making = self._making()
         if self.exact_steps is None:
@@ -122,7 +122,7 @@ class Mixers:
             mixer.adopt()
 
     def follow(self, live: Sequence[Optimizer]) -> None:
-        """These are the optimizers from now on, on all workers in the same step.
+        """Take these optimizers from now on, on all workers in the same step.
 
         Where each still trains what one did before, that one's rounds, rules and messages in flight go on. Otherwise
         workers meet in their mean, and rules begin anew from there.
@@ -177,7 +177,7 @@ class Mixers:
             mixer.step(by=optimizer)
 
     def _sharing(self, optimizer: Optimizer, own: Sequence[OptimizerMixer]) -> list[OptimizerMixer]:
-        """Of other optimizers, those with something that this one trains, too."""
+        """Mixers of other optimizers that mix something that this one trains, too."""
         seen = len(self._taken), own[0].looks
         if self._others.get(optimizer, ((), ()))[0] != seen:
             trained = set(parameters_of(optimizer))

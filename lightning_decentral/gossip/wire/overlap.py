@@ -1,4 +1,4 @@
-"""Communication overlap: a round is encoded, sent, awaited and decoded beside the training, and mixed on the host.
+"""Communication overlap: a round is encoded, sent, awaited and decoded during training, and mixed on the host.
 
 On the host by threads; on a device, which queues a round's work by itself, codes have a stream of their own.
 """
@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 
 
 def overlapped(exchange: Exchange[Any], device: torch.device, delay: int) -> Exchange[Any]:
-    """The same exchange beside the training, where there is something beside which it could be done. At delay 0 a round
+    """The same exchange, overlapped with the training where there is something to overlap with. At delay 0 a round
     lands where it's launched. On a device messages as they are cost one kernel, in the training's way wherever it is
     queued: it corrects, and copies what leaves next. By gloo the host waits for them, at the landing."""
     if not delay:
@@ -44,7 +44,7 @@ def overlapped(exchange: Exchange[Any], device: torch.device, delay: int) -> Exc
 
 
 class OverlapExchange(Exchange["Overlapped"]):
-    """Another exchange on two threads of the host: one makes messages ready and sends them, one hears and mixes.
+    """Another exchange on two threads of the host: one makes messages ready and sends them, one receives and mixes.
 
         training    copy |      forward, backward, update         | correct x
         leaving          | encode |  send |
@@ -96,7 +96,7 @@ class OverlapExchange(Exchange["Overlapped"]):
             self._leave(waiting[:-1], self._before[:-1], step)
             waiting = waiting[-1:]
         # A round leaves when the one before has landed: rounds that go to different neighbours at once would meet on
-        # the links of hosts that still hear another, and from then on no two hosts finish together. On a link that is
+        # the links of hosts that still receive, and from then on no two hosts finish together. On a link that is
         # what a step waits for they take longer than one after the other; elsewhere the round before has landed long
         # ago. Encoding the next one waits with it, so a rule that asks what it sent (`PushSum`) waits until the last
         # round but one has landed.
@@ -126,7 +126,7 @@ class OverlapExchange(Exchange["Overlapped"]):
         self.inner.depart(started, step)
 
     def awaited(self, future: "Future[Result]") -> Result:
-        """What it returned, or its error; the training waits for it meanwhile."""
+        """Wait for a future, and return its result or raise its error; the training waits meanwhile."""
         began = perf_counter()
         future.wait()
         self._wait_seconds += perf_counter() - began
@@ -148,7 +148,7 @@ class OverlapExchange(Exchange["Overlapped"]):
 
 @dataclass
 class Overlapped(Started):
-    """Buckets between start and landing: being made ready, then sent and heard."""
+    """Buckets between start and landing: being made ready, then sent and received."""
 
     exchange: OverlapExchange
     started: "Future[Started]"
@@ -171,7 +171,7 @@ class StreamExchange(Exchange["OnStream"]):
     """A device's exchange of codes, on a second stream but for the copy of the parameters and the correction.
 
         training  copy |        forward, backward, update        | correct x
-        beside         | encode, send, wait, decode, judge |
+        meanwhile      | encode, send, wait, decode, judge |
 
     All that codes remember, and the buffers of messages, are touched on this stream alone.
 

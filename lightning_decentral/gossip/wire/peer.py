@@ -1,4 +1,4 @@
-"""Peer-to-peer exchange: sends to those who hear this worker, receives from its sources: mixed_i = sum_j w_ij sent_j.
+"""Peer-to-peer exchange: sends to this worker's targets, receives from its sources: mixed_i = sum_j w_ij sent_j.
 
 Messages may be encoded. An all-reduce in cliques (`clique`) and `W @ message` (`simulation`) give the same numbers up
 to rounding.
@@ -36,7 +36,7 @@ from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Message, Transport
 
 Arrived = tuple[Mapping[int, Buffers], Tensor]
-"""({source: what it said}, what is sound: this worker's own message, then each source's)"""
+"""({source: its message}, what is sound: this worker's own message, then each source's)"""
 
 
 @dataclass
@@ -58,12 +58,12 @@ class PeerMessages(Arriving):
 
     @property
     def header(self) -> Tensor:
-        """This worker's."""
+        """Header of this worker's message."""
         return self.said[0]
 
     @property
     def headers(self) -> dict[int, Tensor]:
-        """{source: its}"""
+        """{source: its header}"""
         return dict(zip(self.buffers, self.said[1:], strict=True))
 
     def sends(self) -> list[Message]:
@@ -99,10 +99,10 @@ class PeerMessages(Arriving):
 
 @dataclass
 class PeerExchange(Arrivals[PeerMessages]):
-    """Sends this worker's buckets to those who hear it, hears its sources, and mixes what it accepts.
+    """Send this worker's buckets to its targets, receive from its sources, and mix what is accepted.
 
     Every message is preceded by a header (round, elements of all buckets), and that of another round is an error. A
-    message with NaN, infinity or numbers absurd beside the others' is refused: its weight falls to the receiver's own
+    message with NaN, infinity or numbers absurd next to the others' is refused: its weight falls to the receiver's own
     parameters, and it is counted.
 
     Args:
@@ -150,9 +150,9 @@ class PeerExchange(Arrivals[PeerMessages]):
         packets = self.coder.encode(message, at.heard_by, step, first)
         buffers = self.coder.buffers(at.sources, message, first)
         said = torch.empty(1 + len(buffers), HEADER, dtype=torch.int64, device=self.device)
-        # Of what hearers decode, which may overflow; now, while it is in the processor's cache.
+        # Of what receivers decode, which may overflow; now, while it is in the processor's cache.
         said[0].copy_(stated([step, self._elements], message, self.device))
-        # On the host a thread beside the training mixes.
+        # On the host a thread mixes, during the training.
         corrects = self.device.type == "cuda" and len(message) == 1 and bool(buffers)
         return PeerMessages(self, step, first, message, said, packets, buffers, corrects)
 
@@ -166,7 +166,7 @@ class PeerExchange(Arrivals[PeerMessages]):
     ) -> tuple[Tensor, PeerMessages]:
         if self.device.type != "cuda" or self.coder.encodes:
             return super().launch(message, step, place, copied)
-        # The copy and what the header says of it, in one pass.
+        # The copy and its header, in one pass.
         copied = copied or self.copied(message, step, place).of(message)
         at, sent = self.neighbours(step), copied.message
         packets = self.coder.encode([sent], at.heard_by, step, place)
@@ -195,7 +195,7 @@ class PeerExchange(Arrivals[PeerMessages]):
         self.pool.give(tensor for tensors in heard.values() for tensor in tensors)
 
     def keep(self, part: PeerMessages) -> Landed:
-        """What `correct` would add."""
+        """Keep the difference that `correct` would add."""
         heard, sane = self._accepted(part)
         added = difference(*self._terms(part, heard, sane))
         self._left(part)
@@ -205,7 +205,7 @@ class PeerExchange(Arrivals[PeerMessages]):
     def _terms(
         self, part: PeerMessages, heard: Mapping[int, Buffers], sane: Tensor
     ) -> tuple[Tensor, list[Tensor], list[float], Tensor]:
-        """What a correction is made of; `Sick` where this worker's own message wasn't sound."""
+        """Terms of a correction: own message, received ones, weights, which are sound; `Sick` where the own isn't."""
         if self._verdicts.complaint:
             self._mixed(part, heard, sane)
         row = self._row(part)
@@ -227,7 +227,7 @@ class PeerExchange(Arrivals[PeerMessages]):
         for j in heard if self.coder.encodes else ():  # decoded here, perhaps from another estimate
             scales_in(part.headers[j]).copy_(scale(heard[j]))
         sane = judged(part.said)
-        if self.coder.estimates:  # before they are mixed, which is done in what was heard
+        if self.coder.estimates:  # before they are mixed, which is done in place
             self.coder.remember(heard, dict(zip(heard, sane[1:], strict=True)), part.first)
         return heard, sane
 
@@ -254,7 +254,7 @@ class PeerExchange(Arrivals[PeerMessages]):
         return self.neighbours(part.step).row
 
     def _left(self, part: PeerMessages) -> None:
-        """Until what was sent has left."""
+        """Wait until what was sent has left."""
         for pending in part.outgoing:
             pending.wait()
         self.coder.release(part.packets)
@@ -285,7 +285,7 @@ class PeerExchange(Arrivals[PeerMessages]):
     def _mix(
         self, row: Mapping[int, float], message: Sequence[Tensor], heard: Mapping[int, Sequence[Tensor]]
     ) -> list[Tensor]:
-        """w_ii sent_i + sum_j w_ij sent_j, in what was heard."""
+        """w_ii sent_i + sum_j w_ij sent_j, in the received buffers."""
         if not heard:
             return [self.pool.take(m).copy_(m) for m in message]
         # In one order always, so that a resumed run rounds alike.

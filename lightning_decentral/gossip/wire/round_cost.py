@@ -1,11 +1,11 @@
-"""Round cost: what a round of gossip takes a device beside the wire, measured on a loopback of its own messages.
+"""Round cost: what a round of gossip takes a device without the wire, measured on a loopback of its own messages.
 
     seconds(heard, bytes) = round + heard message + bytes (own + heard hear)    through few and many heard and two sizes
 
 On the host it is processor time, of all threads and of what the system does for their sockets: workers, each a thread
 of this process, take rounds together as in training, and one's part is a share of it. Other programs don't change it,
 and no neighbour is waited for. On a device it is the median over repeats of what one stream does for a worker that
-hears its own echo; nothing of it but the bytes.
+receives its own echo; nothing of it but the bytes.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ from lightning_decentral.shared.wire.transport import Message, Transport, loopba
 CODECS: tuple[Codec, ...] = (Plain(), Float32(), BFloat16(), Float16(), Int8(), Int4(), DifferenceCompression(Int4()))
 WARM_UP, REPEATS = 17, 14  # rounds 1, 2, 4, 8, 16, ... also measure the codec's error
 ROUNDS = len(CODECS) * 4 * (WARM_UP + REPEATS)
-"""That are taken on a host at most."""
+"""Rounds that are taken on a host at most."""
 ELEMENT_BYTES = 4  # float32
 SMALL_BYTES = 64 * 2**10
 HOST_BYTES = 4 * 2**20  # of a message; larger ones cost in proportion
@@ -51,7 +51,7 @@ LONGEST = timedelta(seconds=60)
 
 @dataclass(frozen=True)
 class _Group:
-    """Of one worker and others who aren't there."""
+    """Process group of one worker and others who aren't there."""
 
     workers: int
 
@@ -63,7 +63,7 @@ class _Group:
 
 
 class _Here:
-    """What has arrived."""
+    """Message that has arrived."""
 
     def wait(self) -> None:
         return
@@ -83,7 +83,7 @@ class _Bucket:
 
 
 class LoopbackTransport(Transport):
-    """Of worker 0, on any device; it must hear as many as hear it.
+    """Transport of worker 0, on any device; it must have as many sources as targets.
 
     Attributes:
         silent: whether only headers still come.
@@ -95,19 +95,19 @@ class LoopbackTransport(Transport):
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
         for sent, heard in zip(sends, receives, strict=True):
-            # Silent after the warm-up: what was heard then is still there, and no copy stands for the
+            # Silent after the warm-up: what was received then is still there, and no copy stands for the
             # wire, which is measured by itself.
             if not (self.silent and heard.tag):
                 heard.tensor.copy_(sent.tensor)
         return [_Here() for _ in sends], [_Here() for _ in receives]
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
-        """This worker's is everyone's."""
+        """Leave the tensor as it is: no other worker is there."""
         return _Here()
 
 
 class Meter(Protocol):
-    """How rounds are measured on a device.
+    """Measurement of rounds on a device.
 
     Attributes:
         heard: few and many neighbours.
@@ -121,7 +121,7 @@ class Meter(Protocol):
     def sizes(self) -> Sequence[int]: ...
 
     def seconds(self, codec: Codec, heard: int, size: int) -> float:
-        """Of a round."""
+        """Seconds of a round."""
 
 
 class HostMeter:
@@ -133,7 +133,7 @@ class HostMeter:
         large = max(ELEMENT_BYTES, min(parameter_bytes, HOST_BYTES))
         self.sizes = sorted({min(SMALL_BYTES, large), large})
         self._pause = pause
-        # On the exponential graph of 2^k workers each hears k.
+        # On the exponential graph of 2^k workers each has k sources.
         self._ends = {heard: loopback(1 << heard, LONGEST) for heard in self.heard}
 
     def seconds(self, codec: Codec, heard: int, size: int) -> float:
@@ -168,7 +168,7 @@ class HostMeter:
 
 
 class DeviceMeter:
-    """Seconds of a stream, for a worker that hears its own echo."""
+    """Seconds of a stream, for a worker that receives its own echo."""
 
     heard = (1, 3)
 
@@ -192,7 +192,7 @@ class DeviceMeter:
 def round_works(
     parameter_bytes: int, device: torch.device, pause: Callable[[], None] = lambda: None
 ) -> tuple[RoundWork, ...]:
-    """Of `CODECS`, for so many bytes of float32 parameters; of none where nothing sees what the device does.
+    """Work of a round by each of `CODECS`, for so many bytes of float32 parameters; empty but on a CPU or with CUDA.
 
     Args:
         pause: before each round, outside the measurement or without processor time.
@@ -227,6 +227,6 @@ def _parts(heard: tuple[int, int], few: float, many: float) -> tuple[float, floa
 
 
 def _buckets(size: int, device: torch.device) -> list[_Bucket]:
-    """As many as training would make of one parameter's rows."""
+    """Buckets of `size` bytes, as many as training would make of one parameter's rows."""
     whole = torch.ones(size // ELEMENT_BYTES, device=device)
     return [_Bucket(part) for part in whole.split(message_bytes_of([nn.Parameter(whole)]) // ELEMENT_BYTES)]

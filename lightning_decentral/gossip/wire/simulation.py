@@ -33,7 +33,7 @@ class _Rows:
     flat: Tensor
 
     def adopt(self) -> None:
-        """Nothing else holds them."""
+        """Do nothing: nothing else holds them."""
 
 
 def simulate(
@@ -103,7 +103,7 @@ def _exchange(topology: Topology, weights: Weights, size: int, codec: Codec, com
 
 @dataclass
 class LinkExchange(Exchange["LinkMessages"]):
-    """What `MatrixExchange` is for messages as they are: every link of every worker in turn."""
+    """Exchange of encoded messages, as `MatrixExchange` of plain ones: every link of every worker in turn."""
 
     topology: Topology
     weights: Weights
@@ -204,7 +204,7 @@ class Mixing:
 
 
 class Mixings:
-    """W_t for every step t of a plan; steps that are a period apart share one, silent steps all share one."""
+    """W_t for every step t of a plan; steps that differ by a period share one, silent steps all share one."""
 
     def __init__(self, topology: Topology, weights: Weights, size: int) -> None:
         self._topology, self._weights, self._size = topology, weights, size

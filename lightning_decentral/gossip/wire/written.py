@@ -9,11 +9,11 @@ from lightning_decentral.shared.compute.buckets import Bucket
 from lightning_decentral.shared.wire.fsdp import local
 
 SAMPLES = 64
-"""Of each parameter: a pass over all of it in each step would cost as much as a round."""
+"""Elements sampled of each parameter: a pass over all of it in each step would cost as much as a round."""
 
 
 class Written:
-    """Of one mixer's buckets: which parameters have been written since its last step.
+    """Writes to the parameters of one mixer's buckets since its last step.
 
     A parameter counts its own changes, but for those by `.data`: these show in a sample of its elements.
 
@@ -30,13 +30,13 @@ class Written:
         self.found: set[int] = set()
 
     def stepped(self) -> None:
-        """What was written before counts as a part of the update."""
+        """Count what was written before as a part of the update."""
         self.found.clear()
         self.note()
 
     @torch.no_grad()
     def note(self, written: Iterable[Tensor] = ()) -> None:
-        """From here on. What was found stays, and what was written while the mean stood in its place."""
+        """Compare from here on. What was found stays, and what was written while the mean stood in its place."""
         own = {local(p).data_ptr() for bucket in self._buckets for p in bucket.parameters} if written else set()
         self.found.update(own.intersection(local(t).data_ptr() for t in written))
         for bucket in self._buckets[len(self._places) :]:

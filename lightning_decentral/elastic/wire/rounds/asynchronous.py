@@ -71,12 +71,12 @@ class AsynchronousExchange(PeerExchange):
         return super()._accepted(part)
 
     def _take(self, step: int) -> None:
-        """What has come of whole rounds, and the weight of each sender."""
+        """Take what has come of whole rounds, and set the weight of each sender."""
         sizes = [size for _, of in sorted(self._sizes.items()) for size in of]
         found = {
             j: (round, came)
             for j, (round, came) in self.transport.newest(len(sizes)).items()
-            # Who trains other parameters by now, or spoke to another, isn't heard.
+            # A sender that trains other parameters by now, or sent to another, is left out.
             if [*map(len, came)] == sizes
             and _read(came[0], torch.int64)[ELEMENTS] == self._elements
             and j in self.neighbours(round).row

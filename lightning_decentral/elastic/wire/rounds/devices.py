@@ -17,7 +17,7 @@ from lightning_decentral.shared.wire.transport import Transport
 
 
 class FirstMixer(Mixer):
-    """The first device's, which tells the others where it was healed: what they keep may be poisoned, too.
+    """Mixer of the first device, which notifies the others where it was healed: what they keep may be poisoned, too.
 
     Args:
         over: the devices of the member, for a number on the host.
@@ -33,7 +33,7 @@ class FirstMixer(Mixer):
 
 
 class OtherMixer(Mixer):
-    """Another device's: it gives its shards to the first one and mixes nothing. As `FirstMixer`."""
+    """Mixer of another device: it gives its shards to the first one and mixes nothing. As `FirstMixer`."""
 
     def __init__(self, combine: Combine, exchange: Exchange[Any], delay: int, over: Transport) -> None:
         self._over = over
@@ -55,4 +55,4 @@ class OtherMixer(Mixer):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The first one's."""
+        """Do nothing: the state is the first device's."""

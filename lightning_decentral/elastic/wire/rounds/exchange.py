@@ -3,8 +3,8 @@
     enter(view, round)     who takes part from this round on
     mixer.step(...)        as ever: neighbours by the view's size and this member's place in it
 
-What a neighbour that ended would have said is this member's own: its weight stays here until the next view. With
-symmetric weights the mean of those that go on is kept: a pair hears each other or, where one of them is lost or in
+What a neighbour that ended would have sent is this member's own: its weight stays here until the next view. With
+symmetric weights the mean of those that go on is kept: a pair exchanges or, where one of them is lost or in
 another view, neither does. Over a view that stays, rounds are those of `PeerExchange`, to the bit. With an `order`
 nobody waits: `asynchronous`.
 """
@@ -34,11 +34,11 @@ from lightning_decentral.shared.compute.codec.quantize import Plain
 Admitted = tuple[Sequence[Tensor], Combine]
 CPU = torch.device("cpu")
 KEPT_VIEWS = 4
-"""Whose rounds may still be under way."""
+"""Views whose rounds may still be under way."""
 
 
 class ForgivingExchange(PeerExchange):
-    """Who isn't heard, or not whole, is heard to say this member's own message, as others decode it."""
+    """Exchange in which this member's own message, as others decode it, stands in for one that is lost or cut."""
 
     def _heard(self, part: PeerMessages) -> dict[int, Buffers]:
         arrived = zip(part.receives(), part.incoming, strict=True)

@@ -1,4 +1,4 @@
-"""How the devices of a member hold its model: it is on one, each has the whole, or each has a shard of it.
+"""Holding of a member's model by its devices: it is on one, each has the whole, or each has a shard of it.
 
 The first device mixes whole parameters with other members, on its host. What the others do is here: take them, or give
 shards of them and get shards back.
@@ -32,7 +32,7 @@ Mean = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
 class Holding:
-    """On one device.
+    """Model of a member and its mixing, on one device.
 
     Args:
         device: this one.
@@ -47,7 +47,7 @@ class Holding:
         self._device = device
 
     def bucket(self, parameters: Sequence[nn.Parameter]) -> Bucket:
-        """Rounds are the host's: what others hear comes from its sockets."""
+        """Rounds are the host's: what others receive comes from its sockets."""
         return (Bucket if self._device.type == "cpu" else HostBucket)(parameters)
 
     def pack(self, parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[Bucket]:
@@ -67,14 +67,14 @@ class Holding:
         return healing(most, module)
 
     def mixed(self, parameters: Sequence[nn.Parameter]) -> None:
-        """After a round of these."""
+        """Share what was mixed, after a round of these."""
 
     def mean_of(self, tensors: Sequence[Tensor], of_wholes: Mean) -> list[Tensor]:
-        """Over the members; `of_wholes` is of tensors that each device has."""
+        """Mean over the members; `of_wholes` is of tensors that each device has."""
         return of_wholes(tensors)
 
     def sums(self, of_devices: Sequence[Tensor]) -> list[Tensor]:
-        """Over the member, of numbers about what this device has."""
+        """Sums over the member's devices, of numbers about what each has."""
         return list(of_devices)
 
 
@@ -127,7 +127,7 @@ class Shards(Holding):
 
 
 def holding(island: Island, device: torch.device, member: Participant, wire: Wire | None) -> Holding:
-    """Of this device.
+    """Make the `Holding` of this device.
 
     Args:
         wire: among the devices of the member; None: it is the only one.

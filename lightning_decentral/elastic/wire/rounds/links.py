@@ -1,6 +1,6 @@
 """A transport over the members of one view: a message that doesn't come any more is counted, and no error.
 
-CPU tensors, point to point. Rounds are told apart by their number: who is in another view, or skipped a round, isn't
+CPU tensors, point to point. Rounds are distinguished by number: who is in another view, or skipped a round, isn't
 waited for.
 """
 
@@ -27,7 +27,7 @@ class Arriving:
 
     Args:
         tensor: keeps what it holds where nothing comes.
-        lost: told that nothing came.
+        lost: called where nothing came.
     """
 
     mesh: Mesh
@@ -46,7 +46,7 @@ class Arriving:
             self.came = True
 
     def done(self) -> bool:
-        """Whether it is there; False after `wait`: it doesn't come any more."""
+        """Return whether it is there; False after `wait`: it doesn't come any more."""
         return self.came
 
 
@@ -80,7 +80,7 @@ class Links(Post):
         return  # the connections are the worker's
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
-        """Of the round `self.round`, all of its messages."""
+        """Exchange all messages of the round `self.round`."""
         leaving: list[Pending] = [self._send(m, slot) for m, slot in _numbered(sends)]
         arriving: list[Pending] = [self._receive(m, slot) for m, slot in _numbered(receives)]
         return leaving, arriving

@@ -80,12 +80,12 @@ class VirtualLinks(Post):
 
 @dataclass
 class Row:
-    """One worker's parameters."""
+    """Bucket of one worker's parameters."""
 
     flat: Tensor
 
     def adopt(self) -> None:
-        """Nothing else holds them."""
+        """Do nothing: nothing else holds them."""
 
 
 def simulate_asynchronous(

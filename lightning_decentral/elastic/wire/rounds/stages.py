@@ -1,4 +1,4 @@
-"""How the stages of a pipeline hold its model for rounds with other members: each its part, the first one's host all.
+"""Holding of a pipeline's model by its stages, for rounds with other members: each its part, the first one's host all.
 
     every stage   its parameters -> the first one's host      `StageBucket.adopt`
     the first     a round, as ever                            `Mixer`
@@ -29,7 +29,7 @@ from lightning_decentral.shared.wire.transport import Message, Transport, Wire
 
 
 class OwnBucket(Bucket):
-    """Of another stage than the first, on its device: `adopt` sends it to the first one's host, `store` hears it."""
+    """Bucket of a later stage than the first, on its device: `adopt` sends it to the first's host, `store` gets it."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], over: Transport) -> None:
         self._over = over
@@ -61,7 +61,7 @@ class StageBucket(Bucket):
         send(self._over, self._stage, self.flat)
 
     def release(self) -> None:
-        """There are no parameters here."""
+        """Do nothing: there are no parameters here."""
 
 
 class Stages(Holding):
@@ -122,14 +122,14 @@ class Stages(Holding):
 
 
 def send(over: Transport, to: int, tensor: Tensor) -> None:
-    """From the host."""
+    """Send a tensor from the host."""
     if tensor.numel():
         outgoing, _ = over.exchange([Message(to, tensor.detach().cpu().contiguous(), 0)], [])
         outgoing[0].wait()
 
 
 def hear(over: Transport, source: int, into: Tensor) -> None:
-    """By the host."""
+    """Receive into a tensor by the host."""
     if into.numel():
         host = into if into.device.type == "cpu" else cuda.host_like(into)
         _, incoming = over.exchange([], [Message(source, host, 0)])

@@ -20,7 +20,7 @@ from lightning_decentral.shared.wire.transport import Message, Transport
 
 
 class Wholes:
-    """Of tensors of which each device holds some rows; all devices call the same in the same order.
+    """Whole tensors, of which each device holds some rows; all devices call the same in the same order.
 
     Args:
         over: the devices of the island.
@@ -62,7 +62,7 @@ class Wholes:
                 _copy(_flat(rows).to(self._device), shards)
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """Of one that may be sharded, on the first device's host; elsewhere of no memory."""
+        """Whole of a tensor that may be sharded, on the first device's host; elsewhere of no memory."""
         if not is_sharded(tensor):
             return tensor.detach().cpu()
         whole = self.room(tensor.numel(), tensor.dtype).view(tensor.shape)
@@ -70,7 +70,7 @@ class Wholes:
         return whole
 
     def cut(self, whole: Tensor, tensor: Tensor) -> Tensor:
-        """In the place of `tensor`: this device's shard of the first one's whole, or where there are none the whole."""
+        """Make a value for `tensor`: this device's shard of the first one's whole, or without shards the whole."""
         found = torch.empty_like(local(tensor.detach()))
         if is_sharded(tensor):
             self.scatter([whole], [found])
@@ -131,7 +131,7 @@ class WholeBucket(Bucket):
         """The shards are FSDP's."""
 
     def ranges(self) -> list[range]:
-        """Of this device's shards, one behind the other."""
+        """Ranges of this device's shards, one behind the other."""
         ends = [*accumulate((local(p).numel() for p in self.parameters), initial=0)]
         return [range(first, last) for first, last in pairwise(ends)]
 
@@ -139,7 +139,7 @@ class WholeBucket(Bucket):
         return torch.cat([local(p).detach().reshape(-1) for p in self.parameters])[places]
 
     def wholes(self) -> list[Tensor]:
-        """Of each parameter, in its shape."""
+        """Views of `flat` for each parameter, in its shape."""
         return [self.flat[offset : offset + p.numel()].view(p.shape) for p, offset in self._pairs()]
 
     def _pairs(self) -> list[tuple[nn.Parameter, int]]:

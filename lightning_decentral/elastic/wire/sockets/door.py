@@ -1,6 +1,6 @@
 """A port at which guests are let in: who greets in time is served on a thread of its own, anybody else is shut out.
 
-Whoever hasn't greeted costs a descriptor for a few seconds, and no thread. Where descriptors run out, those go first,
+A guest without a greeting costs a descriptor for seconds, and no thread. Where descriptors run out, those go first,
 and accepting goes on.
 """
 
@@ -24,15 +24,15 @@ from lightning_decentral.elastic.wire.sockets.frames import (
 )
 
 GREETING_SECONDS = 5.0
-"""In which a guest greets, and in which it says the first of what it wants."""
+"""Seconds in which a guest greets, and in which it sends the first of what it wants."""
 MOST_WAITING = 64
 """Guests that haven't greeted; one more, and the oldest goes."""
 LOOK_SECONDS = 1.0
-"""Until it is seen that the door was closed, where the system doesn't say so."""
+"""Seconds until it is seen that the door was closed, where the system doesn't report it."""
 FULL_SECONDS = 0.1
-"""Until the next try to accept where descriptors have run out."""
+"""Seconds until the next try to accept where descriptors have run out."""
 LINES = 100
-"""Of refusals that are remembered, not to be printed again."""
+"""Number of refusals that are remembered, not to be printed again."""
 
 Serve = Callable[[socket.socket], None]
 
@@ -58,13 +58,13 @@ class Once:
 
 
 class Greeting:
-    """Of one guest, as far as it has come."""
+    """Greeting of one guest, as far as it has come."""
 
     def __init__(self, until: float) -> None:
         self.until, self._bytes = until, bytearray()
 
     def more(self, connection: socket.socket) -> bool:
-        """Whether it is whole now; nothing behind it is read.
+        """Read on, and return whether it is whole now; nothing behind it is read.
 
         Raises:
             ValueError: this is no greeting.
@@ -105,7 +105,7 @@ class Door:
         threading.Thread(target=self._run, name="lightning_decentral-door", daemon=True).start()
 
     def close(self) -> None:
-        """Nobody is let in any more, and who is, is shut out."""
+        """Let nobody in any more, and shut out who is."""
         self._closed = True
         with suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)  # wakes up the thread, which closes it

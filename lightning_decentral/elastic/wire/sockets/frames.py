@@ -1,11 +1,11 @@
 """Frames: four bytes of length, then JSON; what is longer than a frame may be, or isn't JSON, ends the connection.
 
-    greeting   the first frame of whoever connects: {"job": ..., "wants": ...}
-    refusal    what a guest hears that isn't let in: {"refused": why}
+    greeting   the first frame of a connection: {"job": ..., "wants": ...}
+    refusal    what a guest gets that isn't let in: {"refused": why}
 
 Room is made for bytes as they come, not as they are announced.
 
-The job is a digest of LIGHTNING_DECENTRAL_TOKEN: it keeps other jobs and wrong settings apart, and is no password, as
+The job is a digest of LIGHTNING_DECENTRAL_TOKEN: it keeps other jobs and wrong settings out, and is no password, as
 all of this is readable on its way.
 """
 
@@ -23,29 +23,29 @@ from lightning_decentral.shared.wire.meeting.rendezvous import TOKEN
 
 LENGTH_BYTES = 4
 LARGEST_BYTES = 1 << 20
-"""Of a frame: a word to 1000 members has 100 KB."""
+"""Bytes of a frame at most: a message to 1000 members has 100 KB."""
 GREETING_BYTES = 1 << 10
-"""Of a greeting: of a stranger no more is read."""
+"""Bytes of a greeting at most: of a stranger no more is read."""
 GROWTH_BYTES = 1 << 20
-"""For which there is room at once; twice as many when they have come, and so on."""
+"""Bytes for which there is room at once; twice as many when they have come, and so on."""
 MOST_BYTES = 1 << 40
-"""Of one tensor."""
+"""Bytes of one tensor at most."""
 IDLE, EVERY, TIMES = 60, 20, 6
 """Seconds of silence until TCP asks whether the other host is there still; between its questions; how many."""
 
 
 class Refused(ValueError):
-    """The other end has said why this one isn't let in."""
+    """The other end has sent why this one isn't let in."""
 
 
 def frame(message: Any) -> bytes:
-    """What is sent for a message."""
+    """Bytes that are sent for a message: its length, then JSON."""
     text = json.dumps(message).encode()
     return len(text).to_bytes(LENGTH_BYTES, "big") + text
 
 
 def message(text: bytes | bytearray) -> Any:
-    """What a frame holds. ValueError where it is no JSON, or nested too deeply; Refused where it says so."""
+    """Message in a frame. ValueError where it is no JSON, or nested too deeply; Refused where it is a refusal."""
     try:
         found = json.loads(text)
     except RecursionError:
@@ -104,7 +104,7 @@ def receive(connection: socket.socket) -> Any:
 
 
 def receive_bytes(connection: socket.socket, size: int, at_once: int = GROWTH_BYTES) -> bytearray:
-    """So many.
+    """Receive `size` bytes.
 
     Args:
         at_once: for which there is room before they come: no more than was sent before.
@@ -128,7 +128,7 @@ def receive_bytes(connection: socket.socket, size: int, at_once: int = GROWTH_BY
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """Of a tensor on the host, in place: whoever changes it changes what is sent."""
+    """Bytes of a tensor on the host, in place: to change it changes what is sent."""
     flat: Any = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
     return memoryview(flat)
 
@@ -138,12 +138,12 @@ def greeting(wants: str) -> dict[str, str]:
 
 
 def refusal(why: str) -> bytes:
-    """What is sent to a guest that isn't let in."""
+    """Bytes of the frame to a guest that isn't let in."""
     return frame({"refused": why})
 
 
 def wanted(found: Any, *known: str) -> str:
-    """What a guest of the same job wants.
+    """Read what a guest of the same job wants.
 
     Raises:
         ValueError: it is none, or wants something else.

@@ -1,7 +1,7 @@
-"""Connections among members: each sends on those it makes and hears on those it accepts.
+"""Connections among members: each sends on those it makes and receives on those it accepts.
 
-    rounds   frames {view's key, round, slot} with a tensor's bytes, in order; the greeting says the first (round, slot)
-    beats    of members that don't hear the lobby
+    rounds   frames {view's key, round, slot} with a tensor's bytes, in order; the greeting has the first (round, slot)
+    beats    of members that don't reach the lobby
     heal     a newcomer fetches everything (`healing`)
 
 A member whose connection has ended is lost until it connects again; what it sent before that isn't awaited. Who
@@ -24,13 +24,13 @@ from lightning_decentral.elastic.wire.sockets.frames import GROWTH_BYTES, connec
 KEPT_ROUNDS = 8
 """Behind the present one, whose frames are still awaited by somebody."""
 AGAIN_SECONDS = 0.5
-"""Between two tries to connect to a member that waits for what was lost."""
+"""Seconds between two tries to connect to a member that waits for what was lost."""
 ENDED_SECONDS = 1.0
-"""In which all connections of a process that has ended are seen to end."""
+"""Seconds in which all connections of a process that has ended are seen to end."""
 
 
 class Slot(NamedTuple):
-    """Which message it is: of this sender, in this view and round, the so-manieth."""
+    """Identity of a message: of this sender, in this view and round, the `slot`-th."""
 
     sender: str
     key: int
@@ -39,7 +39,7 @@ class Slot(NamedTuple):
 
     @property
     def place(self) -> tuple[int, int]:
-        """It rises from message to message of a line."""
+        """(round, slot), which rises from message to message of a line."""
         return self.round, self.slot
 
 
@@ -51,7 +51,7 @@ class Sent:
         self.over = threading.Event()
 
     def wait(self) -> None:
-        """Until it has left, or is lost."""
+        """Wait until it has left, or is lost."""
         self.over.wait()
 
     def done(self) -> bool:
@@ -68,7 +68,7 @@ class Mesh:
 
     Attributes:
         awaited: whether messages wait until they are taken; otherwise the two newest of each sender are kept.
-        begun: {sender: the newest round that was heard from it}
+        begun: {sender: the newest round that was received from it}
     """
 
     def __init__(self, host: str, name: str, serve: dict[str, Serve], changed: threading.Condition) -> None:
@@ -98,7 +98,7 @@ class Mesh:
         return sent
 
     def take(self, slot: Slot, expected: Callable[[], bool]) -> bytearray | None:
-        """What was sent, as soon as it has come; None: it doesn't come any more.
+        """Wait for what was sent, and return it; None: it doesn't come any more.
 
         Args:
             expected: whether it may, as far as the views are known.
@@ -125,24 +125,24 @@ class Mesh:
         return None
 
     def idle(self, to: str) -> bool:
-        """Whether all that was queued for that member has left."""
+        """Return whether all that was queued for that member has left."""
         line = self._lines.get(to)
         return line is None or line.idle
 
     def begins(self, round: int) -> None:
-        """From now on messages are of this round; what nobody took long ago is dropped."""
+        """Begin a round: messages are of it from now on; what nobody took long ago is dropped."""
         with self.changed:
             self.round = round
             if self.awaited:
                 self._inbox = {s: found for s, found in self._inbox.items() if s.round >= round - KEPT_ROUNDS}
 
     def _drop(self, sender: str, before: tuple[int, int]) -> None:
-        """What came from it before this (key, round)."""
+        """Drop what came from it before this (key, round)."""
         for slot in [s for s in self._inbox if s.sender == sender and (s.key, s.round) < before]:
             del self._inbox[slot]
 
     def lose(self, name: str) -> None:
-        """Nothing more comes from it until it connects."""
+        """Count a member as lost: nothing more comes from it until it connects."""
         with self.changed:
             self.lost.add(name)
             self.begun.pop(name, None)
@@ -151,7 +151,7 @@ class Mesh:
             self.changed.notify_all()
 
     def forget(self, names: Collection[str]) -> None:
-        """They are no members any more: nothing is kept of them."""
+        """Forget these, which are no members any more: nothing is kept of them."""
         with self.changed:
             for name in names:
                 self.lost.discard(name)
@@ -168,7 +168,7 @@ class Mesh:
                 shut(connection)  # who waits there ends
 
     def close(self) -> None:
-        """Every connection: the others see it at once."""
+        """Close every connection: the others see it at once."""
         self._door.close()
         with self.changed:
             for line in self._lines.values():
@@ -216,7 +216,7 @@ class Mesh:
 
 
 class Line(threading.Thread):
-    """Sends to one member what is queued, in order; what can't be sent is lost, and that member hears of it. It ends
+    """Sends to one member what is queued, in order; what can't be sent is lost, and that member learns of it. It ends
     with None, or where that member's process has ended."""
 
     def __init__(self, mesh: Mesh, to: str, place: str) -> None:
@@ -238,7 +238,7 @@ class Line(threading.Thread):
         self._queue.put(sent)
 
     def cut(self) -> bool:
-        """Whether the other end has closed this connection, too, or does within `ENDED_SECONDS`."""
+        """Return whether the other end has closed this connection, too, or does within `ENDED_SECONDS`."""
         connection = self.connection
         if connection is None:
             return self.idle
@@ -262,7 +262,7 @@ class Line(threading.Thread):
         self._hang_up()
 
     def _end(self) -> None:
-        """What is sent later has another line."""
+        """End this line: what is sent later has another one."""
         self._mesh.lose(self._to)
         with self._mesh.changed:
             if self._queue.empty():

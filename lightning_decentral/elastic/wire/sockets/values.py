@@ -18,9 +18,9 @@ from lightning_decentral.elastic.wire.sockets.frames import frame, raw_bytes, re
 from lightning_decentral.shared.wire.plain import Packed, lengths, pack, unpack
 
 PIECE_BYTES = 256 * 2**10
-"""Whoever takes them may be far: small, so that what else it is sent gets its turn."""
+"""The receiver may be far: small, so that what else it is sent gets its turn."""
 UNREAD_SECONDS = 60.0
-"""For a piece: who doesn't read doesn't keep a thread."""
+"""Seconds for a piece: who doesn't read doesn't keep a thread."""
 
 
 class Sum:
@@ -37,7 +37,7 @@ class Sum:
 
 
 def send_value(connection: socket.socket, words: dict[str, Any], value: Any) -> None:
-    """The value with these words.
+    """Send the value with these header fields.
 
     Raises:
         NotPlain: it can't be sent.
@@ -54,7 +54,7 @@ def send_value(connection: socket.socket, words: dict[str, Any], value: Any) -> 
 
 
 def receive_value(connection: socket.socket) -> tuple[dict[str, Any], Any]:
-    """(words, value)
+    """Receive (header fields, value).
 
     Raises:
         ValueError: what came isn't what was sent.
@@ -64,7 +64,7 @@ def receive_value(connection: socket.socket) -> tuple[dict[str, Any], Any]:
 
 
 def received(connection: socket.socket, words: Any) -> tuple[dict[str, Any], Any]:
-    """The same, where the words have come. As `receive_value`."""
+    """The same, where the header has come. As `receive_value`."""
     if type(words) is not dict or type(words.get("head")) is not int:
         raise ValueError("no value follows: give every worker the same version")
     found = Sum()

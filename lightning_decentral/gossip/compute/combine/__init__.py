@@ -1,6 +1,6 @@
-"""What a worker does with what it heard: gossip averaging, push-sum, gradient tracking, outer momentum, relay sums.
+"""Update rules of decentralized training: gossip averaging, push-sum, gradient tracking, outer momentum, relay sums.
 
-These are the update rules. `combine` says what a rule is, `rate` how far it moves towards the others;
+A worker applies one to what it received. `combine` defines a rule, `rate` how far it moves towards the others;
 `consensus_control` takes as many rounds of a rule as the workers' distance asks for. Public: all names below.
 """
 

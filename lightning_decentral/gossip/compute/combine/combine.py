@@ -47,7 +47,7 @@ def at(rate: Rate, turn: Turn) -> float:
 
 
 def largest(rate: Rate) -> float:
-    """What stability is judged by."""
+    """Largest value of a rate, by which stability is judged."""
     return rate.largest if isinstance(rate, RateSchedule) else rate
 
 
@@ -60,8 +60,8 @@ class Combine(Rule):
 
     @property
     def recovery(self) -> Recovery:
-        """By default a rule that keeps anything can't be healed, and none may leave: what begins anew on one worker may
-        break a sum over all."""
+        """Recovery by default: a rule that keeps any state can't be healed, and none may leave: what begins anew on one
+        worker may break a sum over all."""
         kept = tuple(self.init(torch.zeros(1, dtype=torch.float32)))
         incurable = f"it keeps {', '.join(kept)}, which no neighbour could give" if kept else ""
         return Recovery(self._begin_anew, incurable=incurable, tied=tied_by(kept))
@@ -85,7 +85,7 @@ class Combine(Rule):
         return
 
     def message(self, x: Tensor, state: State) -> Tensor:
-        """What is sent. The mixer takes a copy of it at once, so it may be x itself."""
+        """Tensor to send. The mixer copies it at once, so it may be x itself."""
         return x.detach()
 
     def encoded(self, x: Tensor, state: State) -> None:
@@ -110,11 +110,11 @@ class Combine(Rule):
         return None
 
     def mixing(self, turn: Turn) -> dict[str, float]:
-        """What users watch of a round, by name: only what the rule has."""
+        """Values of a round for users to watch, by name: only those that the rule has."""
         return {}
 
     def shown(self, state: State) -> Tensor | None:
-        """What is validated and saved, averaged over the workers, in the place of x; None: x itself."""
+        """Tensor to validate and save in the place of x, averaged over the workers; None: x itself."""
         return None
 
     def share(self, state: State) -> Tensor | None:

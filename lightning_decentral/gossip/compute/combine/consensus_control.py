@@ -20,7 +20,7 @@ from lightning_decentral.shared.plan.arguments import checked
 class ConsensusControl(Rule):
     """`most` rounds in a step while theta > target, none else, but one at least in every `probe` steps.
 
-        theta^2 = sum_i ||mixed_i - sent_i||^2 / sum_i ||sent_i||^2     over those that heard somebody
+        theta^2 = sum_i ||mixed_i - sent_i||^2 / sum_i ||sent_i||^2     over those that received a message
 
     theta is measured where mixing happens anyway. With symmetric W, theta / (1 - lambda_n) <= Xi / ||x|| <= theta /
     (1 - lambda_2): on a well connected graph it is nearly the relative consensus distance. Its two sums travel as 16
@@ -83,13 +83,13 @@ class ConsensusControl(Rule):
 
     def measure(self, sent: Tensor, mixed: Tensor, turn: Turn) -> Tensor:
         """(||mixed - sent||^2, ||sent||^2) of the parameters, over all workers in a simulation."""
-        # Who heard nobody would only make the distance look smaller.
+        # A worker that received nothing would only make the distance look smaller.
         listens = (turn.own() < 1).to(sent)
         said, heard = self.inner.values(sent) * listens, self.inner.values(mixed) * listens
         return torch.stack([squared_norm([t]) for t in (heard - said, said)])
 
     def rounds(self, distance: float, idle: int) -> int:
-        """To take in this step: `most`, or none.
+        """Number of rounds to take in this step: `most`, 1 where a probe is due, else 0.
 
         Args:
             distance: sqrt(squared distance / squared norm) of all workers, `lag` steps ago; nan before the first.

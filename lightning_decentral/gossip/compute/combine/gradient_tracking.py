@@ -20,7 +20,7 @@ from lightning_decentral.shared.plan.arguments import checked
 class ExactDiffusion(Combine):
     """x+ = W' (2 x - x_prev - eta (g - g_prev)),  W' = rate W + (1 - rate) I.
 
-    In other words: c, the sum of all corrections so far, is added in every step again,
+    Equivalently: c, the sum of all corrections so far, is added in every step again,
 
         x <- x + u + c;  correction = rate (W - I) x;  x += correction;  c += memory correction,
 
@@ -90,10 +90,10 @@ class GradientTracking(Combine):
 
     State: x after the last update, u and what mixing made of it, e = v - u, three copies of the parameters. Bytes:
     twice the parameters. The v of a poisoned worker counts as 0, on both ends of each link; it keeps e, and adds what
-    it heard. So sum_i e_i = 0 keeps, whoever hears whom.
+    it received. So sum_i e_i = 0 keeps on any communication graph.
 
     Args:
-        rate: towards what was heard, as in `Gossip`.
+        rate: towards what was received, as in `Gossip`.
 
     Raises:
         ValueError: rate is not in (0, 1].

@@ -32,7 +32,7 @@ class QuasiGlobalMomentum(Combine):
 
     Args:
         momentum: mu, in [0, 1).
-        rate: towards what was heard, as in `Gossip`.
+        rate: towards what was received, as in `Gossip`.
 
     Raises:
         ValueError: momentum or rate outside of its range.

@@ -46,7 +46,7 @@ class Outer(Combine):
     """m <- momentum m + (mixed - anchor);  anchor <- anchor + lr m;  x <- x + (anchor - sent).
 
     anchor_i is where worker i last began; mixed - anchor_i = mean of (x_j - anchor_j) - (anchor_i - mean of anchor_j):
-    the way that the ones heard went together, and the pull towards them. Local steps come from the topology: over
+    the sources' mean displacement, and the pull towards them. Local steps come from the topology: over
     `Every(H, RandomMatching())` this is NoLoCo (with its gamma = beta = lr, as in its published code). Overlapped, x
     keeps what it learnt while the message was under way. A worker without a partner takes no outer step.
 
@@ -107,7 +107,7 @@ class Outer(Combine):
             left = state.pop("left")
             mixed, sent = mixed.add_(left - sent), left
         lr, momentum = self._now(turn)
-        # 0 for who heard itself only and takes no outer step: a factor serves a worker and the rows of a
+        # 0 for a worker without sources, which takes no outer step: a factor serves a worker and the rows of a
         # simulation.
         together = (turn.own() < 1).to(x)
         way = mixed.sub_(anchor).mul_(together)
@@ -158,13 +158,13 @@ class PseudoGradient(OuterNesterov):
         m <- momentum m + d;   anchor <- anchor + lr (d + momentum m) =: anchor + step;   x_i <- x_i + step - sent_i
 
     What the codec loses on the way to the mean stays in x_i - anchor and is sent with the next way: error feedback
-    without the buffer that the source keeps for it beside x_i = anchor. What it loses on the way back, f, the owner of
+    without the buffer that the source keeps for it next to x_i = anchor. What it loses on the way back, f, the owner of
     a part keeps (`shared.compute.codec.coded_parts`): all decode the same d, so that their anchors are one, bit for
-    bit. All workers must hear all with equal weights. With messages as they are it is `OuterNesterov`. A codec that
+    bit. All must average all with equal weights. With messages as they are it is `OuterNesterov`. A codec that
     sends a part of a way, the rest later (`TopK`), bears lr / (1 - momentum) up to 1.5: a longer step
     overshoots before the rest has come.
 
-    Two workers, and codecs that look at what was sent before, tell each other: then d is the mean of
+    Two workers, and codecs that look at what was sent before, send to each other: then d is the mean of
     what was sent, and anchors are one up to rounding.
 
     State: as `Outer`, and f, 1 / n of the parameters. Bytes, in every H-th step: 2 (n - 1) / n of the parameters,
@@ -173,7 +173,7 @@ class PseudoGradient(OuterNesterov):
     by all, for an absurd number that was in the sum.
 
     Raises:
-        ValueError: as `Outer`; at set-up, on a graph where not all hear all, or under a codec that doesn't go with it.
+        ValueError: as `Outer`; at set-up, on a graph that doesn't link all, or under a codec that doesn't go with it.
 
     Source: outer gradients of 4 bits, 2501.18512; with error feedback, 2505.23725; by parts with owners, 2102.02888.
     """

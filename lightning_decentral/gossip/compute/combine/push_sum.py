@@ -17,8 +17,8 @@ from lightning_decentral.gossip.plan.weights import OutDegree, Weights
 class PushSum(Combine):
     """X <- P (X + u), w <- P w, z = X / w: stochastic gradient push; the module computes with z.
 
-    P's columns sum to one: everybody splits what it has among those who hear it, and no more is asked of the graph than
-    that everyone hears of everyone in time. Sum_i X_i and sum_i w_i = n keep, so that z reaches the mean.
+    P's columns sum to one: everybody splits what it has among its targets, and no more is asked of the graph than
+    that it is strongly connected over time. Sum_i X_i and sum_i w_i = n keep, so that z reaches the mean.
 
     What a worker gives away leaves when it is sent and arrives when it lands. Whatever the delay, what is under way is
     only late: mixing is stable at every delay, without a rate. The mean of the workers is sum_i w_i z_i / sum_i w_i.

@@ -1,4 +1,4 @@
-"""Mixing rate: how far a rule moves towards what it heard, a number or a schedule; whether that is stable.
+"""Mixing rate: how far a rule moves towards what it received, a number or a schedule; whether that is stable.
 
 Less mixing late in training keeps a disagreement between the workers that helps their mean (2602.02899).
 """

@@ -16,21 +16,21 @@ from lightning_decentral.shared.plan.arguments import checked
 @checked
 @dataclass(frozen=True, kw_only=True)
 class RelaySum(Combine):
-    """m_{i->j}(t) = x_i(t) + sum over k != j of m_{k->i}(t-1);  x_i <- (x_i + sum_j m_{j->i}) / (1 + counts heard).
+    """m_{i->j}(t) = x_i(t) + sum over k != j of m_{k->i}(t-1);  x_i <- (x_i + sum_j m_{j->i}) / (1 + their counts).
 
-    On a tree every worker's parameters reach every other once, as old as they are far apart: a mean of all n with equal
+    On a tree every worker's parameters reach every other once, as old as the path is long: a mean of all n with equal
     weights and delays up to the diameter. Counts travel likewise and fill up after as many rounds.
 
-    One message serves all neighbours. With T_i(t) = x_i(t) + S_i(t-1), the sum of what i heard obeys
+    One message serves all neighbours. With T_i(t) = x_i(t) + S_i(t-1), the sum of what i received obeys
 
         S_i(t) = sum_j m_{j->i}(t) = sum_j (T_j(t) - m_{i->j}(t-1)) = sum_j T_j(t) - d_i T_i(t-1) + S_i(t-2).
 
     All sums begin anew after `restart` rounds; for as many rounds as the diameter a worker then averages what it has
-    heard so far.
+    received so far.
 
     A poisoned worker's neighbours take their own T for its; it takes the mean of theirs, which is the same for the
     sums: S_i(t) above is exact, and all that it relays from then on. So is x_i, but for its own place in the mean.
-    Where two that hear each other are poisoned in one round, S is off by what they differ, until it begins anew.
+    Where two neighbours are poisoned in one round, S is off by what they differ, until it begins anew.
 
     Mixing does not keep the mean step by step. State: S and S(t-2) - d T(t-1), two copies of the parameters. Bytes: the
     parameters and a number.
@@ -83,7 +83,7 @@ class RelaySum(Combine):
         return message[..., :-1] / message[..., -1:]
 
     def apply(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
-        """x += (mean of all heard) - (x as it was sent); sum_j T_j = (mixed - w_ii T_i) / w_ij."""
+        """x += (mean of all received) - (x as it was sent); sum_j T_j = (mixed - w_ii T_i) / w_ij."""
         before, rest = state["sum"], state["rest"]
         own, degree = turn.own().to(sent), turn.degree().to(sent)
         heard = mixed.sub_(own * sent).mul_(degree / (1 - own)).add_(rest)

@@ -1,4 +1,4 @@
-"""What set-up, messages and healing ask of a rule; how it mixes is `combine.Combine`'s."""
+"""Interface of an update rule for set-up, messages and healing; how it mixes is `combine.Combine`'s."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -15,14 +15,14 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Turn:
-    """What a rule may know of a round beside its bucket.
+    """Facts of a round that a rule may use in addition to its bucket.
 
     Args:
         round: its number; while landing, that of the round that lands.
         learning_rate: the largest of the optimizer's groups, as its last update used it.
         peak: the largest learning rate so far.
         own: w_ii of the round: a scalar on a worker, [size, 1] in a simulation.
-        degree: how many others are heard in the round, likewise.
+        degree: number of sources (in-neighbours) in the round, likewise.
     """
 
     round: int
@@ -34,7 +34,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class MessageForm:
-    """What codecs and exchanges must know of a rule's messages.
+    """Format of a rule's messages, for codecs and exchanges.
 
     Args:
         copies: numbers in a message for each parameter.
@@ -61,12 +61,12 @@ def _itself(other: Tensor) -> Tensor:
 
 
 def _unchanged(sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
-    """Nothing is kept of the round."""
+    """Keep nothing of the round."""
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """What happens to a rule where a worker's parameters were poisoned, or where workers come and go.
+    """Behaviour of a rule where a worker's parameters were poisoned, or where workers come and go.
 
     Args:
         heal: how a poisoned worker takes its neighbours' parameters.
@@ -93,17 +93,17 @@ class Recovery:
 
 
 def tied_by(kept: Iterable[str]) -> str:
-    """Why workers can't leave a rule that keeps this, which may be part of a sum over all of them; empty: nothing."""
+    """Reason why workers can't leave a rule that keeps this, which may be part of a sum over all; empty: none."""
     names = ", ".join(kept)
     return f"what it keeps ({names}) belongs to all workers together, which none may leave" if names else ""
 
 
 class Rule(ABC):
-    """What a plan asks of a rule before any worker talks."""
+    """Interface of a rule for the plan, before any message is sent."""
 
     @property
     def weights(self) -> Weights:
-        """Of what is received, where the user names none."""
+        """Mixing weights of what is received, where the user names none."""
         return Own()
 
     @property
@@ -114,13 +114,13 @@ class Rule(ABC):
 
     @property
     def form(self) -> MessageForm:
-        """What a message holds for each parameter."""
+        """Format of a message: its numbers for each parameter."""
         return MessageForm()
 
     @property
     @abstractmethod
     def recovery(self) -> Recovery:
-        """How workers are healed by it, come and go."""
+        """Behaviour under this rule where workers are healed, come and go."""
 
     def placed(self, topology: Topology, size: int) -> Self:
         """The same rule, which knows how many workers there are and when they talk, where it asks."""

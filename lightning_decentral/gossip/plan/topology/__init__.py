@@ -1,6 +1,6 @@
-"""Who hears whom at which step: ring, torus, hypercube, one-peer exponential, base graphs, random matchings.
+"""Communication graphs by step: ring, torus, hypercube, one-peer exponential, base graphs, random matchings.
 
-A topology is a frozen value that knows no size: `sources(rank, size, step)`. `topology` says what one is and how to
+A topology is a frozen value that knows no size: `sources(rank, size, step)`. `topology` shows what one is and how to
 add one; `static` holds graphs that stay, `one_peer` those with one or few neighbours a step, `nodes` those that know
 the machines, `combined` what wraps others. Public: all names below.
 """

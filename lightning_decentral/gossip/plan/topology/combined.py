@@ -45,7 +45,7 @@ class Every(Topology):
 @checked
 @dataclass(frozen=True)
 class Stream(Topology):
-    """`Every(steps, inner)` for each of `fragments` parts of the model, steps / parts apart.
+    """`Every(steps, inner)` for each of `parts` parts of the model: one part is sent in every steps / parts steps.
 
     Each talk carries one part of the model, so that what a worker sends is small and about the same all the time. Part
     p talks at steps t with (t + 1) % steps == (p + 1) steps / parts % steps, in the graph of `inner`'s step t // steps.
@@ -97,7 +97,7 @@ class Stream(Topology):
 
 @dataclass(frozen=True)
 class _Part(Every):
-    """When one part of a `Stream` talks: `ahead` steps before `Every` would."""
+    """Schedule of one part of a `Stream`: it talks `ahead` steps before `Every` would."""
 
     ahead: int
 
@@ -153,7 +153,7 @@ class Auto(Topology):
 @checked
 @dataclass(frozen=True)
 class PeriodicAverage(Topology):
-    """`inner`, and at steps t with (t + 1) % every == 0 all hear all, weights 1/n: gossip with an exact average.
+    """`inner`, and at steps t with (t + 1) % every == 0 all average all, weights 1/n: gossip with an exact average.
 
     The average is an all-reduce, 2 (n - 1) / n of the parameters' bytes. Blocking and at rate 1 it makes all workers
     equal; overlapped, equal but for the update that it hid behind. As a plan it goes with every rule.

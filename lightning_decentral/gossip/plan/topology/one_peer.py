@@ -33,7 +33,7 @@ class OnePeerRing(Topology):
 
 @dataclass(frozen=True)
 class OnePeerExponential(Topology):
-    """Worker i hears i - 2^(t mod ceil(log2 n)), weights 1/2; directed.
+    """Worker i receives from i - 2^(t mod ceil(log2 n)), weights 1/2; directed.
 
     Exact consensus in log2 n steps where n is a power of two. Source: Assran et al. 1811.10792; Ying et al. 2110.13363.
     """

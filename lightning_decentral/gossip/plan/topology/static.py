@@ -20,7 +20,7 @@ from lightning_decentral.shared.plan.arguments import at_least, checked
 @checked
 @dataclass(frozen=True, init=False)
 class FromGraph(Topology):
-    """Any networkx graph; a directed edge u -> v means that v hears u. Weights of edges are not read.
+    """Any networkx graph; a directed edge u -> v means that v receives from u. Weights of edges are not read.
 
     Args:
         graph: its nodes are the workers, numbered in sorted order; self-loops and parallel edges count for nothing.
@@ -64,7 +64,7 @@ class FromGraph(Topology):
 @checked
 @dataclass(frozen=True)
 class Tree(Topology):
-    """Worker i and (i - 1) // children hear each other: a binary tree by default, a chain with children=1.
+    """Worker i and (i - 1) // children are linked both ways: a binary tree by default, a chain with children=1.
 
     For `RelaySum`, which is exact on trees; plain gossip mixes slowly on them. Source: Vogels et al. 2110.04175.
     """
@@ -82,7 +82,7 @@ class Tree(Topology):
 
 @dataclass(frozen=True)
 class Complete(Topology):
-    """W = 1 1^T / n: everyone hears everyone, the exact mean in every step."""
+    """W = 1 1^T / n: everyone receives from everyone, the exact mean in every step."""
 
     def sources(self, rank: int, size: int, step: int) -> tuple[int, ...]:
         return others(rank, range(size))
@@ -90,7 +90,7 @@ class Complete(Topology):
 
 @dataclass(frozen=True)
 class Ring(Topology):
-    """Worker i hears i - 1 and i + 1, weights 1/3; second eigenvalue 1/3 + 2/3 cos(2 pi / n)."""
+    """Worker i receives from i - 1 and i + 1, weights 1/3; second eigenvalue 1/3 + 2/3 cos(2 pi / n)."""
 
     def sources(self, rank: int, size: int, step: int) -> tuple[int, ...]:
         return others(rank, ((rank - 1) % size, (rank + 1) % size))
@@ -99,7 +99,7 @@ class Ring(Topology):
 @checked
 @dataclass(frozen=True)
 class Torus(Topology):
-    """A grid of rows x columns, row by row, closed in both directions; each worker hears up to four.
+    """A grid of rows x columns, row by row, closed in both directions; each worker has up to four sources.
 
     Without `rows` and `columns` it is as square as possible: 12 is 3 x 4; a prime number is one row, which is a ring.
     """
@@ -133,7 +133,7 @@ class Torus(Topology):
 
 @dataclass(frozen=True)
 class Star(Topology):
-    """Worker 0 and everyone else hear each other, weights 1/n."""
+    """Worker 0 and everyone else are linked both ways, weights 1/n."""
 
     def sources(self, rank: int, size: int, step: int) -> tuple[int, ...]:
         return others(rank, (0,) if rank else range(size))
@@ -141,7 +141,7 @@ class Star(Topology):
 
 @dataclass(frozen=True)
 class Exponential(Topology):
-    """Worker i hears i - 2^k for all 2^k < n, weights 1 / (1 + ceil(log2 n)); directed.
+    """Worker i receives from i - 2^k for all 2^k < n, weights 1 / (1 + ceil(log2 n)); directed.
 
     rho = 1 - 2 / (1 + ceil(log2 n)) for even n. Source: Ying et al. 2110.13363.
     """

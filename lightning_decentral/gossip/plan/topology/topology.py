@@ -1,4 +1,4 @@
-"""What a topology is: whom a worker hears at which step (`period`, `sources`); one step of it as a graph.
+"""Topology: the sources of a worker at each step (`period`, `sources`); one step of it as a graph.
 
 A topology is a frozen value that knows no number of workers: size, rank and step are arguments. To add one, write a
 class with `sources`, and `period` where it changes over the steps (`Ring` in `static` is the one to copy), a line in
@@ -17,7 +17,7 @@ import networkx as nx
 
 @dataclass(frozen=True)
 class Topology(ABC):
-    """sources(rank, size, step): whom `rank` hears at `step`; the plan repeats after `period(size)` steps."""
+    """sources(rank, size, step): whom `rank` receives from at `step`; the plan repeats after `period(size)` steps."""
 
     def period(self, size: int) -> int:
         """Steps after which the plan repeats, at least 1.
@@ -30,40 +30,40 @@ class Topology(ABC):
 
     @abstractmethod
     def sources(self, rank: int, size: int, step: int) -> tuple[int, ...]:
-        """Sorted, without `rank`; empty: silent. Any step >= 0."""
+        """Ranks that `rank` receives from at `step`: sorted, without itself; empty: silent. Any step >= 0."""
 
     def row(self, rank: int, size: int, step: int) -> dict[int, float]:
         """{j: w_ij} for i = rank, itself included; sums to one.
 
         w_ij = 1 / (1 + max(d_i, d_j)) where the step's graph is symmetric (Metropolis-Hastings), 1 / (1 + max_i d_i)
-        where it is directed; the rest stays with i. Columns sum to one where all are heard by as many as they hear.
+        where it is directed; the rest stays with i. Columns sum to one where in-degrees equal out-degrees.
         """
         graph = step_graph(self, size, step)
         return graph.metropolis_hastings(rank) if graph.symmetric else graph.max_degree(rank)
 
     @property
     def fragments(self) -> "tuple[Topology, ...]":
-        """When each fragment of the model is sent, and to whom; one where all of it is one message."""
+        """Topologies by which each fragment of the model is sent; one where all of it is one message."""
         return (self,)
 
     def placed(self, workers_per_node: int) -> "Topology":
-        """The same plan, told how many workers share a node and its network card, where it asks."""
+        """The same plan, given how many workers share a node and its network card, where it asks."""
         return self
 
     def label(self, size: int) -> str:
-        """How the start-up summary names it."""
+        """Name in the start-up summary."""
         return repr(self).removesuffix("()")
 
 
 @dataclass(frozen=True)
 class StepGraph:
-    """One step's graph: sources[i] are those that i hears, sorted. Degrees d_i count them."""
+    """One step's graph: sources[i] are those that i receives from, sorted. Degrees d_i count them."""
 
     sources: tuple[tuple[int, ...], ...]
 
     @cached_property
     def targets(self) -> tuple[tuple[int, ...], ...]:
-        """targets[j]: those that hear j, sorted."""
+        """targets[j]: those that receive from j, sorted."""
         heard_by: list[list[int]] = [[] for _ in self.sources]
         for rank, sources in enumerate(self.sources):
             for source in sources:
@@ -72,7 +72,7 @@ class StepGraph:
 
     @cached_property
     def symmetric(self) -> bool:
-        """Whether everyone hears exactly those who hear it."""
+        """True where every worker's sources are its targets, too: the graph is undirected."""
         return self.sources == self.targets
 
     @cached_property
@@ -85,12 +85,12 @@ class StepGraph:
         return completed(rank, {j: 1 / (1 + max(len(sources), len(self.sources[j]))) for j in sources})
 
     def max_degree(self, rank: int) -> dict[int, float]:
-        """w_ij = 1 / (1 + max_i d_i): doubly stochastic where everyone is heard by as many as it hears."""
+        """w_ij = 1 / (1 + max_i d_i): doubly stochastic where every in-degree equals the out-degree."""
         return completed(rank, dict.fromkeys(self.sources[rank], 1 / (1 + self.degree)))
 
 
 def step_graph(topology: Topology, size: int, step: int) -> StepGraph:
-    """The graph of a step; steps one period apart share it."""
+    """The graph of a step; steps that differ by a period share it."""
     return _step_graph(topology, size, step % topology.period(size))
 
 
@@ -105,7 +105,7 @@ def completed(rank: int, heard: dict[int, float]) -> dict[int, float]:
 
 
 def audiences(topology: Topology, rank: int, size: int) -> dict[int, int]:
-    """{target: number of its audience}: the targets of one audience hear `rank` in exactly the same steps."""
+    """{target: number of its audience}: the targets of one audience receive from `rank` in exactly the same steps."""
     heard: dict[int, list[int]] = {}
     for step in range(topology.period(size)):
         for target in step_graph(topology, size, step).targets[rank]:
@@ -124,7 +124,7 @@ def at_least_one(what: str, value: int, remedy: str) -> None:
 
 
 def others(rank: int, heard: Iterable[int]) -> tuple[int, ...]:
-    """Sorted, each once, without `rank`."""
+    """Ranks sorted, each once, without `rank`."""
     return tuple(sorted(set(heard) - {rank}))
 
 
