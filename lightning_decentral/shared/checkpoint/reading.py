@@ -51,7 +51,7 @@ class Reading:
             if isinstance(error, pickle.UnpicklingError) and not trusted:
                 if found := _objects(path, error):
                     raise Distrusted(_distrusted(path, found)) from error
-                reason = "it can't be read as tensors and plain values"  # torch's own words are many lines
+                reason = "it can't be read as tensors and plain values"  # torch's own text has many lines
             raise ValueError(f"can't read the checkpoint {_said(path, reason)}") from error
         if wrong:
             raise ValueError(f"can't read the checkpoint {_said(path, wrong)}")
@@ -194,7 +194,7 @@ def _distrusted(path: str | Path, found: Iterable[str]) -> str:
 
 
 def _objects(path: str | Path, error: pickle.UnpicklingError) -> list[str]:
-    """What a file names beside tensors and plain values; nothing where it's damaged."""
+    """Names in a file other than tensors and plain values; empty where it's damaged."""
     try:
         with fsspec.open(os.fspath(path), "rb") as stream:
             if zipfile.is_zipfile(stream):
@@ -214,13 +214,13 @@ def _check_sums(file: Any) -> None:
     if not torch.serialization.get_crc32_options():
         return
     with zipfile.ZipFile(file) as parts:
-        # The digest is among them; of the tensors it says enough.
+        # The digest is among them; it covers the tensors.
         for name in (n for n in parts.namelist() if n.endswith("data.pkl")):
             parts.read(name)
 
 
 def _others(path: str | Path) -> str:
-    """What can be taken in the place of a checkpoint that can't be read."""
+    """Text that names the checkpoints to take in the place of one that can't be read."""
     place = store.parent(store.plain(path))
     try:
         files = store.listed(place)

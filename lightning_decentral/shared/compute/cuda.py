@@ -36,12 +36,12 @@ def pinned(tensor: Tensor) -> Tensor:
 
 
 def free_bytes(device: torch.device) -> int:
-    """What no process uses."""
+    """Bytes of the device's memory that no process uses."""
     return torch.cuda.mem_get_info(device)[0]
 
 
 def total_bytes(device: torch.device) -> int:
-    """What the device has."""
+    """Bytes of the device's memory."""
     return torch.cuda.get_device_properties(device).total_memory
 
 

@@ -23,7 +23,7 @@ class HostLaps:
         return len(self._stamps) - 1
 
     def seconds(self) -> list[float]:
-        """Of every lap since the first."""
+        """Wall seconds of every lap since the first."""
         return [stamp - self._stamps[0] for stamp in self._stamps]
 
 
@@ -40,7 +40,7 @@ class DeviceLaps:
         return len(self._events) - 1
 
     def seconds(self) -> list[float]:
-        """Of every lap since the first, once the device has passed the last."""
+        """Device seconds of every lap since the first, once the device has passed the last."""
         for event in self._events:
             event.synchronize()
         return [self._events[0].elapsed_time(event) / 1000.0 for event in self._events]
@@ -88,7 +88,7 @@ def device_name(device: torch.device) -> str:
 
 
 def cores() -> int:
-    """How many this process may use."""
+    """Number of processor cores that this process may use."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS

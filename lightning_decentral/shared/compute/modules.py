@@ -81,13 +81,13 @@ def _within(name: str, others: list[str]) -> bool:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """What is compiled runs as it was written, so that hooks see what runs inside of it; nothing is compiled."""
+    """Run compiled modules eagerly, so that hooks see what runs inside of them; nothing is compiled."""
     with torch.compiler.set_stance("force_eager") if compiles() else nullcontext():
         yield
 
 
 def compiles() -> bool:
-    """Whether anything may have been given to torch.compile in this process, modules or functions."""
+    """Return whether anything may have been given to torch.compile in this process, modules or functions."""
     return "torch._dynamo" in sys.modules  # seconds to import, which torch.compile does
 
 

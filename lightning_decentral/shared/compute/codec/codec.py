@@ -2,7 +2,7 @@
 
     payload = encode(message, estimate)        decoded = decode(payload, estimate)
 
-The sender decodes its own payload, too. What it is thought to have said, `sent`, is thus the same at both ends of a
+The sender decodes its own payload, too. What it is thought to have sent, `sent`, is thus the same at both ends of a
 link, and the correction x_i += rate * (mixed_i - sent_i) takes from one worker what it gives to another: with W doubly
 stochastic the mean of the workers is kept to rounding under every codec, however coarse.
 
@@ -32,7 +32,7 @@ class PayloadPart(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """What encoding and decoding may use beside the message.
+    """Inputs of encoding and decoding in addition to the message.
 
     `key` is the sender's, for rounding at random; `estimate` what was decoded last on this link, for codecs that
     remember.
@@ -43,7 +43,7 @@ class Frame(NamedTuple):
 
 
 class Codec(ABC):
-    """What `codec=` takes (of gossip, of compressed averages): it encodes real floating-point messages [n].
+    """Codec of messages, for `codec=` (of gossip, of compressed averages): encodes real floating-point messages [n].
 
     A frozen value, equal on all workers. `parts`, `encode` and `decode` must be written.
     """

@@ -60,7 +60,7 @@ class CodedParts:
         """{owner: codes of its part}; these parts of the message become what `encode` makes of them.
 
         Args:
-            noise: tells this mean from all others of this worker.
+            noise: a number that differs from those of this worker's other means.
         """
         parts = {owner: self.of(owner, message) for owner in range(self.size) if owner != self.rank}
         return {
@@ -81,7 +81,7 @@ class CodedParts:
 
     @property
     def share(self) -> float:
-        """Of each worker in the mean: multiplied before the sum, which in half precision could overflow."""
+        """Weight of each worker in the mean: multiplied before the sum, which in half precision could overflow."""
         return 1 / self.size
 
     def reduced(self, mean: Tensor, owned: Tensor, *noise: int) -> list[Tensor]:

@@ -107,7 +107,7 @@ class Int4(Packed):
     """Numbers -7 .. 7 times a scale of their block, rounded at random: `Packed`. For gradients, or wrapped.
 
     Bytes: n / 2 + 4 n / block, 7.5 times fewer than float32 with blocks of 128. By itself it would leave gossiping
-    workers a tenth of their weights apart, so there it codes differences: wrap it.
+    workers different by a tenth of their weights, so there it codes differences: wrap it.
 
     Args:
         block: elements that share a scale.

@@ -188,7 +188,7 @@ def piece_length(block: int) -> int:
 
 
 class _Scratch(threading.local):
-    """Of each thread its own."""
+    """Reused memory of each thread, by dtype."""
 
     def __init__(self) -> None:
         self.held: dict[torch.dtype, Tensor] = {}
@@ -208,7 +208,7 @@ def scratch(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def divisor(number: float, device: torch.device) -> Tensor:
-    """To divide by as a host does: by a number itself CUDA multiplies with its reciprocal, which rounds otherwise."""
+    """Divisor as a tensor: a host divides by it, but CUDA multiplies by a number's reciprocal and rounds otherwise."""
     return torch.full((), number, dtype=torch.float32, device=device)
 
 
