@@ -132,7 +132,7 @@ class Evaluation:
             self._swapped_in = Swap(tensors, mean_model.mean_of(tensors))
 
     def _end(self) -> None:
-        """Whoever swapped parameters in finds them again, bit for bit, before it takes them back."""
+        """Restore swapped-in parameters, bit for bit, before the callback that swapped them in takes them back."""
         self._evaluate()  # a worker without a batch takes part
         if self._swapped_in is not None:
             self._swapped_in.undo()

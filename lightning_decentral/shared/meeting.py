@@ -1,4 +1,4 @@
-"""Workers that find, hear and leave each other: one worker's `Attendance`, a part of every strategy with several.
+"""Workers that find, notice and leave each other: one worker's `Attendance`, a part of every strategy with several.
 
 It has the groups over which they talk. Knows no method. What a worker waits for in a fit is counted and named by
 `Coordination`.
@@ -43,7 +43,7 @@ STAGES = {
 
 TIMEOUT = timedelta(minutes=5)
 BLOCKS = {"NCCL_MAX_P2P_NCHANNELS": "8"}
-"""What NCCL reads where the user says nothing: of each send it would make up to 32 blocks, which have a multiprocessor
+"""NCCL's setting where the user has none: for each send it would make up to 32 blocks, which have a multiprocessor
 of the device each, also while a neighbour is late (nccl#1656, nccl#1598)."""
 
 

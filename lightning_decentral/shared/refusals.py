@@ -21,7 +21,7 @@ StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
 def own_device(strategy: Any) -> torch.device:
-    """Of its devices the one at this process's local rank; ValueError where the process has a rank without a device."""
+    """The strategy's device at this process's local rank; ValueError where the process has a rank without a device."""
     devices, place = strategy.parallel_devices or [], strategy.local_rank
     if not 0 <= place < len(devices):
         raise ValueError(
@@ -33,7 +33,7 @@ def own_device(strategy: Any) -> torch.device:
 
 
 def named(strategy: Strategy) -> str:
-    """Of which package's Trainer it is. A Trainer of another refuses it, and says what it got."""
+    """Text of whose package's Trainer takes the strategy: a Trainer of the other refuses it, and prints what it got."""
     package, other = Strategy.__module__.removesuffix(".strategies.strategy"), OTHER[Strategy.__module__]
     name = type(strategy).__name__
     return f"<{name} for {package}.Trainer; {other[0]}.Trainer takes {other[1]}.{name}>"

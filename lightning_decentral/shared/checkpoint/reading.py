@@ -19,7 +19,7 @@ from lightning_decentral.shared.compute import cuda, worker_state
 from lightning_decentral.shared.compute.worker_state import KEY
 
 PRECISION = "parameter precision"
-"""Of a plan: the type of parameters, so of messages in flight. Files of 0.2 don't say theirs."""
+"""Key of a plan: the type of parameters, so of messages in flight. Files of 0.2 lack it."""
 
 
 class Distrusted(ValueError):
@@ -200,7 +200,7 @@ def _objects(path: str | Path, error: pickle.UnpicklingError) -> list[str]:
             if zipfile.is_zipfile(stream):
                 _check_sums(stream)
             stream.seek(0)
-            # All of it: who reads of the first one alone can't tell whether to trust the rest.
+            # All of it: the first one alone doesn't show whether to trust the rest.
             found = torch.serialization.get_unsafe_globals_in_checkpoint(stream)
     except zipfile.BadZipFile:
         return []

@@ -17,14 +17,14 @@ from lightning_decentral.shared.wire.plain import NotPlain
 from lightning_decentral.shared.wire.transport import connected
 
 LOADERS = "combined_loader"
-"""Where Lightning keeps the states of loaders, in its fit loop's; of one worker alone."""
+"""Key of the loaders' states in Lightning's fit loop; of one worker alone."""
 
 
 class WholeModel:
     """Layout of a worker's model on a device: here the whole model."""
 
     layout: str = ""
-    """Of a worker over devices; a state fits only the layout that it was saved with."""
+    """Layout of a worker over devices; a state fits only the layout that it was saved with."""
 
     @property
     def spread(self) -> bool:

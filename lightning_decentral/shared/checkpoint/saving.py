@@ -118,7 +118,7 @@ class Saving:
 
     @staticmethod
     def leave_out(path: str | Path, whose: str) -> None:
-        """Say that an exception leaves no file: nobody has the whole model, and who has parts can't meet."""
+        """Warn that an exception leaves no file: nobody has the whole model, and who has parts can't meet."""
         rank_zero_warn(
             f"no checkpoint {os.fspath(path)}: after an exception {whose} can't meet any more; go on from the last one "
             "of ModelCheckpoint(every_n_train_steps=...)"

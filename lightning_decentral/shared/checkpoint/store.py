@@ -97,7 +97,7 @@ class Store(ABC):
     """Writes and removes the files of a save."""
 
     sealed: ClassVar[bool]
-    """Whether files are read as they were written, so that a digest holds."""
+    """True where files are read as they were written, so that a digest holds."""
     kept: ClassVar[int]
     """Saves under one name whose workers' files are kept."""
 
@@ -123,7 +123,7 @@ class Store(ABC):
 
 
 class Durable(Store):
-    """Beside the target, flushed to the disk, then renamed: a reader finds the old file or the new one."""
+    """Written next to the target, flushed to the disk, then renamed: a reader finds the old file or the new one."""
 
     sealed, kept = True, 1
 

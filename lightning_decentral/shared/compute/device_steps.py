@@ -1,6 +1,6 @@
-"""How a device runs the steps of its worker.
+"""Steps of a worker on a device.
 
-Short: a device that is a worker by itself just runs them. Where there are several they work together in them, and say
+Short: a device that is a worker by itself just runs them. Where there are several they work together in them, and state
 how (`IslandMember`).
 """
 

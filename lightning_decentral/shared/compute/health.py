@@ -1,7 +1,7 @@
 """Health of workers by the largest number that each holds: NaN, infinity, and what is absurd compared to the others.
 
 Messages, the mean model and gradients are judged by one formula. Replicas that must be the same are judged by their
-bits and, where these differ, by numbers that say by how much, and who it is.
+bits and, where these differ, by numbers that show by how much, and who it is.
 """
 
 from collections import Counter
@@ -98,10 +98,10 @@ judge_ = operator("judge_(Tensor(a!) sane, Tensor stated) -> ()", _judge)
 # ---- replicas that must be the same ----------------------------------------------------------------------------------
 
 TOLERANCE = 1e-2
-"""Of a tensor's largest magnitude: rounding stays far below, a wrong update or a flipped exponent doesn't."""
+"""Part of a tensor's largest magnitude: rounding stays far below, a wrong update or a flipped exponent doesn't."""
 
 Look = tuple[int, float, float, float]
-"""What is compared of one tensor: fingerprint, smallest, largest and mean element."""
+"""Fingerprint, smallest, largest and mean element of a tensor, which are compared."""
 
 
 def rates(optimizers: Sequence[Optimizer]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""`@checked`: a constructor that takes what its annotations say, and refuses the rest in one line.
+"""`@checked`: a constructor that takes what its annotations allow, and refuses the rest in one line.
 
     Every(steps="8", inner=Ring)   ->   ValueError: Every: steps must be a whole number, got '8': write steps=8
 

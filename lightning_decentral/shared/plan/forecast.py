@@ -1,4 +1,4 @@
-"""Forecast of a training step: what a method must say of it, what comes out; stragglers."""
+"""Forecast of a training step: what a method must state for it, what comes out; stragglers."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -65,7 +65,7 @@ class Method(ABC):
     """A way to train. A value: the setting is an argument."""
 
     equal: ClassVar[bool] = True
-    """Whether every step trains all that a step of ddp does; otherwise it is shown and never recommended."""
+    """True where every step trains all that a step of ddp does; otherwise it is shown and never recommended."""
 
     @abstractmethod
     def prices(self, setting: Setting) -> tuple[Price, ...]:

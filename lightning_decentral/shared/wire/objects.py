@@ -15,7 +15,7 @@ HEAD = 0
 
 
 class Sizes(NamedTuple):
-    """Bytes of a head and of all tensors behind it; whether the head says why there is no value."""
+    """Bytes of a head and of all tensors behind it; whether the head is the reason why there is no value."""
 
     head: int
     payload: int
@@ -41,7 +41,7 @@ def gather_world(value: Any) -> list[Any]:
 
 
 def collect_objects(over: Transport, value: Any) -> list[Any]:
-    """On worker 0 the value of every worker, in order of rank; elsewhere nothing. No tensor is held twice.
+    """Gather the value of every worker on worker 0, in order of rank; elsewhere nothing. No tensor is held twice.
 
     Raises:
         NotPlain: on every worker, one's value can't be sent.
@@ -74,7 +74,7 @@ def broadcast_world(value: Any, source: int = 0) -> Any:
 
 
 def _packed(value: Any, rank: int) -> tuple[Packed, Sizes]:
-    """What can't be sent is sent as the reason why: the others wait for something."""
+    """Pack a value. In place of what can't be sent goes the reason why: the others wait for something."""
     try:
         found, refused = pack(value), 0
     except NotPlain as error:
@@ -147,7 +147,7 @@ def reduce_alike(
     which would be waited for, and in another group at once. Collective.
 
     Args:
-        phase: what this worker does right now, its kind in the first word (steps may be counted apart).
+        phase: what this worker does right now, its kind first (steps may be counted differently).
 
     Raises:
         RuntimeError: on every worker, where one reduces something else.

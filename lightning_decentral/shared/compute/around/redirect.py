@@ -55,7 +55,7 @@ class Redirected:
 
 
 _own: ContextVar[tuple[Redirected, ...]] = ContextVar(NAME, default=())
-"""What this thread redirects."""
+"""Redirections of this thread."""
 
 
 class _Replaced:

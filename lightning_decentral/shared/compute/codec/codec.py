@@ -49,15 +49,15 @@ class Codec(ABC):
     """
 
     remembers: ClassVar[bool] = False
-    """Whether both ends of a link keep an estimate of what the hearer knows."""
+    """True where both ends of a link keep an estimate of what the receiver knows."""
     complete: ClassVar[bool] = True
-    """Whether parameters may be sent by it alone. Where not, elements are missing or coarse, and it is for differences
+    """True where parameters may be sent by it alone. Else elements are missing or coarse, and it is for differences
     (`DifferenceCompression`)."""
     encodes: ClassVar[bool] = True
-    """Whether messages travel otherwise than as they are. Where not, groups of equals may all-reduce them."""
+    """True where messages are encoded. Else they travel as they are, and groups of equals may all-reduce them."""
 
     whole: ClassVar[bool] = True
-    """Whether each element of a message arrives in each round, if coarse. Where not, the rest comes rounds later."""
+    """True where each element of a message arrives in each round, if coarse. Else the rest comes rounds later."""
 
     @abstractmethod
     def parts(self, length: int, dtype: torch.dtype) -> tuple[PayloadPart, ...]:

@@ -82,7 +82,7 @@ class DifferenceCompression(Codec):
     Both ends of a link keep the estimate, so only what the hearer doesn't know yet is compressed: as the workers
     settle, the error of any contracting codec vanishes. Bytes: the inner codec's.
 
-    Targets that hear a worker in exactly the same steps share one estimate. So on a graph that doesn't change this is
+    Targets that receive in exactly the same steps share one estimate. So on a graph that doesn't change this is
     CHOCO-Gossip, at CHOCO's memory: an estimate of itself, and one of each source. On a graph that changes it is exact
     too, at a copy of the parameters for each target and each source of a period (2 log2 n on a hypercube).
 
