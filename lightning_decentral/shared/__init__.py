@@ -1,4 +1,4 @@
-"""What the methods share: the strategy base, checkpoints, the mean model, refusals, loggers; and lazy exports.
+"""Parts that the methods share: strategy base, checkpoints, the mean model, refusals, loggers; and lazy exports.
 
 Below: `plan` (timeline, forecasts), `compute` (buckets, devices), `wire` (transport, agreement, averages). Public: all
 names below. `lazy_exports` makes the faces with public names: an `if TYPE_CHECKING:` block lists where each name lives,

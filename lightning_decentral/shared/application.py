@@ -46,7 +46,7 @@ class Application:
         return cfg
 
     def choice(self, words: Sequence[str], group: str) -> str:
-        """Which file of this group they take; empty where there is no such group."""
+        """Name of the group's file that these overrides take; empty where there is no such group."""
         from hydra import compose, initialize_config_module
 
         with initialize_config_module(self.module, version_base="1.3"):

@@ -57,10 +57,10 @@ class Uncoordinated:
         return call()
 
     def tick(self) -> None:
-        """Once a round."""
+        """Count a round; called once in each."""
 
     def close(self) -> None:
-        """The fit has ended."""
+        """End the coordination with the fit."""
 
 
 class Coordination(Uncoordinated):

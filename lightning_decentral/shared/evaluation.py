@@ -1,4 +1,4 @@
-"""When the mean of the workers is shown (evaluations) or taken (the end of training). Callbacks that meet it there are
+"""Mean of the workers, shown in evaluations or taken at the end of training. Callbacks that meet it there are
 `ModelPruning`, and whatever swaps parameters in where an evaluation begins.
 
 The mean of the workers is pruned, by one mask for all, and stays pruned where training ends. By itself each worker
@@ -23,7 +23,7 @@ from lightning_decentral.shared.wire.mean import MeanModel, Swap, of_mean
 
 
 def callbacks_of(trainer: Trainer) -> list[Callback]:
-    """All of them, in their order; the list itself."""
+    """Callbacks of a trainer in their order: the list itself."""
     found: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return found
 

@@ -1,6 +1,6 @@
 """Workers that find, notice and leave each other: one worker's `Attendance`, a part of every strategy with several.
 
-It has the groups over which they talk. Knows no method. What a worker waits for in a fit is counted and named by
+It has the groups over which they communicate. Knows no method. What a worker waits for in a fit is counted and named by
 `Coordination`.
 """
 
@@ -31,7 +31,7 @@ from lightning_decentral.shared.wire.meeting.stopping import StopAgreement
 from lightning_decentral.shared.wire.transport import Wire, abort_nccl, connected, own_connection, prefixed
 
 GOODBYE_SECONDS = 10.0
-"""Worker 0, and the store with it, stays so long for the others to end, too."""
+"""Time that worker 0, and the store with it, stays for the others to end, too."""
 
 STAGES = {
     RunningStage.VALIDATING: "validation",
@@ -233,7 +233,7 @@ class Attendance:
         return self._together.meet(call)
 
     def tick(self) -> None:
-        """Once a round."""
+        """Count a round; called once in each."""
         self._together.tick()
 
     def release(self) -> None:

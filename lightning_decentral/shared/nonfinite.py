@@ -1,4 +1,4 @@
-"""What happens in a step whose gradients hold NaN or infinity, where all workers take the same updates."""
+"""Steps whose gradients hold NaN or infinity, where all workers take the same updates."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""For which Trainers strategies are, the options and devices that they know, and what no method with workers serves."""
+"""Refusals: the Trainers that strategies are for, their options and devices, and what no method with workers serves."""
 
 import inspect
 from collections.abc import Iterable
@@ -58,7 +58,7 @@ def own_bases(strategy: type) -> tuple[type, ...]:
 
 
 def refuse_backend(name: str, device: torch.device) -> None:
-    """ValueError for a process group backend that workers can't talk by on this device: before torch looks for it."""
+    """ValueError for a process group backend that can't serve workers on this device: before torch looks for it."""
     given = dict(part.rpartition(":")[::2] for part in name.split(","))  # "gloo", or "cpu:gloo,cuda:nccl"
     used = given.get(device.type, given.get("", ""))
     if used not in ("gloo", "nccl") or (used == "nccl" and device.type != "cuda"):

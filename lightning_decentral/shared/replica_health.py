@@ -91,7 +91,7 @@ class ReplicaHealth:
         self._constants: dict[int, Tensor] = {}
 
     def look(self, buffers: Iterable[Tensor]) -> None:
-        """Before training, all workers' being equal: what isn't finite in them makes nobody sick."""
+        """Note before training, where buffers are equal on all workers, which elements aren't finite, so are sound."""
         self._constants |= constants(buffers)
 
     def mean(self, tensors: Sequence[Tensor], carried: Sequence[Tensor] = ()) -> list[Tensor]:

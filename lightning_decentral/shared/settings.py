@@ -1,4 +1,4 @@
-"""What all workers must have been given alike, collected from strategy, trainer and callbacks, and when it is compared.
+"""Settings that all workers must share, collected from strategy, trainer and callbacks, and when they are compared.
 
 Nothing is listed that has to be the same: every argument of a constructor is, but for what is named here. One place for
 all who compare: Trainers of a fixed number of workers (`SameSettings`), Fabric, elastic workers as they join.
@@ -85,7 +85,7 @@ class SameSettings:
             )
 
     def resuming(self, given: bool) -> None:
-        """Before a checkpoint is read, or where it's known that none is: once after each `plan`."""
+        """Compare before a checkpoint is read, or where it's known that none is: once after each `plan`."""
         if not self._asked:
             self._asked = True
             self._compare({"ckpt_path": "given" if given else "None"}, "the checkpoint")
@@ -137,7 +137,7 @@ def of_method(strategy: Any, precision: Any) -> dict[str, str]:
 
 
 def of_optimizers(optimizers: Sequence[Optimizer], own: Sequence[str] = ()) -> dict[str, str]:
-    """Without those of these facts that are each worker's own."""
+    """Settings of the optimizers, without those that are each worker's own."""
     found = {
         "optimizers": f"[{', '.join(type(optimizer).__qualname__ for optimizer in optimizers)}]",
         "parameters of the optimizers": str([sum(len(g["params"]) for g in o.param_groups) for o in optimizers]),

@@ -112,7 +112,7 @@ class Updates:
         self._hook.remove()
 
     def batch(self, last: bool) -> None:
-        """Once after each batch; `last` of its epoch."""
+        """Check after each batch; `last` of its epoch."""
         self._moved.batch(last)
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:

@@ -105,7 +105,7 @@ class Reading:
             )
 
     def misfit(self, mark: Mapping[str, Any]) -> str | None:
-        """Why no worker can go on from its own state."""
+        """Reason why no worker can go on from its own state; None where they can."""
         size, plan = self._worker.world_size, self._worker.plan()
         if mark.get("version") != worker_state.VERSION:
             return f"written in format {mark.get('version')}, this package reads {worker_state.VERSION}"

@@ -58,7 +58,7 @@ class WholeModel:
         return checkpoint
 
     def resume(self) -> None:
-        """After set-up: the rest of what was restored."""
+        """Restore the rest of what was saved, after set-up."""
 
 
 class ReplicaCheckpoints(Checkpoints):

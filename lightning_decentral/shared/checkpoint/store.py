@@ -1,4 +1,4 @@
-"""Where checkpoints are written: on a local file system, whole or not at all, or as the user's plugin does it.
+"""Stores of checkpoints: on a local file system, whole or not at all, or as the user's plugin writes them.
 
 A worker's file is `DIR/.workers/NAME/worker-0-of-4.IDENTITY.state`, near `DIR/NAME.ckpt`: the identity is the save's,
 so that the files of two saves under one name stand side by side until the newer save is complete.

@@ -1,4 +1,4 @@
-"""What saving and resuming have in common under all methods, an abstract base; whole replicas' is in `replica`.
+"""Base of saving and resuming under all methods; that of whole replicas is in `replica`.
 
 The mean model goes to one plain file, each worker's own state next to it.
 
@@ -75,11 +75,11 @@ class Checkpoints(ABC):
 
     @abstractmethod
     def resume(self) -> None:
-        """After set-up."""
+        """Restore what is left to restore after set-up."""
 
     @abstractmethod
     def start(self) -> None:
-        """Restore the rest when training starts, once callbacks have restored which parameters are trained."""
+        """Restore rounds and random state when training starts, once callbacks have restored what is trained."""
 
     def remove(self, filepath: str | Path) -> None:
         """Remove the plain file and the workers'; of a link (`save_last="link"`) the link alone."""

@@ -112,7 +112,7 @@ class Bucket:
         return max(begins or aligned, default=None)
 
     def store(self) -> None:
-        """After mixing: the parameters are views of what was mixed."""
+        """Put what was mixed into the parameters: here they are views of it already."""
 
     @torch.no_grad()
     def release(self) -> None:

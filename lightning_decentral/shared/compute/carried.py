@@ -1,4 +1,4 @@
-"""Which buffers have a mean (running statistics), and which are one worker's: queues, codebooks, memories, indices.
+"""Buffers that have a mean (running statistics), and those that are one worker's: queues, codebooks, indices.
 
 A mean over workers is a statistic of all their data where each worker's buffer is one of its own: BatchNorm's running
 statistics, ranges of fake quantization, averages of weights. Rows that a worker has put in a place of its own choice,

@@ -1,4 +1,4 @@
-"""What a device (CPU or CUDA) does while the host or training goes on: stopwatches, late reads, threads, streams."""
+"""Clocks, reads and queues of a device (CPU or CUDA) besides training: stopwatches, late reads, threads, streams."""
 
 import atexit
 import threading
@@ -73,7 +73,7 @@ class DeviceStopwatch:
         self.stop()
 
     def seconds(self) -> float:
-        """All intervals that the device has passed so far."""
+        """Device seconds of all intervals that the device has passed so far."""
         while self._open and self._open[0][1].query():
             start, stop = pair = self._open.popleft()
             self._total += start.elapsed_time(stop) / 1000.0

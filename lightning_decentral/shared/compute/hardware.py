@@ -1,4 +1,4 @@
-"""What the hardware is called and how fast it is: laps and durations of a device, its name, its processor's cores."""
+"""Name and speed of the hardware: laps and durations of a device, its name, its processor's cores."""
 
 import os
 import platform
@@ -18,7 +18,7 @@ class HostLaps:
         self._stamps: list[float] = []
 
     def lap(self) -> int:
-        """One more; its number, from 0."""
+        """Record a lap; returns its number, from 0."""
         self._stamps.append(perf_counter())
         return len(self._stamps) - 1
 
@@ -34,7 +34,7 @@ class DeviceLaps:
         self._events: list[cuda.Event] = []
 
     def lap(self) -> int:
-        """One more; its number, from 0."""
+        """Record a lap; returns its number, from 0."""
         self._events.append(cuda.Event(enable_timing=True))
         self._events[-1].record()
         return len(self._events) - 1
@@ -96,7 +96,7 @@ def cores() -> int:
 
 
 def processor() -> str:
-    """Its name as the system gives it."""
+    """Name of the processor as the system gives it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

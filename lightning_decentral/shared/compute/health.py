@@ -33,7 +33,7 @@ def sound(scales: Tensor) -> Tensor:
 
 def _lower_median(scales: Tensor) -> Tensor:
     """The lower median of each column's finite numbers, [columns]; infinity where there are none."""
-    if len(scales) == 2:  # a message and its only hearer: a fifth of the kernels
+    if len(scales) == 2:  # a message and its only receiver: a fifth of the kernels
         return scales.amin(0)
     middle = ((scales < torch.inf).sum(0, keepdim=True) - 1).clamp(min=0) // 2
     return scales.sort(0).values.gather(0, middle)[0]

@@ -177,7 +177,7 @@ COUNTED_STEPS = 64
 
 
 def even(workers: int, steps: int = WARM_STEPS + COUNTED_STEPS) -> Floats:
-    """All equally fast in every step: [1, steps, workers]."""
+    """Factors of equally fast workers in every step: ones, [1, steps, workers]."""
     return np.ones((1, steps, workers))
 
 

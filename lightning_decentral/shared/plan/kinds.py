@@ -1,4 +1,4 @@
-"""What an annotation asks of a value: a whole number, a number, a name, a list, a part; and the remedy.
+"""Kinds of values that annotations ask for: a whole number, a number, a name, a list, a part; and the remedy.
 
 `kind_of(annotation)` reads the annotation once; `taken(value)` is asked at every construction.
 """
@@ -84,7 +84,7 @@ class Whole(Kind):
 
 
 class Number(Kind):
-    """Whole ones stay whole. What isn't finite is refused later: the constructor's own range has the better error."""
+    """Number, kept whole if whole. What isn't finite is refused later: the constructor's range has the better error."""
 
     text = "a number"
 

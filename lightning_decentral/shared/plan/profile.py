@@ -91,7 +91,7 @@ class RoundWork:
         return fixed + parameter_bytes * self.seconds_per_byte(heard)
 
     def times(self, factor: float) -> "RoundWork":
-        """All of its seconds."""
+        """The same work with all of its seconds times a factor."""
         own, heard = factor * self.own_seconds_per_byte, factor * self.heard_seconds_per_byte
         return RoundWork(self.codec, own, heard, factor * self.round_seconds, factor * self.message_seconds)
 
@@ -208,7 +208,7 @@ class LinkCost:
 
 @dataclass(frozen=True)
 class Profile:
-    """All that a forecast needs.
+    """Profile of model and network: all that a forecast needs.
 
     Args:
         variation: seconds of computation of single steps over their mean: the distribution of stragglers. Empty means

@@ -49,7 +49,7 @@ class Mean(Protocol):
         """Lay the tensors with these keys at the places from now on."""
 
     def put_back(self, flat: Tensor, place: int, unused: Collection[int]) -> None:
-        """The mean in `flat` is taken but for these of the place's tensors, which nobody uses."""
+        """Keep for the next mean what `flat` holds of these tensors of the place, whose mean nobody uses."""
 
     def guard(self, scale: Callable[[], Tensor] | None, scaled: bool = True) -> None:
         """Expect updates to be skipped from now on; `scale`: a loss scaler's, which multiplies the gradients where

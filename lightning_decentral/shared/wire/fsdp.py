@@ -196,7 +196,7 @@ def like(tensor: Tensor, shard: Tensor) -> Tensor:
 
 @torch.no_grad()
 def full_tensor(tensor: Tensor, over: Transport | None = None) -> Tensor:
-    """The whole; collective where the tensor is sharded.
+    """The whole tensor; collective where it is sharded.
 
     Args:
         over: the devices that hold the shards, where the group over which they were made is no more.

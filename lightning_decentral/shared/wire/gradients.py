@@ -186,7 +186,7 @@ class Launcher(Generic[Kind]):
         return frozenset(self._hooks)
 
     def begin(self, buckets: Sequence[Kind]) -> None:
-        """Before the backward whose gradients travel in these."""
+        """Prepare the backward whose gradients travel in these."""
         if self.buckets != (now := tuple(buckets)):
             self.buckets, self._of = now, {p: index for index, bucket in enumerate(now) for p in bucket.members}
         self._launched, self._begun = 0, False
@@ -194,7 +194,7 @@ class Launcher(Generic[Kind]):
             bucket.waiting, bucket.pending = set(bucket.members), None
 
     def rest(self) -> None:
-        """After the backward: start those that aren't complete."""
+        """Start the buckets that aren't complete, after the backward."""
         for bucket in self.buckets[self._launched :]:
             self._launched += 1
             self._launch(bucket)

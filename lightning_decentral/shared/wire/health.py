@@ -1,4 +1,4 @@
-"""Which replicas are sick (NaN, infinity, an absurd number), and the mean of the others."""
+"""Health of replicas: which are sick (NaN, infinity, an absurd number), and the mean of the others."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ def _kinds(tensor: Tensor) -> Tensor:
 
 
 def _others(tensor: Tensor, known: Iterable[Tensor]) -> Tensor:
-    """Its elements but those that aren't finite and never were, by what was `known` of tensors of this shape."""
+    """Elements of a tensor but those that aren't finite and never were, by what was `known` of tensors of its shape."""
     kinds = _kinds(tensor)
     alike = [k for k in known if k.shape == kinds.shape]
     constant = torch.stack([kinds == k.to(kinds.device) for k in alike]).any(0) & (kinds > 0) if alike else kinds > 3
@@ -165,7 +165,7 @@ def _unsound(own: Tensor, beside: Tensor) -> bool:
 
 
 def none_sound(sick: Mapping[int, Ailment], workers: int, named: Callable[[int], str]) -> str:
-    """Why nothing is validated or saved where nobody is left, a mean over no workers; empty: somebody is.
+    """Reason why nothing is validated or saved where nobody is left, a mean over no workers; empty: somebody is.
 
     Args:
         named: a tensor's name, by its number.

@@ -126,7 +126,7 @@ class Mailboxes:
             self._waiting.pop(address, None)
 
     def forget(self, addresses: Sequence[Hashable]) -> None:
-        """Nobody takes the one message that has come to each of them, or will."""
+        """Drop the one message that has come to each of them, or will: nobody takes it."""
         with self._lock:
             for address in addresses:
                 if self._boxes.pop(address, None) is None:

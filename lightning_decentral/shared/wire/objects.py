@@ -23,7 +23,7 @@ class Sizes(NamedTuple):
 
 
 def gather_objects(over: Transport, value: Any) -> list[Any]:
-    """The value of every worker, in order of rank; for what is small: everyone holds all of it.
+    """Gather the value of every worker, in order of rank; for what is small: everyone holds all of it.
 
     Raises:
         NotPlain: on every worker, one's value can't be sent.
@@ -36,7 +36,7 @@ def gather_objects(over: Transport, value: Any) -> list[Any]:
 
 
 def gather_world(value: Any) -> list[Any]:
-    """The same before groups of our own exist; one value where there is no world."""
+    """Gather values before groups of our own exist; one value where there is no world."""
     return gather_objects(everyone(), value) if connected() else [value]
 
 
@@ -55,7 +55,7 @@ def collect_objects(over: Transport, value: Any) -> list[Any]:
 
 
 def broadcast_world(value: Any, source: int = 0) -> Any:
-    """The source's value, on every worker; as it is where there is no world.
+    """Send the source's value to every worker; as it is where there is no world.
 
     Raises:
         NotPlain: on every worker, the value can't be sent.

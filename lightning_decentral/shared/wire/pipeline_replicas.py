@@ -66,7 +66,7 @@ class Bond:
         """Skip updates from now on where `check` counts one, or by a loss scaler; None: there is none."""
 
     def updated(self, optimizer: Optimizer, epoch: int) -> None:
-        """After each update of an optimizer, or where it was skipped; on all replicas equally often. Collective."""
+        """Follow up each update of an optimizer, or where it was skipped; on all replicas equally often. Collective."""
 
     def settle(self) -> None:
         """Land what is in flight; what somebody wrote since the last update stays."""

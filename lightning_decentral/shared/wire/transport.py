@@ -207,7 +207,7 @@ def transport(group: Any, device: torch.device) -> Transport:
 @contextmanager
 def world(timeout: timedelta) -> Iterator[None]:
     """The world that torchrun's variables describe, for programs that Lightning doesn't run."""
-    dist.init_process_group("gloo", timeout=timeout)  # workers talk before they agree on devices
+    dist.init_process_group("gloo", timeout=timeout)  # workers communicate before they agree on devices
     try:
         yield
     finally:

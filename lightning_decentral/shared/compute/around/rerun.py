@@ -1,4 +1,4 @@
-"""What a call of a module depends on besides inputs, parameters and buffers, so that a second run repeats the first.
+"""State that a call of a module depends on besides inputs, parameters and buffers, so that a second run repeats it.
 
 Python's and numpy's generators, `torch.Generator`s that the module holds, and its plain attributes: numbers, text, and
 lists, dictionaries, sets and deques. What a call changes elsewhere (a file, an iterator, an object) happens twice.

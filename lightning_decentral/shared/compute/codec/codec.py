@@ -1,4 +1,4 @@
-"""What a codec is: message compression as a value, from a message to the tensors of a payload and back.
+"""Codecs: message compression as a value, from a message to the tensors of a payload and back.
 
     payload = encode(message, estimate)        decoded = decode(payload, estimate)
 
@@ -69,15 +69,15 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, payload: Payload, out: Tensor, frame: Frame) -> None:
-        """Fill `out` with what the hearer makes of the payload."""
+        """Fill `out` with what a receiver decodes from the payload."""
 
     def replace(self, message: Tensor, payload: Payload, frame: Frame) -> None:
-        """`encode`, and overwrite the message by what its hearers make of it."""
+        """`encode`, and overwrite the message by what its receivers decode."""
         self.encode(message, payload, frame)
         self.decode(payload, message, frame)
 
     def residual(self, message: Tensor, payload: Payload, frame: Frame) -> None:
-        """`encode`, and overwrite the message by what its hearers don't get: message - decoded."""
+        """`encode`, and overwrite the message by what its receivers don't get: message - decoded."""
         decoded = message.clone()
         self.replace(decoded, payload, frame)
         message.sub_(decoded)

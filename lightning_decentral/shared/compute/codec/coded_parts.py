@@ -4,8 +4,8 @@
     s = (1/n) sum_i q_i + f            the owner of a part
     r = Q(s)      f <- s - r           what all decode of the owner's codes, and what is left for the next mean
 
-A worker sends 2 (n - 1) / n times the bytes of its codes, as an all-reduce does of numbers, where telling all others
-would take n - 1 times.
+A worker sends 2 (n - 1) / n times the bytes of its codes, as an all-reduce does of numbers, where sending to all
+others would take n - 1 times.
 """
 
 from collections.abc import Callable, Iterable, Sequence

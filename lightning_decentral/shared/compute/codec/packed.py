@@ -62,7 +62,7 @@ class Packed(Codec):
         for start, stop, columns in pieces(message, self.block):
             rows = message[start:stop].view(-1, columns)
             x, (packed, scale) = rows.to(exact), self._places(payload, start, rows.shape[0], columns)
-            # NaN and infinity go into the scale, so hearers see them; a block of zeros, too, has one.
+            # NaN and infinity go into the scale, so receivers see them; a block of zeros, too, has one.
             scale.copy_(torch.maximum(x.amax(1), x.amin(1).neg_())).div_(largest).clamp_(min=1.2e-38)
             shared = scale.to(exact).unsqueeze(1)
             codes = noise(start, stop, scratch(stop - start, exact, message.device)).view_as(x)

@@ -20,7 +20,7 @@ LEAST_CUT_BYTES = 2**20  # smaller models aren't cut: another message would take
 
 
 def with_tail(buckets: Sequence[Bucket]) -> list[Bucket | BucketSpan]:
-    """The last bucket in two where it's long and has a place for that, so that the last one is short."""
+    """Split the last bucket in two where it's long and has a place for that, so that the last one is short."""
     # The next round's messages may begin while the last bucket's are under way; were it longer, two neighbours' would
     # fill the queues on the way to a worker, and packets be dropped. Cut is also where nothing overlaps without a
     # delay, for one small message more: so a checkpoint fits both. A device sends all buckets at once.

@@ -1,4 +1,4 @@
-"""How one parameter lies in memory: shape, type, strides. Its place in a message and in a rule's state rests on it."""
+"""Memory layout of a parameter: shape, type, strides. Its place in a message and in a rule's state rests on it."""
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence

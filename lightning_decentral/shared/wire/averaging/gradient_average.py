@@ -101,7 +101,7 @@ class GradientAverage:
         self.look()
 
     def look(self) -> None:
-        """Some of what is watched may have been thawed since."""
+        """Watch also what may have been thawed since."""
         parameters = self._all
         needed = [p for p in parameters if p.requires_grad]
         self._launcher.refuse_changed()
@@ -118,7 +118,7 @@ class GradientAverage:
             self._mean.lay([self._row(bucket) for bucket in self._launcher.buckets])
 
     def _row(self, bucket: GradientBucket) -> Row:
-        """Key of each parameter: its number in the module, under which a file names it; a later one's is free."""
+        """(key, elements) of each parameter: the number in its module, under which a file names it, or a free one."""
         for number, parameter in enumerate(self._all):
             if parameter not in self._keys:
                 taken = self._keys.values()
@@ -170,11 +170,11 @@ class GradientAverage:
             self._launcher.paused = False
 
     def begin(self) -> None:
-        """Before a step: it averages at least once, on every device."""
+        """Begin a step: it averages at least once, on every device."""
         self._open = True
 
     def before(self, loss: Tensor) -> None:
-        """Its backward follows, which ends with averaged gradients, also where it reaches none of them here."""
+        """Prepare this loss's backward, which ends with averaged gradients, also where it reaches none of them here."""
         self.look()
         self._withdraw_cleared()
         if not self._launcher.paused and loss.requires_grad:

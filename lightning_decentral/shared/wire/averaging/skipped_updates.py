@@ -56,7 +56,7 @@ class SkippedUpdates:
             self._open.append((keys, AsyncRead(self._scale())))
 
     def settle(self) -> None:
-        """Before the next mean."""
+        """Take or withdraw what the last mean has averaged, before the next."""
         if self._scale is not None and not self._known:
             self._come_at(float(self._scale()))
             self._known = True

@@ -1,4 +1,4 @@
-"""Whether workers that average train the same parameters: asked where one sees a change, in no other step.
+"""Comparison of the parameters that workers average: asked where one sees a change, in no other step.
 
     NAME/<averages done>.<changes since>/<rank>   {parameter or optimizer: form}, as this worker has them from there on
     NAME/asked                                    a change that somebody has seen, and waits for the others' answers

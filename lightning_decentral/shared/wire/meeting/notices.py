@@ -1,4 +1,4 @@
-"""What workers report to each other outside of all groups, through the store: that they live, and why they end.
+"""Notices that workers give each other outside of all groups, through the store: that they live, and why they end.
 
     beat/<rank>    a number that grows while the process runs, every BEAT_SECONDS
     ended/<rank>   {"reason": one line, "phase": where, "lost": whether only because another was lost}
@@ -22,9 +22,9 @@ from lightning_decentral.shared.wire.pending import PeerLost
 BEAT_SECONDS = 0.5
 LOOK_SECONDS = 0.005
 SILENT_SECONDS = 2.5
-"""A worker that didn't beat for so long, when another has been lost, is the one to blame."""
+"""Seconds without a beat after which a worker is the one to blame, when another has been lost."""
 LINGER_SECONDS = 1.5
-"""Worker 0 takes the store with it: the others get so long to read why."""
+"""Seconds that worker 0 keeps the store for the others to read why it ends."""
 STORE_SECONDS = 10.0
 """Time that the store has to answer one that ends; it takes milliseconds, and `SILENT_SECONDS` to find the silent."""
 LONGEST_REASON = 500
@@ -42,7 +42,7 @@ GONE: Any = Gone()
 
 @dataclass(frozen=True)
 class Ending:
-    """Why a worker ended."""
+    """Reason why a worker ended."""
 
     reason: str
     phase: str

@@ -35,7 +35,7 @@ DOUBT_SECONDS = 10.0
 """Time that workers wait for the rest of theirs once one with another layout has come."""
 COMPLETE = "complete"
 LINGER_SECONDS = 2.0
-"""Worker 0 takes the store with it: where nobody will train, the others get so long to find out why."""
+"""Seconds that worker 0 keeps the store, where nobody will train, for the others to find out why."""
 
 _met: Counter[str] = Counter()
 """Meetings of this process by place: a second one at the same store has other keys. By place, as a process that serves
@@ -168,7 +168,7 @@ class Meeting:
         return _digest("keys", own or found)
 
     def _compare_layouts(self, store: Any, end: float) -> None:
-        """Before ranks are claimed: workers that count the others in another way have each other's."""
+        """Compare layouts before ranks are claimed: workers that count the others in another way have each other's."""
         mine = "num_nodes={}, devices={}".format(*self.layout)
         if self.rank == 0:
             store.set("layout", mine)
@@ -182,7 +182,7 @@ class Meeting:
             raise ValueError(store.compare_set("differs", "", line).decode(errors="replace"))
 
     def _doubts(self, store: Any, end: float) -> Callable[[], str]:
-        """Why all end, if called at the end or long enough after the first call that finds another layout; else empty.
+        """Reason why all end, if called at the end or long enough after a first call that finds another layout; or "".
 
         Not at once: a stray worker of another job must not end this one, and without a token only its own workers'
         coming shows that it is a stray.

@@ -1,4 +1,4 @@
-"""All workers were given the same settings: compared over the key-value store before anything else is exchanged.
+"""Comparison of the settings that all workers were given, over the key-value store before anything else is exchanged.
 
 Over the store, not by a collective: workers of other versions or plans can read it, too. What is written there never
 changes its form: JSON, {name: text}, the versions first.

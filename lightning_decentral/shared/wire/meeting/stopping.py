@@ -64,7 +64,7 @@ class StopAgreement:
         return self._stop is not None and self._rounds >= self._stop
 
     def tick(self) -> None:
-        """Once per round of any optimizer, on every worker.
+        """Count a round: once per round of any optimizer, on every worker.
 
         Raises:
             PeerLost: another worker has made no promise.
