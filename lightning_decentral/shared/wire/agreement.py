@@ -128,7 +128,7 @@ class RollCall:
         return self._told == ENDED
 
     def __enter__(self) -> None:
-        """Enter whatever may wait for other workers."""
+        """Note when a wait for other workers begins."""
         self.waiting_since = time.monotonic()
 
     def __exit__(self, *_: object) -> None:

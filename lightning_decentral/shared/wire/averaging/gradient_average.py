@@ -21,7 +21,7 @@ Place = tuple[int, int]
 
 
 class Met:
-    """Check that the devices of one average were at the same place; known when the next comes, so that none waits.
+    """Check whether the devices of one average were at the same place; known when the next comes, so that none waits.
 
     Args:
         sums: of a number for the place and of its square, to be summed over the devices.
