@@ -1,7 +1,7 @@
-"""What the methods share: the strategy base, checkpoints, the mean model, refusals, loggers; and lazy exports.
+"""Parts that the methods share: strategy base, checkpoints, the mean model, refusals, loggers; and lazy exports.
 
 Below: `plan` (timeline, forecasts), `compute` (buckets, devices), `wire` (transport, agreement, averages). Public: all
-names below. `lazy_exports` makes the faces with public names: an `if TYPE_CHECKING:` block says where each name lives,
+names below. `lazy_exports` makes the faces with public names: an `if TYPE_CHECKING:` block lists where each name lives,
 asking for one loads it. So a process reads what it uses (`from lightning_decentral.gossip import GossipStrategy`
 doesn't read the report, the simulation and the rules that nobody asked for); type checkers and readers see imports.
 """

@@ -24,7 +24,7 @@ class Application:
         name: of the configuration.
         train: runs a configuration.
         build_model: the module of a configuration and of the sizes that the data decide.
-        unlogged: words for a run that nobody wants in a log.
+        unlogged: overrides of a run that nobody wants in a log.
     """
 
     module: str
@@ -34,7 +34,7 @@ class Application:
     unlogged: tuple[str, ...] = ()
 
     def compose(self, words: Sequence[str]) -> DictConfig:
-        """The configuration that these words of the command line make."""
+        """The configuration that these overrides on the command line make."""
         # Read here: a command's help needs neither Hydra nor what Lightning reads.
         from hydra import compose, initialize_config_module
 
@@ -46,7 +46,7 @@ class Application:
         return cfg
 
     def choice(self, words: Sequence[str], group: str) -> str:
-        """Which file of this group they take; empty where there is no such group."""
+        """Name of the group's file that these overrides take; empty where there is no such group."""
         from hydra import compose, initialize_config_module
 
         with initialize_config_module(self.module, version_base="1.3"):

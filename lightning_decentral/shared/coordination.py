@@ -2,7 +2,7 @@
 
 Where Lightning's own loops would make the workers wait for each other, or leave one behind, their methods are replaced
 on the instance for the time of one fit (`LoopPatches`). A version of Lightning without such a method gets a warning
-that says what is lost.
+that names what is lost.
 """
 
 import signal
@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 
 
 class Uncoordinated:
-    """Of a single worker: there is nobody to wait for.
+    """Coordination of a single worker: there is nobody to wait for.
 
     Attributes:
         waiting: around whatever may wait for other workers.
@@ -44,12 +44,12 @@ class Uncoordinated:
 
     @property
     def agreed(self) -> bool:
-        """Whether all workers know that they stop."""
+        """True where all workers know that they stop."""
         return False
 
     @property
     def rests(self) -> bool:
-        """Whether this worker's epoch is over while others train on."""
+        """True where this worker's epoch is over while others train on."""
         return False
 
     def meet(self, call: Callable[[], Result]) -> Result:
@@ -57,10 +57,10 @@ class Uncoordinated:
         return call()
 
     def tick(self) -> None:
-        """Once a round."""
+        """Count a round; called once in each."""
 
     def close(self) -> None:
-        """The fit has ended."""
+        """End the coordination with the fit."""
 
 
 class Coordination(Uncoordinated):
@@ -115,7 +115,7 @@ class Coordination(Uncoordinated):
             self._backlog.mark()
 
     def _wait(self) -> Wait | None:
-        """What this worker has waited in for long."""
+        """This worker's wait for others where it has lasted for long; otherwise None."""
         since = self._roll.waiting_since
         if since is None or time.monotonic() - since < waits.LONG_SECONDS:
             return None
@@ -219,7 +219,7 @@ class LoopPatches:
         inner(fetcher)
 
     def _ends(self) -> bool:
-        """Whether no batch follows: there is none, or this worker stops early, alone or with the others."""
+        """Return whether no batch follows: there is none, or this worker stops early, alone or with the others."""
         loop = self._trainer.fit_loop
         return loop.epoch_loop.batch_progress.is_last_batch or (self._trainer.should_stop and loop._can_stop_early)
 
@@ -229,7 +229,7 @@ class LoopPatches:
         try:
             inner()
         except RuntimeError as error:
-            if "zero length" in str(error):  # Lightning's words, on this worker alone
+            if "zero length" in str(error):  # Lightning's text, on this worker alone
                 self._refuse_no_batch(error)
             raise
         # Where a module allows it, Lightning ends this worker's training alone; that of all, if nobody has a batch.
@@ -258,7 +258,7 @@ class LoopPatches:
         inner()
 
     def _call_roll(self, validates: Callable[[], bool] = bool) -> None:
-        """At an epoch's end: all stop if one does, and validate if one does."""
+        """Agree at an epoch's end: all stop if one does, and validate if one does."""
         if self._epoch_ended:
             return
         try:
@@ -281,7 +281,7 @@ class LoopPatches:
         self._epoch_ended = True
 
     def _validate(self) -> None:
-        """As Lightning does after a batch, where this worker's epoch ended in another way than another's."""
+        """Validate as Lightning does after a batch, where this worker's epoch ended in another way than another's."""
         trainer = self._trainer
         first = trainer._logger_connector._first_loop_iter
         trainer.validating = True
@@ -291,5 +291,5 @@ class LoopPatches:
 
 
 def _reached(loop: Any) -> bool:
-    """Whether this worker has taken all of `max_steps`."""
+    """Return whether this worker has taken all of `max_steps`."""
     return bool(loop.max_steps != -1 and loop.global_step >= loop.max_steps)

@@ -34,7 +34,7 @@ FROM_EXTRAS: dict[str | None, str] = {"hydra/launcher/submitit_slurm": "slurm"}
 
 
 def mendable(error: BaseException) -> bool:
-    """Whether its user can mend the error; one that Hydra wrapped counts as what it was."""
+    """Return whether its user can mend the error; one that Hydra wrapped counts as what it was."""
     original = unwrapped(error)
     # What Hydra wrapped came from constructing what a configuration names: there these two are the user's.
     return isinstance(original, MENDABLE) or (original is not error and isinstance(original, (TypeError, ImportError)))
@@ -81,7 +81,7 @@ def refuse_unowned(group: str, node: DictConfig) -> None:
 
 
 def refuse_missing(cfg: DictConfig) -> None:
-    """ValueError for values that must be given, each by the word that gives it."""
+    """ValueError for values that must be given, each by the override that gives it."""
     # Asked before all work: an error in instantiating names the place of a node that is handed to another one.
     if missing := list(_missing(cfg)):
         words = " ".join(f"{key}=..." for key in missing)
@@ -120,7 +120,7 @@ def _constructor(node: DictConfig) -> Constructor | None:
         made = get_object(str(target)) if target else None
         return constructor_of(made, made.__init__ if inspect.isclass(made) else made) if made else None
     except (ImportError, ValueError, TypeError):
-        return None  # not there, or not readable: instantiating it says so
+        return None  # not there, or not readable: instantiating it raises that
 
 
 def _made_of_nodes(value: Any) -> bool:

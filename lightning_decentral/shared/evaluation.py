@@ -1,4 +1,4 @@
-"""When the mean of the workers is shown (evaluations) or taken (the end of training). Callbacks that meet it there are
+"""Mean of the workers, shown in evaluations or taken at the end of training. Callbacks that meet it there are
 `ModelPruning`, and whatever swaps parameters in where an evaluation begins.
 
 The mean of the workers is pruned, by one mask for all, and stays pruned where training ends. By itself each worker
@@ -23,13 +23,13 @@ from lightning_decentral.shared.wire.mean import MeanModel, Swap, of_mean
 
 
 def callbacks_of(trainer: Trainer) -> list[Callback]:
-    """All of them, in their order; the list itself."""
+    """Callbacks of a trainer in their order: the list itself."""
     found: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return found
 
 
 class PrunedTogether:
-    """In place of what the ModelPruning callbacks of a trainer do to the model, for the time of one fit.
+    """Pruning on all workers alike, in place of what a trainer's ModelPruning callbacks do, for the time of one fit.
 
     Args:
         from_worker_0: every worker gets worker 0's values of these tensors; collective.
@@ -62,7 +62,7 @@ class PrunedTogether:
         self._undo.append(lambda: delattr(callback, name))
 
     def _prune(self, inner: Callable[[int], None], epoch: int) -> None:
-        """What this writes stays, on all workers alike; what it leaves is each worker's own again."""
+        """Prune: what this writes stays, on all workers alike; what it leaves is each worker's own again."""
         with self._mean_model.standing(*of_mean([self._module])) as keep:
             parameters = list(self._module.parameters())
             before = [parameter.detach().clone() for parameter in parameters]
@@ -78,7 +78,7 @@ class PrunedTogether:
 
 
 class Evaluated(Protocol):
-    """What is asked of the strategy whose mean it is."""
+    """Strategy whose mean is evaluated."""
 
     health: ReplicaHealth
     mean_model: MeanModel
@@ -98,7 +98,7 @@ def nothing() -> None:
 
 
 class Evaluation:
-    """Of one strategy: what Lightning does once for all workers sees their mean, or replicas that are equal."""
+    """Evaluation of one strategy: all that Lightning does once for all workers sees their mean, or equal replicas."""
 
     def __init__(self, of: Evaluated) -> None:
         self._of = of
@@ -109,7 +109,7 @@ class Evaluation:
         self._swapped_in: Swap | None = None
 
     def watch(self, trainer: Trainer) -> None:
-        """From now on, until `close`."""
+        """Watch the trainer from now on, until `close`."""
         self._before_others.insert(trainer)
         self._loaders.watch(trainer.fit_loop.epoch_loop.val_loop)
 
@@ -132,7 +132,7 @@ class Evaluation:
             self._swapped_in = Swap(tensors, mean_model.mean_of(tensors))
 
     def _end(self) -> None:
-        """Whoever swapped parameters in finds them again, bit for bit, before it takes them back."""
+        """Restore swapped-in parameters, bit for bit, before the callback that swapped them in takes them back."""
         self._evaluate()  # a worker without a batch takes part
         if self._swapped_in is not None:
             self._swapped_in.undo()
@@ -206,7 +206,7 @@ class BeforeOthers(Callback):
         self._callbacks.insert(0, self)
 
     def remove(self) -> None:
-        """From the trainer, which may train again with another strategy."""
+        """Detach from the trainer, which may train again with another strategy."""
         self._callbacks[:] = [callback for callback in self._callbacks if callback is not self]
         self._callbacks = []
 

@@ -22,7 +22,7 @@ def curve(rows: Rows, key: str) -> Curve:
 
 
 def first_curve(rows: Rows, keys: Sequence[str]) -> Curve:
-    """Of the first key that was logged; otherwise empty."""
+    """Curve of the first key that was logged; otherwise empty."""
     return next((curve(rows, key) for key in keys if any(key in row for row in rows)), ([], []))
 
 

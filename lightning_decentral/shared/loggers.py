@@ -1,4 +1,4 @@
-"""Loggers beside Lightning's own: one Weights & Biases run per worker, and rows kept in memory for the report."""
+"""Loggers in addition to Lightning's own: a Weights & Biases run per worker, and rows kept in memory for the report."""
 
 import uuid
 from argparse import Namespace
@@ -92,7 +92,7 @@ class Rows(Logger):
     """Keeps worker 0's logged metrics in memory, one row per step.
 
     Args:
-        directory: where Lightning puts checkpoints if no other logger says so.
+        directory: where Lightning puts checkpoints if no other logger has a folder.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -114,7 +114,7 @@ class Rows(Logger):
 
     @property
     def rows(self) -> list[dict[str, float]]:
-        """In order of steps; the key "step" is first."""
+        """Rows in order of steps; the key "step" is first."""
         return [{"step": step, **self._rows[step]} for step in sorted(self._rows)]
 
     @rank_zero_only
@@ -123,4 +123,4 @@ class Rows(Logger):
             self._rows.setdefault(step, {}).update(metrics)
 
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """Not kept."""
+        """Ignore hyperparameters."""

@@ -1,6 +1,6 @@
-"""Workers that find, hear and leave each other: one worker's `Attendance`, a part of every strategy with several.
+"""Workers that find, notice and leave each other: one worker's `Attendance`, a part of every strategy with several.
 
-It has the groups over which they talk. Knows no method. What a worker waits for in a fit is counted and named by
+It has the groups over which they communicate. Knows no method. What a worker waits for in a fit is counted and named by
 `Coordination`.
 """
 
@@ -31,7 +31,7 @@ from lightning_decentral.shared.wire.meeting.stopping import StopAgreement
 from lightning_decentral.shared.wire.transport import Wire, abort_nccl, connected, own_connection, prefixed
 
 GOODBYE_SECONDS = 10.0
-"""Worker 0, and the store with it, stays so long for the others to end, too."""
+"""Time that worker 0, and the store with it, stays for the others to end, too."""
 
 STAGES = {
     RunningStage.VALIDATING: "validation",
@@ -43,12 +43,12 @@ STAGES = {
 
 TIMEOUT = timedelta(minutes=5)
 BLOCKS = {"NCCL_MAX_P2P_NCHANNELS": "8"}
-"""What NCCL reads where the user says nothing: of each send it would make up to 32 blocks, which have a multiprocessor
+"""NCCL's setting where the user has none: for each send it would make up to 32 blocks, which have a multiprocessor
 of the device each, also while a neighbour is late (nccl#1656, nccl#1598)."""
 
 
 class Watched(Uncoordinated):
-    """Where nobody stops or ends together: in set-up, and in a validation or test by itself.
+    """Coordination where nobody stops or ends together: in set-up, and in a validation or test by itself.
 
     A device that waits for a lost worker is freed, as in a fit.
 
@@ -73,7 +73,7 @@ class Watched(Uncoordinated):
 
 
 class Attending(Protocol):
-    """What is asked of a strategy."""
+    """Strategy whose worker takes part in the meeting."""
 
     cluster_environment: ClusterEnvironment | None
 
@@ -122,7 +122,7 @@ class Attendance:
         return getattr(self._of.lightning_module, "_trainer", None)
 
     def phase(self) -> str:
-        """What this worker does right now."""
+        """Text on what this worker does right now."""
         trainer = self._trainer
         if trainer is None or not self.ready:
             return "set-up"
@@ -131,7 +131,7 @@ class Attendance:
         return STAGES.get(trainer.state.stage, f"step {trainer.global_step + 1}")
 
     def come(self) -> None:
-        """Start the world as Lightning does, at a store that says who is missing. From now on the others see that this
+        """Start the world as Lightning does, at a store that names who is missing. From now on the others see that this
         worker lives.
 
         Raises:
@@ -197,7 +197,7 @@ class Attendance:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Around the writing of a checkpoint, which all do together."""
+        """Context for the writing of a checkpoint, which all do together."""
         between, self._saving = self.wire is None, True
         yield
         self._saving = False  # after an error it stays: that is where this worker ends
@@ -207,7 +207,7 @@ class Attendance:
     # ---- a fit: what waits is counted and named, all stop together --------------------------------------------------
 
     def coordinate(self, trainer: Trainer, of: Rounds) -> None:
-        """From now on, until `release`."""
+        """Coordinate the fit with the other workers from now on, until `release`."""
         if self.wire is None:
             return
         assert self._notices is not None
@@ -233,7 +233,7 @@ class Attendance:
         return self._together.meet(call)
 
     def tick(self) -> None:
-        """Once a round."""
+        """Count a round; called once in each."""
         self._together.tick()
 
     def release(self) -> None:
@@ -242,12 +242,12 @@ class Attendance:
 
     @property
     def waiting(self) -> AbstractContextManager[Any]:
-        """Around whatever may wait for other workers without being a call of Lightning's."""
+        """Context for whatever may wait for other workers without being a call of Lightning's."""
         return self._together.waiting
 
     @property
     def updating(self) -> AbstractContextManager[Any]:
-        """Around the optimizer steps that the strategy takes."""
+        """Context for the optimizer steps that the strategy takes."""
         return self._together.updating
 
     @property
@@ -259,8 +259,8 @@ class Attendance:
     # ---- the end ----------------------------------------------------------------------------------------------------
 
     def leave(self, error: BaseException) -> None:
-        """Tell the others why this worker ends, unless all have agreed to; what only says that it lost a peer is told
-        why in place."""
+        """Report to the others why this worker ends, unless all have agreed to; a bare report of a lost peer gets the
+        reason in place."""
         if self._presence is not None and not self._together.agreed:
             self._presence.leave(error)
 
@@ -288,5 +288,5 @@ class Attendance:
 
 
 def _hosted() -> bool:
-    """Whether torchrun's agent has the store, not worker 0."""
+    """Return whether torchrun's agent has the store, not worker 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -1,4 +1,4 @@
-"""What happens in a step whose gradients hold NaN or infinity, where all workers take the same updates."""
+"""Steps whose gradients hold NaN or infinity, where all workers take the same updates."""
 
 from collections.abc import Callable
 from functools import partial
@@ -31,7 +31,7 @@ class Unchecked:
         return closure
 
     def of_step(self, given: dict[str, Any], optimizer: Optimizer, precision: Precision) -> dict[str, Any]:
-        """What a loop of the user's own gives `optimizer.step`: gradients are there already, or come by its closure."""
+        """Arguments that a user's loop gives `optimizer.step`: gradients are there already, or come by its closure."""
         if given.get("closure") is not None:
             return {**given, "closure": self.after(given["closure"], optimizer, precision)}
         self.after(_nothing, optimizer, precision)()
@@ -61,11 +61,11 @@ class GradientCheck(Unchecked):
 
     Args:
         nonfinite: "stop" raises a FloatingPointError on all workers: at once on the host, one step later on a device,
-            which nobody waits for. "skip" takes the step without an update, and worker 0 says so; a device is waited
+            which nobody waits for. "skip" takes the step without an update, and worker 0 reports it; a device is waited
             for.
 
     Raises:
-        ValueError: another word.
+        ValueError: another value.
     """
 
     def __init__(self, nonfinite: NonFinite) -> None:

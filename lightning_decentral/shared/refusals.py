@@ -1,4 +1,4 @@
-"""For which Trainers strategies are, the options and devices that they know, and what no method with workers serves."""
+"""Refusals: the Trainers that strategies are for, their options and devices, and what no method with workers serves."""
 
 import inspect
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
 def own_device(strategy: Any) -> torch.device:
-    """Of its devices the one at this process's local rank; ValueError where the process has a rank without a device."""
+    """The strategy's device at this process's local rank; ValueError where the process has a rank without a device."""
     devices, place = strategy.parallel_devices or [], strategy.local_rank
     if not 0 <= place < len(devices):
         raise ValueError(
@@ -33,7 +33,7 @@ def own_device(strategy: Any) -> torch.device:
 
 
 def named(strategy: Strategy) -> str:
-    """Of which package's Trainer it is. A Trainer of another refuses it, and says what it got."""
+    """Text of whose package's Trainer takes the strategy: a Trainer of the other refuses it, and prints what it got."""
     package, other = Strategy.__module__.removesuffix(".strategies.strategy"), OTHER[Strategy.__module__]
     name = type(strategy).__name__
     return f"<{name} for {package}.Trainer; {other[0]}.Trainer takes {other[1]}.{name}>"
@@ -58,7 +58,7 @@ def own_bases(strategy: type) -> tuple[type, ...]:
 
 
 def refuse_backend(name: str, device: torch.device) -> None:
-    """ValueError for a process group backend that workers can't talk by on this device: before torch looks for it."""
+    """ValueError for a process group backend that can't serve workers on this device: before torch looks for it."""
     given = dict(part.rpartition(":")[::2] for part in name.split(","))  # "gloo", or "cpu:gloo,cuda:nccl"
     used = given.get(device.type, given.get("", ""))
     if used not in ("gloo", "nccl") or (used == "nccl" and device.type != "cuda"):

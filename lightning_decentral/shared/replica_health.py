@@ -38,7 +38,7 @@ WHY = {
 
 
 ROUNDING = 1e-4
-"""Of a tensor's largest magnitude: workers that average exactly in every step are less apart."""
+"""Part of a tensor's largest magnitude: workers that average exactly in every step differ by less."""
 OTHER_MODELS = (
     "all_gather(sync_grads=True) while the workers' models differ: the others' rows (negatives, say) are of other "
     "models than this worker's, and only near its own. For the loss of one model train by compressed or "
@@ -47,7 +47,7 @@ OTHER_MODELS = (
 
 
 class Replica(Protocol):
-    """What is asked of the strategy whose replicas are judged."""
+    """Strategy whose replicas are judged."""
 
     heals: int
     devices_per_worker: int
@@ -74,7 +74,7 @@ class Replica(Protocol):
 
 
 class ReplicaHealth:
-    """Of one strategy.
+    """Health of one strategy's replicas.
 
     Args:
         of: the strategy.
@@ -87,16 +87,16 @@ class ReplicaHealth:
         self.left_out = 0
         self._of = of
         self._gathered = False  # whether a gather with gradients was looked at
-        self._told: dict[str, float] = {}  # the largest difference that was said
+        self._told: dict[str, float] = {}  # the largest difference that was reported
         self._constants: dict[int, Tensor] = {}
 
     def look(self, buffers: Iterable[Tensor]) -> None:
-        """Before training, all workers' being equal: what isn't finite in them makes nobody sick."""
+        """Note before training, where buffers are equal on all workers, which elements aren't finite, so are sound."""
         self._constants |= constants(buffers)
 
     def mean(self, tensors: Sequence[Tensor], carried: Sequence[Tensor] = ()) -> list[Tensor]:
-        """As the strategy's `mean_of`, bit for bit, where all are sound; otherwise the mean of the others, and worker 0
-        says so. Behind it what is carried, which the first sound worker has. Collective.
+        """Means as the strategy's `mean_of`, bit for bit, if all are sound; else the mean of the others, and worker 0
+        reports it. Behind it what is carried, which the first sound worker has. Collective.
 
         Raises:
             FloatingPointError: nobody is sound; on all workers.
@@ -156,11 +156,11 @@ class ReplicaHealth:
         """See that what should be the same on several workers is. Replicas that take the same updates, with their
         buffers, and the parameters of the devices of an island that hold them whole. Collective.
 
-        A bit that differs is a warning, said again where the difference has doubled: workers of different hardware
+        A bit that differs is a warning, repeated where the difference has doubled: workers of different hardware
         may honestly differ by rounding.
 
         Raises:
-            FloatingPointError: a parameter is over `TOLERANCE` apart, by worker and values; on all workers.
+            FloatingPointError: a parameter differs by over `TOLERANCE`, by worker and values; on all workers.
             RuntimeError: one has tensors that others don't have, or another learning rate; on all workers.
         """
         if self._of.wire is None or self._of.alone or not self._of.rounds():
@@ -196,7 +196,7 @@ class ReplicaHealth:
         return gradients
 
     def shown_alike(self, named: Mapping[str, Tensor], changed: bool) -> bool:
-        """Whether all workers evaluate the same numbers, bit for bit. Collective.
+        """Return whether all workers evaluate the same numbers, bit for bit. Collective.
 
         Args:
             changed: whether this worker does other ones than the mean that it was shown.
@@ -232,7 +232,7 @@ class ReplicaHealth:
         return found if self._of.drifts else {**found, **dict(module.named_buffers())}
 
     def _grouped(self, of_group: Callable[[int], int], value: Any) -> list[dict[int, Any]]:
-        """{worker: what it says} of each group of workers that hold the same. Collective."""
+        """{worker: its value} of each group of workers that hold the same. Collective."""
         return self._by(of_group, self._of.gather(value))
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What all workers must have been given alike, collected from strategy, trainer and callbacks, and when it is compared.
+"""Settings that all workers must share, collected from strategy, trainer and callbacks, and when they are compared.
 
 Nothing is listed that has to be the same: every argument of a constructor is, but for what is named here. One place for
 all who compare: Trainers of a fixed number of workers (`SameSettings`), Fabric, elastic workers as they join.
@@ -52,10 +52,10 @@ for _kind in (torch.dtype, torch.device, torch.Size):
 
 
 class Worker(Protocol):
-    """What is asked of a strategy."""
+    """Strategy whose settings are compared."""
 
     own: ClassVar[Sequence[str]]
-    """What may differ between workers."""
+    """Settings that may differ between workers."""
     _timeout: timedelta | None
 
     @property
@@ -76,7 +76,7 @@ class SameSettings:
         self._asked = True
 
     def plan(self) -> None:
-        """As soon as there is a world: versions, strategy, trainer, callbacks."""
+        """Compare versions, strategy, trainer and callbacks, as soon as there is a world."""
         self._asked = False
         if connected():
             trainer = self._worker._module.trainer
@@ -85,13 +85,13 @@ class SameSettings:
             )
 
     def resuming(self, given: bool) -> None:
-        """Before a checkpoint is read, or where it's known that none is: once after each `plan`."""
+        """Compare before a checkpoint is read, or where it's known that none is: once after each `plan`."""
         if not self._asked:
             self._asked = True
             self._compare({"ckpt_path": "given" if given else "None"}, "the checkpoint")
 
     def optimizers(self) -> None:
-        """When they exist, and data are attached."""
+        """Compare the optimizers when they exist, and data are attached."""
         validated = {"val_dataloaders": "given" if _validates(self._worker._module.trainer) else "None"}
         self._compare({**validated, **of_optimizers(self._worker.optimizers, self._worker.own)}, "the optimizers")
 
@@ -100,21 +100,21 @@ class SameSettings:
 
 
 def compare(mine: dict[str, str], timeout: timedelta, when: str) -> None:
-    """With what the others of a fixed number of workers have; errors as `check_same_settings`. Collective."""
+    """Compare with the others of a fixed number of workers; errors as `check_same_settings`. Collective."""
     if connected():
         over = everyone()
         check_same_settings(mine, over.store, over.rank, over.size, timeout, when)
 
 
 def _validates(trainer: Any) -> bool:
-    """Whether a fit of this worker has a validation; all wait for each other in it."""
+    """Return whether a fit of this worker has a validation; all wait for each other in it."""
     source = trainer.fit_loop.epoch_loop.val_loop._data_source.instance
     empty = isinstance(source, list | tuple | dict) and not source
     return bool(trainer.enable_validation) and not empty
 
 
 def versions() -> dict[str, str]:
-    """Of what decides how workers talk; how torch was built doesn't."""
+    """Versions of what decides how workers communicate; how torch was built doesn't."""
     return {
         "lightning_decentral": lightning_decentral.__version__,
         "torch": torch.__version__.split("+")[0],
@@ -123,7 +123,7 @@ def versions() -> dict[str, str]:
 
 
 def of_strategy(strategy: Any) -> dict[str, str]:
-    """Of a Trainer's, among a fixed number of workers."""
+    """Settings of a Trainer's strategy, among a fixed number of workers."""
     return {**of_method(strategy, strategy.precision_plugin), **of_place(strategy)}
 
 
@@ -137,7 +137,7 @@ def of_method(strategy: Any, precision: Any) -> dict[str, str]:
 
 
 def of_optimizers(optimizers: Sequence[Optimizer], own: Sequence[str] = ()) -> dict[str, str]:
-    """Without those of these facts that are each worker's own."""
+    """Settings of the optimizers, without those that are each worker's own."""
     found = {
         "optimizers": f"[{', '.join(type(optimizer).__qualname__ for optimizer in optimizers)}]",
         "parameters of the optimizers": str([sum(len(g["params"]) for g in o.param_groups) for o in optimizers]),
@@ -146,7 +146,7 @@ def of_optimizers(optimizers: Sequence[Optimizer], own: Sequence[str] = ()) -> d
 
 
 def of_place(strategy: Any) -> dict[str, str]:
-    """Where one of a fixed number of workers runs."""
+    """Settings of the place where one of a fixed number of workers runs."""
     layout = {"devices": strategy.num_processes, "nodes": strategy.num_nodes, "workers": strategy.world_size}
     backend = {"process_group_backend": strategy.process_group_backend, "device": strategy.root_device.type}
     return {name: str(value) for name, value in (layout | backend).items()}
@@ -163,7 +163,7 @@ def of_trainer(trainer: Trainer) -> dict[str, str]:
 
 
 def of_callbacks(trainer: Any) -> dict[str, str]:
-    """Those that make workers meet: Lightning's own and this package's."""
+    """Settings of the callbacks that make workers meet: Lightning's own and this package's."""
     met = [
         c for c in trainer.callbacks if isinstance(c, MEETING) or type(c).__module__.startswith("lightning_decentral")
     ]

@@ -18,24 +18,24 @@ from lightning_decentral.shared.compute.modules import same
 from lightning_decentral.shared.wire.fsdp import local
 
 LOOK_BATCHES = 128
-"""So often within a long epoch."""
+"""Batches between looks within a long epoch."""
 
 Mixed = tuple[int, Sequence[nn.Parameter]]
-"""How many rounds were counted, and what they mix."""
+"""Number of rounds that were counted, and the parameters that they mix."""
 
 
 class Follows(Protocol):
-    """What a method has to do with optimizers beyond their steps."""
+    """Method whose work on optimizers goes beyond their steps."""
 
     def replaced(self) -> None:
         """The optimizers are others than before, on all workers in the same step; before the first of their updates."""
 
     def mixed(self) -> Sequence[Mixed]:
-        """What moves by rounds."""
+        """Parameters that move by rounds, and the number of rounds."""
 
 
 def taken_by_anybody() -> None:
-    """Gradients are averaged, whoever takes them."""
+    """Gradients are averaged, whichever optimizer takes them."""
 
 
 class Unfollowed:
@@ -52,7 +52,7 @@ class Unfollowed:
 
 
 class Trained(Protocol):
-    """What is asked of the strategy whose updates they are."""
+    """Strategy whose updates are followed."""
 
     @property
     def followed(self) -> Follows: ...
@@ -65,7 +65,7 @@ class Trained(Protocol):
 
 
 class Rounds(Trained, Protocol):
-    """What a strategy tells of its rounds, one number for each optimizer (`RollCall` says what they are for)."""
+    """Strategy that reports its rounds, one number for each optimizer (`RollCall` documents what they are for)."""
 
     def rounds(self) -> list[int]:
         """Rounds taken."""
@@ -79,11 +79,11 @@ class Rounds(Trained, Protocol):
 
 IN_TRAINER = ("what self.optimizers() returns", "self.optimizers(use_pl_optimizer=False)")
 IN_LOOP = ("what fabric.setup returned", "the optimizer that it was given")
-"""What to step, and what not, where the loop is the user's."""
+"""(what to step, what not), where the loop is the user's."""
 
 
 class Updates:
-    """Of one fit. Use it as a context around the steps that the strategy takes.
+    """Updates of one fit. Use it as a context around the steps that the strategy takes.
 
     Args:
         steps: (what to step, what not).
@@ -96,7 +96,7 @@ class Updates:
         self._of, self._inside, self._steps = of, False, steps
         self._known = list(of.optimizers)
         self._moved = Moved(of)
-        # Of all optimizers of the process: whoever steps may be a part of another, or nobody's.
+        # Of all optimizers of the process: what steps may be a part of another, or nobody's.
         self._hook = register_optimizer_step_post_hook(self._stepped)
 
     def __enter__(self) -> None:
@@ -112,7 +112,7 @@ class Updates:
         self._hook.remove()
 
     def batch(self, last: bool) -> None:
-        """Once after each batch; `last` of its epoch."""
+        """Check after each batch; `last` of its epoch."""
         self._moved.batch(last)
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
@@ -133,7 +133,7 @@ class Updates:
 
 
 def _whole(part: Optimizer, optimizers: Sequence[Optimizer]) -> str:
-    """Of which of these it has groups of parameters; empty: of none."""
+    """Name of the optimizer that the part shares groups of parameters with; empty: of none."""
     own = {id(group) for group in part.param_groups}
     return next((type(o).__name__ for o in optimizers if any(id(group) in own for group in o.param_groups)), "")
 

@@ -40,7 +40,7 @@ from lightning_decentral.shared.wire.transport import Transport, Wire
 
 
 class WorkersStrategy(DDPStrategy):
-    """Workers that run Lightning's loops side by side and meet where their method says; no wrapper around the module.
+    """Workers that run Lightning's loops in parallel and meet where their method has to; no wrapper around the module.
 
     Args:
         accelerator, parallel_devices, checkpoint_io, precision_plugin: the Trainer's own arguments give these.
@@ -50,7 +50,7 @@ class WorkersStrategy(DDPStrategy):
         start_method: how the processes of a host are started.
 
     Attributes:
-        mean_model: the mean of workers that drift apart.
+        mean_model: the mean of workers that diverge.
         checkpoints: how this method saves and resumes; the constructor of a subclass sets it.
         own: what may differ between workers: names of arguments, `parameters of the optimizers`.
 
@@ -109,7 +109,7 @@ class WorkersStrategy(DDPStrategy):
     @property
     @abstractmethod
     def drifts(self) -> bool:
-        """Whether workers may differ between steps."""
+        """True where workers may differ between steps."""
 
     def refuse(self, module: nn.Module, fitting: bool) -> None:
         """ValueError for what the method can't train."""
@@ -125,7 +125,7 @@ class WorkersStrategy(DDPStrategy):
 
     @abstractmethod
     def advance(self, optimizer: Optimizer) -> None:
-        """What follows an update of `optimizer`."""
+        """Follow up an update of `optimizer`."""
 
     @abstractmethod
     def rounds(self) -> list[int]:
@@ -148,7 +148,7 @@ class WorkersStrategy(DDPStrategy):
         return None
 
     def changeable(self) -> dict[str, str]:
-        """What a run may have other than the one that it goes on from, in words: that is said."""
+        """Settings that may differ from those of the run that this one goes on from: a difference is reported."""
         return {}
 
     def settle(self) -> None:
@@ -165,7 +165,7 @@ class WorkersStrategy(DDPStrategy):
         self._launcher = launched_by(self, self._start_method)
 
     def setup_distributed(self) -> None:
-        """As DDPStrategy, at a meeting that says who is missing."""
+        """Set up the world as DDPStrategy does, at a meeting that reports who is missing."""
         reset_seed()
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
@@ -173,7 +173,7 @@ class WorkersStrategy(DDPStrategy):
         self._same.plan()
 
     def setup(self, trainer: Trainer) -> None:
-        """As DDPStrategy, but without a wrapper, and with equal models at the start."""
+        """Set up as DDPStrategy does, but without a wrapper, and with equal models at the start."""
         self._same.resuming(False)
         assert self.accelerator is not None
         assert self.model is not None
@@ -236,17 +236,17 @@ class WorkersStrategy(DDPStrategy):
     # ---- the mean model: what Lightning does once for all workers sees it -------------------------------------------
 
     def shown(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """What stands for these tensors of the module in the mean of the workers."""
+        """Tensors that stand for these ones of the module in the mean of the workers."""
         return tensors
 
     @property
     def shows_mean(self) -> bool:
-        """Whether the mean is evaluated, not what this worker has."""
+        """True where the mean is evaluated, not what this worker has."""
         return self.mean_model.apart
 
     @property
     def ends_at_mean(self) -> bool:
-        """Whether training ends with all workers at the mean."""
+        """True where training ends with all workers at the mean."""
         return True
 
     def averaged(self) -> tuple[list[Tensor], list[Tensor]]:

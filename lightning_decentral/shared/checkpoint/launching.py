@@ -35,7 +35,7 @@ class WorkersLauncher(_MultiProcessingLauncher):
 
 
 def _run(trainer: Trainer | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """In a worker: as Lightning runs a function where nobody has to be started."""
+    """Run a function in a worker, as Lightning does where no process has to be started."""
     try:
         return function(*args, **kwargs)
     except _TunerExitException:

@@ -19,7 +19,7 @@ from lightning_decentral.shared.compute import cuda, worker_state
 from lightning_decentral.shared.compute.worker_state import KEY
 
 PRECISION = "parameter precision"
-"""Of a plan: the type of parameters, so of messages in flight. Files of 0.2 don't say theirs."""
+"""Key of a plan: the type of parameters, so of messages in flight. Files of 0.2 lack it."""
 
 
 class Distrusted(ValueError):
@@ -51,7 +51,7 @@ class Reading:
             if isinstance(error, pickle.UnpicklingError) and not trusted:
                 if found := _objects(path, error):
                     raise Distrusted(_distrusted(path, found)) from error
-                reason = "it can't be read as tensors and plain values"  # torch's own words are many lines
+                reason = "it can't be read as tensors and plain values"  # torch's own text has many lines
             raise ValueError(f"can't read the checkpoint {_said(path, reason)}") from error
         if wrong:
             raise ValueError(f"can't read the checkpoint {_said(path, wrong)}")
@@ -105,7 +105,7 @@ class Reading:
             )
 
     def misfit(self, mark: Mapping[str, Any]) -> str | None:
-        """Why no worker can go on from its own state."""
+        """Reason why no worker can go on from its own state; None where they can."""
         size, plan = self._worker.world_size, self._worker.plan()
         if mark.get("version") != worker_state.VERSION:
             return f"written in format {mark.get('version')}, this package reads {worker_state.VERSION}"
@@ -194,13 +194,13 @@ def _distrusted(path: str | Path, found: Iterable[str]) -> str:
 
 
 def _objects(path: str | Path, error: pickle.UnpicklingError) -> list[str]:
-    """What a file names beside tensors and plain values; nothing where it's damaged."""
+    """Names in a file other than tensors and plain values; empty where it's damaged."""
     try:
         with fsspec.open(os.fspath(path), "rb") as stream:
             if zipfile.is_zipfile(stream):
                 _check_sums(stream)
             stream.seek(0)
-            # All of it: who reads of the first one alone can't tell whether to trust the rest.
+            # All of it: the first one alone doesn't show whether to trust the rest.
             found = torch.serialization.get_unsafe_globals_in_checkpoint(stream)
     except zipfile.BadZipFile:
         return []
@@ -214,13 +214,13 @@ def _check_sums(file: Any) -> None:
     if not torch.serialization.get_crc32_options():
         return
     with zipfile.ZipFile(file) as parts:
-        # The digest is among them; of the tensors it says enough.
+        # The digest is among them; it covers the tensors.
         for name in (n for n in parts.namelist() if n.endswith("data.pkl")):
             parts.read(name)
 
 
 def _others(path: str | Path) -> str:
-    """What can be taken in the place of a checkpoint that can't be read."""
+    """Text that names the checkpoints to take in the place of one that can't be read."""
     place = store.parent(store.plain(path))
     try:
         files = store.listed(place)

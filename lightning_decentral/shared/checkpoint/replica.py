@@ -17,18 +17,18 @@ from lightning_decentral.shared.wire.plain import NotPlain
 from lightning_decentral.shared.wire.transport import connected
 
 LOADERS = "combined_loader"
-"""Where Lightning keeps the states of loaders, in its fit loop's; of one worker alone."""
+"""Key of the loaders' states in Lightning's fit loop; of one worker alone."""
 
 
 class WholeModel:
-    """How a device holds its worker's model: here as a whole."""
+    """Layout of a worker's model on a device: here the whole model."""
 
     layout: str = ""
-    """Of a worker over devices; a state fits only the layout that it was saved with."""
+    """Layout of a worker over devices; a state fits only the layout that it was saved with."""
 
     @property
     def spread(self) -> bool:
-        """Whether a device has a part only."""
+        """True where a device has only a part of the model."""
         return False
 
     def whole(self, tree: dict[str, Any]) -> dict[str, Any]:
@@ -40,7 +40,7 @@ class WholeModel:
         return tree
 
     def restored(self, own: dict[str, Any], mean: Mapping[str, Any]) -> dict[str, Any]:
-        """What is loaded into the model before set-up, where this device goes on from `own`."""
+        """State that is loaded into the model before set-up, where this device goes on from `own`."""
         return own
 
     def take(self, module: nn.Module, mean: Mapping[str, Any]) -> None:
@@ -58,11 +58,11 @@ class WholeModel:
         return checkpoint
 
     def resume(self) -> None:
-        """After set-up: the rest of what was restored."""
+        """Restore the rest of what was saved, after set-up."""
 
 
 class ReplicaCheckpoints(Checkpoints):
-    """Of workers with a whole model each: the mean's file, and what each worker needs to go on exactly.
+    """Checkpoints of workers with a whole model each: the mean's file, and what each worker needs to go on exactly.
 
     Args:
         progress: the method's own.
@@ -79,7 +79,7 @@ class ReplicaCheckpoints(Checkpoints):
 
     @property
     def resuming(self) -> bool:
-        """Whether this worker restored its own state."""
+        """True where this worker restored its own state."""
         return self._restored is not None
 
     def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any) -> None:
@@ -99,7 +99,7 @@ class ReplicaCheckpoints(Checkpoints):
         self._saving.commit({**checkpoint, **full}, None, path, identity, storage_options)
 
     def _loaders(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        """How far each worker has read its data, where its loaders say so. Collective."""
+        """Progress of each worker in its data, where its loaders have a state. Collective."""
         states = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
         try:
             return {"loaders": self._worker.gather(states.get(LOADERS))}
@@ -150,7 +150,7 @@ class ReplicaCheckpoints(Checkpoints):
         return self.held.restored(own, checkpoint)
 
     def _take_own(self, mark: Mapping[str, Any], checkpoint: dict[str, Any]) -> None:
-        """Of equal workers: only their random numbers are their own, and how far each has read its data."""
+        """Restore what equal workers have of their own: random numbers, and how far each has read its data."""
         rank = self._worker.global_rank
         if len(mark.get("random", ())) == self._worker.world_size:
             self._random = mark["random"][rank], mark["mid_epoch"]
@@ -165,7 +165,7 @@ class ReplicaCheckpoints(Checkpoints):
         return self._reading.misfit(mark) or f"saved by {mark.get('layout') or 'Solo'}, resumed with {layout or 'Solo'}"
 
     def fits(self, optimizers: Sequence[Optimizer]) -> bool:
-        """Whether the optimizers' states can be restored; otherwise all start from the mean's parameters."""
+        """Return whether the optimizers' states can be restored; otherwise all start from the mean's parameters."""
         saved, now = self._optimizers, [type(optimizer).__name__ for optimizer in optimizers]
         if saved is None or saved == now:
             return True

@@ -22,7 +22,7 @@ from lightning_decentral.shared.compute.worker_state import KEY
 
 
 class Worker(Protocol):
-    """What checkpoints ask of the strategy that they are of; Lightning's own, and whether its workers may meet."""
+    """Strategy that checkpoints are of: Lightning's own attributes, and whether its workers may meet."""
 
     @property
     def global_rank(self) -> int: ...
@@ -56,7 +56,7 @@ def store_of(worker: Worker, path: str | Path, storage_options: Any = None) -> S
 
 
 def line(error: BaseException) -> str:
-    """What an error says, in one line."""
+    """The first line of an error's text, or its type's name."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
 
@@ -102,7 +102,7 @@ class Saving:
         return [f for f in old if first or own in os.path.basename(f)]
 
     def mark(self, identity: str, path: str | Path = "") -> dict[str, Any]:
-        """What a file says of itself, but for its digest."""
+        """Metadata that a file has about itself, but for its digest."""
         return {
             "version": worker_state.VERSION,
             "package": lightning_decentral.__version__,
@@ -118,7 +118,7 @@ class Saving:
 
     @staticmethod
     def leave_out(path: str | Path, whose: str) -> None:
-        """Say that an exception leaves no file: nobody has the whole model, and who has parts can't meet."""
+        """Warn that an exception leaves no file: nobody has the whole model, and who has parts can't meet."""
         rank_zero_warn(
             f"no checkpoint {os.fspath(path)}: after an exception {whose} can't meet any more; go on from the last one "
             "of ModelCheckpoint(every_n_train_steps=...)"

@@ -1,6 +1,6 @@
-"""Where checkpoints are written: on a local file system, whole or not at all, or as the user's plugin does it.
+"""Stores of checkpoints: on a local file system, whole or not at all, or as the user's plugin writes them.
 
-A worker's file is `DIR/.workers/NAME/worker-0-of-4.IDENTITY.state`, beside `DIR/NAME.ckpt`: the identity is the save's,
+A worker's file is `DIR/.workers/NAME/worker-0-of-4.IDENTITY.state`, near `DIR/NAME.ckpt`: the identity is the save's,
 so that the files of two saves under one name stand side by side until the newer save is complete.
 """
 
@@ -20,14 +20,14 @@ _PARTIAL = re.compile(r"\..+\.[0-9a-f]{32}\.partial")
 
 
 class FileIO(Protocol):
-    """What is used of Lightning's CheckpointIO."""
+    """The part of Lightning's CheckpointIO that is used."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None: ...
     def remove_checkpoint(self, path: Any) -> None: ...
 
 
 def plain(path: str | Path) -> str:
-    """The path itself of a URL of the local file system (`file:///tmp/x.ckpt`): a path of ours isn't taken apart as
+    """The path itself of a URL of the local file system (`file:///tmp/x.ckpt`): a path of ours isn't split as
     URLs are. Any other path or URL as it is."""
     text = os.fspath(path)
     inner: str = url_to_fs(text)[1] if text.startswith(LOCAL) else text
@@ -65,7 +65,7 @@ def listed(place: str) -> list[str]:
 
 
 def sync(place: str) -> None:
-    """What was renamed in a folder survives a loss of power, where the file system can promise it."""
+    """Flush a folder, so that renames in it survive a loss of power, where the file system can promise it."""
     handle = os.open(place or ".", os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -97,7 +97,7 @@ class Store(ABC):
     """Writes and removes the files of a save."""
 
     sealed: ClassVar[bool]
-    """Whether files are read as they were written, so that a digest holds."""
+    """True where files are read as they were written, so that a digest holds."""
     kept: ClassVar[int]
     """Saves under one name whose workers' files are kept."""
 
@@ -107,7 +107,7 @@ class Store(ABC):
 
     @abstractmethod
     def settle(self, path: str) -> None:
-        """What was written at `path` lasts."""
+        """Make what was written at `path` durable."""
 
     @abstractmethod
     def remove(self, path: str) -> None:
@@ -118,12 +118,12 @@ class Store(ABC):
         return []
 
     def partials(self, path: str) -> list[str]:
-        """What saves that were killed have left beside `path`."""
+        """Unfinished files that killed saves have left next to `path`."""
         return []
 
 
 class Durable(Store):
-    """Beside the target, flushed to the disk, then renamed: a reader finds the old file or the new one."""
+    """Written next to the target, flushed to the disk, then renamed: a reader finds the old file or the new one."""
 
     sealed, kept = True, 1
 
@@ -160,7 +160,7 @@ class Durable(Store):
 
 
 class Entrusted(Store):
-    """As a plugin does it, at once or later (asynchronously), here or elsewhere.
+    """Store that leaves writing to a CheckpointIO plugin: at once or later (asynchronously), here or elsewhere.
 
     The workers' files of the save before are kept: the plain file that names them may still be the one that is read.
     """

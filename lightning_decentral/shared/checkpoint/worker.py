@@ -1,9 +1,9 @@
-"""What saving and resuming have in common under all methods, an abstract base; whole replicas' is in `replica`.
+"""Base of saving and resuming under all methods; that of whole replicas is in `replica`.
 
-The mean model goes to one plain file, each worker's own state beside it.
+The mean model goes to one plain file, each worker's own state next to it.
 
 The plain file loads without this package. Workers' own files are written first, the plain file takes its name last:
-until then the checkpoint before it is whole, whoever is killed.
+until then the checkpoint before it is whole, whichever worker is killed.
 
 Saving is collective (Lightning calls it on every worker) and changes no worker's trajectory. Resuming on the same
 number of workers continues bit for bit on CPU; on another number all start from the mean.
@@ -31,11 +31,11 @@ OF_MODELS = ("state_dict", "current_model_state")  # the second is where WeightA
 
 
 class Progress(Protocol):
-    """What a method adds to a worker's own state."""
+    """The state that a method adds to a worker's own."""
 
     @property
     def keeps(self) -> bool:
-        """Whether a worker has what no other has: its model, or what it only rounded away."""
+        """True where a worker has what no other has: its model, or what it only rounded away."""
 
     def rounds(self) -> list[int]:
         """Rounds taken, one number for each optimizer; none outside of training."""
@@ -52,7 +52,7 @@ class Checkpoints(ABC):
 
     Args:
         worker: whose they are.
-        mean_model: what the plain file holds where workers drift apart.
+        mean_model: what the plain file holds where workers diverge.
     """
 
     def __init__(self, worker: Worker, mean_model: MeanModel) -> None:
@@ -67,7 +67,7 @@ class Checkpoints(ABC):
 
     @abstractmethod
     def load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
-        """What Lightning restores from; the rest is kept for `resume` and `start`. Collective.
+        """Read the checkpoint that Lightning restores from; the rest is kept for `resume` and `start`. Collective.
 
         Raises:
             ValueError: the file is damaged.
@@ -75,11 +75,11 @@ class Checkpoints(ABC):
 
     @abstractmethod
     def resume(self) -> None:
-        """After set-up."""
+        """Restore what is left to restore after set-up."""
 
     @abstractmethod
     def start(self) -> None:
-        """When training starts, once callbacks have restored which parameters are trained."""
+        """Restore rounds and random state when training starts, once callbacks have restored what is trained."""
 
     def remove(self, filepath: str | Path) -> None:
         """Remove the plain file and the workers'; of a link (`save_last="link"`) the link alone."""
@@ -93,19 +93,19 @@ class Checkpoints(ABC):
             store.prune(store.folder(filepath))
 
     def _given(self, states: dict[str, Any]) -> dict[str, Any]:
-        """What of these models' own states is averaged, such as anchors. The last is the module's; before it may be an
+        """State of these models' own that is averaged, such as anchors. The last is the module's; before it may be an
         average that a callback keeps."""
         *others, model = states
         given = self._mean_model.given(states[model], self._module.state_dict())
         return {**{key: states[key] for key in others}, model: given}
 
     def _means(self, states: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Of these models' states over the workers. Collective."""
+        """Means of these models' states over the workers. Collective."""
         kept = carried(self._module)
         return {key: mean_of_states(state, self._mean_model.mean_of, kept) for key, state in states.items()}
 
     def _say_what_is_lost(self) -> None:
-        """Of a checkpoint that is resumed: Lightning steps a schedule of this kind after it has saved."""
+        """Warn on resuming that a step of ReduceLROnPlateau may be lost: Lightning takes it after it has saved."""
         configs = self._module.trainer.lr_scheduler_configs
         monitored = dict.fromkeys(str(config.monitor) for config in configs if config.reduce_on_plateau)
         if monitored:
@@ -127,7 +127,7 @@ class Checkpoints(ABC):
         return bool(self._module.trainer.state.fn == TrainerFn.FITTING)
 
     def mid_epoch(self) -> bool:
-        """Whether batches of this epoch are still to come."""
+        """Return whether batches of this epoch are still to come."""
         progress = self._module.trainer.fit_loop.epoch_loop.batch_progress
         return progress.current.ready > 0 and not progress.is_last_batch
 

@@ -1,4 +1,4 @@
-"""What all methods do with tensors and modules: flat buckets, device clocks, random state, chains of blocks.
+"""Tensors and modules, as all methods use them: flat buckets, device clocks, random state, chains of blocks.
 
 Nothing here is public.
 """

@@ -76,7 +76,7 @@ class BlockPass:
         return found
 
     def backward(self) -> Seconds:
-        """By block; a boundary that no gradient crosses ends with the whole."""
+        """Backward seconds by block; a boundary that no gradient crosses ends with the whole."""
         at = self._laps.seconds()
         before, found = at[self._there[-1]], []
         for block in range(len(self._there) - 2, -1, -1):
@@ -86,13 +86,13 @@ class BlockPass:
         return found[::-1]
 
     def saved_bytes(self) -> list[int]:
-        """By block: distinct storages, without parameters."""
+        """Bytes saved for the backward by block: distinct storages, without parameters."""
         blocks = range(len(self._names) + 1)
         return [sum(size for owner, size in self._saved.values() if owner == block) for block in blocks]
 
     @property
     def passes(self) -> int:
-        """How often the network ran in the step."""
+        """Number of times that the network ran in the step."""
         return len(self.entered) // max(1, len(self._names))
 
     def refuse_another_order(self) -> None:
@@ -143,7 +143,7 @@ def measure(root: nn.Module, names: Sequence[str], parameter_bytes: Sequence[int
 
 
 def parameter_bytes(parameters: Iterable[nn.Parameter]) -> int:
-    """Of distinct parameters."""
+    """Bytes of distinct parameters."""
     return sum(p.numel() * p.element_size() for p in dict.fromkeys(parameters))
 
 

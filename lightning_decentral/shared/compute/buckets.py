@@ -40,15 +40,15 @@ class Bucket:
         return torch.zeros(elements, dtype=like.dtype, device=like.device)
 
     def elements(self, parameter: nn.Parameter) -> int:
-        """How many of them the bucket holds."""
+        """Number of the parameter's elements that the bucket holds."""
         return parameter.numel()
 
     def lies(self, parameter: nn.Parameter) -> Place:
-        """How the bucket holds it."""
+        """Memory layout of the parameter in the bucket."""
         return Place.of(parameter)
 
     def check(self, parameter: nn.Parameter, place: Place) -> None:
-        """Of one that the user's code gave another memory."""
+        """Check a parameter that the user's code gave another memory."""
         place.check(parameter)
 
     @property
@@ -74,7 +74,7 @@ class Bucket:
             parameter.data = view
 
     def ranges(self) -> list[range]:
-        """Of each parameter's elements, as `sampled` counts them."""
+        """Ranges of each parameter's elements, as `sampled` counts them."""
         pairs = zip(self.parameters, self._offsets, strict=True)
         return [range(offset, offset + self.elements(p)) for p, offset in pairs]
 
@@ -84,7 +84,7 @@ class Bucket:
 
     @property
     def padding(self) -> Tensor:
-        """What stands between the parameters: zeros, but where a codec without a zero has rounded them; [gaps]."""
+        """The gaps between the parameters: zeros, but where a codec without a zero has rounded them; [gaps]."""
         return torch.cat([*self._gaps(), self.held[:0]])
 
     @padding.setter
@@ -112,7 +112,7 @@ class Bucket:
         return max(begins or aligned, default=None)
 
     def store(self) -> None:
-        """After mixing: the parameters are views of what was mixed."""
+        """Put what was mixed into the parameters: here they are views of it already."""
 
     @torch.no_grad()
     def release(self) -> None:

@@ -1,4 +1,4 @@
-"""Which buffers have a mean (running statistics), and which are one worker's: queues, codebooks, memories, indices.
+"""Buffers that have a mean (running statistics), and those that are one worker's: queues, codebooks, indices.
 
 A mean over workers is a statistic of all their data where each worker's buffer is one of its own: BatchNorm's running
 statistics, ranges of fake quantization, averages of weights. Rows that a worker has put in a place of its own choice,
@@ -27,7 +27,7 @@ def carried(module: nn.Module) -> dict[str, Tensor]:
     - torch's normalization and quantization modules keep statistics: averaged;
     - so is a buffer whose name begins with `running_`, or that mirrors a parameter by name and shape (an average of
       weights);
-    - what is left is carried, where it has rows (two dimensions or more), or an integer or boolean beside it: a
+    - what is left is carried, where it has rows (two dimensions or more), or an integer or boolean next to it: a
       pointer, a label, a mask. Frozen parameters of the module go with it. Vectors and numbers alone are averaged.
 
     An attribute `buffers_averaged = True` or `False` of the module decides instead.

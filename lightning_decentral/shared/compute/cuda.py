@@ -1,6 +1,6 @@
 """The door to CUDA: streams, events, pinned memory, figures, generators. The one module that names `torch.cuda`.
 
-Whoever needs more of a device than the arithmetic of its tensors asks here, by the module's name (`cuda.Stream`): so
+What needs more of a device than the arithmetic of its tensors asks here, by the module's name (`cuda.Stream`): so
 another device can stand behind the door, as a simulated one does in the tests. Whether something lies on a CUDA device
 is `device.type == "cuda"` everywhere.
 """
@@ -36,17 +36,17 @@ def pinned(tensor: Tensor) -> Tensor:
 
 
 def free_bytes(device: torch.device) -> int:
-    """What no process uses."""
+    """Bytes of the device's memory that no process uses."""
     return torch.cuda.mem_get_info(device)[0]
 
 
 def total_bytes(device: torch.device) -> int:
-    """What the device has."""
+    """Bytes of the device's memory."""
     return torch.cuda.get_device_properties(device).total_memory
 
 
 present_bytes, peak_bytes = torch.cuda.memory_allocated, torch.cuda.max_memory_allocated
-"""In tensors now, and the most since `forget_peak`, of this process."""
+"""Bytes in tensors now, and the most since `forget_peak`, of this process."""
 forget_peak = torch.cuda.reset_peak_memory_stats
 peak_reserved_bytes, give_back = torch.cuda.max_memory_reserved, torch.cuda.empty_cache
 """The most that the allocator held; and what it holds unused goes back to other processes."""
@@ -70,4 +70,4 @@ def set_random_states(states: list[Tensor]) -> None:
 
 
 random_state, set_random_state = torch.cuda.get_rng_state, torch.cuda.set_rng_state
-"""Of one device."""
+"""Random state of one device."""

@@ -1,4 +1,4 @@
-"""What a device (CPU or CUDA) does beside the host or the training: stopwatches, late reads, threads and streams."""
+"""Clocks, reads and queues of a device (CPU or CUDA) besides training: stopwatches, late reads, threads, streams."""
 
 import atexit
 import threading
@@ -73,7 +73,7 @@ class DeviceStopwatch:
         self.stop()
 
     def seconds(self) -> float:
-        """All intervals that the device has passed so far."""
+        """Device seconds of all intervals that the device has passed so far."""
         while self._open and self._open[0][1].query():
             start, stop = pair = self._open.popleft()
             self._total += start.elapsed_time(stop) / 1000.0
@@ -126,7 +126,7 @@ class Backlog:
         self._lock = threading.Lock()
 
     def mark(self) -> None:
-        """What the current stream has to do until here is looked after."""
+        """Record an event on the current stream: `since` looks after the work queued so far."""
         if self._device:
             self.since()  # nobody else may ever ask
             event = cuda.Event()
@@ -134,7 +134,7 @@ class Backlog:
             self._open.append((event, time.monotonic()))
 
     def since(self) -> float | None:
-        """When the host came to the oldest mark that the device hasn't; by the monotonic clock."""
+        """Monotonic time when the host came to the oldest mark that the device hasn't reached; None without one."""
         with self._lock:
             while self._open and self._open[0][0].query():
                 self._open.popleft()
@@ -142,22 +142,22 @@ class Backlog:
 
 
 def beside(device: torch.device) -> AbstractContextManager[Any]:
-    """What is queued inside has a stream of its own on a CUDA device, and doesn't wait for the other's work."""
+    """Context whose work has a stream of its own on a CUDA device, and doesn't wait for the other's work."""
     return cuda.on(cuda.Stream(device)) if device.type == "cuda" else nullcontext()
 
 
 class Doing(Protocol):
-    """A call under way beside the training."""
+    """A call under way while the training goes on."""
 
     def result(self) -> Any:
-        """What it returned, or its error, once it's done; on a device the current stream waits, not the host."""
+        """Return its value or raise its error, once it's done; on a device the current stream waits, not the host."""
 
     def done(self) -> bool:
-        """Whether `result` would return at once."""
+        """Return whether `result` would return at once."""
 
 
 class Stage(Protocol):
-    """Where calls are done in order, beside the training."""
+    """Queue of calls done in order, while the training goes on."""
 
     def send(self, call: Callable[[], Any]) -> Doing:
         """Do it after all that was sent before."""
@@ -211,7 +211,7 @@ class Future(Generic[Result]):
         self._done.set()
 
     def result(self) -> Result:
-        """What it returned, or its error, once it's done."""
+        """Return its value or raise its error, once it's done."""
         self._done.wait()
         if self._error is not None:
             raise self._error

@@ -1,6 +1,6 @@
-"""How a device runs the steps of its worker.
+"""Steps of a worker on a device.
 
-Short: a device that is a worker by itself just runs them. Where there are several they work together in them, and say
+Short: a device that is a worker by itself just runs them. Where there are several they work together in them, and state
 how (`IslandMember`).
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class DeviceSteps:
-    """Of a device that is a worker by itself."""
+    """Steps of a device that is a worker by itself."""
 
     def train(self, module: Any, step: Callable[[], Any], redirect: Callable[[], Any]) -> Any:
         """Run a training step; `redirect` runs it inside the module's own call, where hooks of `forward` see it."""

@@ -1,4 +1,4 @@
-"""Digest: sha256 over what a checkpoint says, in order: keys, numbers, and of every tensor type, shape and crc32.
+"""Digest: sha256 over the contents of a checkpoint, in order: keys, numbers, and of every tensor type, shape and crc32.
 
 It is against damage, not against forgery: crc32 finds every flipped byte at twice the speed of sha256.
 Of contents, not of a file, so that it doesn't depend on who wrote the file. An object that is neither a tensor, a

@@ -50,7 +50,7 @@ def kernels(device: torch.device) -> ModuleType | None:
     try:
         found = importlib.import_module("lightning_decentral.shared.compute.triton_kernels")
         found.try_out(device)
-    except Exception as error:  # whatever a compiler says: training goes on without it
+    except Exception as error:  # whatever a compiler raises: training goes on without it
         warnings.warn(
             f"Triton doesn't work here ({type(error).__name__}: {error}), so a round of gossip goes over the "
             "parameters twice as often as it could: install triton and a C compiler",

@@ -1,4 +1,4 @@
-"""What the hardware is called and how fast it is: laps and durations of a device, its name, its processor's cores."""
+"""Name and speed of the hardware: laps and durations of a device, its name, its processor's cores."""
 
 import os
 import platform
@@ -18,12 +18,12 @@ class HostLaps:
         self._stamps: list[float] = []
 
     def lap(self) -> int:
-        """One more; its number, from 0."""
+        """Record a lap; returns its number, from 0."""
         self._stamps.append(perf_counter())
         return len(self._stamps) - 1
 
     def seconds(self) -> list[float]:
-        """Of every lap since the first."""
+        """Wall seconds of every lap since the first."""
         return [stamp - self._stamps[0] for stamp in self._stamps]
 
 
@@ -34,13 +34,13 @@ class DeviceLaps:
         self._events: list[cuda.Event] = []
 
     def lap(self) -> int:
-        """One more; its number, from 0."""
+        """Record a lap; returns its number, from 0."""
         self._events.append(cuda.Event(enable_timing=True))
         self._events[-1].record()
         return len(self._events) - 1
 
     def seconds(self) -> list[float]:
-        """Of every lap since the first, once the device has passed the last."""
+        """Device seconds of every lap since the first, once the device has passed the last."""
         for event in self._events:
             event.synchronize()
         return [self._events[0].elapsed_time(event) / 1000.0 for event in self._events]
@@ -88,7 +88,7 @@ def device_name(device: torch.device) -> str:
 
 
 def cores() -> int:
-    """How many this process may use."""
+    """Number of processor cores that this process may use."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS
@@ -96,7 +96,7 @@ def cores() -> int:
 
 
 def processor() -> str:
-    """Its name as the system gives it."""
+    """Name of the processor as the system gives it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,7 +1,7 @@
-"""Health of workers by the largest number that each holds: NaN, infinity, and what is absurd beside the others.
+"""Health of workers by the largest number that each holds: NaN, infinity, and what is absurd compared to the others.
 
 Messages, the mean model and gradients are judged by one formula. Replicas that must be the same are judged by their
-bits and, where these differ, by numbers that say by how much, and who it is.
+bits and, where these differ, by numbers that show by how much, and who it is.
 """
 
 from collections import Counter
@@ -32,8 +32,8 @@ def sound(scales: Tensor) -> Tensor:
 
 
 def _lower_median(scales: Tensor) -> Tensor:
-    """Of what is finite of each column; infinity where nothing is."""
-    if len(scales) == 2:  # a message and its only hearer: a fifth of the kernels
+    """The lower median of each column's finite numbers, [columns]; infinity where there are none."""
+    if len(scales) == 2:  # a message and its only receiver: a fifth of the kernels
         return scales.amin(0)
     middle = ((scales < torch.inf).sum(0, keepdim=True) - 1).clamp(min=0) // 2
     return scales.sort(0).values.gather(0, middle)[0]
@@ -47,7 +47,7 @@ def scale(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def stated(numbers: Sequence[int], tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """(numbers, bits of `scale(tensors)`), int64 [numbers + 1]: said before a message, so that who hears it needn't go
+    """(numbers, bits of `scale(tensors)`), int64 [numbers + 1]: sent before a message, so that its receiver needn't go
     over all of it again."""
     # Filled on the device: copying numbers there would make the host wait.
     rows = [torch.full((1,), number, dtype=torch.int64, device=device) for number in numbers]
@@ -98,10 +98,10 @@ judge_ = operator("judge_(Tensor(a!) sane, Tensor stated) -> ()", _judge)
 # ---- replicas that must be the same ----------------------------------------------------------------------------------
 
 TOLERANCE = 1e-2
-"""Of a tensor's largest magnitude: rounding stays far below, a wrong update or a flipped exponent doesn't."""
+"""Part of a tensor's largest magnitude: rounding stays far below, a wrong update or a flipped exponent doesn't."""
 
 Look = tuple[int, float, float, float]
-"""What is compared of one tensor: fingerprint, smallest, largest and mean element."""
+"""Fingerprint, smallest, largest and mean element of a tensor, which are compared."""
 
 
 def rates(optimizers: Sequence[Optimizer]) -> dict[str, str]:
@@ -153,7 +153,7 @@ class Unequal:
 
 
 def unequal(rows: Mapping[int, Mapping[str, Look]]) -> list[Unequal]:
-    """Every tensor whose bits aren't the same on all, the furthest apart first.
+    """Every tensor whose bits aren't the same on all, the most different first.
 
         apart = max |p_i - p_j| / max(1e-3, s)    p: smallest, largest, mean; s: the usual largest magnitude
 

@@ -32,7 +32,7 @@ def candidates(module: nn.Module) -> list[Chain]:
     A block is a member of a Sequential or ModuleList, containers flattened: the layers of all stages are one chain.
     Where its blocks lie in several networks (a student and its teacher), those of each are a chain as well; so are
     plain layers of several classes (a VGG). Likely is a chain that holds half of the largest one's parameters, and of
-    these the longest. Whether a chain may be cut is for `verify` to say.
+    these the longest. Whether a chain may be cut is for `verify` to decide.
     """
     modules = dict(module.named_modules())
     members: dict[type, list[str]] = defaultdict(list)
@@ -81,13 +81,13 @@ def _within(name: str, others: list[str]) -> bool:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """What is compiled runs as it was written, so that hooks see what runs inside of it; nothing is compiled."""
+    """Run compiled modules eagerly, so that hooks see what runs inside of them; nothing is compiled."""
     with torch.compiler.set_stance("force_eager") if compiles() else nullcontext():
         yield
 
 
 def compiles() -> bool:
-    """Whether anything may have been given to torch.compile in this process, modules or functions."""
+    """Return whether anything may have been given to torch.compile in this process, modules or functions."""
     return "torch._dynamo" in sys.modules  # seconds to import, which torch.compile does
 
 

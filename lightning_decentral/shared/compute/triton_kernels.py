@@ -20,13 +20,13 @@ T = TypeVar("T")
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK = 1024
 NEIGHBOURS = 4
-"""That one launch hears; of more, torch's operations are as good."""
+"""Largest number of neighbours that one launch receives from; for more, torch's operations are as good."""
 PARTS = 1024
 """Largest magnitudes that a second kernel puts together."""
 HEADERS = 32
-"""That one program judges."""
+"""Largest number of headers that one program judges."""
 LARGEST_BLOCK = 4096
-"""Of a codec: elements that share a scale, which one program holds."""
+"""Largest block of a codec: elements that share a scale, which one program holds."""
 TILE = 2048
 """Elements that one program decodes, in blocks."""
 

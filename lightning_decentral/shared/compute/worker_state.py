@@ -1,7 +1,7 @@
-"""Worker state: what every file says of itself, and the state of a worker's random generators.
+"""Worker state: metadata that every file has about itself, and the state of a worker's random generators.
 
 A worker's file is a complete Lightning checkpoint of that worker's own model, plus its random state and its messages
-in flight. What a file says of itself is its mark: format, package, who wrote it in which save, and a digest.
+in flight. The metadata is the file's mark: format, package, who wrote it in which save, and a digest.
 """
 
 import random
@@ -24,7 +24,7 @@ def sealed(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def damage(checkpoint: Mapping[str, Any]) -> str | None:
-    """What is wrong with the contents; nothing where no digest was kept."""
+    """The reason why the contents are damaged; None where they aren't, or where no digest was kept."""
     mark = checkpoint.get(KEY) or {}
     kept = mark.get("digest")
     rest = {key: value for key, value in mark.items() if key != "digest"}

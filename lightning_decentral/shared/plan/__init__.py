@@ -1,4 +1,4 @@
-"""What all methods' plans are made of, without torch: the discrete-event timeline, forecasts, the measured profile.
+"""Parts of all methods' plans, without torch: the discrete-event timeline, forecasts, the measured profile.
 
 Public: `profile` (the file), `timeline` and `forecast`.
 """

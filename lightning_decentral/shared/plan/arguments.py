@@ -1,4 +1,4 @@
-"""`@checked`: a constructor that takes what its annotations say, and refuses the rest in one line.
+"""`@checked`: a constructor that takes what its annotations allow, and refuses the rest in one line.
 
     Every(steps="8", inner=Ring)   ->   ValueError: Every: steps must be a whole number, got '8': write steps=8
 
@@ -36,12 +36,12 @@ def checked(cls: Class) -> Class:
 
 @dataclass(frozen=True)
 class Constructor:
-    """What a constructor takes.
+    """Arguments that a constructor takes.
 
     Args:
         places: names of the parameters that may be given without, in order.
         kinds: by name.
-        defaults: by name, as the remedy says them.
+        defaults: by name, as the remedy prints them.
     """
 
     owner: str
@@ -84,7 +84,7 @@ class Constructor:
 
 @functools.cache
 def constructor_of(target: Any, made: Callable[..., Any]) -> Constructor:
-    """What a class takes by its own constructor, and by those of its bases where that one passes options on.
+    """Arguments that a class takes by its own constructor, and by those of its bases where that one passes options on.
 
     Args:
         target: a class, or a function, which is its own constructor.
@@ -115,7 +115,7 @@ def _default(parameter: inspect.Parameter) -> str:
 
 
 def _rewritten(name: str, value: Any, kind: Kind) -> str:
-    """What was probably meant, where the kind takes it: 8 for '8' and 8.0."""
+    """Text of the value that was probably meant, where the kind takes it: 8 for '8' and 8.0; otherwise empty."""
     for number in (int, float):
         try:
             meant = number(value)

@@ -21,7 +21,7 @@ BUCKET_BYTES = 25 * 2**20
 
 @dataclass(frozen=True)
 class BackwardPiece:
-    """What of a block's backward yields the gradients of one bucket."""
+    """Part of a block's backward that yields the gradients of one bucket."""
 
     block: str
     seconds: float
@@ -126,7 +126,7 @@ class DataParallel(Synchronous):
         return 2 * (n - 1) / n * setting.model.parameter_bytes if setting.cluster.nodes > 1 else 0.0
 
     def memory_bytes(self, setting: Setting) -> float:
-        return replica_bytes(setting.model) + setting.model.parameter_bytes  # buckets lie beside the gradients
+        return replica_bytes(setting.model) + setting.model.parameter_bytes  # buckets lie next to the gradients
 
     def at(self, setting: Setting, factor: float) -> list[Task[str]]:
         return step(setting.model.step_blocks, self.prices(setting)[0], factor, self.bucket_bytes)
@@ -162,7 +162,7 @@ def sharded_step(
 
 
 def whole_matrices(setting: Setting, shards: int) -> float:
-    """Seconds of one way of what `Model.whole_bytes` puts together: a device sends (L - 1) / L of its part and hears as
+    """Seconds of one way of what `Model.whole_bytes` puts together: a device sends (L - 1) / L of its part and gets as
     much, all devices of a node at once."""
     cluster, part = setting.cluster, setting.model.whole_bytes / shards
     flows = min(shards, cluster.per_node)

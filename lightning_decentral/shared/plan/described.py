@@ -41,7 +41,7 @@ _NOTHING = object()
 
 
 def first_difference(mine: Mapping[str, str], theirs: Mapping[str, str], sign: str = "=") -> tuple[str, str] | None:
-    """Of what two have, by name: (as the one has it, as the other does), `no name` where it's missing; None: none."""
+    """First difference by name: (as the one has it, as the other does), `no name` where it's missing; or None."""
     name = next((name for name in (*theirs, *mine) if theirs.get(name) != mine.get(name)), None)
     if name is None:
         return None
@@ -74,7 +74,7 @@ _NAMED = (type, FunctionType, BuiltinFunctionType, MethodType)
 
 
 def said(kind: type) -> None:
-    """Values of this class are said by their `repr`: what has no structure that Python could see."""
+    """Values of this class are described by their `repr`: what has no structure that Python could see."""
     _facts.register(kind, lambda value, name: iter([(name, repr(value))]))
 
 

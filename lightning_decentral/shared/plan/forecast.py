@@ -1,4 +1,4 @@
-"""Forecast of a training step: what a method must say of it, what comes out; stragglers."""
+"""Forecast of a training step: what a method must state for it, what comes out; stragglers."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -40,13 +40,13 @@ class Cluster:
         return self.workers // self.per_node
 
     def reach(self, devices: int) -> str:
-        """Of a group of consecutive devices that begins with a node's first."""
+        """Reach of a group of consecutive devices that begins with a node's first: inside a node, or between nodes."""
         return "between" if devices > self.per_node else "inside"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained where."""
+    """Model, network and cluster of a training."""
 
     model: Model
     network: Network
@@ -54,7 +54,7 @@ class Setting:
 
     @property
     def without_network(self) -> "Setting":
-        """Where all messages take no time."""
+        """The setting where all messages take no time."""
         return replace(self, network=NO_NETWORK)
 
 
@@ -65,11 +65,11 @@ class Method(ABC):
     """A way to train. A value: the setting is an argument."""
 
     equal: ClassVar[bool] = True
-    """Whether every step trains all that a step of ddp does; otherwise it is shown and never recommended."""
+    """True where every step trains all that a step of ddp does; otherwise it is shown and never recommended."""
 
     @abstractmethod
     def prices(self, setting: Setting) -> tuple[Price, ...]:
-        """Of what it sends, for whether they were measured."""
+        """Prices of what it sends, for whether they were measured."""
 
     @abstractmethod
     def seconds(self, setting: Setting, factors: Floats) -> Floats:
@@ -81,7 +81,7 @@ class Method(ABC):
 
     @abstractmethod
     def tasks(self, setting: Setting) -> list[Task[str]]:
-        """A step, or several where one says too little, of equally fast workers."""
+        """Tasks of a step, or of several where one isn't representative, of equally fast workers."""
 
     @abstractmethod
     def card_bytes(self, setting: Setting) -> float:
@@ -89,12 +89,12 @@ class Method(ABC):
 
     @abstractmethod
     def memory_bytes(self, setting: Setting) -> float:
-        """Of one device: parameters, gradients, optimizer state, saved activations, buffers of messages."""
+        """Bytes of one device's memory: parameters, gradients, optimizer state, saved activations, message buffers."""
 
 
 @dataclass(frozen=True)
 class StepForecast:
-    """Of a step.
+    """Forecast of a step.
 
     Args:
         seconds: mean over runs with stragglers.
@@ -116,7 +116,7 @@ class StepForecast:
 
 
 def forecast(method: Method, setting: Setting, factors: Floats) -> StepForecast:
-    """Of a method in a setting with these stragglers, [runs, steps, workers]."""
+    """Forecast of a method in a setting with these stragglers, [runs, steps, workers]."""
     runs = method.seconds(setting, factors)
     alike = even(setting.cluster.workers)
     smooth = float(method.seconds(setting, alike)[0])
@@ -177,7 +177,7 @@ COUNTED_STEPS = 64
 
 
 def even(workers: int, steps: int = WARM_STEPS + COUNTED_STEPS) -> Floats:
-    """All equally fast in every step: [1, steps, workers]."""
+    """Factors of equally fast workers in every step: ones, [1, steps, workers]."""
     return np.ones((1, steps, workers))
 
 

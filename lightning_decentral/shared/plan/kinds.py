@@ -1,4 +1,4 @@
-"""What an annotation asks of a value: a whole number, a number, a name, a list, a part; and the remedy.
+"""Kinds of values that annotations ask for: a whole number, a number, a name, a list, a part; and the remedy.
 
 `kind_of(annotation)` reads the annotation once; `taken(value)` is asked at every construction.
 """
@@ -30,7 +30,7 @@ class Kind(ABC):
 
     @property
     def names(self) -> list[str]:
-        """Of the parts that may be given."""
+        """Names of the parts that may be given."""
         return []
 
     @abstractmethod
@@ -84,7 +84,7 @@ class Whole(Kind):
 
 
 class Number(Kind):
-    """Whole ones stay whole. What isn't finite is refused later: the constructor's own range says it better."""
+    """Number, kept whole if whole. What isn't finite is refused later: the constructor's range has the better error."""
 
     text = "a number"
 
@@ -258,7 +258,7 @@ PLAIN: dict[Any, type[Kind]] = {type(None): Nothing, bool: Truth, int: Whole, fl
 
 
 def kind_of(annotation: Any) -> Kind:
-    """Of what `typing.get_type_hints` gives; anything goes where the annotation says nothing that can be asked."""
+    """Kind of what `typing.get_type_hints` gives; anything goes where the annotation has nothing to check by."""
     if annotation in PLAIN:
         return PLAIN[annotation]()
     origin, arguments = get_origin(annotation), get_args(annotation)

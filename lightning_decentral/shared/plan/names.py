@@ -63,6 +63,6 @@ def _load() -> None:
 
 
 def _binding() -> str:
-    """Where strategies are that this process can read: those of `lightning`, unless it has or uses another alone."""
+    """Package whose strategies this process can read: those of `lightning`, unless it has or uses another alone."""
     other = "pytorch_lightning" in sys.modules and "lightning" not in sys.modules
     return f"{PACKAGE}.pytorch_lightning" if other or find_spec("lightning") is None else PACKAGE

@@ -25,7 +25,7 @@ from lightning_decentral.shared.plan.profile import LinkCost
 
 @dataclass(frozen=True)
 class RingCost:
-    """How often the latency is paid, and how often a message's bytes pass a link, by the number of workers."""
+    """Number of times that the latency is paid, and that a message's bytes pass a link, by the number of workers."""
 
     hops: Callable[[int], float]
     copies: Callable[[int], float]
@@ -50,7 +50,7 @@ class Price:
     extrapolated: bool = False
 
     def seconds(self, message_bytes: float) -> float:
-        """Of one operation; of nothing, none."""
+        """Seconds that the operation takes on a message of so many bytes; 0 for none."""
         return self.latency_seconds + message_bytes / self.bytes_per_second if message_bytes else 0.0
 
 
@@ -74,7 +74,7 @@ class Network:
     def price(
         self, operation: str, reach: str, workers: int, flows: int = 1, per_node: int = 1, peers: int = 1
     ) -> Price:
-        """Of an operation on a group, `per_node` of which share a node; nothing for a group of one.
+        """Price of an operation on a group, `per_node` of which share a node; nothing for a group of one.
 
         Inside a node, where only the network was measured, the network's: too dear, and marked as extrapolated.
         """
@@ -110,11 +110,11 @@ class Network:
         return min(usable, key=distance)
 
     def knows(self, reach: str) -> bool:
-        """Whether anything was measured there."""
+        """Return whether anything was measured there."""
         return any(cost.reach == reach and cost.workers > 1 and cost.operation in OPERATIONS for cost in self.costs)
 
     def linked(self, reach: str, latency_seconds: float, bytes_per_second: float) -> "Network":
-        """With links of this kind in place of what was measured there."""
+        """The network with links of this kind in place of what was measured there."""
         link = LinkCost("exchange", reach, 2, 1, latency_seconds, bytes_per_second)
         measured = (cost for cost in self.costs if cost.reach != reach)
         return Network((*measured, link), tuple(dict.fromkeys((*self.given, reach))))

@@ -50,9 +50,9 @@ class BlockCost:
 
 @dataclass(frozen=True)
 class RoundWork:
-    """What a round of gossip takes the device beside the wire: to copy or encode, decode, mix and correct.
+    """Device work of a round of gossip other than the wire: to copy or encode, decode, mix and correct.
 
-    seconds = round_seconds + heard message_seconds                                             0 where nobody is heard
+    seconds = round_seconds + heard message_seconds                                  0 where nothing is received
             + bytes of the parameters (own_seconds_per_byte + heard heard_seconds_per_byte)
 
     Args:
@@ -82,16 +82,16 @@ class RoundWork:
             )
 
     def seconds_per_byte(self, heard: int) -> float:
-        """Of a round with so many neighbours."""
+        """Seconds per byte of the parameters of a round that receives from so many neighbours."""
         return self.own_seconds_per_byte + heard * self.heard_seconds_per_byte if heard else 0.0
 
     def seconds(self, parameter_bytes: float, heard: int) -> float:
-        """Of a round with so many neighbours."""
+        """Seconds of a round that receives from so many neighbours."""
         fixed = self.round_seconds + heard * self.message_seconds if heard else 0.0
         return fixed + parameter_bytes * self.seconds_per_byte(heard)
 
     def times(self, factor: float) -> "RoundWork":
-        """All of its seconds."""
+        """The same work with all of its seconds times a factor."""
         own, heard = factor * self.own_seconds_per_byte, factor * self.heard_seconds_per_byte
         return RoundWork(self.codec, own, heard, factor * self.round_seconds, factor * self.message_seconds)
 
@@ -101,17 +101,17 @@ class Model:
     """The blocks from the inputs to the loss, on one device.
 
     Args:
-        name: what was profiled, for people: the words of the command line.
+        name: what was profiled, for people: the overrides on the command line.
         batch: samples of a step.
         state_bytes: of the optimizer's state.
-        words: of the command line of `recipes/train.py` that make this model; empty for another one.
+        words: overrides on the command line of `recipes/train.py` that make this model; empty for another one.
         rounds: of gossip, by codec; empty where none were measured.
         optimizer: that was profiled, as `optimizer=` names it; empty where nobody knows.
         states: of the optimizer that have their parameters' shapes: (name, bytes).
         stepping_bytes: that the optimizer takes while it steps and gives back; they lie where activations were saved.
         whole_bytes: of the parameters whose update needs whole matrices, so that shards of them are put together.
         products_per_second: floating-point operations of Newton-Schulz on the hidden matrices; 0 where unmeasured.
-        loop_seconds: of a step beside the blocks: Lightning's own, and the next batch's.
+        loop_seconds: of a step outside of the blocks: Lightning's own, and the next batch's.
     """
 
     name: str
@@ -130,7 +130,7 @@ class Model:
 
     @property
     def seconds(self) -> float:
-        """Of a step without any communication."""
+        """Seconds of a step without any communication."""
         return sum(b.forward_seconds + b.backward_seconds + b.update_seconds for b in self.step_blocks)
 
     @property
@@ -147,11 +147,11 @@ class Model:
 
     @property
     def hidden(self) -> tuple[Sides, ...]:
-        """Of all blocks."""
+        """Sides of the hidden matrices of all blocks."""
         return tuple(sides for block in self.blocks for sides in block.hidden)
 
     def bytes_of_state(self, name: str) -> int:
-        """Of one state of the optimizer, over all parameters that have it.
+        """Bytes of one state of the optimizer, over all parameters that have it.
 
         Raises:
             ValueError: the profile knows no such state.
@@ -171,7 +171,7 @@ class LinkCost:
     """seconds(bytes) = latency_seconds + bytes / bytes_per_second.
 
     Args:
-        operation: `all_reduce`, `exchange` (every worker sends messages and hears as many), `all_gather`,
+        operation: `all_reduce`, `exchange` (every worker sends messages and receives as many), `all_gather`,
             `reduce_scatter` (the bytes of these two are those of all parts together), `broadcast`.
         reach: `inside` one node or `between` nodes.
         workers: of one group.
@@ -179,8 +179,8 @@ class LinkCost:
         error: largest relative distance of a measured point from the line.
         points: what was measured, (bytes, seconds).
         per_node: workers of one group that share a node.
-        peers: neighbours to whom each worker sends in an `exchange`, and as many that it hears; the bytes are those of
-            all its messages together.
+        peers: neighbours to whom each worker sends in an `exchange`, and as many that send to it; the bytes are those
+            of all its messages together.
 
     Raises:
         ValueError: fewer than one neighbour.
@@ -202,13 +202,13 @@ class LinkCost:
             raise ValueError(f"an exchange has at least one neighbour, got {self.peers}")
 
     def seconds(self, message_bytes: float) -> float:
-        """Of one operation on a message of so many bytes."""
+        """Seconds of one operation on a message of so many bytes."""
         return self.latency_seconds + message_bytes / self.bytes_per_second
 
 
 @dataclass(frozen=True)
 class Profile:
-    """All that a forecast needs.
+    """Profile of model and network: all that a forecast needs.
 
     Args:
         variation: seconds of computation of single steps over their mean: the distribution of stragglers. Empty means
@@ -223,7 +223,7 @@ class Profile:
 
 
 def write(profile: Profile, path: str | Path) -> None:
-    """As JSON."""
+    """Write the profile as JSON."""
     text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(profile)}, indent=1)
     Path(path).write_text(text + "\n")
 

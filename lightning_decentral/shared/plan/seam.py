@@ -34,6 +34,6 @@ class StrategyType(ABCMeta):
 
     @property
     def __signature__(cls) -> inspect.Signature:
-        """Of the constructor, which `__call__` would hide from `inspect` and from command lines."""
+        """Signature of the constructor, which `__call__` would hide from `inspect` and from command lines."""
         parameters = list(inspect.signature(cls.__init__).parameters.values())  # type: ignore[misc]
         return inspect.Signature(parameters[1:])

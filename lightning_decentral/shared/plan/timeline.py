@@ -31,7 +31,7 @@ class Task(Generic[Name]):
 
 @dataclass(frozen=True)
 class Span:
-    """When a task ran, in seconds since the beginning."""
+    """Start and finish of a task, in seconds since the beginning."""
 
     worker: str
     start: float
@@ -43,7 +43,7 @@ class Deadlock(ValueError):
 
 
 def run(tasks: Sequence[Task[Name]]) -> dict[Name, Span]:
-    """When each task starts and finishes, by name.
+    """Simulate the tasks: when each one starts and finishes, by name.
 
     Raises:
         Deadlock: naming the first task of each worker that can never start.

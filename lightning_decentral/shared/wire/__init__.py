@@ -1,4 +1,4 @@
-"""What all methods send: `transport` is the one door to torch.distributed, FSDP2 has the other, `in_process_group`
+"""Messages of all methods: `transport` is the one door to torch.distributed, FSDP2 has the other, `in_process_group`
 answers in its place; averages, agreement.
 
 Public: `replicas`; all else serves the strategies.

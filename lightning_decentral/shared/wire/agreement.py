@@ -16,7 +16,7 @@ from lightning_decentral.shared.wire.objects import gather_objects
 from lightning_decentral.shared.wire.transport import Transport
 
 PATIENCE_SECONDS = 1.0
-ALERT_SECONDS = 0.02  # once it's known that somebody has ended, and must be told of every further round
+ALERT_SECONDS = 0.02  # once it's known that somebody has ended, and must be notified of every further round
 ENDED = "ended"
 
 
@@ -63,7 +63,7 @@ class Uneven(RuntimeError):
 
 
 def uneven(worker: int, steps: int) -> Uneven:
-    """Of a worker whose epoch has ended, under a method in which all take the same updates."""
+    """Error of a worker whose epoch has ended, under a method in which all take the same updates."""
     return Uneven(
         worker,
         f"worker {worker} ended its epoch after {steps} steps while another goes on, and all must take the same "
@@ -75,8 +75,8 @@ def uneven(worker: int, steps: int) -> Uneven:
 class RollCall:
     """The end of an epoch with unequal numbers of batches: nobody hangs and all take the same number of rounds.
 
-    A worker that has no batch left waits here until all have come. The others then say in the store where they are;
-    whoever waits here takes part, without updates, in the rounds to which all of these have come:
+    A worker that has no batch left waits here until all have come. The others then write in the store where they are;
+    a worker that waits here takes part, without updates, in the rounds to which all of these have come:
 
         rounds_k <- min_j wanted_jk     k: optimizers;  j: workers whose epoch goes on
 
@@ -113,8 +113,8 @@ class RollCall:
         self._told, self._lock = "", threading.Lock()
         self.waiting_since: float | None = None
         self._closed = threading.Event()
-        # A thread: whoever waits is blocked in a message, a collective call or, where the device waits in its place,
-        # in whatever needs the device next, and can't say so itself.
+        # A thread: a worker that waits is blocked in a message, a collective call or, if the device waits in its place,
+        # in whatever needs the device next, and can't report that itself.
         self._watch = threading.Thread(target=self._say_where, name="lightning_decentral-roll-call", daemon=True)
         self._watch.start()
 
@@ -124,18 +124,18 @@ class RollCall:
 
     @property
     def rests(self) -> bool:
-        """Whether this worker has ended its epoch and waits for others that haven't."""
+        """True where this worker has ended its epoch and waits for others that haven't."""
         return self._told == ENDED
 
     def __enter__(self) -> None:
-        """Around whatever may wait for other workers."""
+        """Note when a wait for other workers begins."""
         self.waiting_since = time.monotonic()
 
     def __exit__(self, *_: object) -> None:
         self.waiting_since = None
 
     def _say_where(self) -> None:
-        with suppress(RuntimeError):  # the store is gone: so is worker 0, which whoever waits for it will say
+        with suppress(RuntimeError):  # the store is gone: so is worker 0, which a worker that waits for it reports
             while not self._closed.wait(self._patience() / 2):
                 number = self._number
                 ended = self._alert or self._store.check([self._key("ended")])
@@ -187,7 +187,7 @@ class RollCall:
             warnings.warn(f"unequal numbers of batches: {_sentence(early, ends)}", stacklevel=2)
 
     def anyone(self, *mine: bool) -> list[bool]:
-        """For each of these, whether it's so for any worker. Collective, at an epoch's end."""
+        """Return for each of these whether it's so for any worker. Collective, at an epoch's end."""
         votes = torch.tensor(mine, dtype=torch.int64)
         self._over.all_reduce(votes).wait()
         return [bool(vote) for vote in votes]

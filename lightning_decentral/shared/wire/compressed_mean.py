@@ -30,7 +30,7 @@ from lightning_decentral.shared.wire.transport import Message, Transport
 
 
 class Mean(Protocol):
-    """How flat tensors are averaged over workers.
+    """Mean of flat tensors over workers.
 
     Attributes:
         sent_bytes: by this worker so far (its part of a collective).
@@ -46,13 +46,13 @@ class Mean(Protocol):
         """
 
     def lay(self, rows: Sequence[Row]) -> None:
-        """From now on the tensors with these keys are at the places."""
+        """Lay the tensors with these keys at the places from now on."""
 
     def put_back(self, flat: Tensor, place: int, unused: Collection[int]) -> None:
-        """The mean in `flat` is taken but for these of the place's tensors, which nobody uses."""
+        """Keep for the next mean what `flat` holds of these tensors of the place, whose mean nobody uses."""
 
     def guard(self, scale: Callable[[], Tensor] | None, scaled: bool = True) -> None:
-        """From now on updates may be skipped; `scale`: a loss scaler's, which multiplies the gradients where
+        """Expect updates to be skipped from now on; `scale`: a loss scaler's, which multiplies the gradients where
         `scaled`."""
 
     def updated(self, keys: Callable[[], Collection[int]], skipped: bool) -> None:
@@ -62,7 +62,7 @@ class Mean(Protocol):
         """Begin anew."""
 
     def state_dict(self, untaken: Collection[int] = ()) -> dict[str, Any]:
-        """What is needed to go on exactly, as tensors and primitives.
+        """State that is needed to go on exactly, as tensors and primitives.
 
         Args:
             untaken: keys of tensors whose mean no update has taken.
@@ -134,7 +134,7 @@ def refuse_estimates(codec: Codec) -> None:
 
 
 class CompressedMean:
-    """The mean by parts, bucket by bucket, beside the training: on threads of the host, on streams of a device.
+    """The mean by parts, bucket by bucket, during the training: on threads of the host, on streams of a device.
 
     Everybody gets the NaN or infinity of one (a loss scaler that searches). Residuals of it are dropped; where such
     updates are skipped, `residuals.withdraw` puts back what was there before.
@@ -241,7 +241,7 @@ class InFlight:
             pending.wait()
             self.take(owner, codes)
         self._rest()
-        # Only here: on a device whoever takes them next is behind this stream, not behind those of the other calls.
+        # Only here: on a device what takes them next is behind this stream, not behind those of the other calls.
         self.of.pool.give(self.used)
         self.used = []
 
@@ -271,7 +271,7 @@ class InFlight:
         return 16 * self.place + part
 
     def _rest(self) -> None:
-        """Until what was sent may be overwritten."""
+        """Wait until what was sent may be overwritten."""
         for pending in self.sent:
             pending.wait()
         self.used += self.codes

@@ -1,6 +1,6 @@
 """FSDP2 (`fully_shard`): parameters as shards on several devices, and what is asked of their DTensors.
 
-Beside `transport` the one file that sends by torch.distributed: FSDP sends and waits by itself, inside the island.
+Except for `transport` the one file that sends by torch.distributed: FSDP sends and waits by itself, inside the island.
 """
 
 import gc
@@ -117,7 +117,7 @@ class Sharded:
         """A plain module, of shards where they weren't gathered: what an exception leaves."""
         for (part, before), added in zip(self._before, self._added, strict=True):
             _restore(part, *before, added)
-        # Where torch keeps groups beside their names: DTensor remembers meshes for ever, and with them the descriptors
+        # Where torch keeps groups besides their names: DTensor remembers meshes for ever, and with them the descriptors
         # of a group that has ended.
         vars(self._mesh).get("_pg_registry", {}).clear()
         gc.collect()  # and what FSDP made refers to itself, and to the group
@@ -148,7 +148,7 @@ def _restore(
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """What a ModuleList holds (outermost ones) and shares no parameter with the rest."""
+    """Modules that a ModuleList holds (outermost ones) and that share no parameter with the rest."""
     for child in module.children():
         if not isinstance(child, nn.ModuleList):
             yield from _blocks(child)
@@ -176,12 +176,12 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether other devices hold the rest."""
+    """Return whether other devices hold the rest."""
     return isinstance(tensor, DTensor)
 
 
 def shards(tensor: Tensor) -> int:
-    """On how many devices it lies."""
+    """Number of devices that a tensor lies on."""
     return tensor.device_mesh.size() if isinstance(tensor, DTensor) else 1
 
 
@@ -196,7 +196,7 @@ def like(tensor: Tensor, shard: Tensor) -> Tensor:
 
 @torch.no_grad()
 def full_tensor(tensor: Tensor, over: Transport | None = None) -> Tensor:
-    """The whole; collective where the tensor is sharded.
+    """The whole tensor; collective where it is sharded.
 
     Args:
         over: the devices that hold the shards, where the group over which they were made is no more.
@@ -219,7 +219,7 @@ def own_part(whole: Tensor, parameter: Tensor) -> Tensor:
 
 
 def rows_of(whole: Tensor, place: int, devices: int) -> Tensor:
-    """Those that the device of this place holds, of so many; a view."""
+    """Rows that the device of this place holds, of so many devices; a view."""
     rows = whole.chunk(devices, dim=0)
     return rows[place] if place < len(rows) else whole[:0]  # fewer rows than devices
 
@@ -230,7 +230,7 @@ def mapped(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 
 class WholeScalars:
-    """From its making to `close`, `float(x)` and `x.item()` of a sharded tensor are of the whole, not of this device's
+    """Patch of `float(x)` and `x.item()` until `close`: of a sharded tensor they are of the whole, not of this device's
     part: a sum of squares, a maximum. Collective where the tensor isn't known everywhere."""
 
     _open = 0

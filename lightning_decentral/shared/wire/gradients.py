@@ -61,7 +61,7 @@ def flag(gradients: Sequence[Tensor | None], flags: Tensor) -> Tensor:
 
 
 def used(gradients: Sequence[Tensor | None], flags: Tensor, pending: Pending) -> list[int]:
-    """Of which some worker has a gradient, from the sum of the flags: 0 if none has, `SPARSE` if one is sparse."""
+    """Flags of the gradients that some worker has, from the flags' sum: 0 if none has, `SPARSE` if one is sparse."""
     # Only who lacks one waits for the others, and reads what may lie on a device.
     if all(gradient is not None for gradient in gradients):
         return [SPARSE if gradient is not None and gradient.is_sparse else 1 for gradient in gradients]
@@ -109,7 +109,7 @@ class GradientBucket:
             own = parameter.grad
             if own is not None and not own.is_sparse:
                 own.copy_(mean)
-            elif some == SPARSE:  # an embedding's rows, unless this worker's own says otherwise
+            elif some == SPARSE:  # an embedding's rows, unless this worker's own shows otherwise
                 parameter.grad = mean.to_sparse(1 if own is None else own.sparse_dim())
             elif some:
                 parameter.grad = torch.empty_like(parameter).copy_(mean)
@@ -186,7 +186,7 @@ class Launcher(Generic[Kind]):
         return frozenset(self._hooks)
 
     def begin(self, buckets: Sequence[Kind]) -> None:
-        """Before the backward whose gradients travel in these."""
+        """Prepare the backward whose gradients travel in these."""
         if self.buckets != (now := tuple(buckets)):
             self.buckets, self._of = now, {p: index for index, bucket in enumerate(now) for p in bucket.members}
         self._launched, self._begun = 0, False
@@ -194,7 +194,7 @@ class Launcher(Generic[Kind]):
             bucket.waiting, bucket.pending = set(bucket.members), None
 
     def rest(self) -> None:
-        """After the backward: start those that aren't complete."""
+        """Start the buckets that aren't complete, after the backward."""
         for bucket in self.buckets[self._launched :]:
             self._launched += 1
             self._launch(bucket)

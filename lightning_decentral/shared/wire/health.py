@@ -1,4 +1,4 @@
-"""Which replicas are sick (NaN, infinity, an absurd number), and the mean of the others."""
+"""Health of replicas: which are sick (NaN, infinity, an absurd number), and the mean of the others."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Ailment:
 
 
 def real(tensor: Tensor) -> bool:
-    """Whether it is averaged."""
+    """Return whether a tensor is averaged: floating point or complex."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
@@ -50,7 +50,7 @@ def _kinds(tensor: Tensor) -> Tensor:
 
 
 def _others(tensor: Tensor, known: Iterable[Tensor]) -> Tensor:
-    """Its elements but those that aren't finite and never were, by what was `known` of tensors of this shape."""
+    """Elements of a tensor but those that aren't finite and never were, by what was `known` of tensors of its shape."""
     kinds = _kinds(tensor)
     alike = [k for k in known if k.shape == kinds.shape]
     constant = torch.stack([kinds == k.to(kinds.device) for k in alike]).any(0) & (kinds > 0) if alike else kinds > 3
@@ -137,7 +137,7 @@ def mean_of_sound(
 
 @torch.no_grad()
 def of_worker(source: int, tensors: Sequence[Tensor], over: Transport) -> list[Tensor]:
-    """What this device of `over` has, of any type. Collective."""
+    """Copies of the tensors that this device of `over` has, of any type. Collective."""
     values = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
     for value in values:
         if value.numel():
@@ -147,7 +147,7 @@ def of_worker(source: int, tensors: Sequence[Tensor], over: Transport) -> list[T
 
 @torch.no_grad()
 def mend(tensors: Sequence[Tensor], means: Sequence[Tensor]) -> None:
-    """What isn't sound beside its mean (a poisoned buffer, say, which no neighbour sends) <- its mean."""
+    """Replace each tensor by its mean where it isn't sound next to it (a poisoned buffer that nobody sends, say)."""
     for own, of_others in zip(tensors, means, strict=True):
         if _unsound(own, of_others):
             local(own).copy_(local(of_others))
@@ -155,7 +155,7 @@ def mend(tensors: Sequence[Tensor], means: Sequence[Tensor]) -> None:
 
 @torch.no_grad()
 def mend_together(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """All of these <- all of those, where any isn't sound beside its own: they belong together."""
+    """All of these <- all of those, where any isn't sound next to its own: they belong together."""
     if any(_unsound(own, value) for own, value in zip(tensors, values, strict=True)):
         torch._foreach_copy_(list(tensors), list(values))
 
@@ -165,7 +165,7 @@ def _unsound(own: Tensor, beside: Tensor) -> bool:
 
 
 def none_sound(sick: Mapping[int, Ailment], workers: int, named: Callable[[int], str]) -> str:
-    """Why nothing is validated or saved where nobody is left, a mean over no workers; empty: somebody is.
+    """Reason why nothing is validated or saved where nobody is left, a mean over no workers; empty: somebody is.
 
     Args:
         named: a tensor's name, by its number.

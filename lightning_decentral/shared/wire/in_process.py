@@ -21,8 +21,8 @@ from lightning_decentral.shared.wire.transport import Disjoint, Message, Transpo
 
 
 class Turn:
-    """Of one thread at a time. Threads that run at once would take the interpreter from each other at each operation of
-    torch, which costs them more than a second processor gains."""
+    """Turn of one thread at a time. Threads that run at once would take the interpreter from each other at each call
+    of torch, which costs them more than a second processor gains."""
 
     def __init__(self) -> None:
         self._lock, self._whose = Lock(), 0
@@ -59,7 +59,7 @@ class Lent:
         self._tensor, self._missing, self._lock = tensor, readers, Lock()
 
     def read(self, take: Callable[[Tensor], Any]) -> None:
-        """By one of the readers, who only reads."""
+        """Read the tensor as one of the readers, who only reads."""
         with self._lock:
             take(self._tensor)
             self._missing -= 1
@@ -72,7 +72,7 @@ class Lent:
 
 @dataclass
 class Mailboxes:
-    """What was sent and not yet taken, by address; in the order of sending.
+    """Messages sent and not yet taken, by address; in the order of sending.
 
     Args:
         wait_seconds: after which who waits for a message ends.
@@ -90,7 +90,7 @@ class Mailboxes:
     turn: Turn = field(default_factory=Turn, init=False)
 
     def lend(self, addresses: Sequence[Hashable], tensor: Tensor) -> Lent:
-        """To all of them, until it's settled."""
+        """Lend the tensor to all of them, until it's settled."""
         lent = Lent(tensor, len(addresses))
         self.hand(addresses, lent)
         return lent
@@ -126,7 +126,7 @@ class Mailboxes:
             self._waiting.pop(address, None)
 
     def forget(self, addresses: Sequence[Hashable]) -> None:
-        """Nobody takes the one message that has come to each of them, or will."""
+        """Drop the one message that has come to each of them, or will: nobody takes it."""
         with self._lock:
             for address in addresses:
                 if self._boxes.pop(address, None) is None:
@@ -137,7 +137,7 @@ class Mailboxes:
             return bool(self._boxes.get(address))
 
     def close(self) -> None:
-        """Who waits, or will, ends."""
+        """End every wait for a message, now and later."""
         with self._lock:
             self._closed = True
             for waiting in self._waiting.values():
@@ -197,7 +197,7 @@ class InProcessTransport(Transport):
         return [self._arriving([], _nothing, lent[id(m.tensor)]) for m in sends], incoming
 
     def _lent(self, sends: Sequence[Message]) -> dict[int, Lent]:
-        """{tensor: what its hearers read}: each once, whoever else hears it."""
+        """{tensor: what its receivers read}: each once, however many receive it."""
         to: dict[int, list[Hashable]] = {}
         for peer, tensor, tag in sends:
             to.setdefault(id(tensor), []).append((self._name, self.rank, peer, tag))
@@ -243,7 +243,7 @@ class InProcessTransport(Transport):
         return _Arriving(self._boxes, addresses, hand_over, own)
 
     def _sum_into(self, tensor: Tensor) -> Callable[[list[Lent]], Any]:
-        """In the order of ranks: (those before this one) + this one + those behind, one by one."""
+        """Sum in the order of ranks: (those before this one) + this one + those behind, one by one."""
 
         def hand_over(rows: list[Lent]) -> None:
             first, behind = rows[: self.rank], rows[self.rank :]
@@ -270,7 +270,7 @@ def _nothing(rows: list[Lent]) -> None:
 
 
 def in_process_wire(boxes: Mailboxes, rank: int, size: int) -> Wire:
-    """What one of so many workers talks over. As everywhere, all make groups in the same order."""
+    """Transports of one of so many workers in threads. As everywhere, all make groups in the same order."""
     numbers = count()
 
     def group(groups: Disjoint | None) -> Transport | None:
@@ -284,7 +284,7 @@ def in_process_wire(boxes: Mailboxes, rank: int, size: int) -> Wire:
 
 
 def in_process_broadcast(boxes: Mailboxes, rank: int, size: int) -> Callable[[Any], Any]:
-    """What hands worker 0's value, the object itself, to all; worker 0 waits for nobody. Collective."""
+    """Function that hands worker 0's value, the object itself, to all; worker 0 waits for nobody. Collective."""
     calls = count()
 
     def broadcast(value: Any) -> Any:

@@ -29,7 +29,7 @@ OPERATIONS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     ReduceOp.MIN: torch.minimum,
     ReduceOp.MAX: torch.maximum,
 }
-"""Of an all-reduce, beside the sum."""
+"""Reductions of an all-reduce, in addition to the sum."""
 
 
 def _done(value: Any) -> Any:
@@ -113,14 +113,14 @@ for _name in (
 
 
 class ThreadsWorld:
-    """What torch.distributed knows of groups: the thread's own, where it has one; else the process's."""
+    """Process groups as torch.distributed knows them: the thread's own, where it has one; else the process's."""
 
     def __init__(self) -> None:
         self._of_process, self._own = distributed_c10d._world, local()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Within, threads may have groups of their own."""
+        """Let threads have groups of their own within."""
         self._of_process = distributed_c10d._world
         distributed_c10d._world = self  # type: ignore[assignment]
         try:

@@ -16,9 +16,9 @@ from lightning_decentral.shared.wire.transport import Transport
 MeanOf = Callable[..., list[Tensor]]
 """(averaged, carried) -> their means, then one worker's values of what is carried; collective."""
 Shown = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-"""What stands in the mean for a worker's own tensors, in their order; mostly they themselves."""
+"""Tensors that stand in the mean for a worker's own, in their order; mostly they themselves."""
 ROUNDINGS = 8
-"""Of the largest number of a parameter, which what was changed and taken back may be apart."""
+"""Largest difference of a parameter that was changed and taken back, in roundings of its largest magnitude."""
 CHUNK_BYTES = 64 * 2**20  # summed at a time: one flat copy of all would need the memory of another model
 
 
@@ -110,7 +110,7 @@ class Swap:
         return [i for i, (now, stood) in enumerate(zip(self._tensors, self._stood, strict=True)) if _other(now, stood)]
 
     def keep(self, changed: Sequence[Tensor]) -> None:
-        """What these tensors hold now stays."""
+        """Keep what these tensors hold now, instead of what was there before."""
         places = {id(tensor): i for i, tensor in enumerate(self._tensors)}
         for tensor in changed:
             self._own[places[id(tensor)]] = tensor.detach().clone()
@@ -127,7 +127,7 @@ class Swap:
 
 @torch.no_grad()
 def _other(now: Tensor, stood: Tensor) -> bool:
-    """Whether something was written. Of a parameter not what is rounding, as adapters leave it that were merged and
+    """Return whether something was written. Of a parameter rounding isn't, as adapters leave it that were merged and
     taken out again: each worker's own would become the mean for it."""
     trained, now, stood = isinstance(now, nn.Parameter), local(now), local(stood).to(now.dtype)
     if torch.equal(now, stood) or not now.numel():
@@ -139,7 +139,7 @@ def _other(now: Tensor, stood: Tensor) -> bool:
 
 
 def of_mean(modules: Sequence[nn.Module]) -> tuple[list[Tensor], list[Tensor]]:
-    """What a mean model is made of, distinct: floating-point parameters and buffers that are averaged, and tensors of
+    """Distinct tensors of a mean model: floating-point parameters and buffers that are averaged, and tensors of
     any type that are one worker's (`carried`)."""
     carried = carried_of(modules)
     alone = {id(tensor) for tensor in carried}
@@ -174,12 +174,12 @@ class MeanModel:
         return Swap([*tensors, *carried], _values(self.mean_of, self._shown(tensors), carried))
 
     def written(self) -> bool:
-        """Whether somebody has put something else in its place."""
+        """Return whether something else was put in its place."""
         return self._swap is not None and bool(self._swap.written())
 
     @property
     def shows(self) -> bool:
-        """Whether it stands in the place of tensors."""
+        """True where it stands in the place of tensors."""
         return self._swap is not None
 
     def hide(self) -> None:
@@ -195,7 +195,7 @@ class MeanModel:
     ) -> Iterator[Callable[[Sequence[Tensor]], None]]:
         """The mean in the place of these tensors, unless it stands there already or the workers are equal. Collective.
 
-        Yields what says which parameters have been written and shall stay so. Buffers that change stay by themselves.
+        Yields a function that marks parameters as written to stay. Buffers that change stay by themselves.
         """
         shown = self._swap is not None
         if self.apart and not shown:
@@ -219,7 +219,7 @@ class MeanModel:
 
     def given(self, own: dict[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
         """This worker's own state_dict with what stands for it in the mean; `model`: the state_dict of the model as it
-        is now, whose tensors tell which those are."""
+        is now, whose tensors show which those are."""
         tensors = {name: tensor for name, tensor in model.items() if isinstance(tensor, Tensor)}
         pairs = zip(tensors.items(), self._shown([*tensors.values()]), strict=True)
         return {**own, **{name: shown for (name, tensor), shown in pairs if shown is not tensor and name in own}}

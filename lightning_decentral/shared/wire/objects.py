@@ -15,7 +15,7 @@ HEAD = 0
 
 
 class Sizes(NamedTuple):
-    """Bytes of a head and of all tensors behind it; whether the head says why there is no value."""
+    """Bytes of a head and of all tensors behind it; whether the head is the reason why there is no value."""
 
     head: int
     payload: int
@@ -23,7 +23,7 @@ class Sizes(NamedTuple):
 
 
 def gather_objects(over: Transport, value: Any) -> list[Any]:
-    """The value of every worker, in order of rank; for what is small: everyone holds all of it.
+    """Gather the value of every worker, in order of rank; for what is small: everyone holds all of it.
 
     Raises:
         NotPlain: on every worker, one's value can't be sent.
@@ -36,12 +36,12 @@ def gather_objects(over: Transport, value: Any) -> list[Any]:
 
 
 def gather_world(value: Any) -> list[Any]:
-    """The same before groups of our own exist; one value where there is no world."""
+    """Gather values before groups of our own exist; one value where there is no world."""
     return gather_objects(everyone(), value) if connected() else [value]
 
 
 def collect_objects(over: Transport, value: Any) -> list[Any]:
-    """On worker 0 the value of every worker, in order of rank; elsewhere nothing. No tensor is held twice.
+    """Gather the value of every worker on worker 0, in order of rank; elsewhere nothing. No tensor is held twice.
 
     Raises:
         NotPlain: on every worker, one's value can't be sent.
@@ -55,7 +55,7 @@ def collect_objects(over: Transport, value: Any) -> list[Any]:
 
 
 def broadcast_world(value: Any, source: int = 0) -> Any:
-    """The source's value, on every worker; as it is where there is no world.
+    """Send the source's value to every worker; as it is where there is no world.
 
     Raises:
         NotPlain: on every worker, the value can't be sent.
@@ -74,7 +74,7 @@ def broadcast_world(value: Any, source: int = 0) -> Any:
 
 
 def _packed(value: Any, rank: int) -> tuple[Packed, Sizes]:
-    """What can't be sent is sent as the reason why: the others wait for something."""
+    """Pack a value. In place of what can't be sent goes the reason why: the others wait for something."""
     try:
         found, refused = pack(value), 0
     except NotPlain as error:
@@ -147,7 +147,7 @@ def reduce_alike(
     which would be waited for, and in another group at once. Collective.
 
     Args:
-        phase: what this worker does right now, its kind in the first word (steps may be counted apart).
+        phase: what this worker does right now, its kind first (steps may be counted differently).
 
     Raises:
         RuntimeError: on every worker, where one reduces something else.

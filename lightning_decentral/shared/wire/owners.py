@@ -18,7 +18,7 @@ def each_once(change: InPlace, shards: Sequence[Tensor], shapes: Sequence[Shape]
     """The shards become those of the changed wholes; each whole is changed on one device. Collective.
 
     Every shard travels once to its tensor's owner and once back, all for one owner in one message: 2 (L - 1) / L of
-    the bytes in all, over L devices. Beside the shards a device holds the tensors it owns, and all messages.
+    the bytes in all, over L devices. In addition to the shards a device holds the tensors it owns, and all messages.
 
     Args:
         change: of any number of tensors, in place; none depends on another.
@@ -38,7 +38,7 @@ def each_once(change: InPlace, shards: Sequence[Tensor], shapes: Sequence[Shape]
 
 
 def by_owners(change: InPlace, tensors: Sequence[Tensor], codec: Codec, over: Transport, turn: int) -> int:
-    """All workers hold the same tensors; each is changed by its owner, and all take what its codes say. Collective.
+    """All workers hold the same tensors; each is changed by its owner, and all take what its codes mean. Collective.
 
     So the work is shared out, and replicas stay equal bit for bit. With `Plain()` it is the change itself. A worker
     sends its codes to each other one: (n - 1) / n of the bytes in the mean.
@@ -89,7 +89,7 @@ def owners(shapes: Sequence[Shape], devices: int) -> list[int]:
 
 
 def row_counts(rows: int, devices: int) -> list[int]:
-    """Of each device, as `torch.chunk` gives them."""
+    """Rows of each device, as `torch.chunk` gives them."""
     each = -(-rows // devices)
     ends = [min(rows, each * device) for device in range(1, devices + 1)]
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]

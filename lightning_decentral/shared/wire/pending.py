@@ -25,7 +25,7 @@ class Pending(Protocol):
         """Return when the tensor may be read (a receive) or overwritten (a send)."""
 
     def done(self) -> bool:
-        """Whether `wait` would return at once. Only collectives know on gloo."""
+        """Return whether `wait` would return at once. Only collectives know on gloo."""
 
 
 @dataclass
@@ -94,7 +94,7 @@ class Naming:
 
 def raise_lost(error: RuntimeError, peer: str, rank: int) -> None:
     """PeerLost where a backend's error means that; nothing for any other."""
-    # Backends raise RuntimeError for everything: only the text tells a lost peer.
+    # Backends raise RuntimeError for everything: only the text shows a lost peer.
     if re.search("closed|reset|refused|timed? ?out|gloo|NCCL|abort", str(error)):
         reason = re.sub(r"^\[[^]]*\] *", "", str(error)).split(". ")[0]
         raise PeerLost(
@@ -112,12 +112,12 @@ class Opened:
         self._transports.append(transport)
 
     def close(self) -> None:
-        """On every worker, with nothing under way."""
+        """Close the transports on every worker, with nothing under way."""
         while self._transports:
             self._transports.pop().close()
 
     def abandon(self) -> None:
-        """On this worker alone, messages under way or not: returns at once, and a thread waits for them instead."""
+        """Abandon them on this worker alone, messages under way or not: returns at once, and a thread waits instead."""
         left = [one for one in self._transports if not one.queued]  # NCCL's stay: to end one waits for its kernels
         groups = [one.group for one in left]  # the last references: gloo waits where a group is deleted
         for one in left:
@@ -127,8 +127,8 @@ class Opened:
 
 
 def _delete(groups: list[Any]) -> None:
-    """On a thread, after `GRACE`: a program that ends before, as most do now, leaves them to the system. Where it goes
-    on, a peer that waits for this worker sees it that much later."""
+    """Delete groups on a thread, after `GRACE`: a program that ends before, as most do, leaves them to the system. One
+    that goes on shows it to a peer that waits for this worker only that much later."""
     lock = threading.Lock()
 
     def delete() -> None:

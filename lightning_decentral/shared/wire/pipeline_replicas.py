@@ -3,7 +3,7 @@
     AllReduce:   g = (1/n) sum_j g_j     before the update; the replicas stay equal
 
 Another way mixes parameters after the update (`gossip.GossipReplicas`); the replicas then drift, and what is
-evaluated and saved is their mean. Whoever has replicas (a stage of several pipelines) sees neither way.
+evaluated and saved is their mean. A worker that has replicas (a stage of several pipelines) sees neither way.
 """
 
 from abc import ABC, abstractmethod
@@ -38,17 +38,17 @@ class Skips(Protocol):
 
     nonfinite: str
     skipped: int
-    """So far."""
+    """Number of updates skipped so far."""
 
 
 class Bond:
     """One worker's tie to its replicas; this one is of a worker that has none."""
 
     keeps: bool = False
-    """Whether it has what no other has, and what it needs to go on exactly."""
+    """True where it has what no other has, and what it needs to go on exactly."""
 
     def gradients(self, own: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """What the optimizer is given for this worker's own gradients of these parameters. Collective."""
+        """Gradients that the optimizer gets for this worker's own ones of these parameters. Collective."""
         return list(own)
 
     def prepare(self, optimizers: Sequence[Optimizer], module: nn.Module, layouts: MakeLayouts = unasked) -> None:
@@ -60,13 +60,13 @@ class Bond:
         """
 
     def replaced(self, optimizers: Sequence[Optimizer]) -> None:
-        """These are the optimizers from now on. RuntimeError where another replica goes on with its own."""
+        """Take these optimizers from now on. RuntimeError where another replica goes on with its own."""
 
     def guard(self, check: Skips, scaler: Any) -> None:
         """Skip updates from now on where `check` counts one, or by a loss scaler; None: there is none."""
 
     def updated(self, optimizer: Optimizer, epoch: int) -> None:
-        """After each update of an optimizer, or where it was skipped; on all replicas equally often. Collective."""
+        """Follow up each update of an optimizer, or where it was skipped; on all replicas equally often. Collective."""
 
     def settle(self) -> None:
         """Land what is in flight; what somebody wrote since the last update stays."""
@@ -82,7 +82,7 @@ class Bond:
         """Leave the parameters as they were found."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What is needed to go on exactly, as tensors and primitives."""
+        """State that is needed to go on exactly, as tensors and primitives."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -93,7 +93,7 @@ class Replicas(ChoosesStrategy, ABC):
     """A value: constructing it starts nothing."""
 
     drifts: ClassVar[bool]
-    """Whether the replicas' parameters may differ between steps."""
+    """True where the replicas' parameters may differ between steps."""
 
     def strategy(self, cls: type) -> type:
         return cls
@@ -159,7 +159,7 @@ class _Replicated(Bond):
         if before and not same(before, self._trained):
             self._layouts.changed()
         self._layouts.begin()
-        # The hosts tell each other who used what: none reads what its device computes.
+        # The hosts report to each other who used what: none reads what its device computes.
         told = torch.empty(len(own) + 1, dtype=torch.int32)
         flags = flag(own, told[:-1])
         told[-1] = self._buffers is not None and self._buffers.changed()
@@ -197,7 +197,7 @@ class _Averaging(_Replicated):
 
 
 class _CompressedAveraging(_Replicated):
-    """By codes, one flat tensor of each type: of all parameters, so that what was rounded away stays with each."""
+    """Averaging by codes, one flat tensor of each type: of all parameters, so that each keeps what was rounded away."""
 
     keeps = True
 

@@ -1,6 +1,6 @@
 """Values as JSON and raw bytes: what arrives from another worker is built from known kinds, and never executed.
 
-A value is a head, JSON that says its structure, and the bytes of its tensors, which stay where they are until they are
+A value is a head, JSON with its structure, and the bytes of its tensors, which stay where they are until they are
 sent. JSON's own types stand for themselves; everything else is {kind: parts}.
 """
 
@@ -39,7 +39,7 @@ class NotPlain(TypeError):
 
 @dataclass(frozen=True)
 class Kind:
-    """A class of values: `parts` takes one apart into plain values, `build` puts it together."""
+    """A class of values: `parts` splits one into plain values, `build` puts it together."""
 
     name: str
     parts: Callable[[Any], Any]
@@ -209,7 +209,7 @@ def _built_member(parts: Any, _: list[Tensor]) -> Any:
 
 
 def _own_class(module: str, name: str) -> Any:
-    """A class of this package that is there already: nothing is imported because a message says so."""
+    """A class of this package that is there already: nothing is imported because a message names it."""
     found = vars(sys.modules[module]).get(name) if module.partition(".")[0] == PACKAGE else None
     if not isinstance(found, type) or found.__module__ != module:
         raise ValueError(f"{module} has no class {name}")

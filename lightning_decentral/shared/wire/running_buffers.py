@@ -29,7 +29,7 @@ class RunningBuffers:
         self._watch()
 
     def changed(self) -> bool:
-        """Whether one that isn't shared has changed on this worker since the last look. No communication."""
+        """Return whether an unshared buffer has changed on this worker since the last look. No communication."""
         news = any(of.get(key) is not tensor or _version(tensor) != was for of, key, tensor, was in self._watched)
         return news or self._known != len(self._before) + len(self._names)
 
@@ -60,7 +60,7 @@ class RunningBuffers:
             self._known = len(buffers)
 
     def _watch(self) -> None:
-        """From now on `changed` is about those that aren't shared."""
+        """Make `changed` look at those that aren't shared from now on."""
         self._watched = [
             (module._buffers, key, buffer, _version(buffer))
             for prefix, module in self._module.named_modules()

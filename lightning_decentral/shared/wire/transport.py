@@ -24,7 +24,7 @@ Disjoint = Sequence[Sequence[int]]
 
 
 class Message(NamedTuple):
-    """One tensor to or from one peer; `tag` tells apart the messages of one pair."""
+    """One tensor to or from one peer; `tag` distinguishes the messages of one pair."""
 
     peer: int
     tensor: Tensor
@@ -39,7 +39,7 @@ class Transport(ABC):
     """
 
     queued: ClassVar[bool] = False
-    """Whether a wait is the current stream's, not the host's."""
+    """True where a wait is the current stream's, not the host's."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -50,7 +50,7 @@ class Transport(ABC):
         self._own: int = self._workers[self.rank]
 
     def close(self) -> None:
-        """Destroy the group, whoever still holds this transport."""
+        """Destroy the group, although others may hold this transport."""
         dist.destroy_process_group(self.group)
         self.group = None
 
@@ -67,7 +67,7 @@ class Transport(ABC):
         return _stores.distributed_c10d._get_process_group_store(self.group)
 
     def reduce(self, tensor: Tensor, target: int) -> Pending:
-        """The target's tensor <- sum over workers of tensor, in place; what the others' is afterwards isn't said."""
+        """The target's tensor <- sum over workers of tensor, in place; what the others' is afterwards is undefined."""
         return Work(self.group.reduce([real(tensor)], _root(dist.ReduceOptions(), target)), "the others", self._own)
 
     def all_gather(self, tensor: Tensor) -> tuple[Pending, list[Tensor]]:
@@ -89,7 +89,7 @@ class Transport(ABC):
         return Work(self.group.broadcast([real(tensor)], _root(dist.BroadcastOptions(), source)), heard, self._own)
 
     def greet(self, timeout: timedelta) -> bool:
-        """Whether this worker hears every other one of a new group. Collective; on some it may fail alone."""
+        """Return whether this worker receives from all others of a new group. Collective; on some it may fail alone."""
         return True  # NCCL connects in its first call, as it decides
 
 
@@ -102,7 +102,7 @@ class GlooTransport(Transport):
         return [self._post(self.group.send, m) for m in sends], incoming
 
     def greet(self, timeout: timedelta) -> bool:
-        # Gloo takes whoever names a pair's number, a small integer, for that pair's other end, and the true one waits.
+        # Gloo takes any peer that sends a pair's number, a small integer, for the pair's other end; the true one waits.
         heard, options = torch.empty(self.size, dtype=torch.int64), dist.AllToAllOptions()
         options.timeout = timeout
         with suppress(RuntimeError):
@@ -207,7 +207,7 @@ def transport(group: Any, device: torch.device) -> Transport:
 @contextmanager
 def world(timeout: timedelta) -> Iterator[None]:
     """The world that torchrun's variables describe, for programs that Lightning doesn't run."""
-    dist.init_process_group("gloo", timeout=timeout)  # workers talk before they agree on devices
+    dist.init_process_group("gloo", timeout=timeout)  # workers communicate before they agree on devices
     try:
         yield
     finally:
@@ -216,12 +216,12 @@ def world(timeout: timedelta) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Wire:
-    """What one worker talks over."""
+    """Transports of one worker."""
 
     world: Transport
     """Means over all workers."""
     flags: Transport
-    """What few numbers are agreed on beside the rounds; CPU tensors."""
+    """Few numbers that are agreed on between the rounds; CPU tensors."""
     roll: Transport
     """The roll call at the end of an epoch; CPU tensors."""
     store: Any
@@ -244,7 +244,7 @@ def new_group(groups: Disjoint | None, backend: str | None, timeout: timedelta |
         whole = _stores.group.WORLD
         over = whole._get_backend(whole.bound_device_id) if groups and whole.bound_device_id else None
         if over and over.name() != "nccl":
-            whole.bound_device_id = None  # gloo says that it splits, so torch would ask it as it asks NCCL, and fail
+            whole.bound_device_id = None  # gloo claims that it splits, so torch would ask it as NCCL, and fail
         elif over and backend in (None, "nccl") and over.supports_splitting:
             return _stores.split_group(None, each, timeout)  # NCCL would split once for each
         made = [dist.new_group(ranks, timeout, backend) for ranks in each]  # asks nothing of those outside
@@ -294,7 +294,7 @@ def abort_nccl() -> None:
 
 
 def connected() -> bool:
-    """Whether this process belongs to a world of more than one worker right now."""
+    """Return whether this process belongs to a world of more than one worker right now."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 

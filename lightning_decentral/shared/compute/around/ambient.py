@@ -11,7 +11,7 @@ from lightning_decentral.shared.compute import cuda
 
 
 class Autocast:
-    """Of the host and of a device, as it is when this is made."""
+    """Autocast modes of the host and of a device, as they are when this is made."""
 
     def __init__(self, place: torch.device) -> None:
         kinds = dict.fromkeys(("cpu", place.type))
@@ -20,7 +20,7 @@ class Autocast:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """As it was then."""
+        """Enter the autocast modes as they were then."""
         with ExitStack() as stack:
             for kind, dtype, enabled in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self._cache))
@@ -28,7 +28,7 @@ class Autocast:
 
 
 class ThreadModes:
-    """Those of the thread that makes this, for another thread that goes on in its place."""
+    """Modes of the thread that makes this (autocast, gradients), for another thread that goes on in its place."""
 
     def __init__(self, place: torch.device) -> None:
         self._autocast = Autocast(place)
@@ -38,7 +38,7 @@ class ThreadModes:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Within, this thread has them."""
+        """Enter these modes in the current thread."""
         with ExitStack() as stack:
             if self._stream is not None:
                 stack.enter_context(cuda.on(self._stream))  # its device, too

@@ -20,7 +20,7 @@ def _stub(*args: Any, **kwargs: Any) -> Any:
 
 
 class Redirected:
-    """Until `close`, whoever calls the function calls `by(original, *args, **kwargs)`.
+    """Redirection of a function: until `close`, a call of it calls `by(original, *args, **kwargs)`.
 
     Where several redirect it, as workers in threads of one process do, the newest of the calling thread is asked (of
     its context, which a thread that goes on in its place may carry over), and the newest of all where it has none.
@@ -55,7 +55,7 @@ class Redirected:
 
 
 _own: ContextVar[tuple[Redirected, ...]] = ContextVar(NAME, default=())
-"""What this thread redirects."""
+"""Redirections of this thread."""
 
 
 class _Replaced:

@@ -1,6 +1,6 @@
-"""What a call of a module depends on besides inputs, parameters and buffers, so that a second run repeats the first.
+"""State that a call of a module depends on besides inputs, parameters and buffers, so that a second run repeats it.
 
-Python's and numpy's generators, `torch.Generator`s that the module holds, and its plain attributes: numbers, words, and
+Python's and numpy's generators, `torch.Generator`s that the module holds, and its plain attributes: numbers, text, and
 lists, dictionaries, sets and deques. What a call changes elsewhere (a file, an iterator, an object) happens twice.
 """
 
@@ -37,7 +37,7 @@ class Remembered:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """As it was then; afterwards as it is now."""
+        """Restore the remembered state within; afterwards bring back the present one."""
         numbers, drawn = random.getstate(), np.random.get_state()
         back = self.put_back()
         try:
@@ -49,7 +49,7 @@ class Remembered:
                 put()
 
     def put_back(self) -> list[Callable[[], None]]:
-        """As it was then. What makes it as it is now, but for Python's and numpy's generators."""
+        """Restore the remembered state. Returns what undoes that, but for Python's and numpy's generators."""
         back: list[Callable[[], None]] = []
         for held, names in self._names:
             for name in [name for name in held.keys() - names if _rebound(held[name])]:
@@ -70,14 +70,14 @@ class Remembered:
 
 
 def _rebound(value: Any) -> bool:
-    """Whether an attribute is given this value again: not lists of parameters, as nn.RNN has, which come and go."""
+    """Return whether an attribute is restored: not lists of parameters, as nn.RNN has, which come and go."""
     if type(value) in HELD:
         return not any(isinstance(part, Tensor) for part in value)
     return isinstance(value, (*PLAIN, Tensor))
 
 
 def _copied(value: Any) -> Any:
-    """With containers of their own, as deep as they lie in each other."""
+    """Copy nested containers, not the values in them."""
     if type(value) not in HELD:
         return value
     if isinstance(value, dict):

@@ -1,6 +1,6 @@
 """Message compression: quantization, sparsification, difference compression and its error feedback.
 
-`codec` says what a codec is; the one to copy is `Int8` in `quantize`. What a worker's ends of its links remember stands
+`codec` defines codecs; the one to copy is `Int8` in `quantize`. What a worker's ends of its links remember stands
 in `gossip/compute`.
 Public: all names below.
 """

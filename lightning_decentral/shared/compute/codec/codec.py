@@ -1,8 +1,8 @@
-"""What a codec is: message compression as a value, from a message to the tensors of a payload and back.
+"""Codecs: message compression as a value, from a message to the tensors of a payload and back.
 
     payload = encode(message, estimate)        decoded = decode(payload, estimate)
 
-The sender decodes its own payload, too. What it is thought to have said, `sent`, is thus the same at both ends of a
+The sender decodes its own payload, too. What it is thought to have sent, `sent`, is thus the same at both ends of a
 link, and the correction x_i += rate * (mixed_i - sent_i) takes from one worker what it gives to another: with W doubly
 stochastic the mean of the workers is kept to rounding under every codec, however coarse.
 
@@ -32,7 +32,7 @@ class PayloadPart(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """What encoding and decoding may use beside the message.
+    """Inputs of encoding and decoding in addition to the message.
 
     `key` is the sender's, for rounding at random; `estimate` what was decoded last on this link, for codecs that
     remember.
@@ -43,21 +43,21 @@ class Frame(NamedTuple):
 
 
 class Codec(ABC):
-    """What `codec=` takes (of gossip, of compressed averages): it encodes real floating-point messages [n].
+    """Codec of messages, for `codec=` (of gossip, of compressed averages): encodes real floating-point messages [n].
 
     A frozen value, equal on all workers. `parts`, `encode` and `decode` must be written.
     """
 
     remembers: ClassVar[bool] = False
-    """Whether both ends of a link keep an estimate of what the hearer knows."""
+    """True where both ends of a link keep an estimate of what the receiver knows."""
     complete: ClassVar[bool] = True
-    """Whether parameters may be sent by it alone. Where not, elements are missing or coarse, and it is for differences
+    """True where parameters may be sent by it alone. Else elements are missing or coarse, and it is for differences
     (`DifferenceCompression`)."""
     encodes: ClassVar[bool] = True
-    """Whether messages travel otherwise than as they are. Where not, groups of equals may all-reduce them."""
+    """True where messages are encoded. Else they travel as they are, and groups of equals may all-reduce them."""
 
     whole: ClassVar[bool] = True
-    """Whether each element of a message arrives in each round, if coarse. Where not, the rest comes rounds later."""
+    """True where each element of a message arrives in each round, if coarse. Else the rest comes rounds later."""
 
     @abstractmethod
     def parts(self, length: int, dtype: torch.dtype) -> tuple[PayloadPart, ...]:
@@ -69,15 +69,15 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, payload: Payload, out: Tensor, frame: Frame) -> None:
-        """Fill `out` with what the hearer makes of the payload."""
+        """Fill `out` with what a receiver decodes from the payload."""
 
     def replace(self, message: Tensor, payload: Payload, frame: Frame) -> None:
-        """`encode`, and overwrite the message by what its hearers make of it."""
+        """`encode`, and overwrite the message by what its receivers decode."""
         self.encode(message, payload, frame)
         self.decode(payload, message, frame)
 
     def residual(self, message: Tensor, payload: Payload, frame: Frame) -> None:
-        """`encode`, and overwrite the message by what its hearers don't get: message - decoded."""
+        """`encode`, and overwrite the message by what its receivers don't get: message - decoded."""
         decoded = message.clone()
         self.replace(decoded, payload, frame)
         message.sub_(decoded)

@@ -4,8 +4,8 @@
     s = (1/n) sum_i q_i + f            the owner of a part
     r = Q(s)      f <- s - r           what all decode of the owner's codes, and what is left for the next mean
 
-A worker sends 2 (n - 1) / n times the bytes of its codes, as an all-reduce does of numbers, where telling all others
-would take n - 1 times.
+A worker sends 2 (n - 1) / n times the bytes of its codes, as an all-reduce does of numbers, where sending to all
+others would take n - 1 times.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -60,7 +60,7 @@ class CodedParts:
         """{owner: codes of its part}; these parts of the message become what `encode` makes of them.
 
         Args:
-            noise: tells this mean from all others of this worker.
+            noise: a number that differs from those of this worker's other means.
         """
         parts = {owner: self.of(owner, message) for owner in range(self.size) if owner != self.rank}
         return {
@@ -81,7 +81,7 @@ class CodedParts:
 
     @property
     def share(self) -> float:
-        """Of each worker in the mean: multiplied before the sum, which in half precision could overflow."""
+        """Weight of each worker in the mean: multiplied before the sum, which in half precision could overflow."""
         return 1 / self.size
 
     def reduced(self, mean: Tensor, owned: Tensor, *noise: int) -> list[Tensor]:

@@ -38,7 +38,7 @@ def dither(number: int, key: int, piece: int, device: torch.device) -> Callable[
 
 
 def _hashed(x: Tensor) -> Tensor:
-    """In place; a bijection of 32-bit numbers. Source: Mueller and Wellons, "lowbias32"."""
+    """Hash 32-bit numbers in place, a bijection. Source: Mueller and Wellons, "lowbias32"."""
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_FIRST)  # the mask makes an arithmetic shift a logical one
     x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_SECOND)
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
@@ -53,7 +53,7 @@ def _hash(x: int) -> int:
 
 
 def _copied(table: Tensor, starts: Sequence[int], piece: int, start: int, stop: int, out: Tensor) -> Tensor:
-    """What each piece reads of the table, from `start` to `stop`."""
+    """Copy the parts of the table that the pieces read, from `start` to `stop`, into `out`."""
     for begin in range(start - start % piece, stop, piece):
         one, end = max(begin, start), min(begin + piece, stop)
         at = starts[begin // piece] - begin
@@ -78,5 +78,5 @@ def midpoints(device: torch.device) -> Tensor:
 
 
 def _golden(number: int, device: torch.device) -> Tensor:
-    """0, g, 2g, ... with the golden ratio of 2^32, wrapped: neighbours are far apart before they are hashed."""
+    """0, g, 2g, ... with the golden ratio of 2^32, wrapped: neighbours differ much before they are hashed."""
     return torch.arange(number, dtype=torch.int32, device=device).mul_(_GOLDEN)

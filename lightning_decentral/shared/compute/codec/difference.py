@@ -52,7 +52,7 @@ class TopK(Codec):
     def encode(self, message: Tensor, payload: Payload, frame: Frame) -> None:
         for start, stop, (values, places) in self._blocks(message, payload):
             rows = message[start:stop].view(len(values), -1)
-            # NaN counts as largest, so that hearers see it.
+            # NaN counts as largest, so that receivers see it.
             largest = rows.abs().topk(values.shape[1], dim=1, sorted=False).indices
             torch.gather(rows, 1, largest, out=values)
             # 0 .. 65535 as signed numbers of 16 bits.
@@ -79,10 +79,10 @@ class TopK(Codec):
 class DifferenceCompression(Codec):
     """payload = inner.encode(message - estimate);  decoded = estimate + inner.decode(payload);  estimate <- decoded.
 
-    Both ends of a link keep the estimate, so only what the hearer doesn't know yet is compressed: as the workers
+    Both ends of a link keep the estimate, so only what the receiver doesn't know yet is compressed: as the workers
     settle, the error of any contracting codec vanishes. Bytes: the inner codec's.
 
-    Targets that hear a worker in exactly the same steps share one estimate. So on a graph that doesn't change this is
+    Targets that receive in exactly the same steps share one estimate. So on a graph that doesn't change this is
     CHOCO-Gossip, at CHOCO's memory: an estimate of itself, and one of each source. On a graph that changes it is exact
     too, at a copy of the parameters for each target and each source of a period (2 log2 n on a hypercube).
 

@@ -62,7 +62,7 @@ class Packed(Codec):
         for start, stop, columns in pieces(message, self.block):
             rows = message[start:stop].view(-1, columns)
             x, (packed, scale) = rows.to(exact), self._places(payload, start, rows.shape[0], columns)
-            # NaN and infinity go into the scale, so hearers see them; a block of zeros, too, has one.
+            # NaN and infinity go into the scale, so receivers see them; a block of zeros, too, has one.
             scale.copy_(torch.maximum(x.amax(1), x.amin(1).neg_())).div_(largest).clamp_(min=1.2e-38)
             shared = scale.to(exact).unsqueeze(1)
             codes = noise(start, stop, scratch(stop - start, exact, message.device)).view_as(x)
@@ -107,7 +107,7 @@ class Int4(Packed):
     """Numbers -7 .. 7 times a scale of their block, rounded at random: `Packed`. For gradients, or wrapped.
 
     Bytes: n / 2 + 4 n / block, 7.5 times fewer than float32 with blocks of 128. By itself it would leave gossiping
-    workers a tenth of their weights apart, so there it codes differences: wrap it.
+    workers different by a tenth of their weights, so there it codes differences: wrap it.
 
     Args:
         block: elements that share a scale.

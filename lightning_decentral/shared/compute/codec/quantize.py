@@ -78,7 +78,7 @@ def _encoded(
         rows = message[start:stop].view(-1, columns)
         x = rows.to(exact)
         scale = scales[start // block :][: x.shape[0]]
-        # NaN and infinity go into the scale, so hearers see them.
+        # NaN and infinity go into the scale, so receivers see them.
         scale.copy_(torch.maximum(x.amax(1), x.amin(1).neg_())).div_(largest)
         scale.clamp_(min=1.2e-38)  # a block of zeros, too, has a scale
         shared = scale.to(exact).unsqueeze(1)
@@ -92,7 +92,7 @@ def _encoded(
 def _encode(quantized: Tensor, scales: Tensor, message: Tensor, block: int, key: int, replace: bool) -> None:
     for rows, rounded, shared in _encoded(quantized, scales, message, block, key):
         if replace:
-            # While q is in the cache. A zero may have a sign that its hearers' has not.
+            # While q is in the cache. A zero may have a sign that its receivers' has not.
             torch.mul(rounded, shared, out=rows)
 
 
@@ -164,7 +164,7 @@ class BFloat16(_Cast):
 class Float16(_Cast):
     """decoded = float16(message), |error| <= 2^-12 |message| from 6e-5 up. Bytes: 2 n.
 
-    Beyond 65504 it is infinite, which hearers refuse and the sender raises.
+    Beyond 65504 it is infinite, which receivers refuse and the sender raises.
     """
 
     narrow = torch.float16
@@ -188,7 +188,7 @@ def piece_length(block: int) -> int:
 
 
 class _Scratch(threading.local):
-    """Of each thread its own."""
+    """Reused memory of each thread, by dtype."""
 
     def __init__(self) -> None:
         self.held: dict[torch.dtype, Tensor] = {}
@@ -208,7 +208,7 @@ def scratch(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def divisor(number: float, device: torch.device) -> Tensor:
-    """To divide by as a host does: by a number itself CUDA multiplies with its reciprocal, which rounds otherwise."""
+    """Divisor as a tensor: a host divides by it, but CUDA multiplies by a number's reciprocal and rounds otherwise."""
     return torch.full((), number, dtype=torch.float32, device=device)
 
 

@@ -78,7 +78,7 @@ def _range(tensor: Tensor) -> tuple[int, int]:
 
 
 def _share(one: Tensor, other: Tensor) -> bool:
-    """Whether they have a number in common: columns of one matrix lie in one range, and don't."""
+    """Return whether they share an element: columns of one matrix lie in one range, and don't."""
     if one.device != other.device or one.dtype != other.dtype:
         return one.device == other.device
     first, each = min(one.data_ptr(), other.data_ptr()), one.element_size()
@@ -121,7 +121,7 @@ def lay_states(optimizer: Optimizer) -> None:
 
 
 class ModelLayout:
-    """How parameters lay in memory when the workers were compared; those that came later lie row-major everywhere."""
+    """Memory layouts of parameters when the workers were compared; those that came later lie row-major everywhere."""
 
     def __init__(self, parameters: Iterable[nn.Parameter] = ()) -> None:
         self._places: dict[nn.Parameter, Place] = {}
@@ -131,7 +131,7 @@ class ModelLayout:
         return parameter in self._places
 
     def note(self, parameters: Iterable[nn.Parameter]) -> None:
-        """At set-up: those that aren't known lie as they do now."""
+        """Record at set-up that parameters which aren't known lie as they do now."""
         new = [p for p in parameters if p not in self._places and p.layout == torch.strided and not is_lazy(p)]
         self._places |= {p: Place.of(p) for p in new}
 

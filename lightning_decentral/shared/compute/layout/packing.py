@@ -20,7 +20,7 @@ LEAST_CUT_BYTES = 2**20  # smaller models aren't cut: another message would take
 
 
 def with_tail(buckets: Sequence[Bucket]) -> list[Bucket | BucketSpan]:
-    """The last bucket in two where it's long and has a place for that, so that the last one is short."""
+    """Split the last bucket in two where it's long and has a place for that, so that the last one is short."""
     # The next round's messages may begin while the last bucket's are under way; were it longer, two neighbours' would
     # fill the queues on the way to a worker, and packets be dropped. Cut is also where nothing overlaps without a
     # delay, for one small message more: so a checkpoint fits both. A device sends all buckets at once.
@@ -38,7 +38,7 @@ def with_tail(buckets: Sequence[Bucket]) -> list[Bucket | BucketSpan]:
 
 
 def dealt(parameters: Sequence[nn.Parameter], hands: int) -> list[list[nn.Parameter]]:
-    """In order, each to the hand that has the fewest bytes by then: strided over the model, and about equal."""
+    """Deal parameters in order, each to the hand with the fewest bytes by then: strided over the model, about equal."""
     found: list[list[nn.Parameter]] = [[] for _ in range(hands)]
     held = [0] * hands
     for parameter in parameters:
@@ -49,7 +49,7 @@ def dealt(parameters: Sequence[nn.Parameter], hands: int) -> list[list[nn.Parame
 
 
 def is_short(last_bytes: int, whole_bytes: int) -> bool:
-    """Whether a last bucket may overlap with the next round."""
+    """Return whether a last bucket may overlap with the next round."""
     return SHORT * last_bytes <= whole_bytes
 
 
@@ -67,7 +67,7 @@ def bucket_bytes_of(parameters: Iterable[nn.Parameter]) -> int:
 
 
 def message_bytes_of(parameters: Sequence[nn.Parameter]) -> int:
-    """Of a bucket of a message in which all parameters travel: on a host `bucket_bytes_of` them, on a device 1 GiB."""
+    """Bytes of a bucket of a message in which all parameters travel: `bucket_bytes_of` on a host, 1 GiB on a device."""
     return DEVICE_BUCKET_BYTES if any(map(_on_device, parameters)) else bucket_bytes_of(parameters)
 
 

@@ -1,4 +1,4 @@
-"""How one parameter lies in memory: shape, type, strides. Its place in a message and in a rule's state rests on it."""
+"""Memory layout of a parameter: shape, type, strides. Its place in a message and in a rule's state rests on it."""
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ Strides = tuple[int, ...]
 
 
 def dense_strides(tensor: Tensor) -> Strides:
-    """Of a dense copy, which keeps the order of the dimensions in memory (channels_last stays channels_last)."""
+    """Strides of a dense copy, which keeps the dimensions' order in memory (channels_last stays channels_last)."""
     size, own, found, step = tensor.shape, tensor.stride(), [1] * tensor.dim(), 1
     for dim in reversed(memory_order(size, own)):
         found[dim], step = step, step * size[dim]
@@ -33,7 +33,7 @@ def is_row_major(size: Sequence[int], strides: Strides) -> bool:
 
 @dataclass(frozen=True)
 class Place:
-    """How a parameter lies."""
+    """Shape, dtype and strides of a parameter."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -81,13 +81,13 @@ class Laid(Protocol):
 
 
 def orders(buckets: Iterable[Laid]) -> list[list[int]]:
-    """For a checkpoint, whose messages and rules' states are flat memory."""
+    """Orders of dimensions in memory, for a checkpoint, whose messages and rules' states are flat memory."""
     return [[*place.order] for bucket in buckets for place in bucket.places]
 
 
 def refuse_reordered(state: Mapping[str, Any], buckets: Iterable[Laid]) -> None:
     """ValueError where what was saved in other orders would be read in these."""
-    flat = any(state["states"]) or state["flights"] or len(state["exchange"]) > 1  # beside the codec's name
+    flat = any(state["states"]) or state["flights"] or len(state["exchange"]) > 1  # other than the codec's name
     now = orders(buckets)
     if flat and len(state.get("orders", ())) == len(now) and state["orders"] != now:
         raise ValueError(

@@ -21,7 +21,7 @@ Place = tuple[int, int]
 
 
 class Met:
-    """Whether the devices of one average were at the same place; known when the next one comes, so that none waits.
+    """Check whether the devices of one average were at the same place; known when the next comes, so that none waits.
 
     Args:
         sums: of a number for the place and of its square, to be summed over the devices.
@@ -96,12 +96,12 @@ class GradientAverage:
         self._where, self._last = where, Met(hosts, (0, 0))
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> None:
-        """These are averaged from the next backward pass on; those that are already cost a look-up."""
+        """Average these from the next backward pass on; those that are already cost a look-up."""
         self._all = parameters
         self.look()
 
     def look(self) -> None:
-        """Some of what is watched may have been thawed since."""
+        """Watch also what may have been thawed since."""
         parameters = self._all
         needed = [p for p in parameters if p.requires_grad]
         self._launcher.refuse_changed()
@@ -118,7 +118,7 @@ class GradientAverage:
             self._mean.lay([self._row(bucket) for bucket in self._launcher.buckets])
 
     def _row(self, bucket: GradientBucket) -> Row:
-        """By a parameter's number in the module, under which a file names it; a later one's is free."""
+        """(key, elements) of each parameter: the number in its module, under which a file names it, or a free one."""
         for number, parameter in enumerate(self._all):
             if parameter not in self._keys:
                 taken = self._keys.values()
@@ -134,7 +134,7 @@ class GradientAverage:
             self._averaged.pop(parameter, None)
 
     def _withdraw_cleared(self) -> None:
-        """What was averaged and cleared without an update (by another optimizer's turn) was never taken."""
+        """Withdraw what was averaged and cleared without an update (by another optimizer's turn): it was not taken."""
         gone = {p: version for p, version in self._averaged.items() if p.grad is None}
         for parameter in gone:
             del self._averaged[parameter]
@@ -148,7 +148,7 @@ class GradientAverage:
         return self._mean.state_dict(waiting)
 
     def heard(self) -> bool:
-        """Whether any device has had news since the last call; the same on all of them."""
+        """Return whether any device has had news since the last call; the same on all of them."""
         told, self._told = self._told, []
         for _, pending in told:
             pending.wait()
@@ -170,11 +170,11 @@ class GradientAverage:
             self._launcher.paused = False
 
     def begin(self) -> None:
-        """Before a step: it averages at least once, on every device."""
+        """Begin a step: it averages at least once, on every device."""
         self._open = True
 
     def before(self, loss: Tensor) -> None:
-        """Its backward follows, which ends with averaged gradients, also where it reaches none of them here."""
+        """Prepare this loss's backward, which ends with averaged gradients, also where it reaches none of them here."""
         self.look()
         self._withdraw_cleared()
         if not self._launcher.paused and loss.requires_grad:
@@ -212,7 +212,7 @@ class GradientAverage:
             raise RuntimeError(UNSEEN)
         buckets = self._launcher.buckets
         gradients = [gradient for bucket in buckets for gradient in bucket.gradients]
-        # The hosts tell each other who used what: no host reads what its device computes.
+        # The hosts report to each other who used what: no host reads what its device computes.
         self._last.check()
         told = torch.empty(len(gradients) + 3, dtype=torch.int32)
         flags = flag(gradients, told[:-3])

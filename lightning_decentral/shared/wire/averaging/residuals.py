@@ -23,7 +23,7 @@ Span = tuple[int, int]
 
 @dataclass
 class Residual:
-    """What was rounded away at one place: of all parts here, and of the own part on the way back.
+    """Rounding residuals at one place: of all parts here, and of the own part on the way back.
 
     Attributes:
         before: the same as at the last update; empty where no update is ever skipped.
@@ -66,7 +66,7 @@ class Residuals:
         self._rounds = 0  # taken at places that are no more: no noise is drawn twice
 
     def at(self, place: int, flat: Tensor) -> Residual:
-        """Of this place, whose tensors `flat` holds."""
+        """Residual of this place, whose tensors `flat` holds."""
         found = self._at.get(place)
         if found is None or len(found.own) != flat.numel():
             found = self._at[place] = self._made(place, flat)
@@ -86,7 +86,7 @@ class Residuals:
     # ---- tensors in other company -----------------------------------------------------------------------------------
 
     def lay(self, rows: Sequence[Row]) -> None:
-        """From now on place k is of the tensors in rows[k]: what was rounded away of each goes with it."""
+        """Lay the tensors in rows[k] at place k from now on: what was rounded away of each goes with it."""
         if self._rows == (now := tuple(rows)):
             return
         if not self._rows and self._fits(now):
@@ -100,7 +100,7 @@ class Residuals:
         self._rows, self._at = now, {}
 
     def _fits(self, rows: Sequence[Row]) -> bool:
-        """Whether what was kept without names may be of these: of a file that doesn't name its tensors."""
+        """Return whether what was kept without names may be of these: of a file that doesn't name its tensors."""
         lengths = {place: sum(elements for _, elements in row) for place, row in enumerate(rows)}
         return {place: len(residual.own) for place, residual in self._at.items()} == lengths
 
@@ -132,7 +132,7 @@ class Residuals:
             self._restore(place, residual, [residual.own, residual.owned], keys)
 
     def _restore(self, place: int, residual: Residual, into: Sequence[Tensor], keys: Collection[int]) -> None:
-        """What was there before the last mean, of the tensors with these keys."""
+        """Restore what was there before the last mean, of the tensors with these keys."""
         for key, span in self._spans(place) if residual.before and not residual.taken else ():
             if key in keys:
                 into[0][slice(*span)] = residual.before[0][slice(*span)]
@@ -191,7 +191,7 @@ class Residuals:
         return self._parts.of(self._parts.rank, flat)
 
     def _overlap(self, length: int, span: Span) -> Iterator[tuple[slice, slice]]:
-        """Of a tensor and the own part of a flat one of this length: (in the tensor, in the own part); one or none."""
+        """Overlap of a tensor with the own part of a flat one of this length: (in the tensor, in the part), or none."""
         begin, end = self._parts.spans(length)[self._parts.rank]
         start, stop = max(begin, span[0]), min(end, span[1])
         if start < stop:

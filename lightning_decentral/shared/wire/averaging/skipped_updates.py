@@ -17,12 +17,12 @@ Keys = Callable[[], Collection[int]]
 
 
 def scale_of(scaler: Any, device: torch.device) -> Callable[[], Tensor] | None:
-    """What multiplies the loss now, on the scaler's device; None without a scaler."""
+    """Factor that multiplies the loss now, on the scaler's device; None without a scaler."""
     return None if scaler is None else lambda: scaler.scale(torch.ones((), device=device))
 
 
 class SkippedUpdates:
-    """Of what one compressed mean has averaged.
+    """Skipped updates of what one compressed mean has averaged.
 
     Args:
         residuals: of the mean.
@@ -37,7 +37,7 @@ class SkippedUpdates:
         self._any = False
 
     def guard(self, scale: Callable[[], Tensor] | None, scaled: bool = True) -> None:
-        """From now on updates may be skipped, by a scaler or otherwise.
+        """Expect updates to be skipped from now on, by a scaler or otherwise.
 
         Args:
             scaled: whether gradients come multiplied by the scale.
@@ -56,7 +56,7 @@ class SkippedUpdates:
             self._open.append((keys, AsyncRead(self._scale())))
 
     def settle(self) -> None:
-        """Before the next mean."""
+        """Take or withdraw what the last mean has averaged, before the next."""
         if self._scale is not None and not self._known:
             self._come_at(float(self._scale()))
             self._known = True
@@ -66,7 +66,7 @@ class SkippedUpdates:
             self._residuals.updated()
 
     def settle_scales(self) -> None:
-        """What a scaler has skipped is withdrawn; what waits for its update goes on waiting."""
+        """Withdraw what a scaler has skipped; what waits for its update goes on waiting."""
         reads, self._open = self._open, []
         last = self._unit
         for keys, read in reads:

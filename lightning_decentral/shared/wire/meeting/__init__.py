@@ -1,4 +1,4 @@
-"""Workers meet, tell each other that they live and why they end, and agree where all stop: through the store alone.
+"""Workers meet, report to each other that they live and why they end, and agree where all stop: by the store alone.
 
 Public names: none; strategies use it by `shared/meeting.py`.
 """

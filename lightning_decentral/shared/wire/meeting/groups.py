@@ -1,8 +1,8 @@
 """Groups over the world: made by all workers together, and made again where a stranger came between two of them.
 
-Who connects to a new group's port in the first milliseconds, and says by chance the number of a pair of workers, has
-the place of one of them. So the members greet each other, and all say through the store, which is another way, whether
-they were heard.
+Who connects to a new group's port in the first milliseconds, and sends by chance the number of a pair of workers, has
+the place of one of them. So the members greet each other, and all report through the store, which is another way,
+whether the greetings arrived.
 """
 
 import itertools
@@ -29,16 +29,16 @@ GREETING = timedelta(seconds=10)
 """The longest wait for a greeting."""
 TRIES = 4
 Agree = Callable[[bool], bool]
-"""Returns when all workers have called it, by another way than the groups: whether all said True."""
+"""Returns when all workers have called it, by another way than the groups: whether all passed True."""
 
 
 def greeting_timeout(timeout: timedelta | None) -> timedelta:
-    """How long a worker waits for a greeting, so that all tries together don't take longer than one wait may."""
+    """Longest wait for a greeting, so that all tries together don't take longer than one wait may."""
     return GREETING if timeout is None else min(GREETING, timeout / TRIES)
 
 
 def heard_by_all(make: Callable[[], Transport | None], timeout: timedelta | None, agree: Agree) -> Transport | None:
-    """A group in which every member hears every other, or several at once; None on those outside. Collective over all
+    """A group in which every member receives from every other, or several at once; None outside. Collective over all
     workers.
 
     Raises:

@@ -1,11 +1,11 @@
-"""Whether workers that average train the same parameters: asked where one sees a change, in no other step.
+"""Comparison of the parameters that workers average: asked where one sees a change, in no other step.
 
     NAME/<averages done>.<changes since>/<rank>   {parameter or optimizer: form}, as this worker has them from there on
     NAME/asked                                    a change that somebody has seen, and waits for the others' answers
 
-An average is one of gradients, or a round of gossip. Who sees a change in what it trains says what it has now, and goes
-on when the others have said the same. Whoever has begun the same average without a change, or has left it behind, as
-neighbours of gossip may, is blocked in its messages sooner or later: its watching thread says what it had.
+An average is one of gradients, or a round of gossip. Who sees a change in what it trains writes what it has now, and
+goes on when the others have written the same. A worker that has begun the same average without a change, or has left
+it behind, as neighbours of gossip may, is blocked in its messages sooner or later: its watching thread writes its own.
 """
 
 import json
@@ -25,7 +25,7 @@ Layout = Mapping[str, str]
 Named = Callable[[], Iterable[tuple[str, nn.Parameter]]]
 MakeLayouts = Callable[[Callable[[], Layout]], "Layouts | Unasked"]
 ASK_SECONDS = 0.5
-"""So often who waits for answers asks again: of two that ask for different changes, one overwrites the other."""
+"""Period of asking again while answers are missing: of two that ask for different changes, one overwrites the other."""
 
 
 class Trained:
@@ -73,7 +73,7 @@ class Alike(Protocol):
         """It is over."""
 
     def settle(self) -> None:
-        """What is trained now was agreed on in another way: all have read the same files."""
+        """Accept what is trained now: it was agreed on in another way, as all have read the same files."""
 
     def close(self) -> None:
         """Nobody asks any more."""

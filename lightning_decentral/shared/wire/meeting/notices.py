@@ -1,9 +1,9 @@
-"""What workers tell each other beside all groups, through the store: that they live, and why they end.
+"""Notices that workers give each other outside of all groups, through the store: that they live, and why they end.
 
     beat/<rank>    a number that grows while the process runs, every BEAT_SECONDS
     ended/<rank>   {"reason": one line, "phase": where, "lost": whether only because another was lost}
 
-Whoever loses a peer in a message or a collective call learns here whom, and why.
+A worker that loses a peer in a message or a collective call learns here whom, and why.
 """
 
 import json
@@ -22,16 +22,16 @@ from lightning_decentral.shared.wire.pending import PeerLost
 BEAT_SECONDS = 0.5
 LOOK_SECONDS = 0.005
 SILENT_SECONDS = 2.5
-"""A worker that didn't beat for so long, when another has been lost, is the one to blame."""
+"""Seconds without a beat after which a worker is the one to blame, when another has been lost."""
 LINGER_SECONDS = 1.5
-"""Worker 0 takes the store with it: the others get so long to read why."""
+"""Seconds that worker 0 keeps the store for the others to read why it ends."""
 STORE_SECONDS = 10.0
-"""So long the store has to answer whoever ends; it takes milliseconds, and `SILENT_SECONDS` to find who is silent."""
+"""Time that the store has to answer one that ends; it takes milliseconds, and `SILENT_SECONDS` to find the silent."""
 LONGEST_REASON = 500
 
 
 class Gone:
-    """In place of a connection to the store that was given back, as is one whose store is gone."""
+    """Stand-in for a connection to the store that was given back, as is one whose store is gone."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(f"the meeting is over: its store can't be asked for {name} any more")
@@ -42,7 +42,7 @@ GONE: Any = Gone()
 
 @dataclass(frozen=True)
 class Ending:
-    """Why a worker ended."""
+    """Reason why a worker ended."""
 
     reason: str
     phase: str
@@ -76,7 +76,7 @@ class Notices:
         self._endings: dict[int, Ending] = {}
 
     def close(self) -> None:
-        """Give the connection back, whoever still holds this board."""
+        """Give the connection back, although others may hold this board."""
         self._store = GONE
 
     def beat(self) -> None:
@@ -85,7 +85,7 @@ class Notices:
         self._store.set(f"beat/{self.rank}", str(self._beats))
 
     def tell(self, what: str, text: str) -> None:
-        """Write this worker's word on it, for `read`."""
+        """Write this worker's text on it, for `read`."""
         self._store.set(f"{what}/{self.rank}", text)
 
     def put(self, key: str, text: str) -> None:
@@ -93,12 +93,12 @@ class Notices:
         self._store.set(key, text)
 
     def end(self, ending: Ending) -> None:
-        """Say why this worker ends."""
+        """Write why this worker ends."""
         self._store.set(f"ended/{self.rank}", json.dumps(asdict(ending)))
         self._store.set("ended", "somebody")
 
     def look(self) -> Mapping[int, Ending]:
-        """Who has ended, and why; kept, since the store ends with worker 0."""
+        """Endings of other workers, and why; kept, since the store ends with worker 0."""
         if self._store.check(["ended"]):
             for rank in range(self.size):
                 if rank != self.rank and rank not in self._endings:
@@ -185,10 +185,10 @@ CUT_OFF = (
 
 
 class Presence:
-    """One worker's place on the board: a thread that beats and reads, since whoever waits is blocked in a message.
+    """One worker's place on the board: a thread beats and reads, since a worker that waits is blocked in a message.
 
     Args:
-        phase: what this worker does right now, in a few words.
+        phase: what this worker does right now, in brief.
 
     Attributes:
         freed: its device waited for a lost worker and was freed: whatever error comes of it, that loss is the cause.
@@ -223,7 +223,7 @@ class Presence:
         self._woken.set()
 
     def _run(self) -> None:
-        with suppress(RuntimeError):  # the store is gone: whoever waits for worker 0 will say so
+        with suppress(RuntimeError):  # the store is gone: any that waits for worker 0 will report so
             beaten = float("-inf")
             while not self._closed:
                 if time.monotonic() - beaten >= BEAT_SECONDS:
@@ -237,7 +237,7 @@ class Presence:
             call()
 
     def leave(self, error: BaseException) -> None:
-        """Tell the others why this worker ends; an error that says it lost a peer is given the reason in one line."""
+        """Report to the others why this worker ends; an error that only reports a lost peer gets a one-line reason."""
         lost, phase = self.freed or is_loss(error), self.phase()
         answers = True
         if lost:
@@ -267,7 +267,7 @@ def within(seconds: float, call: Callable[[], Any]) -> tuple[bool, Any]:
 
 
 def is_loss(error: BaseException) -> bool:
-    """Whether the error says that a peer was lost, in this package's words or in the raw ones of the transport."""
+    """Return whether the error reports a lost peer, in this package's text or in the transport's raw one."""
     if isinstance(error, PeerLost) or (isinstance(error, TimeoutError) and "didn't come to" in _text(error)):
         return True
     raw = type(error).__name__.startswith("Dist") or re.search(r"gloo/|Connection closed by peer|NCCL", _text(error))
@@ -280,7 +280,7 @@ def one_line(error: BaseException) -> str:
 
 
 def _text(error: BaseException) -> str:
-    """Empty for an error of a user's own that can't say what it is: the others must hear of it all the same."""
+    """Empty for an error of a user's own that has no text: the others must be notified of it all the same."""
     try:
         return str(error)
     except Exception:

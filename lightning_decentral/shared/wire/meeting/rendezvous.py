@@ -1,15 +1,15 @@
 """The first meeting of all workers, at worker 0's store: who is missing, and who is there though he shouldn't be.
 
-    job            worker 0's word: "open <token>", or "closed <digest of the token>"
+    job            worker 0's state: "open <token>", or "closed <digest of the token>"
     layout         worker 0's number of nodes, and of devices on each
     differs        one line, of the first worker that has another layout, which ends
-    here/<rank>    whoever claims this rank
+    here/<rank>    the process that claims this rank
     verdict        "complete", or why all end: another layout came, and they weren't complete soon after; where they
                    are, what came was another job's
 
 A job's keys begin with its token: one of the environment variable LIGHTNING_DECENTRAL_TOKEN, the same on all workers,
 or a random one, which worker 0 writes down where every program that reaches the port can read it. A token keeps stray
-programs and other jobs apart; it isn't encryption: what is sent is readable on its way.
+programs and other jobs away; it isn't encryption: what is sent is readable on its way.
 """
 
 import errno
@@ -32,10 +32,10 @@ from lightning_decentral.shared.wire.transport import prefixed, tcp_store
 TOKEN = "LIGHTNING_DECENTRAL_TOKEN"
 LOOK_SECONDS = 0.05
 DOUBT_SECONDS = 10.0
-"""So long workers wait for the rest of theirs once one with another layout has come."""
+"""Time that workers wait for the rest of theirs once one with another layout has come."""
 COMPLETE = "complete"
 LINGER_SECONDS = 2.0
-"""Worker 0 takes the store with it: where nobody will train, the others get so long to find out why."""
+"""Seconds that worker 0 keeps the store, where nobody will train, for the others to find out why."""
 
 _met: Counter[str] = Counter()
 """Meetings of this process by place: a second one at the same store has other keys. By place, as a process that serves
@@ -48,11 +48,11 @@ class MeetingFailed(ConnectionError):
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where `size` workers meet, and how long each waits for the others.
+    """Rendezvous of `size` workers, and how long each waits for the others.
 
     Args:
         hosted: another process (torchrun's agent) has the store.
-        layout: (nodes, devices on each) as this worker was told.
+        layout: (nodes, devices on each) as this worker was given.
     """
 
     address: str
@@ -89,7 +89,7 @@ class Meeting:
 
         Raises:
             MeetingFailed: one line: who is missing, or who else is at this port.
-            ValueError: a worker was told of other nodes or devices; the same line on all.
+            ValueError: a worker was given other nodes or devices; the same line on all.
         """
         _met[self.place] += 1
         end = time.monotonic() + self.timeout.total_seconds()
@@ -111,10 +111,10 @@ class Meeting:
         found: list[Any] = []
 
         def reach() -> None:
-            with suppress(RuntimeError):  # said below
+            with suppress(RuntimeError):  # reported below
                 found.append(tcp_store(self.address, self.port, self.timeout, listening))
 
-        # A thread: a program that takes the connection and says nothing would keep torch waiting for ever.
+        # A thread: a program that takes the connection and sends nothing would keep torch waiting for ever.
         thread = threading.Thread(target=reach, name="lightning_decentral-rendezvous", daemon=True)
         thread.start()
         thread.join(self.timeout.total_seconds())
@@ -168,7 +168,7 @@ class Meeting:
         return _digest("keys", own or found)
 
     def _compare_layouts(self, store: Any, end: float) -> None:
-        """Before ranks are claimed: workers that count the others in another way have each other's."""
+        """Compare layouts before ranks are claimed: workers that count the others in another way have each other's."""
         mine = "num_nodes={}, devices={}".format(*self.layout)
         if self.rank == 0:
             store.set("layout", mine)
@@ -182,10 +182,10 @@ class Meeting:
             raise ValueError(store.compare_set("differs", "", line).decode(errors="replace"))
 
     def _doubts(self, store: Any, end: float) -> Callable[[], str]:
-        """Why all end, if called at the end or long enough after the first call that finds another layout; else empty.
+        """Reason why all end, if called at the end or long enough after a first call that finds another layout; or "".
 
         Not at once: a stray worker of another job must not end this one, and without a token only its own workers'
-        coming says that it is a stray.
+        coming shows that it is a stray.
         """
         since: list[float] = []
         patience = min(DOUBT_SECONDS, self.timeout.total_seconds() / 2)
@@ -239,7 +239,7 @@ class Meeting:
 
 
 def group_failed(store: Any, rank: int, error: RuntimeError) -> MeetingFailed:
-    """What to raise in place of the transport's raw words. The same line on all workers that still reach the store, of
+    """Error to raise in place of the transport's raw text. The same line on all workers that still reach the store, of
     the first that couldn't make a group; the others only waited for it."""
     said = re.sub(r"^\[[^]]*\]", "", str(error).partition("\n")[0]).strip()  # not where in gloo's sources
     words = said or type(error).__name__

@@ -1,13 +1,13 @@
-"""A device that waits for a lost worker is freed: by NCCL nobody is told of a loss, and the host may stand anywhere.
+"""A device that waits for a lost worker is freed: NCCL notifies nobody of a loss, and the host may stand anywhere.
 
     behind   the device hasn't come to where the host was so long ago (`Backlog`): it may wait for another worker
-    lost     another worker said why it ends, has written no beat for LOST_SECONDS, or took the store with it;
+    lost     another worker wrote why it ends, has written no beat for LOST_SECONDS, or took the store with it;
              or the device has been behind for the timeout
     freed    all communicators are aborted, so that their kernels return; `check` raises PeerLost in the training's
              thread, which the host comes to at the end of its round
 
 Until then the host stands in whatever needs the device next: a read, the user's `.item()`, a full queue of launches.
-There no Python of its thread runs, hence the thread that reads the notices. By gloo the host waits itself, and hears.
+There no Python of its thread runs, hence the thread that reads the notices. By gloo the host waits and is notified.
 """
 
 import os
@@ -20,11 +20,11 @@ from lightning_decentral.shared.wire.meeting.notices import ALL_LIVE, Presence
 from lightning_decentral.shared.wire.pending import PeerLost
 
 GRACE_SECONDS = 2.0
-"""After another's word the host may yet come to an error of its own, or the device to the end of its work."""
+"""Time after another's ending in which the host may come to an error of its own, or the device to its work's end."""
 LOST_SECONDS = 15.0
 """Without a beat, while this device is behind: longer than a thread that beats is kept from running."""
 END_SECONDS = 30.0
-"""For the host to come back from the device; then the process ends where it stands."""
+"""Time for the host to come back from the device; then the process ends where it stands."""
 
 
 class Rescue:
@@ -83,7 +83,7 @@ class Rescue:
         return 0.0 if since is None or self._lost is not None else time.monotonic() - since
 
     def _silent(self) -> bool:
-        """Whether another has written no beat for long."""
+        """Return whether another has written no beat for long."""
         notices, now = self._presence.notices, time.monotonic()
         for rank in range(notices.size):
             beat = notices.read(f"beat/{rank}", int)
@@ -95,7 +95,7 @@ class Rescue:
         notices = self._presence.notices
         self._presence.freed = True
         self._lost = f"worker {notices.rank} lost the others: {notices.blame() or ALL_LIVE}"
-        # Before the host can come back: what it would say then may name whom a kernel left in the middle.
+        # Before the host can come back: its own error then may name whom a kernel left in the middle.
         print(self._lost, file=sys.stderr, flush=True)
         threading.Thread(target=self._end_if_it_stands, name="lightning_decentral-rescue", daemon=True).start()
         self._abort()

@@ -1,4 +1,4 @@
-"""All workers were given the same settings: compared over the key-value store before anything else is exchanged.
+"""Comparison of the settings that all workers were given, over the key-value store before anything else is exchanged.
 
 Over the store, not by a collective: workers of other versions or plans can read it, too. What is written there never
 changes its form: JSON, {name: text}, the versions first.
@@ -15,7 +15,7 @@ from lightning_decentral.shared.plan.described import first_difference
 
 LONGEST_PAUSE = 0.05
 GOODBYE_SECONDS = 10.0
-"""So long worker 0, whose process keeps the store, lets the others read why all stop."""
+"""Time that worker 0, whose process keeps the store, lets the others read why all stop."""
 
 
 def check_same_settings(
@@ -45,7 +45,7 @@ def check_same_settings(
 
 
 class _Meeting:
-    """Every worker says something and hears what the others say, before a deadline."""
+    """Exchange of text before a deadline: every worker writes some and reads what the others wrote."""
 
     def __init__(self, store: Any, name: str, size: int, deadline: float, when: str) -> None:
         self._store, self._name, self._size, self._deadline, self._when = store, name, size, deadline, when
@@ -54,7 +54,7 @@ class _Meeting:
         self._store.set(self._key(what, rank), text)
 
     def hear(self, what: str, ranks: range) -> list[str]:
-        """What these workers said, in order."""
+        """Texts of these workers, in order. TimeoutError where one hasn't come before the deadline."""
         pause, missing = 0.001, list(ranks)
         while missing := [r for r in missing if not self._store.check([self._key(what, r)])]:
             if time.monotonic() > self._deadline:

@@ -18,7 +18,7 @@ SIGNALS = range(1, 65)
 
 
 class StopAgreement:
-    """Of one fit.
+    """Agreement of one fit's workers on the step after which all stop.
 
     Args:
         read: read(key, parse): a value of the store; None where there is none that can be believed.
@@ -60,11 +60,11 @@ class StopAgreement:
 
     @property
     def agreed(self) -> bool:
-        """Whether this is where all stop."""
+        """True where this is the place at which all stop."""
         return self._stop is not None and self._rounds >= self._stop
 
     def tick(self) -> None:
-        """Once per round of any optimizer, on every worker.
+        """Count a round: once per round of any optimizer, on every worker.
 
         Raises:
             PeerLost: another worker has made no promise.

@@ -1,4 +1,4 @@
-"""A collective call that only some workers make: said while they wait for each other, long before the timeout is over.
+"""A collective call that only some workers make: a warning while they wait for each other, long before the timeout.
 
     waits/<rank>   {"calls": collective calls that it has entered, "calling": whether it waits in one, "phase": where}
                    while its worker waits for long; else empty
@@ -16,12 +16,12 @@ from dataclasses import asdict, dataclass
 from lightning_decentral.shared.wire.meeting.notices import Notices
 
 LONG_SECONDS = 30.0
-"""A wait that is worth a word."""
+"""A wait that is worth a warning."""
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Of one worker, right now."""
+    """Wait of one worker, right now."""
 
     calls: int
     calling: bool
@@ -79,7 +79,7 @@ class Waits:
 
 
 def _apart(waiting: Sequence[Wait]) -> bool:
-    """Whether some are in a call that others haven't entered, or in another of the same number."""
+    """Return whether some are in a call that others haven't entered, or in another of the same number."""
     ahead = max(wait.calls for wait in waiting)
     last = [wait for wait in waiting if wait.calls == ahead]
     if not all(wait.calling for wait in last):
