@@ -20,7 +20,6 @@ from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplic
 from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage
 from lightning_decentral.shared.wire.averaging.skipped_updates import scale_of
 from lightning_decentral.shared.wire.compressed_mean import mean_by
-from lightning_decentral.shared.wire.meeting.layouts import Trained
 from lightning_decentral.shared.wire.transport import Wire
 
 
@@ -44,9 +43,7 @@ class Reduced:
             self.mean.guard(scale_of(scaler, strategy.root_device))
         self.gradients = GradientAverage(self.mean, hosts, strategy.waiting, bucket_bytes)
         self.equal = EqualReplicas()
-        self.equal.begin(module, wire)
-        trained = Trained(module.named_parameters, lambda: strategy.optimizers)
-        self.equal.compare(strategy._attendance.layouts(trained))
+        self.equal.begin(module, wire, strategy._attendance.layouts, lambda: strategy.optimizers)
         self.equal.join(self.gradients)
         self.watch()
 

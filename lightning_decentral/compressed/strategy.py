@@ -25,7 +25,6 @@ from lightning_decentral.shared.wire.averaging.equal_replicas import of_all as o
 from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage
 from lightning_decentral.shared.wire.averaging.skipped_updates import scale_of
 from lightning_decentral.shared.wire.compressed_mean import Mean, mean_by, refuse_estimates
-from lightning_decentral.shared.wire.meeting.layouts import Trained
 from lightning_decentral.shared.wire.owners import InPlace, by_owners
 from lightning_decentral.shared.wire.transport import Transport, Wire
 
@@ -83,7 +82,7 @@ class CompressedStrategy(ReplicaStrategy):
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
     def prepare(self, wire: Wire | None) -> None:
-        self._equal.begin(self._module, wire)
+        self._equal.begin(self._module, wire, self._attendance.layouts, lambda: self.optimizers)
         if wire is None:
             return
         hosts = wire.hosts(None)
@@ -91,7 +90,6 @@ class CompressedStrategy(ReplicaStrategy):
         self._mean = mean_by(self.codec, partial(of_all, wire), self.root_device)
         bucket_bytes = self.bucket_bytes or bucket_bytes_of(self._module.parameters())
         self._gradients = GradientAverage(self._mean, hosts, self.meet, bucket_bytes, self._where)
-        self._equal.compare(self._attendance.layouts(Trained(self._module.named_parameters, lambda: self.optimizers)))
         self._equal.join(self._gradients)
         self.member = AveragedSteps(self._gradients, self._module, self.gradient_check, self._from_worker_0)
         scaler = getattr(self.precision_plugin, "scaler", None)
@@ -154,20 +152,9 @@ class CompressedStrategy(ReplicaStrategy):
 
 
 class AveragedSteps(DeviceSteps):
-    """Steps of a worker whose gradients are averaged within each backward.
+    """Steps of a worker whose gradients are averaged within each backward; `take` gets what came while training."""
 
-    Args:
-        check: counts the steps that it skips.
-        take: gets parameters that came while training, the same for all workers.
-    """
-
-    def __init__(
-        self,
-        gradients: GradientAverage,
-        module: nn.Module,
-        check: Unchecked,
-        take: Callable[[Sequence[nn.Parameter]], None],
-    ) -> None:
+    def __init__(self, gradients: GradientAverage, module: nn.Module, check: Unchecked, take: InPlace) -> None:
         self._gradients, self._check, self._take = gradients, check, take
         self._parameters, self._skipped = list(module.parameters()), check.skipped
 

@@ -102,10 +102,8 @@ class Evaluation:
 
     def __init__(self, of: Evaluated) -> None:
         self._of = of
-        # Methods: a spawned process gets all this pickled.
-        self._before_others = BeforeOthers(
-            self._begin, self._evaluate, self._end, functools.partial(self._met, "validation")
-        )
+        met = functools.partial(self._met, "validation")  # a method: a spawned process gets all this pickled
+        self._before_others = BeforeOthers(self._begin, self._evaluate, self._end, met)
         self._loaders = SameLoaders(functools.partial(self._met, "set-up of validation loaders"))
         self._awaited = False  # whether the first batch is still to come
         self._swapped_in: Swap | None = None

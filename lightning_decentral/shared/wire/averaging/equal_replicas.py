@@ -4,24 +4,17 @@ Updates are counted, worker 0's running statistics go to all after each of them,
 compared. The same in a Trainer and, for each module, in a loop with Fabric.
 """
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 from torch import nn
+from torch.optim import Optimizer
 
-from lightning_decentral.shared.wire.meeting.layouts import Alike, Unasked
+from lightning_decentral.shared.wire.gradients import Average
+from lightning_decentral.shared.wire.meeting.layouts import Alike, MakeLayouts, Trained, Unasked
 from lightning_decentral.shared.wire.running_buffers import RunningBuffers
 from lightning_decentral.shared.wire.transport import Transport, Wire
 
-
-class Average(Protocol):
-    """Protocol of an average of gradients, which takes a worker's news along."""
-
-    news: Callable[[], bool]
-    layouts: Alike
-
-    def heard(self) -> bool:
-        """Whether any worker has had news since the last call; the same on all of them."""
+Optimizers = Callable[[], Sequence[Optimizer]]
 
 
 class EqualReplicas:
@@ -38,28 +31,20 @@ class EqualReplicas:
         self._heard: Callable[[], bool] = bool
         self._period = -1
 
-    def begin(self, module: nn.Module, wire: Wire | None) -> None:
-        """Collective; without a wire there is a single worker."""
+    def begin(self, module: nn.Module, wire: Wire | None, layouts: MakeLayouts, optimizers: Optimizers) -> None:
+        """Collective; without a wire there is a single worker. `optimizers` are those of now, whenever it is called."""
         self.updates, self._period = 0, -1
         self._buffers = None if wire is None else RunningBuffers(module, of_all(wire))
-
-    def compare(self, layouts: Alike) -> None:
-        """From now on the other workers are asked where what is trained changes."""
-        self._layouts = layouts
+        self._layouts = layouts(Trained(module.named_parameters, optimizers))
 
     def join(self, average: Average) -> None:
         """Gradients are averaged by this from now on."""
         assert self._buffers is not None
         average.news, average.layouts, self._heard = self._buffers.changed, self._layouts, average.heard
 
-    def leave(self) -> None:
-        """The average has ended, another one may come."""
-        self._layouts.close()
-        self._layouts, self._heard = Unasked(), bool
-
     def close(self) -> None:
-        self.leave()
-        self.updates, self._buffers = None, None
+        self._layouts.close()
+        self.updates, self._buffers, self._layouts, self._heard = None, None, Unasked(), bool
 
     def replaced(self) -> None:
         """The optimizers are others than before. RuntimeError where they aren't on another worker."""
@@ -73,10 +58,10 @@ class EqualReplicas:
         """After an update. Collective.
 
         Args:
-            period: where it is another than last time, look which further buffers have changed: comparing all takes
-                time.
+            period: another than last time where it's time to look which further buffers have changed.
         """
         assert self.updates is not None
+        # Not each time: comparing all takes long.
         look, self._period = period != self._period, period
         if self._buffers is not None:
             self._buffers.share(self._heard() or look)
