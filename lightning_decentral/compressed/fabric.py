@@ -2,27 +2,25 @@
 
 from collections.abc import Set
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_decentral.compressed.strategy import of_all, refuse_impossible
+from lightning_decentral.compressed.strategy import refuse_impossible
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Int8
 from lightning_decentral.shared.compute.layout.packing import bucket_bytes_of
+from lightning_decentral.shared.fabric.loop import LOOK_STEPS
 from lightning_decentral.shared.fabric.strategy import FabricWorkers
 from lightning_decentral.shared.nonfinite import GradientCheck, NonFinite
 from lightning_decentral.shared.plan.arguments import checked
+from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas, of_all
 from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage
 from lightning_decentral.shared.wire.averaging.skipped_updates import scale_of
 from lightning_decentral.shared.wire.compressed_mean import mean_by
-from lightning_decentral.shared.wire.meeting.layouts import Trained
-from lightning_decentral.shared.wire.running_buffers import RunningBuffers
-from lightning_decentral.shared.wire.transport import Transport, Wire
-
-LOOK_ROUNDS = 100
-"""So often all buffers are compared, to find those that change: a loop of the user's own says nothing of epochs."""
+from lightning_decentral.shared.wire.transport import Wire
 
 
 class Reduced:
@@ -37,21 +35,17 @@ class Reduced:
     ) -> None:
         hosts = wire.hosts(None)
         assert hosts is not None
-        self.module, self._wire, self._taken = module, wire, taken
-        self.mean = mean_by(strategy.codec, self._group, strategy.root_device)
+        self.module, self._taken = module, taken
+        self.mean = mean_by(strategy.codec, partial(of_all, wire), strategy.root_device)
         bucket_bytes = strategy.bucket_bytes or bucket_bytes_of(module.parameters())
         scaler = getattr(strategy.precision, "scaler", None)
         if scaler is not None or strategy.nonfinite == "skip":
             self.mean.guard(scale_of(scaler, strategy.root_device))
-        self.buffers = RunningBuffers(module, self._group())
         self.gradients = GradientAverage(self.mean, hosts, strategy.waiting, bucket_bytes)
-        self.gradients.news = self.buffers.changed
-        trained = Trained(module.named_parameters, lambda: strategy.optimizers)
-        self.gradients.layouts = strategy._attendance.layouts(trained)
+        self.equal = EqualReplicas()
+        self.equal.begin(module, wire, strategy._attendance.layouts, lambda: strategy.optimizers)
+        self.equal.join(self.gradients)
         self.watch()
-
-    def _group(self) -> Transport:
-        return of_all(self._wire)
 
     def watch(self) -> None:
         """Average what is trained now: some may have been unfrozen since the last step."""
@@ -88,7 +82,6 @@ class FabricCompressedStrategy(FabricWorkers):
         self.codec, self.bucket_bytes = codec or Int8(), bucket_bytes
         refuse_impossible(self.codec, bucket_bytes)
         self._reduced: list[Reduced] = []
-        self._rounds = 0  # of this process: a resumed run has not looked yet
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
         module = super().setup_module(module)
@@ -124,11 +117,8 @@ class FabricCompressedStrategy(FabricWorkers):
         return output
 
     def advance(self, optimizer: Optimizer) -> None:
-        if not self._turn.begun:
-            return
-        look, self._rounds = self._rounds % LOOK_ROUNDS == 0, self._rounds + 1
-        for of in self._reduced:
-            of.buffers.share(of.gradients.heard() or look)
+        for of in self._reduced if self._turn.begun else ():
+            of.equal.advance(self.steps // LOOK_STEPS)
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 

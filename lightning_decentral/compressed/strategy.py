@@ -1,31 +1,31 @@
 """`Trainer(strategy="compressed")`: data-parallel training whose all-reduce of gradients is quantized."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar
 
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_decentral.optim.muon import Muon
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Int8
-from lightning_decentral.shared.compute.layout.packing import bucket_bytes_of
+from lightning_decentral.shared.compute.device_steps import DeviceSteps
+from lightning_decentral.shared.compute.layout.packing import bucket_bytes_of, check_bucket_bytes
 from lightning_decentral.shared.compute.modules import same
 from lightning_decentral.shared.meeting import TIMEOUT
-from lightning_decentral.shared.nonfinite import GradientCheck, NonFinite
+from lightning_decentral.shared.nonfinite import GradientCheck, NonFinite, Unchecked
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import ReplicaStrategy
-from lightning_decentral.shared.updates import Mixed
+from lightning_decentral.shared.updates import Unfollowed
+from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas
+from lightning_decentral.shared.wire.averaging.equal_replicas import of_all as of_all
 from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage
 from lightning_decentral.shared.wire.averaging.skipped_updates import scale_of
 from lightning_decentral.shared.wire.compressed_mean import Mean, mean_by, refuse_estimates
-from lightning_decentral.shared.wire.meeting.layouts import Layouts, Trained, Unasked
 from lightning_decentral.shared.wire.owners import InPlace, by_owners
-from lightning_decentral.shared.wire.running_buffers import RunningBuffers
 from lightning_decentral.shared.wire.transport import Transport, Wire
 
 
@@ -76,30 +76,22 @@ class CompressedStrategy(ReplicaStrategy):
         self._owners: Owners | None = None
         self._mean: Mean | None = None
         self._gradients: GradientAverage | None = None
-        self._buffers: RunningBuffers | None = None
-        self._layouts: Layouts | Unasked = Unasked()
-        self._parameters: list[nn.Parameter] = []
-        self._rounds: int | None = None  # outside of training, also in the process that started the workers
-        self._epoch = -1
-        self.followed = self
+        self._equal = EqualReplicas()
+        self.followed = Unfollowed(self._replaced)
 
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
     def prepare(self, wire: Wire | None) -> None:
-        self._rounds, self._epoch = 0, -1
+        self._equal.begin(self._module, wire, self._attendance.layouts, lambda: self.optimizers)
         if wire is None:
             return
-        buffers, hosts = wire.group(None), wire.hosts(None)
-        assert buffers is not None
+        hosts = wire.hosts(None)
         assert hosts is not None
-        self._buffers = RunningBuffers(self._module, buffers)
         self._mean = mean_by(self.codec, partial(of_all, wire), self.root_device)
         bucket_bytes = self.bucket_bytes or bucket_bytes_of(self._module.parameters())
         self._gradients = GradientAverage(self._mean, hosts, self.meet, bucket_bytes, self._where)
-        self._gradients.news = self._buffers.changed
-        self._layouts = self._attendance.layouts(Trained(self._module.named_parameters, lambda: self.optimizers))
-        self._gradients.layouts = self._layouts
-        self._parameters = list(self._module.parameters())
+        self._equal.join(self._gradients)
+        self.member = AveragedSteps(self._gradients, self._module, self.gradient_check, self._from_worker_0)
         scaler = getattr(self.precision_plugin, "scaler", None)
         if scaler is not None or self.nonfinite == "skip":
             self._mean.guard(scale_of(scaler, self.root_device))
@@ -107,90 +99,28 @@ class CompressedStrategy(ReplicaStrategy):
             self._owners = Owners(self.optimizers, self.orthogonal, of_all(wire), self.meet)
 
     def _where(self) -> tuple[int, int]:
-        return self._module.trainer.fit_loop.epoch_loop.batch_progress.total.ready, self._rounds or 0
+        return self._module.trainer.fit_loop.epoch_loop.batch_progress.total.ready, self._equal.updates or 0
 
-    def replaced(self) -> None:
-        self._layouts.changed()
+    def _replaced(self) -> None:
+        self._equal.replaced()
         if self._owners is not None:
             self._owners.serve(self.optimizers)
-
-    def mixed(self) -> Sequence[Mixed]:
-        """Nothing: gradients are averaged."""
-        return ()
 
     def release(self) -> None:
         if self._gradients is not None:
             self._gradients.close()
         if self._owners is not None:
             self._owners.close()
-        self._layouts.close()
-        self._gradients, self._buffers, self._mean, self._owners = None, None, None, None
-        self._layouts = Unasked()
-        self._rounds = None
+        self._equal.close()
+        self._gradients, self._mean, self._owners, self.member = None, None, None, DeviceSteps()
 
-    # ---- a step: averaged gradients, the user's update --------------------------------------------------------------
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._gradients is not None:
-            before, self._parameters = self._parameters, list(self._module.parameters())
-            self._gradients.watch(self._parameters)  # some may have been unfrozen since the last step
-            if not same(before, self._parameters):
-                # A module that came while training: each worker has drawn another, maybe.
-                self._from_worker_0([p for p in self._parameters if p not in set(before)])
-        return super().training_step(*args, **kwargs)
-
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        if self._gradients is not None:
-            self._gradients.before(closure_loss)  # thawed within the step, too
-
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        if self._gradients is None:
-            yield
-            return
-        with self._gradients.blocked():
-            yield
-
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        # Under manual optimization gradients have been averaged in the backward.
-        whole = partial(self._averaging, closure) if self._module.automatic_optimization else closure
-        skipped = self.gradient_check.skipped
-        output = super().optimizer_step(optimizer, whole, model, **kwargs)
-        if self._gradients is not None:
-            self._gradients.updated(optimizer, self.gradient_check.skipped > skipped)
-        return output
-
-    def _averaging(self, closure: Callable[[], Any]) -> Any:
-        if self._gradients is None:
-            return closure()
-        self._gradients.begin()
-        output = closure()
-        # Also where this worker had no loss: the others wait for its part of the average.
-        self._gradients.finish()
-        return output
+    # ---- after an update --------------------------------------------------------------------------------------------
 
     def advance(self, optimizer: Optimizer) -> None:
-        # Once an epoch, look which further buffers have changed: comparing all takes time.
-        look, self._epoch = self._epoch != self._module.trainer.current_epoch, self._module.trainer.current_epoch
-        assert self._rounds is not None
-        if self._buffers is not None and self._gradients is not None:
-            self._buffers.share(self._gradients.heard() or look)
-        self._rounds += 1  # not before: who waits in `share` waits for this update, not for the next one
-
-    # ---- rounds -----------------------------------------------------------------------------------------------------
+        self._equal.advance(self._module.trainer.current_epoch)
 
     def rounds(self) -> list[int]:
-        return [] if self._rounds is None else [self._rounds]
-
-    def wanted(self) -> list[int]:
-        """All must come to the update that this worker waits for."""
-        return [rounds + 1 for rounds in self.rounds()]
+        return self._equal.rounds()
 
     # ---- checkpoints: those of ddp, and what was rounded away -------------------------------------------------------
 
@@ -219,6 +149,39 @@ class CompressedStrategy(ReplicaStrategy):
         """Gradients, and updates, that this worker sent since fit began, as codes."""
         updates = 0 if self._owners is None else self._owners.sent_bytes
         return updates + (0 if self._mean is None else self._mean.sent_bytes)
+
+
+class AveragedSteps(DeviceSteps):
+    """Steps of a worker whose gradients are averaged within each backward; `take` gets what came while training."""
+
+    def __init__(self, gradients: GradientAverage, module: nn.Module, check: Unchecked, take: InPlace) -> None:
+        self._gradients, self._check, self._take = gradients, check, take
+        self._parameters, self._skipped = list(module.parameters()), check.skipped
+
+    def train(self, module: Any, step: Callable[[], Any], redirect: Callable[[], Any]) -> Any:
+        before, self._parameters = self._parameters, list(module.parameters())
+        self._gradients.watch(self._parameters)  # some may have been unfrozen since the last step
+        if not same(before, self._parameters):
+            # A module that came while training: each worker has drawn another, maybe.
+            self._take([p for p in self._parameters if p not in set(before)])
+        return step()
+
+    def averaging(self, closure: Callable[[], Any]) -> Any:
+        self._gradients.begin()
+        output = closure()
+        # Also where this worker had no loss: the others wait for its part of the average.
+        self._gradients.finish()
+        return output
+
+    def before(self, loss: Any) -> None:
+        self._gradients.before(loss)  # thawed within the step, too
+
+    def blocked(self) -> AbstractContextManager[None]:
+        return self._gradients.blocked()
+
+    def updated(self, optimizer: Any) -> None:
+        before, self._skipped = self._skipped, self._check.skipped
+        self._gradients.updated(optimizer, self._skipped > before)
 
 
 class Owners:
@@ -253,13 +216,5 @@ class Owners:
 
 def refuse_impossible(codec: Codec, bucket_bytes: int | None) -> None:
     """ValueError for an option that no world could serve."""
-    if bucket_bytes is not None and bucket_bytes <= 0:
-        raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}: leave it out for the default")
+    check_bucket_bytes(bucket_bytes)
     refuse_estimates(codec)
-
-
-def of_all(wire: Wire) -> Transport:
-    """A new group of all workers. Collective."""
-    made = wire.group(None)
-    assert made is not None
-    return made

@@ -6,11 +6,24 @@ Every binding (a Trainer's, Fabric's) says in its own way when a step begins; wh
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_decentral.partial.compute.search import CutPlan, Cuts
+from lightning_decentral.partial.compute.frozen_update import Absent, Skip
+from lightning_decentral.partial.compute.search import CutPlan, Cuts, check_wish
 from lightning_decentral.partial.compute.trial import Decide, Found
+from lightning_decentral.partial.plan.cost import Balance, SavedBytes
+from lightning_decentral.partial.plan.depth import DepthAssignment
 from lightning_decentral.partial.wire.depth_controller import DepthController
 from lightning_decentral.shared.compute import worker_state
+from lightning_decentral.shared.compute.layout.packing import check_bucket_bytes
 from lightning_decentral.shared.wire.meeting.notices import is_loss
+
+
+def options(
+    depth: DepthAssignment, cuts: Cuts, balance: Balance | None, absent: Absent | None, bucket_bytes: int | None = None
+) -> tuple[DepthAssignment, Cuts, Balance, Absent, int | None]:
+    """What a binding was asked for, defaults in the place of None. ValueError for what no network could be served."""
+    check_wish(cuts)
+    check_bucket_bytes(bucket_bytes)
+    return depth, cuts, balance or SavedBytes(), absent or Skip(), bucket_bytes
 
 
 class Together:

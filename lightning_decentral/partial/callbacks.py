@@ -12,10 +12,11 @@ from rich.table import Table
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_decentral.partial.compute.frozen_update import Absent, Skip, settle
-from lightning_decentral.partial.compute.search import Cuts, check_wish, search
+from lightning_decentral.partial.agreed import options
+from lightning_decentral.partial.compute.frozen_update import Absent, settle
+from lightning_decentral.partial.compute.search import Cuts, search
 from lightning_decentral.partial.dry_run import refuse_unserved, run_of, timed, warm_up_state
-from lightning_decentral.partial.plan.cost import Balance, SavedBytes, compute_fraction, memory_fraction, saved_bytes
+from lightning_decentral.partial.plan.cost import Balance, compute_fraction, memory_fraction, saved_bytes
 from lightning_decentral.partial.plan.depth import DepthAssignment, Temporal
 from lightning_decentral.partial.start import described
 from lightning_decentral.partial.wire.depth_controller import DepthController
@@ -156,11 +157,7 @@ class PartialBackward(Callback):
         balance: Balance | None = None,
         absent: Absent | None = None,
     ) -> None:
-        check_wish(cuts)
-        self.depth = depth or Temporal()
-        self.cuts = cuts
-        self.balance = balance or SavedBytes()
-        self.absent = absent or Skip()
+        self.depth, self.cuts, self.balance, self.absent, _ = options(depth or Temporal(), cuts, balance, absent)
         self.driver: DepthController | None = None
         self._saved: dict[str, Any] = {}
         self._undo: Callable[[], None] = lambda: None

@@ -9,24 +9,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_decentral.partial.agreed import found_together, remembered, wished
-from lightning_decentral.partial.compute.frozen_update import Absent, Skip, settle
-from lightning_decentral.partial.compute.search import CutPlan, Cuts, check_wish, search
+from lightning_decentral.partial.agreed import found_together, options, remembered, wished
+from lightning_decentral.partial.compute.frozen_update import Absent
+from lightning_decentral.partial.compute.search import CutPlan, Cuts, search
 from lightning_decentral.partial.compute.trial import Decide
 from lightning_decentral.partial.dry_run import repeated
-from lightning_decentral.partial.plan.cost import Balance, SavedBytes
+from lightning_decentral.partial.plan.cost import Balance
 from lightning_decentral.partial.plan.depth import DepthAssignment, Temporal
 from lightning_decentral.partial.start import described
-from lightning_decentral.partial.wire.depth_controller import DepthController
-from lightning_decentral.partial.wire.reducer import Rank, Reducer
+from lightning_decentral.partial.wire.depth_controller import CutSteps, DepthController
+from lightning_decentral.partial.wire.reducer import Rank
+from lightning_decentral.shared.fabric.loop import LOOK_STEPS
 from lightning_decentral.shared.fabric.strategy import FabricWorkers
 from lightning_decentral.shared.nonfinite import GradientCheck, NonFinite
 from lightning_decentral.shared.plan.arguments import checked
-from lightning_decentral.shared.wire.meeting.layouts import Trained
-from lightning_decentral.shared.wire.running_buffers import RunningBuffers
-
-LOOK_ROUNDS = 100
-"""So often all buffers are compared, to find those that change: a loop of the user's own says nothing of epochs."""
+from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas
 
 
 class Network(nn.Module):
@@ -75,21 +72,21 @@ class FabricPartialBackpropStrategy(FabricWorkers):
         **ddp: Any,
     ) -> None:
         super().__init__(**ddp)
-        self.nonfinite, self.gradient_check = nonfinite, GradientCheck(nonfinite)
-        check_wish(cuts)
-        if bucket_bytes is not None and bucket_bytes <= 0:
-            raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}: leave it out for the default")
-        self.depth = depth or Temporal(warm_up=0)
+        self.depth, self.cuts, self.balance, self.absent, self.bucket_bytes = options(
+            depth or Temporal(warm_up=0), cuts, balance, absent, bucket_bytes
+        )
         if 0 < self.depth.warm_up < 1:
             raise ValueError(f"a loop with Fabric has no known end: give warm_up in steps, got {self.depth.warm_up}")
-        self.cuts, self.balance, self.absent = cuts, balance or SavedBytes(), absent or Skip()
-        self.bucket_bytes = bucket_bytes
-        self.driver: DepthController | None = None  # the cuts in use, from the first forward on
         self._module: nn.Module | None = None
-        self._reducer: Reducer | None = None
-        self._buffers: RunningBuffers | None = None
+        self._cut_steps, self._equal = CutSteps(self.absent), EqualReplicas()
+        self.nonfinite, self.gradient_check = nonfinite, GradientCheck(nonfinite, self._cut_steps.settle)
         self._saved: dict[str, Any] | None = None
-        self._before, self._blocked = 0, False
+        self._before = 0
+
+    @property
+    def driver(self) -> DepthController | None:
+        """The cuts in use, from the first forward on."""
+        return self._cut_steps.driver
 
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
@@ -103,10 +100,7 @@ class FabricPartialBackpropStrategy(FabricWorkers):
         if len(shares) > 1:
             raise ValueError(f"{self.depth} asks for unequal batches, which only a Trainer hands out: use Staircase")
         self._module = module
-        if self.wire is not None:
-            buffers = self.wire.group(None)
-            assert buffers is not None
-            self._buffers = RunningBuffers(module, buffers)
+        self._equal.begin(module, self.wire, self._attendance.layouts, lambda: self.optimizers)
         return Network(module, self._cut)
 
     def adopt(self, optimizer: Optimizer) -> None:
@@ -126,14 +120,10 @@ class FabricPartialBackpropStrategy(FabricWorkers):
             plan = found_together(self.gather, find)
         place = Rank(self.global_rank, (1 / self.world_size,) * self.world_size)
         driver = DepthController(module, plan, self.depth, place)
-        if self.wire is not None:
-            self._reducer = Reducer(driver.segments, place, self.wire.group, self.wire.hosts, self.bucket_bytes)
-            assert self._buffers is not None
-            trained = Trained(module.named_parameters, lambda: self.optimizers)
-            self._reducer.news, self._reducer.layouts = self._buffers.changed, self._attendance.layouts(trained)
+        self._cut_steps.drive(driver, self.wire, self._equal, self.bucket_bytes)
         if self.global_rank == 0:
             print(described(driver, type(module).__name__))
-        self.driver, self._saved = driver, None
+        self._saved = None
         return driver
 
     # ---- one step ---------------------------------------------------------------------------------------------------
@@ -152,47 +142,22 @@ class FabricPartialBackpropStrategy(FabricWorkers):
         with driver.together(self._step):
             yield
 
-    @contextmanager
-    def accumulating(self, module: nn.Module) -> Iterator[None]:
-        self._blocked = True
-        try:
-            yield
-        finally:
-            self._blocked = False
+    def accumulating(self, module: nn.Module) -> AbstractContextManager[None]:
+        return self._cut_steps.blocked()
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         if self.driver is None:
             raise RuntimeError("backward before any forward in training mode: call the model as fabric.setup gave it")
         self._attendance.set_ups.begin()
-        reducer = None if self._blocked else self._reducer
-        if reducer is not None:
-            with self._telling():
-                with self.driver.bypass.lifted():
-                    reducer.refresh()
-                reducer.begin(self.driver.contributors(self._step))
+        with self._telling():
+            self._cut_steps.begin()
         super().backward(tensor, module, *args, **kwargs)
-        self.driver.bypass.end()
-        if reducer is not None:
-            with self._telling():
-                reducer.finish()
-
-    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        step, closure = self._step, kwargs.get("closure")  # the update moves the step on
-
-        def closed() -> Any:
-            loss = None if closure is None else closure()
-            if self.driver is not None:
-                settle(self.absent, optimizer, self.driver.absent(step))
-            return loss
-
-        if closure is None:
-            closed()
-        return super().optimizer_step(optimizer, **({} if closure is None else {"closure": closed}))
+        with self._telling():
+            self._cut_steps.end()
 
     def advance(self, optimizer: Optimizer) -> None:
-        if self._turn.begun and self._buffers is not None:
-            heard = self._reducer is not None and self._reducer.heard()
-            self._buffers.share(heard or self.steps % LOOK_ROUNDS == 0)
+        if self._turn.begun and self._module is not None:
+            self._equal.advance(self.steps // LOOK_STEPS)
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -212,17 +177,13 @@ class FabricPartialBackpropStrategy(FabricWorkers):
         self._saved = state if "wish" in state else None
 
     def restart(self) -> None:
-        if self.driver is not None:
-            self.driver.remove()
-        if self._reducer is not None:
-            self._reducer.layouts.close()
-            self._reducer.close()
-        self.driver, self._reducer, self._saved = None, None, None
+        self._cut_steps.close()
+        self._saved = None
 
     @property
     def sent_bytes(self) -> float:
         """Gradients that this worker sent since the cuts were made (its part of collective calls)."""
-        return 0.0 if self._reducer is None else self._reducer.sent_bytes
+        return self._cut_steps.sent_bytes
 
 
 def weighted(output: Any) -> Tensor:

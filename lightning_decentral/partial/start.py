@@ -26,7 +26,7 @@ def described(driver: DepthController, network: str) -> str:
 
 
 def _rows(driver: DepthController) -> Iterator[str]:
-    kinds = _kinds(driver.assignment, driver.size, driver.plan.segments)
+    kinds = _kinds(driver.assignment, driver.place.size, driver.plan.segments)
     for own in kinds[:ROWS]:
         yield _row(own, driver.lowest(own), driver.plan.costs)
     if len(kinds) > ROWS:

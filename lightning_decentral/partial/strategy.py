@@ -1,34 +1,30 @@
 """`Trainer(strategy="partial_backprop")`: data-parallel training in which the backward stops at a cut."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from lightning_decentral.partial.agreed import found_together, remembered, wished
-from lightning_decentral.partial.compute.frozen_update import Absent, Skip, settle
-from lightning_decentral.partial.compute.search import CutPlan, Cuts, check_wish, search
+from lightning_decentral.partial.agreed import found_together, options, remembered, wished
+from lightning_decentral.partial.compute.frozen_update import Absent
+from lightning_decentral.partial.compute.search import Cuts, search
 from lightning_decentral.partial.compute.uneven_batches import shared
 from lightning_decentral.partial.dry_run import refuse_unserved, run_of, timed, warm_up_state
-from lightning_decentral.partial.plan.cost import Balance, SavedBytes
+from lightning_decentral.partial.plan.cost import Balance
 from lightning_decentral.partial.plan.depth import DepthAssignment, Temporal
 from lightning_decentral.partial.start import described
-from lightning_decentral.partial.wire.depth_controller import DepthController
-from lightning_decentral.partial.wire.reducer import Rank, Reducer
-from lightning_decentral.shared.compute.modules import same
+from lightning_decentral.partial.wire.depth_controller import CutSteps, DepthController
+from lightning_decentral.partial.wire.reducer import Rank
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.nonfinite import GradientCheck, NonFinite
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import ReplicaStrategy
-from lightning_decentral.shared.updates import Mixed
-from lightning_decentral.shared.wire.gradients import at_the_end
-from lightning_decentral.shared.wire.meeting.layouts import Layouts, Trained, Unasked
-from lightning_decentral.shared.wire.running_buffers import RunningBuffers
+from lightning_decentral.shared.updates import Unfollowed
+from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas
 from lightning_decentral.shared.wire.transport import Wire
 
 KEY = "partial_backprop"
@@ -76,26 +72,20 @@ class PartialBackpropStrategy(ReplicaStrategy):
         **ddp: Any,
     ) -> None:
         super().__init__(timeout=timeout, **ddp)
-        check_wish(cuts)
-        if bucket_bytes is not None and bucket_bytes <= 0:
-            raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}: leave it out for the default")
-        self.depth = depth or Temporal()
-        self.cuts = cuts
-        self.balance = balance or SavedBytes()
-        self.absent = absent or Skip()
-        self.bucket_bytes = bucket_bytes
-        self.nonfinite, self.gradient_check = nonfinite, GradientCheck(nonfinite)
-        self.driver: DepthController | None = None  # the cuts in use, from the first batch on
-        self._reducer: Reducer | None = None
-        self._buffers: RunningBuffers | None = None
-        self._layouts: Layouts | Unasked = Unasked()
-        self.followed = self
+        self.depth, self.cuts, self.balance, self.absent, self.bucket_bytes = options(
+            depth or Temporal(), cuts, balance, absent, bucket_bytes
+        )
+        self.member = self._steps = CutSteps(self.absent, partial(getattr, self._attendance, "waiting"))
+        self.nonfinite, self.gradient_check = nonfinite, GradientCheck(nonfinite, self._steps.settle)
+        self._equal = EqualReplicas()
+        self.followed = Unfollowed(self._equal.replaced)
         self._saved: dict[str, Any] | None = None
-        self._rounds: int | None = None  # outside of training, also in the process that started the workers
         self._samples: tuple[int, ...] = ()
-        self._served: list[nn.Parameter] = []
-        self._blocked = False
-        self._epoch = -1
+
+    @property
+    def driver(self) -> DepthController | None:
+        """The cuts in use, from the first batch on."""
+        return self._steps.driver
 
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
@@ -110,34 +100,15 @@ class PartialBackpropStrategy(ReplicaStrategy):
     def prepare(self, wire: Wire | None) -> None:
         """The cuts wait for the first batch."""
         refuse_unserved(self._module)
-        self._rounds, self._epoch = 0, -1
-        if wire is not None:
-            buffers = wire.group(None)
-            assert buffers is not None
-            self._buffers = RunningBuffers(self._module, buffers)
-            self._layouts = self._attendance.layouts(Trained(self._module.named_parameters, lambda: self.optimizers))
-
-    def replaced(self) -> None:
-        self._layouts.changed()
-
-    def mixed(self) -> Sequence[Mixed]:
-        """Nothing: gradients are averaged."""
-        return ()
+        self._equal.begin(self._module, wire, self._attendance.layouts, lambda: self.optimizers)
 
     def _find_cuts(self, *batch: Any, **kwargs: Any) -> DepthController:
         run, wish = run_of(self._module.trainer, *batch, **kwargs), wished(self.cuts, self._saved)
-        return self._drive(
-            found_together(self.gather, lambda decide: search(self._module, wish, self.balance, run, decide))
-        )
-
-    def _drive(self, plan: CutPlan) -> DepthController:
-        place = Rank(self.global_rank, self._shares())
-        driver = DepthController(self._module, plan, timed(self.depth, self._module.trainer, self._saved or {}), place)
-        if self.wire is not None:
-            self._reducer = Reducer(driver.segments, place, self.wire.group, self.wire.hosts, self.bucket_bytes)
-            assert self._buffers is not None
-            self._reducer.news, self._reducer.layouts = self._buffers.changed, self._layouts
-        self.driver, self._saved = driver, None
+        plan = found_together(self.gather, lambda decide: search(self._module, wish, self.balance, run, decide))
+        depth = timed(self.depth, self._module.trainer, self._saved or {})
+        driver = DepthController(self._module, plan, depth, Rank(self.global_rank, self._shares()))
+        self._steps.drive(driver, self.wire, self._equal, self.bucket_bytes)
+        self._saved = None
         rank_zero_info(described(driver, type(self._module).__name__))
         return driver
 
@@ -155,89 +126,20 @@ class PartialBackpropStrategy(ReplicaStrategy):
 
     # ---- one step ---------------------------------------------------------------------------------------------------
 
-    @property
-    def _step(self) -> int:
-        return int(self._module.trainer.global_step)
-
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         driver = self.driver or self._find_cuts(*args, **kwargs)
-        with driver.together(self._step):
+        with driver.together(self._module.trainer.global_step):
             return super().training_step(*args, **kwargs)
 
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        self._blocked = True
-        try:
-            yield
-        finally:
-            self._blocked = False
-
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        if not self._blocked:  # only the last backward of an accumulated step sends
-            self._begin()
-        at_the_end(closure_loss, self._after_backward)
-
-    def _after_backward(self) -> None:
-        # Within the backward: what hooks of the user's see and change behind it is what the update takes.
-        if self.driver is not None:
-            self.driver.bypass.end()
-        if not self._blocked:
-            self._finish()
-
-    def _begin(self) -> None:
-        if self._reducer is not None and self.driver is not None:
-            with self.driver.bypass.lifted():
-                self._reducer.refresh()
-            self._reducer.begin(self.driver.contributors(self._step))
-
-    def _finish(self) -> None:
-        if self._reducer is not None:
-            with self._attendance.waiting:
-                self._reducer.finish()
-
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        step = self._step  # the update moves it on
-
-        def averaged() -> Any:
-            loss = closure()  # with the backward, in the first batch with the search for cuts
-            if self.driver is not None:
-                settle(self.absent, optimizer, self.driver.absent(step))
-            return loss
-
-        self._refuse_new(optimizer)
-        return super().optimizer_step(optimizer, averaged, model, **kwargs)
-
-    def _refuse_new(self, optimizer: Optimizer) -> None:
-        now = [p for group in optimizer.param_groups for p in group["params"]]
-        if self._reducer is not None and not same(now, self._served):
-            self._reducer.serve(now)
-            self._served = now
-
     def advance(self, optimizer: Optimizer) -> None:
-        # Once an epoch, look which further buffers have changed: comparing all takes time.
-        look, self._epoch = self._epoch != self._module.trainer.current_epoch, self._module.trainer.current_epoch
-        assert self._rounds is not None
-        if self._buffers is not None:
-            self._buffers.share((self._reducer is not None and self._reducer.heard()) or look)
-        self._rounds += 1  # not before: who waits in `share` waits for this update, not for the next one
-
-    # ---- rounds -----------------------------------------------------------------------------------------------------
+        self._equal.advance(self._module.trainer.current_epoch)
 
     def rounds(self) -> list[int]:
-        return [] if self._rounds is None else [self._rounds]
-
-    def wanted(self) -> list[int]:
-        """All must come to the update that this worker waits for."""
-        return [rounds + 1 for rounds in self.rounds()]
+        return self._equal.rounds()
 
     def release(self) -> None:
-        if self.driver is not None:
-            self.driver.remove()
-        if self._reducer is not None:
-            self._reducer.close()
-        self._layouts.close()
-        self._layouts = Unasked()
-        self.driver, self._reducer, self._buffers, self._rounds = None, None, None, None
+        self._steps.close()
+        self._equal.close()
 
     # ---- checkpoints: those of ddp, and the cuts ---------------------------------------------------------------------
 
@@ -266,4 +168,4 @@ class PartialBackpropStrategy(ReplicaStrategy):
     @property
     def sent_bytes(self) -> float:
         """Gradients that this worker sent since fit began (its part of collective calls)."""
-        return 0.0 if self._reducer is None else self._reducer.sent_bytes
+        return self._steps.sent_bytes

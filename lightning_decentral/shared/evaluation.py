@@ -102,11 +102,14 @@ class Evaluation:
 
     def __init__(self, of: Evaluated) -> None:
         self._of = of
-        met = lambda: of.health.check_met("validation")  # noqa: E731
+        met = functools.partial(self._met, "validation")  # a method: a spawned process gets all this pickled
         self._before_others = BeforeOthers(self._begin, self._evaluate, self._end, met)
-        self._loaders = SameLoaders(lambda: of.health.check_met("set-up of validation loaders"))
+        self._loaders = SameLoaders(functools.partial(self._met, "set-up of validation loaders"))
         self._awaited = False  # whether the first batch is still to come
         self._swapped_in: Swap | None = None
+
+    def _met(self, where: str) -> None:
+        self._of.health.check_met(where)
 
     def watch(self, trainer: Trainer) -> None:
         """Watch the trainer from now on, until `close`."""

@@ -64,17 +64,21 @@ class GradientCheck(Unchecked):
             which nobody waits for. "skip" takes the step without an update, and worker 0 reports it; a device is waited
             for.
 
+        settle: given the optimizer once its gradients are there, before they are judged.
+
     Raises:
         ValueError: another value.
     """
 
-    def __init__(self, nonfinite: NonFinite) -> None:
+    def __init__(self, nonfinite: NonFinite, settle: Callable[[Optimizer], None] | None = None) -> None:
         if nonfinite not in ("stop", "skip"):
             raise ValueError(f"nonfinite must be 'stop' or 'skip', got {nonfinite!r}")
-        self.nonfinite = nonfinite
+        self.nonfinite, self._settle = nonfinite, settle
         self._last: AsyncRead | None = None
 
     def after(self, closure: Callable[[], Any], optimizer: Optimizer, precision: Precision) -> Callable[[], Any]:
+        if self._settle is not None:
+            closure = BeforeUpdate(self._settle).after(closure, optimizer, precision)
         # A scaler's first steps overflow, and it skips them by itself.
         return closure if getattr(precision, "scaler", None) else partial(self._judged, closure, optimizer)
 

@@ -25,6 +25,7 @@ from lightning_decentral.shared.wire.mean import mean, of_mean
 from lightning_decentral.shared.wire.transport import Transport
 from lightning_decentral.shared.workers import WorkersStrategy
 
+Call = Callable[[], Any]
 Evaluate = Literal["mean", "own"]
 
 
@@ -93,24 +94,24 @@ class ReplicaStrategy(WorkersStrategy):
     # ---- steps --------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module
         with self.precision_plugin.train_step_context():
-            return self.member.train(self._module, *self._calls("training_step", args, kwargs))
+            return self.member.train(module, *self._calls(module, "training_step", args, kwargs))
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context():
-            return self.member.evaluate(*self._calls("validation_step", args, kwargs))
+            return self.member.evaluate(*self._calls(self._module, "validation_step", args, kwargs))
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.test_step_context():
-            return self.member.evaluate(*self._calls("test_step", args, kwargs))
+            return self.member.evaluate(*self._calls(self._module, "test_step", args, kwargs))
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.predict_step_context():
-            return self.member.evaluate(*self._calls("predict_step", args, kwargs))
+            return self.member.evaluate(*self._calls(self._module, "predict_step", args, kwargs))
 
-    def _calls(self, name: str, args: Any, kwargs: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    def _calls(self, module: LightningModule, name: str, args: Any, kwargs: Any) -> tuple[Call, Call]:
         """A step of the module by itself, and inside the module's own call."""
-        module = self._module
         return (
             lambda: getattr(module, name)(*args, **kwargs),
             lambda: self._forward_redirection(module, module, name, *args, **kwargs),

@@ -1,5 +1,6 @@
 """A loop with Fabric cuts as a Trainer does, bit for bit, is ddp at full depth, and resumes where it was."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,39 @@ def launched_with_a_module() -> None:
 
 def test_a_lightning_module_is_cut_too() -> None:
     in_processes(launched_with_a_module)
+
+
+def by_two_optimizers(fabric: Fabric) -> None:
+    module = Network(tied=False, norm=False)
+    halves = [list(module.parameters())[start::2] for start in (0, 1)]
+    model, *optimizers = fabric.setup(module, *(torch.optim.SGD(half, lr=0.1) for half in halves))
+    before = [p.detach().clone() for p in module.parameters()]
+    fabric.backward(model(torch.arange(4)).square().mean())  # the first step is a full one
+    for optimizer in optimizers:
+        optimizer.step()
+    assert not any(map(torch.equal, before, module.parameters()))
+
+
+def by_one_of_nobody(fabric: Fabric) -> None:
+    module = Network(tied=False, norm=False)
+    stray = nn.Parameter(torch.ones(()))
+    model, optimizer = fabric.setup(module, torch.optim.SGD([*module.parameters(), stray], lr=0.1))
+    fabric.backward(model(torch.arange(4)).square().mean() * stray)
+    with pytest.raises(RuntimeError, match="nobody averages its gradient"):
+        optimizer.step()
+
+
+def launched(loop: Callable[[Fabric], None], devices: int) -> None:
+    Fabric(accelerator="cpu", devices=devices, strategy=cut()).launch(loop)
+
+
+def test_a_second_optimizer_takes_the_step_of_its_backward() -> None:
+    """Not the next one's depth, once the first optimizer has stepped."""
+    in_processes(launched, by_two_optimizers, 1)
+
+
+def test_a_parameter_of_no_segment_is_refused() -> None:
+    in_processes(launched, by_one_of_nobody, 2)
 
 
 def depth(fabric: Fabric, model: nn.Module) -> Any:

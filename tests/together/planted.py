@@ -116,8 +116,8 @@ def momentum_over_the_rate() -> None:
 
 
 def averages_behind_the_hooks() -> None:
-    _set(PartialBackpropStrategy, "pre_backward", lambda self, loss: None if self._blocked else self._begin())
-    _set(PartialBackpropStrategy, "post_backward", lambda self, loss: self._after_backward())
+    _set(PartialBackpropStrategy, "pre_backward", lambda self, loss: self._steps.begin())
+    _set(PartialBackpropStrategy, "post_backward", lambda self, loss: self._steps.end())
 
 
 def feedback_of_the_unused_is_lost() -> None:

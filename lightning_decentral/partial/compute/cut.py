@@ -1,6 +1,9 @@
-"""Truncated backward: what lies below a cut runs without an autograd graph, gradients across a boundary are scaled."""
+"""Truncated backward: what lies below a cut runs without an autograd graph, gradients across a boundary are scaled.
 
-from collections.abc import Callable, Iterator, Sequence
+What is passed above a cut makes no gradient (`Bypass`, the one place that touches `requires_grad` within a step).
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -110,6 +113,42 @@ class Cutter:
 
         # Not compiled with what it stands before: it sets the grad mode for all that follows.
         return torch.compiler.disable(hook) if compiles() else hook
+
+
+class Bypass:
+    """No parameter requires a gradient from `begin` to `end`, of those that do otherwise: gradients flow through what
+    they compute, none is made for them, nothing is kept to make one.
+
+    That long, and not for the forward only: activation checkpointing runs the forward again in the backward, and must
+    find what it found.
+    """
+
+    def __init__(self) -> None:
+        self._parameters: list[nn.Parameter] = []
+
+    def begin(self, parameters: Iterable[nn.Parameter]) -> None:
+        """These from now on, no others."""
+        self.end()
+        self._parameters = [p for p in parameters if p.requires_grad]
+        self._require(False)
+
+    def end(self) -> None:
+        """All as the user set them."""
+        self._require(True)
+        self._parameters = []
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """As the user set them for a while."""
+        self._require(True)
+        try:
+            yield
+        finally:
+            self._require(False)
+
+    def _require(self, gradient: bool) -> None:
+        for parameter in self._parameters:
+            parameter.requires_grad_(gradient)
 
 
 def _enclosing(root: nn.Module, names: Sequence[str]) -> nn.Module | None:

@@ -83,10 +83,25 @@ def top(depth: int, segments: int) -> tuple[int, ...]:
     return tuple(range(segments - depth, segments))
 
 
+@dataclass(frozen=True)
+class StepDepths:
+    """Who trains what at one step: this worker's `own` segments and the contributors of each, from the bottom."""
+
+    step: int
+    own: tuple[int, ...]
+    contributors: list[tuple[int, ...]]
+
+    @classmethod
+    def of(cls, assignment: DepthAssignment, rank: int, size: int, segments: int, step: int) -> "StepDepths":
+        trained = [assignment.trained(r, size, step, segments) for r in range(size)]  # asked once a step
+        return cls(
+            step, trained[rank], [tuple(r for r, own in enumerate(trained) if s in own) for s in range(segments)]
+        )
+
+
 def contributors(assignment: DepthAssignment, size: int, step: int, segments: int) -> list[tuple[int, ...]]:
     """Of each segment from the bottom, the ranks that train it at this step."""
-    trained = [assignment.trained(rank, size, step, segments) for rank in range(size)]
-    return [tuple(r for r, own in enumerate(trained) if s in own) for s in range(segments)]
+    return StepDepths.of(assignment, 0, size, segments, step).contributors
 
 
 def check(assignment: DepthAssignment, size: int, segments: int) -> None:

@@ -1,15 +1,22 @@
 """Partial backprop at run time, on one worker: the verified cuts in its module, and the cut of each step."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
-from lightning_decentral.partial.compute.bypass import Bypass
-from lightning_decentral.partial.compute.cut import Cutter
+from lightning_decentral.partial.compute.cut import Bypass, Cutter
+from lightning_decentral.partial.compute.frozen_update import Absent, settle
 from lightning_decentral.partial.compute.search import CutPlan
-from lightning_decentral.partial.plan.depth import DepthAssignment, check, contributors
-from lightning_decentral.partial.wire.reducer import Rank, factors
+from lightning_decentral.partial.plan.depth import DepthAssignment, StepDepths, check
+from lightning_decentral.partial.wire.reducer import Rank, Reducer, factors
+from lightning_decentral.shared.compute.device_steps import DeviceSteps
+from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas
+from lightning_decentral.shared.wire.gradients import at_the_end
+from lightning_decentral.shared.wire.transport import Wire
 
 
 class DepthController:
@@ -18,61 +25,135 @@ class DepthController:
     Args:
         place: of this worker.
 
+    Attributes:
+        now: who trains what in the step that was cut last.
+
     Raises:
         ValueError: the assignment leaves a segment without contributors.
     """
 
     def __init__(self, module: nn.Module, plan: CutPlan, assignment: DepthAssignment, place: Rank) -> None:
         check(assignment, place.size, plan.segments)
-        self.plan, self.assignment = plan, assignment
-        self.rank, self.size, self.shares = place.rank, place.size, place.shares
+        self.plan, self.assignment, self.place = plan, assignment, place
         parameters = dict(module.named_parameters())
         self.segments: list[list[nn.Parameter]] = [[] for _ in range(plan.segments)]
         for name, segment in plan.segment_of.items():
             self.segments[segment].append(parameters[name])
         self.bypass = Bypass()
         """From a forward to the end of its backward."""
+        self._depths = partial(StepDepths.of, assignment, place.rank, place.size, plan.segments)
+        self.now = self._depths(0)
         self._cutter = Cutter(module, plan.boundaries)
 
     def remove(self) -> None:
         self.bypass.end()
         self._cutter.remove()
 
+    def at(self, step: int) -> StepDepths:
+        """Who trains what at this step. The last one is kept: `now`."""
+        if step != self.now.step:
+            self.now = self._depths(step)
+        return self.now
+
     def depth(self, step: int) -> int:
         """How many of the top segments this worker's backward goes through."""
-        return self.plan.segments - self.lowest(self.trained(step))
+        return len(self.segments) - self.lowest(self.at(step).own)
 
     def lowest(self, trained: Sequence[int]) -> int:
         """The segment where the backward ends that trains these."""
         return min(map(self.plan.lowest_use, trained)) if self.assignment.whole else trained[0]
 
-    def trained(self, step: int) -> tuple[int, ...]:
-        """The segments that this worker trains, from the bottom."""
-        return self.assignment.trained(self.rank, self.size, step, self.plan.segments)
-
     def contributors(self, step: int) -> list[tuple[int, ...]]:
-        return contributors(self.assignment, self.size, step, self.plan.segments)
+        return self.at(step).contributors
 
     def alone(self, step: int) -> AbstractContextManager[None]:
         """Cut for a worker whose gradients stay its own."""
-        return self._at(step, None)
+        return self._cut(self.at(step).own, None)
 
     def together(self, step: int) -> AbstractContextManager[None]:
         """Cut, and scale what crosses the boundaries so that a plain sum over workers is the contributors' mean."""
-        return self._at(step, factors(self.contributors(step), self.shares))
+        now = self.at(step)
+        return self._cut(now.own, factors(now.contributors, self.place.shares))
 
-    def _at(self, step: int, scales: Sequence[float] | None) -> AbstractContextManager[None]:
-        own = self.trained(step)
+    def _cut(self, own: Sequence[int], scales: Sequence[float] | None) -> AbstractContextManager[None]:
         lowest = self.lowest(own)
-        self.bypass.begin(p for s in range(lowest, self.plan.segments) if s not in own for p in self.segments[s])
+        self.bypass.begin(p for s, members in enumerate(self.segments) if s >= lowest and s not in own for p in members)
         return self._cutter.at(lowest - 1 if lowest else None, scales)  # boundary j is between segments j and j + 1
 
     def absent(self, step: int) -> list[nn.Parameter]:
         """What no worker trains at this step, of what is trained at all."""
-        found = zip(self.contributors(step), self.segments, strict=True)
+        found = zip(self.at(step).contributors, self.segments, strict=True)
         return [p for ranks, members in found if not ranks for p in members if p.requires_grad]
 
     def own_absent(self, step: int) -> list[nn.Parameter]:
         """What this worker doesn't train at this step."""
-        own = self.trained(step)
+        own = self.at(step).own
         return [p for s, members in enumerate(self.segments) if s not in own for p in members if p.requires_grad]
+
+
+class CutSteps(DeviceSteps):
+    """Steps of a worker whose backward stops at a cut, and whose gradients are averaged segment by segment in it.
+
+    Args:
+        absent: what the optimizer does to parameters that no worker trained.
+        waiting: around what waits for the other workers.
+    """
+
+    def __init__(self, absent: Absent, waiting: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
+        self.driver: DepthController | None = None
+        self.reducer: Reducer | None = None
+        self._absent, self._waiting, self._blocked = absent, waiting, False
+
+    def drive(self, driver: DepthController, wire: Wire | None, equal: EqualReplicas, bucket_bytes: int | None) -> None:
+        """The cuts are found. Collective."""
+        if wire is not None:
+            self.reducer = Reducer(driver.segments, driver.place, wire.group, wire.hosts, bucket_bytes)
+            equal.join(self.reducer)
+        self.driver = driver
+
+    def before(self, loss: Any) -> None:
+        self.begin()
+        # Within the backward: what hooks of the user's see and change behind it is what the update takes.
+        at_the_end(loss, self.end)
+
+    def begin(self) -> None:
+        """Before a backward; only the last one of an accumulated step sends."""
+        if self.reducer is not None and self.driver is not None and not self._blocked:
+            with self.driver.bypass.lifted():
+                self.reducer.refresh()
+            self.reducer.begin(self.driver.now.contributors)
+
+    def end(self) -> None:
+        """After it."""
+        if self.driver is not None:
+            self.driver.bypass.end()
+        if self.reducer is not None and not self._blocked:
+            with self._waiting():
+                self.reducer.finish()
+
+    def settle(self, optimizer: Optimizer) -> None:
+        """Before its update: what no worker has trained in this step."""
+        if self.reducer is not None:
+            self.reducer.serve([p for group in optimizer.param_groups for p in group["params"]])
+        if self.driver is not None:
+            settle(self._absent, optimizer, self.driver.absent(self.driver.now.step))
+
+    @contextmanager
+    def blocked(self) -> Iterator[None]:
+        self._blocked = True
+        try:
+            yield
+        finally:
+            self._blocked = False
+
+    def close(self) -> None:
+        """Leave the module as it was."""
+        if self.driver is not None:
+            self.driver.remove()
+        if self.reducer is not None:
+            self.reducer.close()
+        self.driver = self.reducer = None
+
+    @property
+    def sent_bytes(self) -> float:
+        return 0.0 if self.reducer is None else self.reducer.sent_bytes

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_decentral.partial.plan.cost import sent_bytes
 from lightning_decentral.partial.wire.contributor_buckets import ContributorBucket, Packing
-from lightning_decentral.shared.wire.gradients import Launcher, flag, real, used
-from lightning_decentral.shared.wire.meeting.layouts import Alike, Unasked
-from lightning_decentral.shared.wire.pending import Pending
+from lightning_decentral.shared.compute.modules import same
+from lightning_decentral.shared.wire.gradients import Average, Launcher, flag, real, used
 from lightning_decentral.shared.wire.transport import Transport
 
 Group = Callable[[Sequence[Sequence[int]] | None], Transport | None]
@@ -49,7 +48,7 @@ class Rank:
         return len(self.shares)
 
 
-class Reducer:
+class Reducer(Average):
     """Averages gradients segment by segment, from the top, as soon as the backward has made them.
 
     A segment with all workers as contributors is all-reduced. With k of n, they reduce it among themselves to one, who
@@ -64,8 +63,6 @@ class Reducer:
 
     Attributes:
         sent_bytes: this worker's part of what travelled so far (the mean over the workers of a collective).
-        news: asked after each backward whether this worker has some; any worker's are known to all (`heard`).
-        layouts: asked where what is trained has changed.
     """
 
     def __init__(
@@ -76,14 +73,13 @@ class Reducer:
         hosts: Group,
         bucket_bytes: int | None = None,
     ) -> None:
-        self.sent_bytes, self.news = 0.0, _none
-        self.layouts: Alike = Unasked()
-        self._told: list[tuple[Tensor, Pending]] = []
-        self._segments, self._place = segments, place
-        self._bucket_bytes = bucket_bytes
+        super().__init__()
+        self.sent_bytes = 0.0
+        self._segments, self._place, self._bucket_bytes = segments, place, bucket_bytes
         self._groups, self._hosts = Groups(place.size, group), of_all(hosts)
         self._launcher = Launcher(self._launch)
         self._packing = Packing([], bucket_bytes)
+        self._served: Sequence[nn.Parameter] = ()
         self._contributors: Sequence[tuple[int, ...]] = ()
         self.refresh()
 
@@ -105,12 +101,15 @@ class Reducer:
 
     def serve(self, parameters: Sequence[nn.Parameter]) -> None:
         """RuntimeError for one that no segment has, and that is trained now."""
+        if same(parameters, self._served):
+            return
         known = {p for segment in self._segments for p in segment}
         if any(p not in known for p in parameters if p.requires_grad):
             raise RuntimeError(
                 "a parameter is trained that wasn't there in the first step, which found the cuts, so that nobody "
                 "averages its gradient: replace modules before fit, or train with strategy='compressed'"
             )
+        self._served = parameters
 
     def begin(self, contributors: Sequence[tuple[int, ...]]) -> None:
         """Before the backward whose gradients are to be averaged. Collective where a group is met first."""
@@ -144,7 +143,7 @@ class Reducer:
         flags = flag(gradients, torch.empty(len(gradients) + 1, dtype=torch.int32))
         flags[-1] = self.news()
         told = self._hosts.all_reduce(flags)
-        self._told = [*self._told[-31:], (flags, told)]
+        self.tell(flags[-1], told)
         for bucket in buckets:  # all under way before the first landing waits
             self._hand_on(bucket)
         some = iter(used(gradients, flags, told))
@@ -154,13 +153,6 @@ class Reducer:
         self.sent_bytes += sent_bytes(flags.nbytes, size, size)
         self._launcher.begin(())
         self.layouts.done()
-
-    def heard(self) -> bool:
-        """Whether any worker has had news since the last call; the same on all of them."""
-        told, self._told = self._told, []
-        for _, pending in told:
-            pending.wait()
-        return any(bool(flags[-1]) for flags, _ in told)
 
     def _hand_on(self, bucket: ContributorBucket) -> None:
         """From the first of the contributors to all, where not all are contributors."""
@@ -179,10 +171,6 @@ class Reducer:
                     f"a gradient appeared below the cut, in segment {segment}: the network runs otherwise than "
                     "in the first step; keep its forward the same, or train this part with strategy='ddp'"
                 )
-
-
-def _none() -> bool:
-    return False
 
 
 def of_all(group: Group) -> Transport:

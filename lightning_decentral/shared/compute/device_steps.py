@@ -4,8 +4,8 @@ Short: a device that is a worker by itself just runs them. Where there are sever
 how (`IslandMember`).
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 
@@ -32,10 +32,9 @@ class DeviceSteps:
     def updated(self, optimizer: Any) -> None:
         """An update was due, which a loss scaler may have skipped."""
 
-    @contextmanager
-    def blocked(self) -> Iterator[None]:
+    def blocked(self) -> AbstractContextManager[None]:
         """Gradients are only accumulated meanwhile."""
-        yield
+        return nullcontext()
 
     def explain(self, error: BaseException) -> None:
         """Warn with the remedy where an error comes of how this device holds the model."""

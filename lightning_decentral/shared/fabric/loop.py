@@ -10,6 +10,9 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import nn
 from torch.optim import Optimizer
 
+LOOK_STEPS = 100
+"""So often all buffers are compared, to find those that change: a loop of the user's own says nothing of epochs."""
+
 
 class Turn:
     """Updates of one optimizer each, in the order in which they come: those that are set up and step no more have none.

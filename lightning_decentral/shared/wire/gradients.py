@@ -17,6 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from lightning_decentral.shared.compute.layout.place import Place, dense_strides
+from lightning_decentral.shared.wire.meeting.layouts import Alike, Unasked
 from lightning_decentral.shared.wire.pending import Pending
 
 BUCKET_BYTES = 25 * 2**20  # DDP's
@@ -123,6 +124,32 @@ def at_the_end(loss: Tensor, call: Callable[[], None]) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(call)
 
     loss.register_hook(begun)
+
+
+class Average:
+    """Base of averages of gradients, whose workers tell each other who used what, and whether they have news.
+
+    Attributes:
+        news: asked after each backward whether this worker has some; any worker's are known to all (`heard`).
+        layouts: asked where what is trained has changed.
+    """
+
+    news: Callable[[], bool] = bool
+    layouts: Alike = Unasked()
+
+    def __init__(self) -> None:
+        self._told: list[tuple[Tensor, Pending]] = []
+
+    def tell(self, news: Tensor, pending: Pending) -> None:
+        """This many workers have news, as soon as the message has come."""
+        self._told = [*self._told[-31:], (news, pending)]
+
+    def heard(self) -> bool:
+        """Whether any worker has had news since the last call; the same on all of them."""
+        told, self._told = self._told, []
+        for _, pending in told:
+            pending.wait()
+        return any(bool(news) for news, _ in told)
 
 
 Kind = TypeVar("Kind", bound=GradientBucket)

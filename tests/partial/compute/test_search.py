@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from lightning_decentral.partial import Blocks, SavedBytes
-from lightning_decentral.partial.compute.bypass import Bypass
-from lightning_decentral.partial.compute.cut import Cutter
+from lightning_decentral.partial.compute.cut import Bypass, Cutter
 from lightning_decentral.partial.compute.search import CutPlan, joints, search
 from lightning_decentral.partial.compute.trial import trial_copy
 from lightning_decentral.partial.compute.verify import gradients

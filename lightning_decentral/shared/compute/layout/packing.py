@@ -86,11 +86,16 @@ def pack(
     parameters = list(parameters)
     if bucket_bytes is None:
         bucket_bytes = message_bytes_of(parameters)
-    if bucket_bytes <= 0:
-        raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}: leave it out for the default")
+    check_bucket_bytes(bucket_bytes)
     refuse_lazy(parameters)
     mixed = [p for p in parameters if p.numel() and (p.is_floating_point() or p.is_complex())]
     return [make(members) for members in chunked(mixed, bucket_bytes)]
+
+
+def check_bucket_bytes(bucket_bytes: int | None) -> None:
+    """ValueError for buckets of no bytes; None leaves their size to the default."""
+    if bucket_bytes is not None and bucket_bytes <= 0:
+        raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}: leave it out for the default")
 
 
 def chunked(parameters: Iterable[nn.Parameter], most_bytes: int) -> list[list[nn.Parameter]]:

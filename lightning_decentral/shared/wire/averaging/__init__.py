@@ -1,4 +1,4 @@
-"""Gradient averages over devices that share them, and what codes round away of them.
+"""Gradient averages over devices that share them, what codes round away of them, replicas that stay equal.
 
 Nothing here is public.
 """

@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 from lightning_decentral.shared.compute.layout.packing import chunked
 from lightning_decentral.shared.wire.averaging.residuals import Row
 from lightning_decentral.shared.wire.compressed_mean import Mean
-from lightning_decentral.shared.wire.gradients import UNSEEN, GradientBucket, Launcher, flag, real, used
-from lightning_decentral.shared.wire.meeting.layouts import Alike, Unasked
+from lightning_decentral.shared.wire.gradients import UNSEEN, Average, GradientBucket, Launcher, flag, real, used
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Transport
 
@@ -49,7 +48,7 @@ class Met:
             )
 
 
-class GradientAverage:
+class GradientAverage(Average):
     """p.grad <- (1/L) sum over the L devices of p.grad, for every watched parameter.
 
     Hooks see when a gradient is complete. The gradients of a bucket travel together as soon as all of them
@@ -70,12 +69,6 @@ class GradientAverage:
             behind this average's back; in the next one, where devices averaged gradients of different batches.
     """
 
-    news: Callable[[], bool] = bool
-    """Asked after each backward whether this device has some; any device's are known to all (`heard`)."""
-
-    layouts: Alike = Unasked()
-    """Asked where what is watched has changed."""
-
     def __init__(
         self,
         mean: Mean,
@@ -84,6 +77,7 @@ class GradientAverage:
         bucket_bytes: int,
         where: Callable[[], Place] = lambda: (0, 0),
     ) -> None:
+        super().__init__()
         self._mean, self._hosts, self._meet, self._bucket_bytes = mean, hosts, meet, bucket_bytes
         self._launcher = Launcher(self._launch, self._land_after_backward)
         self._flats: dict[GradientBucket, Tensor] = {}
@@ -91,7 +85,6 @@ class GradientAverage:
         self._needed: list[nn.Parameter] = []
         self._keys: dict[nn.Parameter, int] = {}
         self._open = self._lands = False
-        self._told: list[tuple[Tensor, Pending]] = []
         self._averaged: dict[nn.Parameter, int] = {}  # since their last update: the version that it would change
         self._where, self._last = where, Met(hosts, (0, 0))
 
@@ -146,13 +139,6 @@ class GradientAverage:
         """The mean's. Gradients aren't in files: what waits for its update now was never averaged to a resumed run."""
         waiting = {self._keys[p] for p, version in self._averaged.items() if p._version == version}
         return self._mean.state_dict(waiting)
-
-    def heard(self) -> bool:
-        """Return whether any device has had news since the last call; the same on all of them."""
-        told, self._told = self._told, []
-        for _, pending in told:
-            pending.wait()
-        return any(bool(flags[-3]) for flags, _ in told)
 
     def close(self) -> None:
         self._all, self._needed = (), []
@@ -219,7 +205,7 @@ class GradientAverage:
         told[-3] = self.news()
         self._last = Met(self._hosts, self._where(), told[-2:])
         self._last.pending = self._hosts.all_reduce(told)
-        self._told = [*self._told[-31:], (told, self._last.pending)]
+        self.tell(told[-3], self._last.pending)
         some = iter(used(gradients, flags, self._last.pending))
         for place, bucket in enumerate(buckets):
             assert bucket.pending is not None
