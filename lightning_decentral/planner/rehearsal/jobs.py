@@ -1,8 +1,9 @@
-"""A method on so many workers: how long a step of it takes here, and what it comes to."""
+"""A method on so many workers: how long a step of it takes here, on threads or without, and what it comes to."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import median
 from time import monotonic
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightning_decentral.planner.rehearsal.batches import shared_out
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.disagreement import Drift
 from lightning_decentral.planner.rehearsal.loop import Loop
+from lightning_decentral.planner.rehearsal.members.strategies import SendsNothing
 from lightning_decentral.planner.rehearsal.search import Course, search, updates
 from lightning_decentral.planner.variations import RUNS
 from lightning_decentral.shared.plan.forecast import Cluster, Method, Setting, drawn, forecast
@@ -30,12 +32,14 @@ WARM, PROBE = 2, 3
 """Steps before a probe, and those that it times."""
 NEGLIGIBLE = 1e-3
 """Of the loss: a disagreement that costs no more isn't seen among the seeds of one method."""
+PAIRS, LONG_SECONDS = 7, 1.0
+"""Steps on threads and one after the other that are timed at most; none begins after so long."""
 
 
 @dataclass(frozen=True)
 class Ask:
-    """What all methods are rehearsed alike with; arguments as of `rehearse`, but `stacked`: for which workers, and
-    `threads`: on how many, for which workers; `data`: what workers get copies of."""
+    """What all methods are rehearsed alike with; arguments as of `rehearse`, but `threads`: on how many, for which
+    workers; `data`: what workers get copies of."""
 
     module: LightningModule
     data: Any
@@ -48,7 +52,6 @@ class Ask:
     per_node: int
     clip: float | None
     device: torch.device
-    stacked: frozenset[int] = frozenset()
     threads: Mapping[int, int] = field(default_factory=dict)
 
     @property
@@ -76,8 +79,7 @@ class Job:
         batches, _ = shared_out(ask.data, self.workers)
         loop = Loop(ask.clip, rate, None, ask.run_steps, seed, ask.device)
         given = ask.module, batches, self.strategy, self.workers, ask.run_steps
-        stacked, threads = self.workers in ask.stacked, ask.threads.get(self.workers, 1)
-        return Crew(*given, per_node=ask.per_node, loop=loop, stacked=stacked, threads=threads)
+        return Crew(*given, per_node=ask.per_node, loop=loop, threads=ask.threads.get(self.workers, 1))
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,30 @@ def timed(ask: Ask, job: Job) -> float:
         trained = monotonic()
         ask.course.evaluation.loss([worker.module for worker in crew.workers])
         return (trained - begun) / PROBE + (monotonic() - trained) / ask.course.every
+
+
+def threads_ratio(module: LightningModule, data: Any, workers: int, loop: Loop, threads: int) -> float | None:
+    """Seconds of a step on so many threads over those one after the other, medians, of workers that send nothing.
+
+    None: steps draw random numbers, or fail, and whoever trains these workers hears why.
+    """
+    given = module, shared_out(data, workers)[0], SendsNothing(), workers, 1
+    try:
+        with Crew(*given, loop=loop) as apart, Crew(*given, loop=loop, threads=threads) as some:
+            pairs = [(_seconds(some), _seconds(apart))]  # left out below: what is made once is made here
+            end = monotonic() + LONG_SECONDS
+            while len(pairs) < 2 or (len(pairs) <= PAIRS and monotonic() < end):
+                pairs.append((_seconds(some), _seconds(apart)))
+    except Exception:  # the module's own
+        return None
+    on_threads, one_by_one = zip(*pairs[1:], strict=True)
+    return float(median(on_threads) / median(one_by_one))
+
+
+def _seconds(crew: Crew) -> float:
+    begun = monotonic()
+    crew.train(1)
+    return monotonic() - begun
 
 
 def rehearsed(ask: Ask, job: Job, known: Foreknowledge | None) -> tuple[Reached, Foreknowledge | None]:

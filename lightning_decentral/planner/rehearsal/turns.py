@@ -69,8 +69,7 @@ class OwnTurn(Turn):
     def passed_on(self) -> Iterator[None]:
         if self._whose != get_ident() and getattr(self._own, "states", None) is not None:
             raise ValueError(
-                "a step asks the other workers, which are computed at the same time: give threads=1 and stacked=False "
-                "(--threads 1 --stacked false)"
+                "a step asks the other workers, which are computed at the same time: give threads=1 (--threads 1)"
             )
         with super().passed_on():
             yield

@@ -196,7 +196,7 @@ def test_a_rehearsal_says_what_it_foretold_and_tries_fewer_rates(monkeypatch: py
     methods = ["strategy=gossip strategy/topology=ring", "strategy=gossip strategy/topology=complete"]
     found = rehearse(
         Bowl(), data[0], workers=[2], target=-1.0, methods=methods, steps=10, rates=(0.5, 1.0), seeds=1,
-        validation=data[1], stacked=False, say=heard.append,
+        validation=data[1], say=heard.append,
     )  # fmt: skip
     ring, complete = (next(row for row in found.rows if row.words == words) for words in methods)
     assert (ring.rates, complete.rates, complete.rate) == (2, 1, ring.rate)

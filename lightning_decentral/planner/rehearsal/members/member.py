@@ -46,11 +46,11 @@ class Member(ABC):
 
     Attributes:
         drifts: whether workers differ after an update.
-        stacks: whether it does nothing within a step, so that the steps of all workers may be computed at once.
+        apart: whether it does nothing within a step, so that the steps of several workers may be computed at a time.
     """
 
     drifts: ClassVar[bool]
-    stacks: ClassVar[bool] = True
+    apart: ClassVar[bool] = True
 
     @abstractmethod
     def begin(self) -> None:

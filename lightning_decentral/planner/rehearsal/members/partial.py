@@ -29,7 +29,7 @@ class Cutting(Member):
     """
 
     drifts: ClassVar[bool] = False
-    stacks: ClassVar[bool] = False  # each worker's graph ends at a cut of its own
+    apart: ClassVar[bool] = False  # each worker's graph ends at a cut of its own
 
     def __init__(
         self, strategy: PartialBackpropStrategy, module: LightningModule, optimizer: Optimizer, place: Place

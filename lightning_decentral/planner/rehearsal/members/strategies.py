@@ -83,11 +83,11 @@ def _(strategy: GossipStrategy, module: LightningModule, optimizer: Optimizer, p
     return Gossiping(strategy, module, optimizer, place)
 
 
-class Alone:
+class SendsNothing:
     """In the place of a strategy: workers that send nothing."""
 
 
-class Silent(Member):
+class SilentMember(Member):
     """Its gradients are its own, and so is its update."""
 
     drifts: ClassVar[bool] = True
@@ -110,8 +110,8 @@ class Silent(Member):
 
 
 @member_of.register
-def _(strategy: Alone, module: LightningModule, optimizer: Optimizer, place: Place) -> Member:
-    return Silent()
+def _(strategy: SendsNothing, module: LightningModule, optimizer: Optimizer, place: Place) -> Member:
+    return SilentMember()
 
 
 class AtOnce(IslandMember):
