@@ -80,7 +80,8 @@ class Crew:
 
         def placed(rank: int) -> Place:
             wire, hands = in_process_wire(boxes, rank, workers), in_process_broadcast(boxes, rank, workers)
-            return Place(wire, hands, meet, rank, workers, per_node, steps, loop.device)
+            in_turn = lambda: self._common.way.end(rank)  # noqa: E731  # the way is known later
+            return Place(wire, hands, meet, in_turn, rank, workers, per_node, steps, loop.device)
 
         with _silence():
             self.workers = [
