@@ -45,10 +45,18 @@ from lightning_decentral.planner.noise import steps_ratio
 from lightning_decentral.planner.rehearsal.batches import data_of, shared_out
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.disagreement import Drift, probed
-from lightning_decentral.planner.rehearsal.evaluation import Evaluation, held_out
-from lightning_decentral.planner.rehearsal.loop import Loop, loss_of
+from lightning_decentral.planner.rehearsal.evaluation import HeldOutEvaluation, held_out
+from lightning_decentral.planner.rehearsal.loop import LoopSettings, loss_of
 from lightning_decentral.planner.rehearsal.rehearse import METHODS
-from lightning_decentral.planner.rehearsal.search import Course, Found, apart_now, beyond, reached, search, smoothed
+from lightning_decentral.planner.rehearsal.search import (
+    Found,
+    SearchCourse,
+    apart_now,
+    beyond,
+    reached,
+    search,
+    smoothed,
+)
 from lightning_decentral.planner.rehearsal.worker import quiet
 
 RESULTS = Path(__file__).parent / "results"
@@ -94,10 +102,10 @@ def far() -> dict[str, Any]:
 
 def trained(recipe: str, workers: int) -> Found:
     make, evaluation = making(recipe, workers, "strategy=ddp")
-    return search(make, [1.0], Course(STEPS, 0.0, evaluation, lambda: None))
+    return search(make, [1.0], SearchCourse(STEPS, 0.0, evaluation, lambda: None))
 
 
-def making(recipe: str, workers: int, words: str) -> tuple[Callable[[float], Crew], Evaluation]:
+def making(recipe: str, workers: int, words: str) -> tuple[Callable[[float], Crew], HeldOutEvaluation]:
     """(What makes the crew at a learning rate, what its losses are taken by)."""
     cfg = composed([f"recipe={recipe}"], 0)
     data, module, _ = built(cfg)
@@ -106,9 +114,9 @@ def making(recipe: str, workers: int, words: str) -> tuple[Callable[[float], Cre
     clip = cfg.trainer.gradient_clip_val
 
     def make(rate: float) -> Crew:
-        return Crew(module, batches, strategy_of(words), workers, STEPS, loop=Loop(clip, rate, epoch, STEPS))
+        return Crew(module, batches, strategy_of(words), workers, STEPS, loop=LoopSettings(clip, rate, epoch, STEPS))
 
-    return make, Evaluation(module, held_out(module, given, None))
+    return make, HeldOutEvaluation(module, held_out(module, given, None))
 
 
 def apart(recipe: str) -> Iterator[dict[str, Any]]:

@@ -24,7 +24,7 @@ from quiet_recipe import built, composed
 
 from lightning_decentral.planner.rehearsal.batches import data_of, shared_out
 from lightning_decentral.planner.rehearsal.crew import Crew
-from lightning_decentral.planner.rehearsal.loop import Loop
+from lightning_decentral.planner.rehearsal.loop import LoopSettings
 
 TORCHFT = [
     *["strategy=gossip", "strategy/topology=every", f"strategy.topology.steps={LOCAL}", "strategy.delay=0"],
@@ -48,7 +48,7 @@ def rehearsed(recipe: Recipe, words: list[str], hosts: int, seed: int) -> dict[s
     cfg.data.batch_size *= together
     data, module, _ = built(cfg)
     batches, epoch = shared_out(data_of(data), hosts)
-    loop = Loop(cfg.trainer.gradient_clip_val, 1.0, epoch, updates)
+    loop = LoopSettings(cfg.trainer.gradient_clip_val, 1.0, epoch, updates)
     strategy, rows = instantiate(cfg.strategy, _convert_="all"), []
     steps = list(range(recipe.every, recipe.steps + 1, recipe.every))
     with Crew(module, batches, strategy, hosts, updates, loop=loop) as crew:

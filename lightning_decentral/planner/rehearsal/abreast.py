@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from lightning_decentral.planner.rehearsal.members.member import CPU
-from lightning_decentral.planner.rehearsal.turns import Meeting, OwnTurn, generators, same
+from lightning_decentral.planner.rehearsal.turns import OwnTurn, WorkersBarrier, generators, same
 
 Result = TypeVar("Result")
 
@@ -96,7 +96,10 @@ class Abreast(Way):
     def __init__(self, name: str, workers: int, turn: OwnTurn, threads: int) -> None:
         self._name, self._turn, self._places, self._step = name, turn, Semaphore(threads), -1
         self._share = max(1, torch.get_num_threads() // threads)
-        self._begun, self._ended = Meeting(turn, workers, self._begin), Meeting(turn, workers, self._compare)
+        self._begun, self._ended = (
+            WorkersBarrier(turn, workers, self._begin),
+            WorkersBarrier(turn, workers, self._compare),
+        )
         self._within = [ExitStack() for _ in range(workers)]
         self._inside = [False] * workers
 

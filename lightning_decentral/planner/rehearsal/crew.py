@@ -26,10 +26,10 @@ from torch.optim import LBFGS
 from lightning_decentral.planner.noise import NoiseScale
 from lightning_decentral.planner.rehearsal.abreast import Abreast, Way
 from lightning_decentral.planner.rehearsal.binding import Common
-from lightning_decentral.planner.rehearsal.loop import Loop
-from lightning_decentral.planner.rehearsal.members.member import Member, Place
-from lightning_decentral.planner.rehearsal.turns import Meeting, OwnTurn, Quota
-from lightning_decentral.planner.rehearsal.worker import Worker
+from lightning_decentral.planner.rehearsal.loop import LoopSettings
+from lightning_decentral.planner.rehearsal.members.member import Member, MemberPlace
+from lightning_decentral.planner.rehearsal.turns import OwnTurn, Quota, WorkersBarrier
+from lightning_decentral.planner.rehearsal.worker import RehearsedWorker
 from lightning_decentral.shared.compute.layout.model import described, refuse_shared
 from lightning_decentral.shared.wire.in_process import Mailboxes, in_process_broadcast, in_process_wire
 
@@ -63,29 +63,30 @@ class Crew:
         steps: int,
         *,
         per_node: int = 1,
-        loop: Loop | None = None,
+        loop: LoopSettings | None = None,
         threads: int = 1,
     ) -> None:
         described(module)  # as at the set-up of a run
         refuse_shared(module)  # a copy parts what shares memory
-        loop = loop or Loop()
+        loop = loop or LoopSettings()
         boxes, turn, self.noise = Mailboxes(), OwnTurn(loop.device), NoiseScale()
         boxes.turn = turn
-        look, meet = Meeting(turn, workers, self._look), Meeting(turn, workers)
+        look, meet = WorkersBarrier(turn, workers, self._look), WorkersBarrier(turn, workers)
         folder = tempfile.mkdtemp(prefix="rehearsal-")
         self._tidy = weakref.finalize(self, shutil.rmtree, folder, True)
         self._common = Common(strategy, loop, boxes, turn, Quota(turn, workers), look, meet, folder)
         self._boxes, self._steps, self.device = boxes, 0, loop.device
         self.losses: list[Tensor] = []
 
-        def placed(rank: int) -> Place:
+        def placed(rank: int) -> MemberPlace:
             wire, hands = in_process_wire(boxes, rank, workers), in_process_broadcast(boxes, rank, workers)
             in_turn = lambda: self._common.way.end(rank)  # noqa: E731  # the way is known later
-            return Place(wire, hands, meet, in_turn, rank, workers, per_node, steps, loop.device)
+            return MemberPlace(wire, hands, meet, in_turn, rank, workers, per_node, steps, loop.device)
 
         with _silence():
             self.workers = [
-                Worker(copy.deepcopy(module), batches(rank), placed(rank), self._common) for rank in range(workers)
+                RehearsedWorker(copy.deepcopy(module), batches(rank), placed(rank), self._common)
+                for rank in range(workers)
             ]
         self._threads = [Thread(target=worker.run, daemon=True) for worker in self.workers]
         try:

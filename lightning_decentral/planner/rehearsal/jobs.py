@@ -18,9 +18,9 @@ from lightning_decentral.planner.rehearsal.answer import Reached
 from lightning_decentral.planner.rehearsal.batches import shared_out
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.disagreement import Drift
-from lightning_decentral.planner.rehearsal.loop import Loop
+from lightning_decentral.planner.rehearsal.loop import LoopSettings
 from lightning_decentral.planner.rehearsal.members.strategies import SendsNothing
-from lightning_decentral.planner.rehearsal.search import Course, search, updates
+from lightning_decentral.planner.rehearsal.search import SearchCourse, search, updates
 from lightning_decentral.planner.variations import RUNS
 from lightning_decentral.shared.plan.forecast import Cluster, Method, Setting, drawn, forecast
 from lightning_decentral.shared.plan.network import Network
@@ -43,7 +43,7 @@ class Ask:
 
     module: LightningModule
     data: Any
-    course: Course
+    course: SearchCourse
     rates: tuple[float, ...]
     seeds: int
     run_steps: int
@@ -61,7 +61,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Job:
+class RehearsalJob:
     """A method on so many workers."""
 
     workers: int
@@ -77,7 +77,7 @@ class Job:
 
     def crew(self, ask: Ask, seed: int, rate: float) -> Crew:
         batches, _ = shared_out(ask.data, self.workers)
-        loop = Loop(ask.clip, rate, None, ask.run_steps, seed, ask.device)
+        loop = LoopSettings(ask.clip, rate, None, ask.run_steps, seed, ask.device)
         given = ask.module, batches, self.strategy, self.workers, ask.run_steps
         return Crew(*given, per_node=ask.per_node, loop=loop, threads=ask.threads.get(self.workers, 1))
 
@@ -97,18 +97,18 @@ class Foreknowledge:
     drift: Drift
     came: float
 
-    def apart(self, ask: Ask, job: Job, learning_rate: float | Sequence[float]) -> float | None:
+    def apart(self, ask: Ask, job: RehearsalJob, learning_rate: float | Sequence[float]) -> float | None:
         """What the disagreement of workers costs, foretold; of gossip."""
         strategy = job.strategy
         if not isinstance(strategy, GossipStrategy):
             return None
         return self.drift.apart(strategy, job.workers, ask.per_node, learning_rate)
 
-    def at_most(self, ask: Ask, job: Job) -> float | None:
+    def at_most(self, ask: Ask, job: RehearsalJob) -> float | None:
         """While workers learn fast, at the largest of the learning rates."""
         return self.apart(ask, job, self.drift.learning_rate * max(ask.rates) / self.drift.rate)
 
-    def rates(self, ask: Ask, job: Job) -> tuple[float, ...]:
+    def rates(self, ask: Ask, job: RehearsalJob) -> tuple[float, ...]:
         """To try: one, where rule and updates are the same, on as many workers, and their disagreement costs
         nothing."""
         if job.workers != self.workers or _updates(job.strategy) != _updates(self.of):
@@ -131,7 +131,7 @@ def _updates(strategy: Strategy) -> object:
     return strategy.combine, strategy.states, strategy.exact_steps
 
 
-def timed(ask: Ask, job: Job) -> float:
+def timed(ask: Ask, job: RehearsalJob) -> float:
     """Seconds of a step, with its part of a validation; it also meets what would refuse the method."""
     _step_seconds(ask, job)
     with job.crew(ask, 0, 1.0) as crew:
@@ -144,7 +144,7 @@ def timed(ask: Ask, job: Job) -> float:
         return (trained - begun) / PROBE + (monotonic() - trained) / ask.course.every
 
 
-def threads_ratio(module: LightningModule, data: Any, workers: int, loop: Loop, threads: int) -> float | None:
+def threads_ratio(module: LightningModule, data: Any, workers: int, loop: LoopSettings, threads: int) -> float | None:
     """Seconds of a step on so many threads over those one after the other, medians, of workers that send nothing.
 
     None: steps draw random numbers, or fail, and whoever trains these workers hears why.
@@ -168,7 +168,7 @@ def _seconds(crew: Crew) -> float:
     return monotonic() - begun
 
 
-def rehearsed(ask: Ask, job: Job, known: Foreknowledge | None) -> tuple[Reached, Foreknowledge | None]:
+def rehearsed(ask: Ask, job: RehearsalJob, known: Foreknowledge | None) -> tuple[Reached, Foreknowledge | None]:
     """(What it came to, what is known of gossip from now on)."""
     probes = known is None or known.workers != job.workers
     first = search(partial(job.crew, ask, 0), ask.rates, replace(ask.course, probes=probes))
@@ -203,14 +203,14 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _step_seconds(ask: Ask, job: Job) -> float | None:
+def _step_seconds(ask: Ask, job: RehearsalJob) -> float | None:
     if ask.profile is None:
         return None
     cost, where = _costs(ask, job)
     return forecast(cost, where, drawn(ask.profile.variation, job.workers)).seconds
 
 
-def _step_seconds_at(ask: Ask, job: Job) -> dict[float, float]:
+def _step_seconds_at(ask: Ask, job: RehearsalJob) -> dict[float, float]:
     """By bytes per second of a network card, at the latency that is there; nothing where nobody knows one."""
     if ask.profile is None:
         return {}
@@ -223,7 +223,7 @@ def _step_seconds_at(ask: Ask, job: Job) -> dict[float, float]:
     return {r: float(cost.seconds(replace(where, network=link), factors).mean()) for r, link in links.items()}
 
 
-def _costs(ask: Ask, job: Job) -> tuple[Method, Setting]:
+def _costs(ask: Ask, job: RehearsalJob) -> tuple[Method, Setting]:
     assert ask.profile is not None
     where = Setting(ask.profile.model, ask.network or Network(ask.profile.network), Cluster(job.workers, ask.per_node))
     return method_of(job.strategy, where.cluster, 1), where

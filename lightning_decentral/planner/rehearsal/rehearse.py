@@ -15,11 +15,11 @@ from lightning_decentral.planner.candidates import BASELINE, OUTER, STREAM, Cand
 from lightning_decentral.planner.forecasts import strategy_of
 from lightning_decentral.planner.rehearsal.answer import Answer, Reached, ordered, said
 from lightning_decentral.planner.rehearsal.batches import data_of
-from lightning_decentral.planner.rehearsal.evaluation import Evaluation, held_out
-from lightning_decentral.planner.rehearsal.jobs import Ask, Foreknowledge, Job, rehearsed, threads_ratio, timed
-from lightning_decentral.planner.rehearsal.loop import Loop
+from lightning_decentral.planner.rehearsal.evaluation import HeldOutEvaluation, held_out
+from lightning_decentral.planner.rehearsal.jobs import Ask, Foreknowledge, RehearsalJob, rehearsed, threads_ratio, timed
+from lightning_decentral.planner.rehearsal.loop import LoopSettings
 from lightning_decentral.planner.rehearsal.members.member import CPU
-from lightning_decentral.planner.rehearsal.search import Course
+from lightning_decentral.planner.rehearsal.search import SearchCourse
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.plan.network import Network
 from lightning_decentral.shared.plan.profile import Profile
@@ -92,15 +92,15 @@ def rehearse(
     clock, place = Clock(minutes), _device(device)
     most = (threads or torch.get_num_threads()) if place == CPU else 1
     given = data_of(data)
-    evaluation = Evaluation(module, held_out(module, given, validation), place, most)
+    evaluation = HeldOutEvaluation(module, held_out(module, given, validation), place, most)
     if left_out := [name for name in dir(LightningModule) if "on_validation" in name and is_overridden(name, module)]:
         say(f"not called, as a rehearsal validates by training_step: {', '.join(left_out)} of {type(module).__name__}")
-    course = Course(steps, target, evaluation, clock.tick)
+    course = SearchCourse(steps, target, evaluation, clock.tick)
     ask = Ask(module, given, course, tuple(rates), seeds, run_steps or steps, profile, network, per_node, clip, place)
     chosen = METHODS if methods is None else _asked(methods)
     # All methods on one number of workers before the next: if time ends, what is there can be compared.
-    jobs = [Job(count, method) for count in sorted(set(workers)) for method in chosen]
-    return Rehearsal(_on_threads(ask, workers, most, say), clock, say).of(jobs)
+    jobs = [RehearsalJob(count, method) for count in sorted(set(workers)) for method in chosen]
+    return RehearsalRun(_on_threads(ask, workers, most, say), clock, say).of(jobs)
 
 
 class OutOfTime(Exception):
@@ -137,7 +137,7 @@ class Clock:
         return min(self.rest, expected * pace)
 
 
-class Rehearsal:
+class RehearsalRun:
     """Of jobs one after the other, within the minutes."""
 
     def __init__(self, ask: Ask, clock: Clock, say: Callable[[str], None]) -> None:
@@ -145,14 +145,14 @@ class Rehearsal:
         self._refused: dict[str, str] = {}
         self._known: Foreknowledge | None = None
 
-    def of(self, jobs: Sequence[Job]) -> Answer:
+    def of(self, jobs: Sequence[RehearsalJob]) -> Answer:
         seconds = self._each(jobs, lambda job: timed(self._ask, job))
         self._ask = _fitted(self._ask, sum(seconds.values()), self._clock, self._say)
         left = {job: each * self._ask.updates for job, each in seconds.items()}
         rows = self._each(list(left), lambda job: self._one(job, left, len(seconds)))
         return Answer(self._ask.course.target, self._ask.course.steps, ordered(list(rows.values())), self._refused)
 
-    def _one(self, job: Job, left: dict[Job, float], count: int) -> Reached:
+    def _one(self, job: RehearsalJob, left: dict[RehearsalJob, float], count: int) -> Reached:
         """Of a job, whose expected seconds are no longer left."""
         minutes = self._clock.left(sum(left.values())) / 60
         self._say(f"{count - len(left) + 1} of {count}: {job.name}, {minutes:.1f} minutes are left")
@@ -165,14 +165,14 @@ class Rehearsal:
             self._foretell(self._known, left)
         return found
 
-    def _foretell(self, known: Foreknowledge, jobs: Iterable[Job]) -> None:
+    def _foretell(self, known: Foreknowledge, jobs: Iterable[RehearsalJob]) -> None:
         """What workers of the methods to come lose by their disagreement."""
         costs = {job.name: known.at_most(self._ask, job) for job in jobs}
         told = [f"{name} {cost:.4f}" for name, cost in costs.items() if cost is not None]
         if told:
             self._say(f"  foretold: what workers' own models lose to their mean at most, {', '.join(told)}")
 
-    def _shortened(self, job: Job) -> Ask:
+    def _shortened(self, job: RehearsalJob) -> Ask:
         """With the learning rates that are worth trying."""
         rates = self._ask.rates if self._known is None else self._known.rates(self._ask, job)
         if len(rates) < len(self._ask.rates):
@@ -180,7 +180,7 @@ class Rehearsal:
             self._say(f"  {why}: learning rates times {rates[0]:g} only")
         return replace(self._ask, rates=rates)
 
-    def _each(self, jobs: Sequence[Job], call: Callable[[Job], Result]) -> dict[Job, Result]:
+    def _each(self, jobs: Sequence[RehearsalJob], call: Callable[[RehearsalJob], Result]) -> dict[RehearsalJob, Result]:
         """Of those that end well; why the others don't joins what was refused."""
         found = {}
         for job in jobs:
@@ -200,7 +200,7 @@ def _on_threads(ask: Ask, workers: Sequence[int], most: int, say: Callable[[str]
     """With threads where they are faster, of each number of workers."""
     threads = dict(ask.threads)
     for count in sorted(set(workers)):
-        loop, some = Loop(run_steps=ask.run_steps, device=ask.device), min(count, most)
+        loop, some = LoopSettings(run_steps=ask.run_steps, device=ask.device), min(count, most)
         ratio = threads_ratio(ask.module, ask.data, count, loop, some) if some > 1 else None
         if ratio is not None and ratio < PAYS:
             threads[count] = some

@@ -85,7 +85,7 @@ class OwnTurn(Turn):
             rank_zero_only.rank = rank  # type: ignore[attr-defined]
 
 
-class Meeting:
+class WorkersBarrier:
     """All workers come, the last one makes the call, and all go on; an error of the call ends all."""
 
     def __init__(self, turn: Turn, workers: int, call: Callable[[], None] = lambda: None) -> None:

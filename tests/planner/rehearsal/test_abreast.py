@@ -16,9 +16,9 @@ from lightning_decentral import GossipStrategy, PartialBackpropStrategy
 from lightning_decentral.planner.rehearsal import rehearse
 from lightning_decentral.planner.rehearsal.abreast import Abreast, Drawn, ThreadPool, Way
 from lightning_decentral.planner.rehearsal.crew import Crew
-from lightning_decentral.planner.rehearsal.evaluation import Evaluation
+from lightning_decentral.planner.rehearsal.evaluation import HeldOutEvaluation
 from lightning_decentral.planner.rehearsal.jobs import threads_ratio
-from lightning_decentral.planner.rehearsal.loop import Loop
+from lightning_decentral.planner.rehearsal.loop import LoopSettings
 from tests.planner.rehearsal.test_crew import CASES, CLIP, STEPS, Grouped, given
 
 MOMENT = 0.02
@@ -56,7 +56,7 @@ def loader(rows: int = 64) -> DataLoader[Any]:
 
 def trained(monkeypatch: pytest.MonkeyPatch, strategy: Strategy, size: int, threads: int, dropout: float = 0.0) -> Crew:
     seed_everything(1, workers=True, verbose=False)
-    asked: dict[str, Any] = {"loop": Loop(clip=CLIP), "threads": threads}
+    asked: dict[str, Any] = {"loop": LoopSettings(clip=CLIP), "threads": threads}
     with Crew(Grouped(dropout=dropout), lambda rank: given(monkeypatch, rank), strategy, size, STEPS, **asked) as crew:
         crew.train(STEPS)
         crew.release()
@@ -95,11 +95,11 @@ def test_a_trial_says_what_threads_gain() -> None:
         def training_step(self, batch: Tensor, index: int) -> Tensor:
             raise RuntimeError("no")
 
-    gained = threads_ratio(Line(moment=MOMENT), loader(), 4, Loop(), 4)
+    gained = threads_ratio(Line(moment=MOMENT), loader(), 4, LoopSettings(), 4)
     assert gained is not None
     assert gained < 0.9
-    assert threads_ratio(Line(dropout=True), loader(), 4, Loop(), 4) is None
-    assert threads_ratio(Broken(), loader(), 2, Loop(), 2) is None
+    assert threads_ratio(Line(dropout=True), loader(), 4, LoopSettings(), 4) is None
+    assert threads_ratio(Broken(), loader(), 2, LoopSettings(), 2) is None
 
 
 def test_threads_share_torchs_own_and_leave_it_to_others() -> None:
@@ -119,7 +119,7 @@ def test_a_validation_on_threads_is_the_same(*, always: bool) -> None:
     """Also where a step draws random numbers: then it is taken one batch after the other from there on."""
     torch.manual_seed(0)
     models, batches = [Line(always=always) for _ in range(3)], list(loader(14))
-    alone, shared = (Evaluation(models[0], batches, threads=count) for count in (1, 3))
+    alone, shared = (HeldOutEvaluation(models[0], batches, threads=count) for count in (1, 3))
     before = torch.get_rng_state()
     for some in (models, models[:1], models[1:]):
         assert shared.loss(some) == alone.loss(some)

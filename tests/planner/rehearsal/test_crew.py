@@ -37,7 +37,7 @@ from lightning_decentral.gossip import (
 )
 from lightning_decentral.partial import Staircase, Temporal
 from lightning_decentral.planner.rehearsal.crew import Crew
-from lightning_decentral.planner.rehearsal.loop import Loop
+from lightning_decentral.planner.rehearsal.loop import LoopSettings
 from tests.gossip.test_lightning import Inspect, seen
 from tests.tiny import QUIET, Net, SizedBatches, in_processes
 
@@ -126,7 +126,7 @@ def rehearsed(
     **how: Any,
 ) -> Crew:
     seed_everything(1, workers=True, verbose=False)
-    how["loop"] = Loop(clip=CLIP)
+    how["loop"] = LoopSettings(clip=CLIP)
     with Crew(module(), lambda rank: given(monkeypatch, rank), strategy, size, steps, **how) as crew:
         crew.train(steps)
         crew.release()
@@ -239,7 +239,7 @@ class Refused(Grouped):
 def test_what_the_run_is_not_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, how: str, strategy: Strategy, why: str
 ) -> None:
-    loop = Loop(rate=0.5 if how == "rates" else 1.0)
+    loop = LoopSettings(rate=0.5 if how == "rates" else 1.0)
     with (
         pytest.raises(ValueError, match=why) as error,
         Crew(Refused(how), lambda rank: given(monkeypatch, rank), strategy, 2, STEPS, loop=loop) as crew,

@@ -19,8 +19,8 @@ from lightning_decentral.compressed import CompressedStrategy
 from lightning_decentral.gossip import DifferenceCompression, Int8, Ring
 from lightning_decentral.planner.rehearsal import rehearse
 from lightning_decentral.planner.rehearsal.crew import Crew
-from lightning_decentral.planner.rehearsal.evaluation import Evaluation
-from lightning_decentral.planner.rehearsal.loop import CPU, Loop
+from lightning_decentral.planner.rehearsal.evaluation import HeldOutEvaluation
+from lightning_decentral.planner.rehearsal.loop import CPU, LoopSettings
 from tests import simulated
 from tests.simulated import CUDA, Engine, streams
 
@@ -77,10 +77,10 @@ def one_device(seed: int) -> Iterator[Engine]:
 def trained(strategy: Strategy, device: torch.device) -> tuple[list[dict[str, Tensor]], float]:
     """(the workers' parameters, the loss of their mean)."""
     rows = [list(torch.randn(STEPS, 4, 8, generator=torch.Generator().manual_seed(k)).double()) for k in range(WORKERS)]
-    loop = Loop(clip=0.5, device=device)
+    loop = LoopSettings(clip=0.5, device=device)
     with Crew(Layers(), lambda rank: iter(rows[rank]), strategy, WORKERS, STEPS, loop=loop) as crew:
         crew.train(STEPS)
-        loss = Evaluation(Layers(), rows[0], device).loss([worker.module for worker in crew.workers])
+        loss = HeldOutEvaluation(Layers(), rows[0], device).loss([worker.module for worker in crew.workers])
         assert {p.device.type for worker in crew.workers for p in worker.module.parameters()} == {device.type}
         found = [{k: v.detach().cpu() for k, v in w.module.state_dict().items()} for w in crew.workers]
         crew.release()

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_decentral.compressed.strategy import of_all
-from lightning_decentral.planner.rehearsal.members.member import CPU, EqualReplicas, Place
+from lightning_decentral.planner.rehearsal.members.member import CPU, EqualReplicas, MemberPlace
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
 from lightning_decentral.shared.compute.layout.packing import bucket_bytes_of
@@ -84,7 +84,7 @@ class AveragingMember(EqualReplicas):
     """Gradients averaged by all, in a codec's payloads."""
 
     def __init__(
-        self, module: LightningModule, place: Place, codec: Codec, bucket_bytes: int | None, check: Unchecked
+        self, module: LightningModule, place: MemberPlace, codec: Codec, bucket_bytes: int | None, check: Unchecked
     ) -> None:
         super().__init__(module, place, check)
         self._codec, self._after_backward = codec, ExitStack()
@@ -142,7 +142,7 @@ class DDPMember(AveragingMember):
         ValueError: in a step that leaves a parameter out, or trains another.
     """
 
-    def __init__(self, module: LightningModule, place: Place, *, finds_unused: bool) -> None:
+    def __init__(self, module: LightningModule, place: MemberPlace, *, finds_unused: bool) -> None:
         super().__init__(module, place, Plain(), None, Unchecked())
         self._at_setup = [(name, p, p.requires_grad) for name, p in module.named_parameters()]
         self._finds_unused = finds_unused

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Place:
+class MemberPlace:
     """One worker among those of this process.
 
     Args:
@@ -95,7 +95,7 @@ class EqualReplicas(Member):
 
     drifts: ClassVar[bool] = False
 
-    def __init__(self, module: LightningModule, place: Place, check: Unchecked) -> None:
+    def __init__(self, module: LightningModule, place: MemberPlace, check: Unchecked) -> None:
         self._module, self._place, self._check, self._epoch = module, place, check, -1
 
     def begin(self) -> None:

@@ -14,7 +14,7 @@ from lightning_decentral.partial.dry_run import refuse_unserved, run_of
 from lightning_decentral.partial.strategy import PartialBackpropStrategy
 from lightning_decentral.partial.wire.depth_controller import DepthController
 from lightning_decentral.partial.wire.reducer import Rank, Reducer
-from lightning_decentral.planner.rehearsal.members.member import EqualReplicas, Place
+from lightning_decentral.planner.rehearsal.members.member import EqualReplicas, MemberPlace
 from lightning_decentral.shared.nonfinite import GradientCheck
 
 
@@ -29,7 +29,7 @@ class Cutting(EqualReplicas):
     apart: ClassVar[bool] = False  # each worker's graph ends at a cut of its own
 
     def __init__(
-        self, strategy: PartialBackpropStrategy, module: LightningModule, optimizer: Optimizer, place: Place
+        self, strategy: PartialBackpropStrategy, module: LightningModule, optimizer: Optimizer, place: MemberPlace
     ) -> None:
         refuse_unserved(module)
         super().__init__(module, place, GradientCheck(strategy.nonfinite))

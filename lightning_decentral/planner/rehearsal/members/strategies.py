@@ -25,7 +25,7 @@ from lightning_decentral.gossip.wire.optimizer_mixer import parameters_of
 from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.partial.strategy import PartialBackpropStrategy
 from lightning_decentral.planner.rehearsal.members.averaging import AveragingMember, DDPMember
-from lightning_decentral.planner.rehearsal.members.member import Member, Place
+from lightning_decentral.planner.rehearsal.members.member import Member, MemberPlace
 from lightning_decentral.planner.rehearsal.members.partial import Cutting
 from lightning_decentral.shared.compute.layout.model import ModelLayout
 from lightning_decentral.shared.nonfinite import BeforeUpdate, GradientCheck
@@ -36,7 +36,7 @@ TAKE = "take gossip, compressed, partial_backprop or ddp"
 
 
 @singledispatch
-def member_of(strategy: object, module: LightningModule, optimizer: Optimizer, at: Place) -> Member:
+def member_of(strategy: object, module: LightningModule, optimizer: Optimizer, at: MemberPlace) -> Member:
     """A worker's part of this strategy, which is only read.
 
     Raises:
@@ -46,7 +46,7 @@ def member_of(strategy: object, module: LightningModule, optimizer: Optimizer, a
 
 
 @member_of.register
-def _(strategy: DDPStrategy, module: LightningModule, optimizer: Optimizer, at: Place) -> Member:
+def _(strategy: DDPStrategy, module: LightningModule, optimizer: Optimizer, at: MemberPlace) -> Member:
     # Others of its kind (pipelines) aren't ddp.
     if type(strategy) is not DDPStrategy:
         raise ValueError(f"{type(strategy).__name__} can't be rehearsed: {TAKE}")
@@ -57,7 +57,7 @@ def _(strategy: DDPStrategy, module: LightningModule, optimizer: Optimizer, at: 
 
 
 @member_of.register
-def _(strategy: CompressedStrategy, module: LightningModule, optimizer: Optimizer, at: Place) -> Member:
+def _(strategy: CompressedStrategy, module: LightningModule, optimizer: Optimizer, at: MemberPlace) -> Member:
     if strategy.orthogonal is not None:  # one worker's update serves all here
         raise ValueError("a rehearsal makes one update for all workers: leave orthogonal out")
     strategy.refuse(module, fitting=True)
@@ -65,13 +65,13 @@ def _(strategy: CompressedStrategy, module: LightningModule, optimizer: Optimize
 
 
 @member_of.register
-def _(strategy: PartialBackpropStrategy, module: LightningModule, optimizer: Optimizer, at: Place) -> Member:
+def _(strategy: PartialBackpropStrategy, module: LightningModule, optimizer: Optimizer, at: MemberPlace) -> Member:
     strategy.refuse(module, fitting=True)
     return Cutting(strategy, module, optimizer, at)
 
 
 @member_of.register
-def _(strategy: GossipStrategy, module: LightningModule, optimizer: Optimizer, at: Place) -> Member:
+def _(strategy: GossipStrategy, module: LightningModule, optimizer: Optimizer, at: MemberPlace) -> Member:
     if strategy.island.devices > 1:
         raise ValueError(f"workers of one device are rehearsed, not {strategy.island}: leave island out")
     strategy.refuse(module, fitting=True)
@@ -105,7 +105,7 @@ class SilentMember(Member):
 
 
 @member_of.register
-def _(strategy: SendsNothing, module: LightningModule, optimizer: Optimizer, at: Place) -> Member:
+def _(strategy: SendsNothing, module: LightningModule, optimizer: Optimizer, at: MemberPlace) -> Member:
     return SilentMember()
 
 
@@ -121,7 +121,9 @@ class Gossiping(Member):
 
     drifts: ClassVar[bool] = True
 
-    def __init__(self, strategy: GossipStrategy, module: LightningModule, optimizer: Optimizer, at: Place) -> None:
+    def __init__(
+        self, strategy: GossipStrategy, module: LightningModule, optimizer: Optimizer, at: MemberPlace
+    ) -> None:
         self._optimizer, self._in_turn, self._trained = optimizer, at.in_turn, set[nn.Parameter]()
         plan = copy(strategy)  # a strategy is only read, and a plan gets its place
         place(plan, at.per_node, at.workers)
