@@ -56,7 +56,7 @@ matrix-quick: $(STAMP)
 # What a CUDA device says of the predictions, in parts of ten minutes at most; PARTS=devices needs two. Without a device it says so.
 # Where there is no .venv, $(PYTHON) as it is: machines with devices are often lent without a network.
 gpu:
-	PYTHONPATH=.:$(PYTHONPATH) $(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/first_hour.py $(PARTS)
+	PYTHONPATH=.:$(PYTHONPATH) $(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu.py first_hour $(PARTS)
 
 # The laws, and one world, trainer and process test of each method.
 quick: $(STAMP)

@@ -21,11 +21,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from common.paths import RESULTS
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import psutil
 import torch
-from hardware import description, slug
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from rich.console import Console
@@ -33,6 +34,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from common.hardware import description, slug
 from lightning_decentral import GossipStrategy
 from lightning_decentral.gossip import Auto, Every
 
@@ -165,7 +167,7 @@ def main() -> None:
         memory.add_row(name, f"{copies:.2f}")
     for shown in (table, memory):
         Console().print(shown)
-    path = Path(__file__).parent / "results" / f"overhead-{slug()}.json"
+    path = RESULTS / f"overhead-{slug()}.json"
     path.write_text(json.dumps(results, indent=1))
     print(f"raw results: {path}")
 

@@ -8,6 +8,7 @@ entered, thread by thread in order. A move is a function that lies in another fi
 on to another thread is one, too. Comprehensions are no functions to a reader.
 """
 
+import argparse
 import sys
 import threading
 from collections import defaultdict
@@ -101,6 +102,8 @@ def _arrived(mixer: Mixer) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
     print("| codec | files | functions | calls | moves between files |")
     print("| --- | --- | --- | --- | --- |")
     walks = {repr(codec): walk(codec) for codec in (Plain(), Int8())}

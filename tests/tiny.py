@@ -97,7 +97,7 @@ def in_processes(function: Callable[..., Any], *args: Any, seconds: float = 60.0
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # whatever the run left behind, too
         process.join()
-        printed = output.read_text(errors="replace")[-6000:] if output.exists() else ""
+        printed = output.read_text(errors="replace")[-40000:] if output.exists() else ""
         sys.stderr.write(printed)
         assert not late, f"still running after {seconds} s:\n{printed}"
         assert result.exists(), f"ended with {process.exitcode}:\n{printed}"

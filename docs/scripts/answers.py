@@ -12,8 +12,8 @@ import matplotlib
 from pictures import ACCENT, IMAGES, INK, PALE, ROOT, SAME, WORKER, new_figure
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import measured
-from choosing import stragglers
+from pages import measured
+from pages.choosing import stragglers
 
 Bars = Mapping[str, float]
 

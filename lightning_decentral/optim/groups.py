@@ -57,7 +57,7 @@ def together(
 
 
 def evaluated(closure: Callable[[], Any] | None) -> Any:
-    """What the closure returns, gradients on; None where there is none."""
+    """Call the closure with gradients on, and return its result; None where there is no closure."""
     if closure is None:
         return None
     with torch.enable_grad():

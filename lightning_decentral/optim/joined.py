@@ -19,7 +19,7 @@ from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSpr
 ELEMENTWISE = (SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop)
 EXACT = (torch.float32, torch.float64)
 MOST_ELEMENTS = 2**16
-"""Of a small parameter: more fill a cache, and a copy of them costs more than a call."""
+"""Most elements of a small parameter: more fill a cache, and a copy of them costs more than a call."""
 
 
 def parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
@@ -29,7 +29,7 @@ def parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def memory_of(members: Sequence[nn.Parameter]) -> Tensor | None:
-    """What they lie in, flat, one behind the other with nothing between; None: they don't."""
+    """Flat view of the memory of all parameters, if they lie one behind the other with nothing between; else None."""
     first, *_ = members
     storage, start = first.untyped_storage().data_ptr(), first.storage_offset()
     place = start
@@ -60,7 +60,7 @@ class Joined:
         self._places: list[tuple[Tensor, int]] = []
 
     def stands(self, states: Mapping[Tensor, Any]) -> bool:
-        """Whether these still are those with a gradient, and they and their states where they were."""
+        """Return whether the same parameters have a gradient, and they and their states are where they were."""
         return (
             all(p.grad is not None for p in self.members)
             and all(p.grad is None or p.numel() > MOST_ELEMENTS for p in self._others)
@@ -71,7 +71,7 @@ class Joined:
 
     @torch.no_grad()
     def take(self) -> list[nn.Parameter]:
-        """Their values and gradients, which are views from now on; what the group's parameters are meanwhile."""
+        """Take the parameters' values and gradients, views from now on; return what the group holds meanwhile."""
         if self._copied:
             torch._foreach_copy_(self._rows, [*self.members])
         torch._foreach_copy_(self._gradients, [p.grad for p in self.members if p.grad is not None])
@@ -81,7 +81,7 @@ class Joined:
 
     @torch.no_grad()
     def give(self, states: dict[Tensor, Any]) -> None:
-        """Their new values, and in the first step their states."""
+        """Give the parameters their new values, and in the first step their states."""
         if self._copied:
             torch._foreach_copy_([*self.members], self._rows)
         self.state = states.pop(self.flat, {})
@@ -95,7 +95,7 @@ class Joined:
                 self._places += [(row, row.data_ptr()) for row in rows if isinstance(row, Tensor)]
 
     def part(self) -> None:
-        """Each has a state of its own from now on, a count of steps, too."""
+        """Give each parameter a state of its own from now on, a count of steps, too."""
         for state in self._states:
             state.update({key: value.clone() for key, value in state.items() if isinstance(value, Tensor)})
 
@@ -122,7 +122,7 @@ class JoinedUpdate:
         self._joined: list[Joined] | None = None if type(optimizer) in ELEMENTWISE else []
 
     def step(self, clip: float | None = None) -> None:
-        """By gradients whose norm, of all together, is at most `clip`: `torch.nn.utils.clip_grad_norm_`, in place."""
+        """Step with gradients whose total norm is at most `clip`: `torch.nn.utils.clip_grad_norm_`, in place."""
         groups, states = self._optimizer.param_groups, self._optimizer.state
         gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
         norm = get_total_norm(gradients) if clip else None

@@ -1,7 +1,7 @@
 """Muon: orthogonal steps for hidden matrices, AdamW for embeddings, heads and vectors, in one optimizer.
 
 A step has the same length however noisy a worker's gradient is, where Adam's gets shorter: what gossip asks of an
-optimizer. `muon_groups(module)` says which parameter is which.
+optimizer. `muon_groups(module)` decides which parameter is which.
 """
 
 import math

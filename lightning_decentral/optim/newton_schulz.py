@@ -8,8 +8,8 @@ from torch import Tensor
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # steepest at zero; in five steps values from 0.01 up come to 0.68 ... 1.13
 SMALLEST_NORM = 1e-7
 CACHE_BYTES, DEVICE_BYTES = 2**20, 2**26
-"""Of the matrices that are stacked in one call: on the CPU they stay in its cache, a device has enough to do. While a
-call computes there are five such stacks at most; a matrix larger than that is a stack of its own."""
+"""Bytes of the matrices that are stacked in one call: on the CPU they stay in its cache, a device has enough to do. A
+call holds five such stacks at most while it computes; a matrix larger than that is a stack of its own."""
 
 
 def newton_schulz(matrices: Tensor, steps: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a parameter is to its model, as groups for an optimizer: a hidden matrix, an embedding or head, or a vector."""
+"""Roles of parameters in a model, as groups for an optimizer: a hidden matrix, an embedding or head, or a vector."""
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -16,7 +16,7 @@ COLOURS = 4
 
 
 def muon_groups(module: nn.Module, *, hidden: Sequence[str] = (), adamw: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """What is trained in a module, as three groups: hidden matrices, other matrices, the rest; any may be empty.
+    """Trained parameters of a module in three groups: hidden matrices, other matrices, the rest; any may be empty.
 
         [{"params": ..., "hidden": True},
          {"params": ..., "hidden": False},
@@ -30,7 +30,7 @@ def muon_groups(module: nn.Module, *, hidden: Sequence[str] = (), adamw: Sequenc
     - filters that read `COLOURS` channels or fewer, and those of grouped convolutions, which are many small matrices;
     - single rows and columns, and complex numbers.
 
-    A name behind a number says nothing (`blocks.0.fc` is hidden). A parameter with several names or modules (tied
+    A name behind a number doesn't count (`blocks.0.fc` is hidden). A parameter with several names or modules (tied
     weights) is hidden only if it is by all of them. A part of a model, as on a stage of a pipeline, has the groups of
     the whole, without what it lacks.
 
@@ -56,7 +56,7 @@ def muon_groups(module: nn.Module, *, hidden: Sequence[str] = (), adamw: Sequenc
 
 
 def _is_hidden_of(part: nn.Module, parameter: Tensor) -> bool:
-    """By the module that owns it."""
+    """Return whether the parameter is a hidden matrix, by the module that owns it."""
     if parameter.ndim < 2 or parameter.is_complex() or len(parameter) in (1, parameter.numel()):
         return False
     if isinstance(part, _ConvNd):
@@ -65,7 +65,7 @@ def _is_hidden_of(part: nn.Module, parameter: Tensor) -> bool:
 
 
 def _is_outer(name: str) -> bool:
-    """By its name."""
+    """Return whether a parameter of this name is outside the hidden layers."""
     for word in name.split("."):
         if word.isdigit():
             return False

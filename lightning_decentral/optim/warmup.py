@@ -8,7 +8,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_decentral.shared.plan.arguments import checked
 
 LAST = "last_momentum"
-"""Of a group: where its momentum ends, beside torch's `initial_lr`. It is saved with the optimizer."""
+"""Key of a group: where its momentum ends, as torch's `initial_lr` for rates. It is saved with the optimizer."""
 
 
 @checked
@@ -17,7 +17,7 @@ class MomentumWarmup(LRScheduler):
 
     A larger momentum is the mean of more gradients. Where steps are long it lags behind them; later, when the learning
     rate is small, it takes noise away. Under gossip, where each worker has its own noise, that is worth more
-    (docs/optimizers.md#momentum-that-rises). Beside a schedule of the learning rate, stepped as often.
+    (docs/optimizers.md#momentum-that-rises). Use with a schedule of the learning rate, stepped as often.
 
     Args:
         optimizer: with `momentum` in its groups, where it ends. Groups without are left alone, and so are those whose
@@ -49,7 +49,7 @@ class MomentumWarmup(LRScheduler):
         super().__init__(optimizer)
 
     def get_lr(self) -> list[Any]:
-        """As they are."""
+        """Learning rates of the groups, as they are."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def step(self, epoch: int | None = None) -> None:

@@ -3,7 +3,7 @@
 Worker 0 puts it together from the first pipeline's stages. It loads without this package, and training goes on with
 another number of stages or with none.
 
-Where pipelines drift apart the file is their mean's, and each worker's own state lies beside it, in
+Where pipelines diverge, the file is their mean's, and each worker's own state lies next to it, in
 `.workers/NAME/`.
 """
 
@@ -37,11 +37,11 @@ from lightning_decentral.shared.wire.transport import Wire
 
 STATES = "optimizer_states"
 WHOLE = ("state_dict", STATES, KEY)
-"""What a pipeline puts together from its stages; the rest of a checkpoint is any worker's."""
+"""Entries that a pipeline merges from its stages; the rest of a checkpoint is any worker's."""
 
 
 class StageWorker(Worker, Protocol):
-    """What a pipeline's checkpoints ask of the strategy beside what all do."""
+    """Members that a pipeline's checkpoints need of the strategy, in addition to those that all checkpoints need."""
 
     plans: SlicePlanner
     bond: Bond
@@ -94,7 +94,7 @@ class PipelineCheckpoints(Checkpoints):
         self._saving.commit(whole, own, path, identity, storage_options)
 
     def whole(self, checkpoint: Mapping[str, Any], mark: dict[str, Any]) -> dict[str, Any]:
-        """As the unsliced model would have it, on worker 0; nothing elsewhere. Collective."""
+        """Merge the stages' checkpoints into the unsliced model's, on worker 0; {} on the others. Collective."""
         assert self.layout is not None
         mine = self._part(checkpoint, self.layout)
         wire = self._join_groups()  # again, after the fit
@@ -168,7 +168,7 @@ class PipelineCheckpoints(Checkpoints):
         self._stage.bond.load_state_dict(own[KEY]["bond"])
 
     def load_optimizers(self, checkpoint: Mapping[str, Any], layout: Ownership) -> None:
-        """This stage's part of each optimizer's state. Collective."""
+        """Load this stage's part of each optimizer's state. Collective."""
         refuse_other_number(checkpoint, self._stage.optimizers)
         order, wire = layout.order, self._stage.wire
         for optimizer, whole in zip(self._stage.optimizers, checkpoint[STATES], strict=True):

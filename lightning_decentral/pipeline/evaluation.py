@@ -15,7 +15,7 @@ from lightning_decentral.shared.evaluation import Evaluated, Evaluation
 
 
 class EvaluatedStage(Evaluated, Protocol):
-    """What is asked of the strategy beside what all are asked."""
+    """Members that an evaluation needs of a pipeline's strategy, in addition to those that it needs of all."""
 
     checkpoints: PipelineCheckpoints
 
@@ -46,7 +46,7 @@ class StageEvaluation(Evaluation):
 
 
 def evaluated(pipe: StageRunner, plans: SlicePlanner, step: Callable[[], Any]) -> Any:
-    """What a validation, test or predict step of the user's returns, its model calls answered by the pipeline.
+    """Run a validation, test or predict step of the user's, its model calls answered by the pipeline.
 
     The same step with the same answers on every stage, so that whatever it logs or gathers is whole. It may call the
     model any number of times.

@@ -1,4 +1,4 @@
-"""What the user's step logs on the last stage of a pipeline, logged on all."""
+"""Values that the user's step logs on the last stage of a pipeline, logged on all."""
 
 import inspect
 import zlib
@@ -26,7 +26,7 @@ class Logged(NamedTuple):
 
 
 class Logs:
-    """What the user's step logs, kept until every stage can log it."""
+    """Values that the user's step logs, kept until every stage can log them."""
 
     def __init__(self, module: LightningModule) -> None:
         self._module: Any = module
@@ -34,18 +34,18 @@ class Logs:
         self._calls: list[list[Logged]] = []
         self._beside: list[dict[Any, Any]] = []
         self.values: list[list[Tensor]] = []
-        """Of each micro-batch, scalars, which no host reads here."""
+        """[micro-batch]: logged scalars, which no host reads here."""
 
     def begin(self, microbatches: int) -> None:
         self._calls, self._beside = [[] for _ in range(microbatches)], []
         self.values = [[] for _ in range(microbatches)]
 
     def recording(self, microbatch: int | None) -> "_Recording":
-        """Within, `self.log` of the module keeps what it is given for this micro-batch; None: drops it."""
+        """Context manager in which the module's `self.log` records for this micro-batch; None: discards."""
         return _Recording(self._module, _drop if microbatch is None else partial(self._take, microbatch))
 
     def returned(self, result: Any) -> Any:
-        """The loss of what the step returned for a micro-batch; what stands beside it is kept."""
+        """The loss of what the step returned for a micro-batch; its other values are kept."""
         if not isinstance(result, Mapping):
             return result
         # Detached: a graph would hold the micro-batch's activations.
@@ -64,7 +64,7 @@ class Logs:
         self.values[microbatch].append(torch.as_tensor(value).detach().clone().reshape(()))
 
     def columns(self) -> list[tuple[Tensor, ...]]:
-        """What was logged, value by value, each with those of all micro-batches.
+        """Columns of logged values: for each value, those of all micro-batches.
 
         Raises:
             ValueError: the step logs other names for one micro-batch than for another.
@@ -92,7 +92,7 @@ class Logs:
         """Log on every stage what the last one was given. Collective where the names are new.
 
         Returns:
-            What the step returned beside its loss, on the last stage; of several micro-batches a list. Elsewhere each
+            What the step returned with its loss, on the last stage; of several micro-batches a list. Elsewhere each
             value is None.
         """
         if signature not in self._known:

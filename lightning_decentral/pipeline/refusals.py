@@ -1,4 +1,4 @@
-"""What a pipeline can't train, said in one line before it begins. Short: no step needs it."""
+"""Refusals of what a pipeline can't train, in one line before it begins. Short: no step needs it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ CALLBACKS: dict[type[Callback], str] = {
     "hold them: freeze before the fit, and give the optimizer all parameters. Unfreeze before a second fit from its "
     "checkpoint",
 }
-"""Of Lightning, with what is wrong and what to do."""
+"""Callbacks of Lightning that a pipeline refuses, with what is wrong and what to do."""
 
 
 def refuse_unserved(module: LightningModule) -> None:
@@ -41,7 +41,7 @@ def refuse_replaced(gossiping: bool) -> None:
 
 @contextmanager
 def nothing_to_train(stage: int, stages: int) -> Iterator[None]:
-    """Around `configure_optimizers`, whose ValueError of torch's would say neither.
+    """Context manager around `configure_optimizers`: torch's ValueError would name neither stage nor remedy.
 
     Raises:
         ValueError: the optimizer was given no parameter of this stage.

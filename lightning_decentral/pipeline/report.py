@@ -22,7 +22,7 @@ COLORS = {"F": "#9ecae1", "B": "#3182bd", "W": "#31a354"}
 
 @checked
 class PipelineReport(Callback):
-    """Prints a table when training has ended, and draws the last step beside its forecast.
+    """Prints a table when training has ended, and draws the last step next to its forecast.
 
     Written are `timeline.json`, for chrome://tracing or Perfetto, and `timeline.png` where matplotlib is installed. For
     the comparison worker 0 runs three steps of the whole model alone, forward and backward without a pipeline, on the

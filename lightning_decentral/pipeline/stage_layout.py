@@ -47,7 +47,7 @@ class StageLayout:
 
 
 def place_of(counts: Sequence[int], stage: int) -> StagePlace:
-    """Where a stage stands.
+    """Position of a stage in the model.
 
     Args:
         counts: blocks of each stage.

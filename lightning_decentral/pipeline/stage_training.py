@@ -29,7 +29,7 @@ Gradients = list[Tensor | None]
 
 @runtime_checkable
 class Staged(Protocol):
-    """A LightningModule that says itself what is cut into stages."""
+    """A LightningModule that itself states what is cut into stages."""
 
     def pipeline_stages(self) -> Pipelined:
         """Usually a `Chain`."""
@@ -52,11 +52,11 @@ def pipelined(module: LightningModule, slicing: Slicing | None, device: torch.de
 
 
 class StageTraining:
-    """What a worker holds while its stage is trained.
+    """State that a worker holds while its stage is trained.
 
     Args:
         slicing: where sequences are cut; None: planned. A model without tokens has one slice.
-        planned: is told when a new plan is made.
+        planned: called when a new plan is made.
         average: what the optimizer is given for this stage's own gradients of parameters; collective over replicas.
 
     Attributes:
@@ -134,7 +134,7 @@ class StageTraining:
         self.spans = step.spans
 
     def _slices(self, calls: Sequence[Call], roll: Transport | None) -> list[int]:
-        """Of this length and size of micro-batch; planned where it's the first of its kind. Collective."""
+        """Slices for this length and size of micro-batch; planned where it's the first of its kind. Collective."""
         if self._slicing.measures:
             self._plans.measure(calls[0], self.pipe, roll)
         known = self._plans.known(calls[0], self.pipe.model.length(calls[0]))
@@ -146,7 +146,7 @@ class StageTraining:
 
 
 def said(plan: Mapping[str, str]) -> None:
-    """Worker 0 says what is planned."""
+    """Log the plan on worker 0."""
     rank_zero_info("\n".join(f"{name}: {value}" for name, value in plan.items()))
 
 
@@ -156,7 +156,7 @@ def _set(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None])
 
 
 def multiply(tensors: Sequence[Tensor], by: Tensor) -> None:
-    """Each by this scalar, in place. The host doesn't wait."""
+    """Multiply each tensor by this scalar, in place. The host doesn't wait."""
     for dtype in {tensor.dtype for tensor in tensors}:
         exact, same = torch.promote_types(dtype, torch.float32), [t for t in tensors if t.dtype == dtype]
         if exact == dtype:

@@ -140,7 +140,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Around `configure_model`, whose tensors have no memory until their stage is known. Collective."""
+        """Defer what `configure_model` makes: its tensors have no memory until their stage is known. Collective."""
         # What is deferred is never sent: all draw what worker 0 draws on its CPU.
         first = self.broadcast(own := torch.get_rng_state())
         torch.set_rng_state(first)
@@ -275,7 +275,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
 
     @property
     def step_seconds(self) -> float:
-        """Of the latest step's forward and backward on this stage, its waits included."""
+        """Seconds of the latest step's forward and backward on this stage, its waits included."""
         return 0.0 if self._stage is None else self._stage.seconds
 
     def total(self, number: Tensor) -> Tensor:
@@ -288,7 +288,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
         return {"pipelines": f"{self.layout.pipelines} of {self.num_stages} stages{by}", **self.plans.summary()}
 
     def measured(self) -> dict[str, Span]:
-        """When each action of the latest step computed, on all stages, by their hosts' clocks. Collective."""
+        """Span of each action of the latest step, on all stages, by their hosts' clocks. Collective."""
         assert self._stage is not None
         spans, over = self._stage.spans, self._stage.pipe.over
         rows = [spans] if over is None else gather_objects(over, spans)

@@ -1,6 +1,6 @@
 """Totals over parameters where a stage has a part of them: norms of gradients are those of all stages, once each.
 
-Whoever sums over `parameters()` by hand sums over one stage, which is said.
+A sum over `parameters()` by hand is a sum over one stage, which a warning reports.
 """
 
 import sys
@@ -31,8 +31,8 @@ OWN = (
 
 
 class StageTotals:
-    """From set-up to `close`: clipping, `torch.nn.utils.get_total_norm` and `clip_grad_norm_`, Lightning's `grad_norm`,
-    and a warning for any other reading of all parameters.
+    """Norms over all stages, until `close`: of clipping, `torch.nn.utils.get_total_norm` and `clip_grad_norm_`, and
+    Lightning's `grad_norm`. Any other reading of all parameters meets a warning.
     """
 
     def __init__(self, pipe: StageRunner, holdings: Ownership, module: nn.Module, precision: Precision) -> None:
@@ -70,7 +70,7 @@ class StageTotals:
 
     def _total_norm(self, original: Callable[..., Tensor], tensors: Any, norm_type: float = 2.0, *args: Any,
                     **kwargs: Any) -> Tensor:  # fmt: skip
-        """Of gradients, over all stages; of any other tensors, as torch has it. Collective."""
+        """Norm of gradients over all stages; of any other tensors, torch's own norm. Collective."""
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         names = {id(p.grad): name for p, name in self._holdings.order.items() if p.grad is not None}
         if tensors and not any(id(tensor) in names for tensor in tensors):
@@ -92,7 +92,7 @@ class StageTotals:
     def _grad_norm(
         self, original: Callable[..., dict[str, Any]], module: nn.Module, norm_type: Any, group_separator: str = "/"
     ) -> dict[str, Any]:
-        """Of all stages' parameters, each once by the name that it has on the first stage with it. Collective."""
+        """Norms of all stages' gradients, each once by the name that it has on the first stage with it. Collective."""
         own, p = original(module, norm_type, group_separator), float(norm_type)
         order, start = self._holdings.order, f"grad_{p}_norm{group_separator}"
         mine = {
@@ -129,7 +129,7 @@ class StageTotals:
 
 
 def _reader(frame: FrameType | None) -> str | None:
-    """Who reads, behind torch's own functions; None for what needs no word."""
+    """Name the caller who reads, behind torch's own functions; None for one that needs no warning."""
     while frame is not None and str(frame.f_globals.get("__name__")).startswith("torch.nn.modules"):
         frame = frame.f_back
     name = "" if frame is None else str(frame.f_globals.get("__name__"))

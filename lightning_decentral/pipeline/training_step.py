@@ -1,6 +1,6 @@
 """Training and evaluation steps of an unmodified LightningModule through the pipeline.
 
-The step of the user runs once per micro-batch on every stage up to its call of the model, which says what goes in. On
+The step of the user runs once per micro-batch on every stage up to its call of the model, which gives the inputs. On
 the last stage it waits there and goes on once the answer is there; what it returns goes back.
 """
 
@@ -31,7 +31,7 @@ MOVING = ("transfer_batch_to_device", "on_after_batch_transfer")
 
 
 class Outcome(NamedTuple):
-    """What all stages know after a step: scalars of a device, whose host hasn't waited for them.
+    """Result of a step that all stages know: scalars of a device, whose host hasn't waited for them.
 
     Args:
         factor: gradients are to be multiplied by it.
@@ -93,12 +93,12 @@ class TrainingStep:
             return self._step(microbatch)
 
     def close(self) -> None:
-        """No step waits any more, whatever has happened."""
+        """End all steps that still wait, whatever has happened."""
         for step in self._waiting:
             step.end()
 
     def run(self, slices: Sequence[int]) -> None:
-        """All chunks there and back."""
+        """Run all chunks forward and backward."""
         self.spans = self._pipe.train(self.calls, slices, self._close).spans
 
     def _close(self, microbatch: int, output: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ class TrainingStep:
                 for p in self._module.parameters()]  # fmt: skip
 
     def _weight(self, count: TargetCount, loss: Tensor) -> Tensor:
-        """A scalar beside the loss, float64."""
+        """Weight of a micro-batch's loss in the batch's: a scalar, float64."""
         if len(self.calls) == 1:
             return torch.ones((), dtype=torch.float64, device=loss.device)  # whatever mean it is
         targets = count.targets(loss)
@@ -140,9 +140,9 @@ class TrainingStep:
         return targets.double() / sum(call.inputs.shape[0] * self._pipe.model.length(call) for call in self.calls)
 
     def conclude(self, finite: Tensor, holdings: Ownership) -> Outcome:
-        """Tell all stages how the step went, and log what it logged. Collective.
+        """Send all stages how the step went, and log what it logged. Collective.
 
-        Hosts tell each other what they know, devices what they have computed: none waits for its own, but for the
+        Hosts exchange what they know, devices what they have computed: none waits for its own, but for the
         batch that this step began with.
 
         Args:
@@ -172,7 +172,7 @@ class TrainingStep:
         return Outcome(last[0], last[1], rows[:, 2].all(), beside)
 
     def _unlike(self) -> ValueError:
-        """Why the model's inputs differ between the stages. Collective."""
+        """Error that states why the model's inputs differ between the stages. Collective."""
         batch = [tensor.detach().cpu() for tensor in tensors_in(self._parts)]
         batches = rows_of(torch.tensor([checksum(batch)], dtype=torch.float64), self._pipe.hosts)
         if len(set(batches[:, 0].tolist())) > 1:
@@ -217,7 +217,7 @@ def _beside(value: Tensor, other: Tensor) -> Tensor:
 
 
 def moved(module: LightningModule, batch: Any, move: Callable[[], Any]) -> Any:
-    """What `move()` makes of the host's batch. Which of its masks hide nothing stays known, unless hooks of the user
+    """Run `move()` on the host's batch. Which of its masks hide nothing stays known, unless hooks of the user
     move it, or change it there."""
     owners = (module, module.trainer.datamodule)  # type: ignore[attr-defined]
     own = any(is_overridden(hook, owner) for hook in MOVING for owner in owners)

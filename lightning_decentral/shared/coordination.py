@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_decentral.shared.compute.device import Backlog
-from lightning_decentral.shared.updates import Trained, Updates
+from lightning_decentral.shared.updates import Rounds, Updates
 from lightning_decentral.shared.wire.agreement import RollCall, Uneven
 from lightning_decentral.shared.wire.meeting import waits
 from lightning_decentral.shared.wire.meeting.notices import Presence
@@ -29,19 +29,6 @@ from lightning_decentral.shared.wire.pending import Naming
 from lightning_decentral.shared.wire.transport import Wire, abort_nccl
 
 Result = TypeVar("Result")
-
-
-class Rounds(Trained, Protocol):
-    """What a strategy tells of its rounds, one number for each optimizer (`RollCall` says what they are for)."""
-
-    def rounds(self) -> list[int]:
-        """Rounds taken."""
-
-    def wanted(self) -> list[int]:
-        """Rounds that the others must have launched before this worker can go on."""
-
-    def take_part(self, index: int) -> None:
-        """Run one round of the optimizer with that index, without an update."""
 
 
 class Uncoordinated:
@@ -58,6 +45,11 @@ class Uncoordinated:
     @property
     def agreed(self) -> bool:
         """Whether all workers know that they stop."""
+        return False
+
+    @property
+    def rests(self) -> bool:
+        """Whether this worker's epoch is over while others train on."""
         return False
 
     def meet(self, call: Callable[[], Result]) -> Result:
@@ -106,6 +98,10 @@ class Coordination(Uncoordinated):
     @property
     def agreed(self) -> bool:
         return self._stop.agreed
+
+    @property
+    def rests(self) -> bool:
+        return self._roll.rests
 
     def meet(self, call: Callable[[], Result]) -> Result:
         if not self._open:

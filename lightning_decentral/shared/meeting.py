@@ -19,8 +19,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_decentral.shared.compute.device import Backlog
-from lightning_decentral.shared.coordination import Coordination, Result, Rounds, Uncoordinated
+from lightning_decentral.shared.coordination import Coordination, Result, Uncoordinated
 from lightning_decentral.shared.refusals import refuse_backend
+from lightning_decentral.shared.updates import Rounds
 from lightning_decentral.shared.wire.meeting.groups import connect, make_world
 from lightning_decentral.shared.wire.meeting.layouts import Layout, Layouts, Unasked
 from lightning_decentral.shared.wire.meeting.notices import Notices, Presence
@@ -225,7 +226,7 @@ class Attendance:
             return Unasked()
         peers = peers or range(self._notices.size)
         self._compared, name = self._compared + 1, f"layouts-{self._compared}-{peers[0]}"
-        return Layouts(self._notices, self._presence, peers, name, layout, self.timeout)
+        return Layouts(self._notices, self._presence, peers, name, layout, self.timeout, lambda: self._together.rests)
 
     def meet(self, call: Callable[[], Result]) -> Result:
         """Run what waits for other workers."""

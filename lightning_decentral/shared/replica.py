@@ -190,6 +190,10 @@ class ReplicaStrategy(WorkersStrategy):
         else:
             self.restart()
 
+    def on_exception(self, exception: BaseException) -> None:
+        self.member.explain(exception)
+        super().on_exception(exception)
+
     # ---- the mean model -----------------------------------------------------------------------------------------
 
     def averaged(self) -> tuple[list[Tensor], list[Tensor]]:

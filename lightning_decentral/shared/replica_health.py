@@ -121,15 +121,15 @@ class ReplicaHealth:
     def _check_same_tensors(self, tensors: Sequence[Tensor]) -> None:
         """Parameters and buffers may have come or gone on one worker alone since the models were compared."""
         forms = [f"{tuple(t.shape)} {t.dtype}" for t in tensors]
-        mine = digest(forms)
-        every = self._of.gather(mine)
-        groups = [set(rows.values()) for rows in self._by(self._same_stage(), every)]
-        if any(len(of_group) > 1 for of_group in groups):
-            counts = self._of.gather(len(forms))
-            raise RuntimeError(
-                f"the workers' models have come apart: they hold {' and '.join(map(str, counts))} tensors, "
-                "or tensors of other shapes and types: register buffers and change types on every worker alike"
-            )
+        groups = self._by(self._same_stage(), self._of.gather(digest(forms)))
+        if all(len(set(rows.values())) == 1 for rows in groups):
+            return
+        name = self._names(tensors)
+        named = self._of.gather({name(number): form for number, form in enumerate(forms)})
+        found = _difference(self._by(self._same_stage(), named))
+        raise RuntimeError(
+            f"the workers' models have come apart: {found}: register, prune and change types on every worker alike"
+        )
 
     def _agree(self, tensors: Sequence[Tensor], sick: Mapping[int, Ailment], workers: int) -> None:
         """Every worker knows what any found: a stage of a pipeline sees its own replicas alone."""
@@ -179,14 +179,11 @@ class ReplicaHealth:
 
     @staticmethod
     def _check_same_rates(groups: Sequence[Mapping[int, Mapping[str, str]]]) -> None:
-        for rows in groups:
-            first = min(rows)
-            for rank, row in rows.items():
-                if found := first_difference(row, rows[first], sign=" "):
-                    raise RuntimeError(
-                        f"worker {rank} has {found[0]} where worker {first} has {found[1]}, and all must take the same "
-                        "updates: set it alike on all workers (for ReduceLROnPlateau log with sync_dist=True)"
-                    )
+        if found := _difference(groups):
+            raise RuntimeError(
+                f"{found}, and all must take the same updates: set it alike on all workers (for ReduceLROnPlateau log "
+                "with sync_dist=True)"
+            )
 
     def gathers(self, gradients: bool) -> bool:
         """`gradients`; a warning, once, where rows of other models come with them. Collective, as what follows is."""
@@ -291,3 +288,13 @@ class ReplicaHealth:
             f"worker {worker} is left out of the mean model: its {names(ailment.tensor)} {ailment}"
             for worker, ailment in sick.items()
         ]
+
+
+def _difference(groups: Iterable[Mapping[int, Mapping[str, str]]]) -> str:
+    """The first difference of a worker from the first one of its group; empty: there is none."""
+    for rows in groups:
+        first = min(rows)
+        for rank, row in rows.items():
+            if found := first_difference(row, rows[first], sign=" "):
+                return f"worker {rank} has {found[0]} where worker {first} has {found[1]}"
+    return ""

@@ -64,6 +64,19 @@ class Trained(Protocol):
     def lightning_module(self) -> Any: ...
 
 
+class Rounds(Trained, Protocol):
+    """What a strategy tells of its rounds, one number for each optimizer (`RollCall` says what they are for)."""
+
+    def rounds(self) -> list[int]:
+        """Rounds taken."""
+
+    def wanted(self) -> list[int]:
+        """Rounds that the others must have launched before this worker can go on."""
+
+    def take_part(self, index: int) -> None:
+        """Run one round of the optimizer with that index, without an update."""
+
+
 IN_TRAINER = ("what self.optimizers() returns", "self.optimizers(use_pl_optimizer=False)")
 IN_LOOP = ("what fabric.setup returned", "the optimizer that it was given")
 """What to step, and what not, where the loop is the user's."""

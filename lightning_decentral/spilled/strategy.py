@@ -89,7 +89,7 @@ class SpilledStrategy(SingleDeviceStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """What `configure_model` makes is made on the host."""
+        """Context manager in which `configure_model` makes its tensors on the host."""
         there, self._root_device = self._root_device, torch.device("cpu")
         try:
             with super().tensor_init_context(empty_init):
@@ -182,7 +182,7 @@ class SpilledStrategy(SingleDeviceStrategy):
 
 
 def _free_bytes(place: torch.device) -> int | None:
-    """What may be used by default; None where nothing is limited."""
+    """Bytes of device memory that may be used by default; None where nothing is limited."""
     return int(USABLE * cuda.free_bytes(place)) if place.type == "cuda" else None
 
 

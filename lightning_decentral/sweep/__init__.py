@@ -1,7 +1,7 @@
 """Many trainings that share devices (`hydra/launcher=shard_parallel`), after Nagrecha's Hydra; JigSaw and SPASE.
 
-`launcher` makes members of Hydra's words, `server` runs them in `processes`, `time_slicing` gives each its device
-between batches, `eviction` moves what it keeps there to the host, `scoring` tells what it has reached; `progress`,
+`launcher` makes members of Hydra's overrides, `server` runs them in `processes`, `time_slicing` gives each its device
+between batches, `eviction` moves what it keeps there to the host, `scoring` reports its scores; `progress`,
 `ranking` and `gantt` show it; `trainings` runs the jobs of a schedule; `record` and `score_file` are what a member
 leaves. Below: `plan` (who is next, who ends: values without torch), `wire` (the two ends of the socket).
 Public: all names below.

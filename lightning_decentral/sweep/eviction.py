@@ -46,11 +46,11 @@ class Residence:
 
     @property
     def kept_bytes(self) -> int:
-        """On the device at this moment; 0 while it is away."""
+        """Bytes on the device at this moment; 0 while it is away."""
         return sum(storage.nbytes() for storage in self._storages())
 
     def leave(self) -> None:
-        """Every storage to the host, its memory on the device free for other processes."""
+        """Move every storage to the host, its memory on the device free for other processes."""
         if self._away:
             return
         for storage in self._storages():
@@ -66,7 +66,7 @@ class Residence:
             cuda.give_back()  # the allocator would keep it from other processes
 
     def enter(self) -> None:
-        """Every storage back, with the same bytes."""
+        """Move every storage back, with the same bytes."""
         for storage, host in self._away:
             storage.resize_(host.numel())
             there = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
@@ -76,7 +76,7 @@ class Residence:
         self._away.clear()
 
     def _storages(self) -> list[torch.UntypedStorage]:
-        """Each once, though several tensors view it."""
+        """Storages on the device, each once, though several tensors view it."""
         found = {}
         for tensor in tensors_of(self._module, self._optimizers):
             if tensor.device == self._device:

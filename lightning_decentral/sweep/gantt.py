@@ -23,12 +23,12 @@ class Bar:
 
 
 def bars_of_schedule(spans: Mapping[Ran, Span]) -> list[Bar]:
-    """Of a schedule, its loads paler."""
+    """Bars of a schedule, its loads paler."""
     return [Bar(ran.job, span, ran.load) for ran, span in spans.items()]
 
 
 def bars_of_sweep(spans: Mapping[str, Span]) -> list[Bar]:
-    """Of a sweep, by member: its name stands before the last slash."""
+    """Bars of a sweep, by member: its name stands before the last slash."""
     bars = [Bar(name.rpartition("/")[0] or name, span) for name, span in spans.items()]
     return sorted(bars, key=lambda bar: _place(bar.job))
 

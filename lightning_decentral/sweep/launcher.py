@@ -1,4 +1,4 @@
-"""Hydra launcher `shard_parallel`: Hydra's words become members, a sweep runs them, its end is shown."""
+"""Hydra launcher `shard_parallel`: Hydra's overrides become members, a sweep runs them, its end is shown."""
 
 import logging
 import os
@@ -111,7 +111,7 @@ class Launch:
         self._spans |= {f"{name.rpartition('/')[0]}/{number}": span for number, (name, span) in numbered}
 
     def _taken_up(self, entrants: list[SweepMember], folder: Path) -> dict[str, JobReturn]:
-        """Outcomes of earlier; the others are told to go on from their last checkpoint, if they take one."""
+        """Outcomes of an earlier run; the others go on from their last checkpoint, if their configuration takes one."""
         if not self._entrants:  # the first batch; later ones may not have begun
             if not any(entrant.log.exists() for entrant in entrants):
                 raise ValueError(f"nothing to resume in {folder}: name the sweep's folder with hydra.sweep.dir=...")
@@ -128,7 +128,7 @@ class Launch:
         return done
 
     def _before(self, trace: Path) -> None:
-        """What the chart of the sweep so far shows stays in it, and what is to come stands behind it."""
+        """Keep the spans of the chart of the sweep so far; what is to come stands behind them."""
         if trace.exists():
             self._spans = read_chrome_trace(trace)
             self._began -= max((span.finish for span in self._spans.values()), default=0.0)
@@ -145,7 +145,7 @@ class Launch:
         log.info(f"\t#{entrant.name} : {' '.join(entrant.words)} : from {last}")
 
     def _report(self, known: list[SweepMember], ended: list[SweepMember], folder: Path) -> None:
-        """The ranking of all members so far, and who ran when, beside the members' folders."""
+        """Show and write the ranking of all members so far, and who ran when, next to the members' folders."""
         ranked = ranking.standings(known, self._outcomes, self._scores)
         ranking.write_ranking(ranked, folder / "ranking.csv")
         console = table.LiveTable().console
@@ -199,14 +199,14 @@ def refuse_without_gate() -> None:
 
 
 def told_apart(entrants: Sequence[SweepMember]) -> list[SweepMember]:
-    """The entrants with those of their words that not all of them have."""
+    """The members with those of their overrides that not all of them have."""
     shared = set.intersection(*(set(entrant.words) for entrant in entrants)) if len(entrants) > 1 else set()
     kept = [tuple(word for word in entrant.words if word not in shared) for entrant in entrants]
     return [replace(entrant, words=words) for entrant, words in zip(entrants, kept, strict=True)]
 
 
 def starts_on(devices: Sequence[str]) -> type[Fork] | type[Spawn]:
-    """How members on these devices come to be."""
+    """Kind of start of members' processes on these devices: fork, or spawn where a fork can't work."""
     return Spawn if _must_spawn(devices) else Fork
 
 

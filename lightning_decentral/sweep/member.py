@@ -1,4 +1,4 @@
-"""Member (job) of a sweep: its words, its folder, and how it ended."""
+"""Member (job) of a sweep: its overrides, its folder, and how it ended."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ LOG = "member.log"
 
 @dataclass(frozen=True)
 class SweepMember:
-    """What a member is started with.
+    """Settings that a member is started with.
 
     Args:
         words: the overrides that make it differ from the others.

@@ -139,7 +139,7 @@ def _die_with(lifeline: Connection, admission: Admission | None) -> None:
 
 
 def redirect(log: Path) -> None:
-    """What this process prints goes to the file."""
+    """Redirect what this process prints, stdout and stderr, to the file."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as stream:  # by number: what libraries and children print goes there, too
         os.dup2(stream.fileno(), 1)

@@ -26,7 +26,7 @@ def clock(seconds: float) -> str:
 
 
 def shares(sweep: Sweep) -> dict[str, float]:
-    """Of all device time so far, by member, running grants included."""
+    """Share of all device time so far, by member, running grants included."""
     whole = max(sweep.now, 1e-9) * len(sweep.arbiter.devices)
     members = {**sweep.arbiter.ended, **sweep.arbiter.members}
     running = {name: (sweep.now - m.since) * len(m.devices) for name, m in members.items()}
@@ -73,7 +73,7 @@ def _row(sweep: Sweep, name: str, part: float) -> tuple[str | ProgressBar, ...]:
 
 
 class LiveTable:
-    """On a terminal the table, twice a second; elsewhere a line for each member that ends."""
+    """Live table on a terminal, twice a second; elsewhere a line for each member that ends."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console()

@@ -1,4 +1,4 @@
-"""Ranking of a sweep's members at its end, and the words of the best one."""
+"""Ranking of a sweep's members at its end, and the overrides of the best one."""
 
 import csv
 import math
@@ -77,7 +77,7 @@ def _title(ranked: Sequence[RankedMember]) -> str:
 
 
 def best_line(ranked: Sequence[RankedMember]) -> str | None:
-    """The best member's words, as a command line takes them; None: nobody has a number."""
+    """The best member's overrides, as a command line takes them; None: nobody has a number."""
     best = ranked[0]
     if best.score is None or best.loss == math.inf:
         return None

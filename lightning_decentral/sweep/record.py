@@ -22,7 +22,7 @@ Plain = (bool, int, float, str, type(None))
 
 
 class MemberFailed(RuntimeError):
-    """What a member raised, as its record tells it: `kind: message`; its traceback is the cause."""
+    """Error that a member raised, as its record states it: `kind: message`; its traceback is the cause."""
 
     def __init__(self, kind: str, message: str = "", trace: str = "") -> None:
         super().__init__(f"{kind}: {message}" if message else kind)
@@ -32,7 +32,7 @@ class MemberFailed(RuntimeError):
 
     @classmethod
     def of(cls, error: BaseException) -> "MemberFailed":
-        """The error as a record would tell it."""
+        """The error as a record would state it."""
         if isinstance(error, cls):
             return error
         trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
@@ -47,7 +47,7 @@ class _Traceback(Exception):
 
 
 def begin_record(entrant: SweepMember) -> None:
-    """In the place of an earlier run's outcome: whose folder this is, and that the member has not ended."""
+    """Overwrite an earlier run's outcome: whose folder this is, and that the member has not ended."""
     _write(entrant, {"overrides": entrant.overrides, "status": JobStatus.UNKNOWN.name, "value": None})
 
 
@@ -86,14 +86,14 @@ def _refused(value: object) -> MemberFailed:
 
 
 def plain(value: object) -> bool:
-    """Whether JSON keeps the value; a tuple comes back as a list."""
+    """Return whether JSON keeps the value; a tuple comes back as a list."""
     if isinstance(value, dict):
         return all(isinstance(key, str) for key in value) and all(map(plain, value.values()))
     return all(map(plain, value)) if isinstance(value, (list, tuple)) else isinstance(value, Plain)
 
 
 def read_record(entrant: SweepMember) -> JobReturn | None:
-    """What the folder says became of the member; None: it has not ended.
+    """Read the member's outcome from its folder; None: it has not ended.
 
     Raises:
         ValueError: the folder's member had other overrides, or the record isn't one.

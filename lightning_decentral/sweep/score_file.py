@@ -2,7 +2,7 @@
 
 {"scores": [{"metric": "val_loss", "mode": "min", "step": 64, "value": 0.3}], "verdict": null}
 
-Short, as its format is a thing of its own beside the record's.
+Short, as its format is separate from the record's.
 """
 
 import json
@@ -16,7 +16,7 @@ FILE = "scores.json"
 
 
 def write_scores(entrant: SweepMember, board: Scoreboard) -> None:
-    """What the member has said so far, and why it was ended: whole or not at all."""
+    """Write the member's scores so far, and why it was ended: whole or not at all."""
     entrant.folder.mkdir(parents=True, exist_ok=True)
     scores = [asdict(score) for score in board.histories.get(entrant.name, [])]
     new = entrant.folder / f".{FILE}"
@@ -25,7 +25,7 @@ def write_scores(entrant: SweepMember, board: Scoreboard) -> None:
 
 
 def read_scores(entrant: SweepMember, board: Scoreboard) -> None:
-    """What the folder says, if it says anything, onto the board.
+    """Read the folder's scores and verdict onto the board, if there are any.
 
     Raises:
         ValueError: it is no such file.

@@ -1,6 +1,6 @@
-"""Scoring: a callback that tells a sweep's scheduler each validation's score, and ends the fit when it is told to.
+"""Scoring: a callback that sends a sweep's scheduler each validation's score, and ends the fit when it is asked to.
 
-Short beside the gate, which every member has: this one exists where a policy compares.
+Short, unlike the gate, which every member has: this one exists where a policy compares.
 """
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -11,7 +11,7 @@ from lightning_decentral.sweep.time_slicing import Gate
 
 
 class Scoring(Callback):
-    """Behind a gate, whose seat it uses; ends fits as `EarlyStopping` does, on all workers of a member alike.
+    """Callback behind a gate, whose seat it uses; ends fits like `EarlyStopping`, on all workers of a member alike.
 
     Args:
         metric: None: what the first checkpoint callback that monitors one monitors, with its mode.

@@ -34,7 +34,7 @@ REFRESH_SECONDS = 0.5
 
 
 class Starts(Protocol):
-    """How a member's process comes to be."""
+    """Starter of a member's process."""
 
     def __call__(
         self, entrant: SweepMember, environment: Mapping[str, str], lifeline: tuple[Connection, Connection]
@@ -43,20 +43,20 @@ class Starts(Protocol):
 
 
 class Watcher(Protocol):
-    """Who is told how the sweep goes."""
+    """Watcher of a sweep, notified of its progress."""
 
     def show(self, sweep: "Sweep") -> None:
-        """From time to time."""
+        """Show the sweep's state; called from time to time."""
 
     def ended(self, entrant: SweepMember, outcome: JobReturn) -> None:
         """A member has ended."""
 
     def judged(self, entrant: SweepMember, verdict: str) -> None:
-        """A member was told to end early, and why."""
+        """A member was ended early, and why."""
 
 
 class Sweep:
-    """Runs all entrants to their end; those that fail don't stop the others.
+    """Runs all members to their end; those that fail don't stop the others.
 
     Args:
         alive: how many members' processes there may be at once.
@@ -93,7 +93,7 @@ class Sweep:
         Raises:
             KeyboardInterrupt: all members have been ended.
         """
-        # A folder that only this user may enter, as no name without one would be: whoever may write to the socket may
+        # A folder that only this user may enter, as no name without one would be: who may write to the socket may
         # ask for a device. Members remove it if the sweep is killed.
         with tempfile.TemporaryDirectory(prefix="sweep-") as folder, socket.socket(socket.AF_UNIX) as listener:
             self._path = str(Path(folder) / "arbiter")
@@ -158,7 +158,7 @@ class Sweep:
         self.outcomes[entrant.name] = outcome
         self._watcher.ended(entrant, outcome)
 
-    # ---- what members say -------------------------------------------------------------------------------------------
+    # ---- members' messages ------------------------------------------------------------------------------------------
 
     def expects(self, name: str) -> bool:
         return name in self.processes
@@ -181,7 +181,7 @@ class Sweep:
         self.arbiter.request(name)
 
     def _judge(self, name: str, score: Score) -> None:
-        """Whoever was ended before, and goes on from a checkpoint of then, stays so."""
+        """Judge a new score; a member that was ended before, and goes on from a checkpoint of then, stays ended."""
         self.scores.add(name, score)
         verdict = self.scores.verdicts.get(name) or self.arbiter.policy.verdict(self.scores.histories, name)
         if verdict is not None:
@@ -201,7 +201,7 @@ class Sweep:
     # ---- the end ----------------------------------------------------------------------------------------------------
 
     def _end_all(self) -> None:
-        """Whoever still lives is interrupted as by Ctrl-C, and killed with all it has started when that takes long."""
+        """Interrupt members that still live as by Ctrl-C, and kill them with all they started when that takes long."""
         for process in self.processes.values():
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGINT)
@@ -219,7 +219,7 @@ class Sweep:
 
 
 def _outcome(entrant: SweepMember, exit_code: int) -> JobReturn:
-    """What its record says, if it has left one."""
+    """Outcome from the member's record, if it has left one; else a failure with the exit code."""
     try:
         found = read_record(entrant)
     except ValueError as error:

@@ -32,7 +32,7 @@ class Gate(Callback):
     """Takes the device before a batch, returns it after a quantum, at the end of each loop and while data are awaited.
 
     Args:
-        clock: in seconds; tells how long data are awaited.
+        clock: in seconds; measures how long data are awaited.
 
     Raises:
         ValueError: the trainer starts more workers than devices were granted, or the module needs more memory than
@@ -62,7 +62,7 @@ class Gate(Callback):
         self._residence = None
 
     def ends(self, score: Score) -> bool:
-        """Whether the scheduler ends the training for this score; asked by its worker 0."""
+        """Return whether the scheduler ends the training for this score; asked by its worker 0."""
         return self._seat.ends(score)
 
     # What Lightning calls.
@@ -102,7 +102,7 @@ class Gate(Callback):
 
     def on_train_batch_end(self, *_: Any) -> None:
         if self._admission.memory_bytes is not None and self._active.global_step <= self._first[0] + 1:
-            self._measure()  # gradients beside optimizer state; validation, for one, lets gradients go
+            self._measure()  # gradients with optimizer state; validation, for one, lets gradients go
         if self._gap_seconds > IDLE_SECONDS:
             self._give()
         self._batch_end = self._clock()
@@ -181,7 +181,7 @@ class Gate(Callback):
             self._met = True
 
     def _give(self) -> None:
-        """Whoever holds several devices keeps them: its workers would wait for each other."""
+        """Give the device back; a member of several devices keeps them: its workers would wait for each other."""
         if self._active.global_rank == 0 and self._admission.width == 1 and self._seat.held:
             self._seat.give(self._turn())
 
@@ -197,7 +197,7 @@ class Gate(Callback):
                 self._seat.vacate()
 
     def _turn(self) -> TurnReport:
-        """What it reports with the end of a grant."""
+        """Report of progress, remaining seconds and memory at the end of a grant."""
         if self._device.type == "cuda":  # a grant ends when the device has done all that it was given
             cuda.synchronize(self._device)
         progress, remaining = self._progress()

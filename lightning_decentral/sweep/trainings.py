@@ -67,13 +67,13 @@ class Trainings:
 
     @property
     def announced(self) -> list[str]:
-        """What `queues` is going to do."""
+        """Lines that announce what `queues` is going to measure."""
         unknown = [training.name for training in self._trainings if training.step_seconds is None]
         line = f"measuring {self._steps} steps of {', '.join(unknown)} in {self._folder / 'measured'} ..."
         return [line] if unknown else []
 
     def queues(self) -> list[Queue]:
-        """As the simulation needs them; the seconds of those without a profile are measured, all at once.
+        """Queues as the simulation needs them; the seconds of those without a profile are measured, all at once.
 
         Raises:
             ValueError: a configuration that can't be, or a training that failed.
@@ -95,7 +95,7 @@ class Trainings:
         return {training.name: arbiter.steps_of(training.name).seconds(training.steps) for training in trainings}
 
     def rehearse(self, queues: Sequence[Queue], devices: Sequence[Processor], policy: Policy) -> Spans:
-        """When each really ran.
+        """Run the schedule; spans in which each piece really ran.
 
         Raises:
             ValueError: a training failed, or made fewer steps than it should have.
@@ -155,7 +155,7 @@ class Trainings:
 
 @dataclass(frozen=True)
 class _Strict:
-    """A training that fails ends all at once: what the others take without it says nothing about the schedule."""
+    """Watcher that ends all when a training fails: times of the others without it don't describe the schedule."""
 
     inner: Watcher
 

@@ -4,8 +4,9 @@ import time
 from typing import Any
 
 import pytest
-from asleep import blocks_of, costs, put_to_sleep
-from quiet_recipe import built, composed
+
+from common.quiet_recipe import built, composed
+from network.asleep import blocks_of, costs, put_to_sleep
 
 SMALL = ["recipe=gpt", "model.config.n_embd=16", "model.config.n_layer=2", "model.config.n_head=2", "strategy=auto"]
 STEPS, SECONDS = 3, 0.06

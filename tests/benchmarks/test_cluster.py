@@ -12,14 +12,13 @@ import pytest
 import torch
 
 from lightning_decentral.gossip import AllReduce, Auto
+from network import cluster as clusters
 from tests import namespaces
 from tests.fresh import Script
 from tests.gossip.test_islands import expected
 from tests.tiny import recorded
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-import cluster as clusters  # noqa: E402
 
 RATE_BITS = 50e6
 NAME = f"test{os.getpid()}"

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from cluster_accuracy import EXAMPLES, RECIPES, mean_rows, reached, report, scores, seconds_at
-from cluster_accuracy_worker import flat, train
 from torch import Tensor
 
+from network.accuracy import EXAMPLES, RECIPES, draw, mean_rows, names_of, page, reached, scores, seconds_at
+from network.accuracy_worker import flat, train
 from tests.tiny import in_processes
 
 SMALL = [
@@ -60,14 +60,16 @@ def test_a_page_says_seconds_steps_and_the_ratio_to_the_fastest_ddp(tmp_path: Pa
         return times | {"seconds_per_step": seconds / 40, "bytes_sent": 25e6, "bytes": 50e6}
 
     methods = dict(zip(RECIPES["gpt"].methods, map(run, (40.0, 30.0, 20.0, 10.0)), strict=True))
-    results = {"hosts": 4, "rate": "200mbit", "runs": {"gpt 0": {"alone": 0.25, "methods": methods}}}
-    page = report(results, tmp_path / "page.json")
-    assert "gpt: 50.00 MB of parameters; a step of a host by itself, all hosts at once, takes 0.250 s" in page
-    assert "| ddp | 25.00 | 1.000 | 1.000 | 40.0 s (40) | 40.0 s (40) | 40.0 s (40) | 0.75 |" in page
+    about = {"hosts": 4, "rate": "200mbit", "hardware": {"cores": "2"}}
+    results = {**about, "runs": {"gpt 0": {"alone": 0.25, "methods": methods}}}
+    text = page(results)
+    assert "gpt: 50.00 MB of parameters; a step of a host by itself, all hosts at once, takes 0.250 s" in text
+    assert "| ddp | 25.00 | 1.000 | 1.000 | 40.0 s (40) | 40.0 s (40) | 40.0 s (40) | 0.75 |" in text
     assert (
-        "| gossip, int8, AccumAdamW | 25.00 | 1.000 | 0.250 | 10.0 s (40) | 10.0 s (40) | 10.0 s (40) | 3.00 |" in page
+        "| gossip, int8, AccumAdamW | 25.00 | 1.000 | 0.250 | 10.0 s (40) | 10.0 s (40) | 10.0 s (40) | 3.00 |" in text
     )
-    assert page == (tmp_path / "page.md").read_text()
+    assert text.startswith("4 hosts of one processor thread each at 200mbit, namespaces on one machine: cores 2.\n")
+    draw(results, names_of(results), tmp_path / "page.png")
     assert (tmp_path / "page.png").stat().st_size > 0
 
 

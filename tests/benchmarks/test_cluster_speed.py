@@ -6,9 +6,10 @@ import time
 from pathlib import Path
 
 import pytest
-import slower
-from cluster import ClusterError
-from cluster_speed import label_of, mean_compute
+
+from network import slower
+from network.cluster import ClusterError
+from network.speed import label_of, mean_compute
 
 
 def options(model: str = "sleeping", processor: float = 1.0) -> argparse.Namespace:

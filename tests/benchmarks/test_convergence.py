@@ -5,17 +5,18 @@ import re
 import statistics
 from pathlib import Path
 
-import convergence
 import numpy as np
 import pytest
 import torch
-from convergence import SCHEDULES, Descent, Setting, cell, key
-from convergence_report import plot, text
-from methods import METHODS, WORKERS, Method, copies_sent
-from shards import Network, digits, dirichlet_shards, skew
 from torch import nn
 
 from lightning_decentral.gossip import Complete, Every, Exponential, Ring
+from pages.reports import report
+from quality import convergence
+from quality.convergence import SCHEDULES, Descent, Setting, cell, key
+from quality.convergence_methods import METHODS, WORKERS, Method, copies_sent
+from quality.convergence_report import plot, text
+from quality.shards import Network, digits, dirichlet_shards, skew
 
 ROOT = Path(__file__).parents[2]
 LABELS = np.random.default_rng(3).integers(0, 10, 1003)
@@ -138,7 +139,7 @@ def test_tables_show_what_has_run_only(tmp_path: Path) -> None:
 
 
 def test_the_pages_show_the_results() -> None:
-    written = (ROOT / "benchmarks/results/convergence-2-cores.md").read_text().split("\n\n")
+    written = report("convergence-2-cores").split("\n\n")
     page = " ".join((ROOT / "benchmarks/convergence.md").read_text().split())
     assert all(" ".join(part.split()) in page for part in written[:4])
     picture = (ROOT / "benchmarks/results/convergence-2-cores.png").read_bytes()
@@ -147,7 +148,7 @@ def test_the_pages_show_the_results() -> None:
 
 def test_percents_of_the_rules_page_stand_in_the_results() -> None:
     page = (ROOT / "docs/rules.md").read_text().partition("## Which one?")[2].partition("\n## ")[0]
-    measured = re.findall(r"(\d+\.\d) ±", (ROOT / "benchmarks/results/convergence-2-cores.md").read_text())
+    measured = re.findall(r"(\d+\.\d) ±", report("convergence-2-cores"))
     shown = {*measured, *(f"{float(one):.0f}" for one in measured)}
     said = set(re.findall(r"(\d+(?:\.\d)?) %", page))
     assert {"96.5", "98.4"} <= said <= shown

@@ -5,11 +5,11 @@ import os
 import subprocess
 
 import pytest
-from dummy_jobs import PROGRAM, Computing, DummyJob, Sleeping, cores
 
 from lightning_decentral.sweep import FIFO, LRTF
 from lightning_decentral.sweep.plan.dispatch import Queue, WorkPiece, devices
 from lightning_decentral.sweep.plan.simulation import Ran, computed, simulate
+from sweep.dummy_jobs import PROGRAM, Computing, DummyJob, Sleeping, cores
 
 
 @pytest.mark.parametrize("stand_in", [Sleeping(), Computing(calibration_seconds=0.02)], ids=lambda s: type(s).__name__)

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from elastic import beyond_a_step, ended, median_step, resize
-from elastic_run import Here, Run, lines, took
-from elastic_worker import Job
-from measured import PAGES, TABLES, written
+
+from elastic.costs import beyond_a_step, ended, median_step, resize
+from elastic.run import Here, Run, lines, took
+from elastic.worker import Job
+from pages.measured import PAGES, TABLES, written
 
 
 def test_a_longest_step_is_sought_soon_after_a_kill() -> None:

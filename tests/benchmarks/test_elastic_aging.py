@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from elastic_aged import compared, faults_of, joined, medians
-from elastic_aging import SPARED, found
 
+from elastic.aged import compared, faults_of, joined, medians
+from elastic.aging import SPARED, found
 from tests.docs.pages import ROOT
 
 
@@ -73,7 +73,7 @@ def test_lines_of_workers_are_read(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_a_run_of_sixteen_kills_ends_well(tmp_path: Path) -> None:
     words = ["--kills", "16", "--pause", "1", "2", "--output", str(tmp_path / "found.json"), "--folder", str(tmp_path)]
-    command = [sys.executable, str(ROOT / "benchmarks" / "elastic_aging.py"), *words]
+    command = [sys.executable, str(ROOT / "benchmarks" / "elastic.py"), "aging", *words]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=580)
     made = json.loads((tmp_path / "found.json").read_text())["row"] if ended.returncode in (0, 1) else {}
     # Seconds are the machine's, which may be busy; and in so few faults threads and what is given have just begun.

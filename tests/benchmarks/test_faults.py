@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_rows import rows
-from fault_runs import CORRUPT, GOES_ON, HANGS, LINE, TRACEBACK, Process, Run, judged
-from fault_worker import record_of
-from faults import BEGIN, END, RESULTS, about_of, markdown, merged, options, raw, written
 
+from faults.rows import rows
+from faults.runs import CORRUPT, GOES_ON, HANGS, LINE, TRACEBACK, Process, Run, judged
+from faults.table import BEGIN, END, RESULTS, about_of, markdown, merged, options, raw, written
+from faults.worker import record_of
 from lightning_decentral.shared.errors import MissingExtra
 from tests.docs.pages import ROOT
 

@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-import first_hour
 import pytest
 import torch
-from first_hour_parts import CASES, PARTS, SHARDED, Row
-from first_hour_runs import pytested, trained
-from first_hour_worker import SMALL, rehearsed
+
+from common.paths import BENCHMARKS
+from gpu import first_hour
+from gpu.first_hour_parts import CASES, PARTS, SHARDED, Row
+from gpu.first_hour_runs import pytested, trained
+from gpu.first_hour_worker import SMALL, rehearsed
 
 CPU = torch.device("cpu")
 
@@ -101,7 +103,8 @@ def without(name, globals=None, locals=None, fromlist=(), level=0):
 
 builtins.__import__ = without
 assert {"hydra", "pytest", "wandb"} <= absent, absent
-import first_hour, first_hour_parts, first_hour_worker, torch
+import torch
+from gpu import first_hour, first_hour_parts, first_hour_worker
 for part in ("facts", "kernels", "codecs"):
     assert list(first_hour_parts.PARTS[part](torch.device("cpu")))
 print("all there")
@@ -112,7 +115,7 @@ print("all there")
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_it_needs_nothing_but_five_packages_and_what_they_bring() -> None:
-    here = Path(first_hour.__file__).parent
+    here = BENCHMARKS
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), str(here.parent)])}
     command = [sys.executable, "-c", ALONE, str(here.parent)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
@@ -132,7 +135,7 @@ def test_a_part_that_fails_keeps_its_rows(tmp_path: Path) -> None:
     ):
         assert first_hour.main(["facts"], results=tmp_path) == 0
         assert first_hour.main(["round"], results=tmp_path) == 1
-    page = (tmp_path / "first-hour-a-device.md").read_text()
+    page = first_hour.page(json.loads((tmp_path / "first-hour-a-device.json").read_text()))
     assert "| copy, TB/s | 3.1 | 3.0 |" in page
     assert "**RuntimeError: no more**" in page
     assert "| before | 1.5 | 2 |" in page

@@ -3,12 +3,13 @@
 import json
 from pathlib import Path
 
-import gpu
 import pytest
 import torch
-from codec import CODECS
-from gpu_report import report
-from gpu_work import Work
+
+from gpu import step
+from gpu.report import page
+from gpu.work import Work
+from network.codec import CODECS
 
 CPU = torch.device("cpu")
 SMALL = {
@@ -23,20 +24,20 @@ def test_without_a_device_it_says_so_and_writes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu.main([], results=tmp_path) == 0
+    assert step.main([], results=tmp_path) == 0
     assert capsys.readouterr().out == "no CUDA device here: nothing was measured\n"
     assert list(tmp_path.iterdir()) == []
 
 
 def test_hidden_is_one_where_the_longer_one_covers_the_shorter() -> None:
-    assert gpu.hidden(computing=3, exchange=2, both=3) == 1
-    assert gpu.hidden(computing=2, exchange=3, both=5) == 0
+    assert step.hidden(computing=3, exchange=2, both=3) == 1
+    assert step.hidden(computing=2, exchange=3, both=5) == 0
 
 
 @pytest.mark.thorough
 @pytest.mark.threads  # the exchange of messages that are staged has a group in this process
 def test_every_part_runs_and_is_reported(tmp_path: Path) -> None:
-    result = gpu.measure(SMALL, turns=1, steps=2, elements=2**18, side=16, device=CPU)
+    result = step.measure(SMALL, turns=1, steps=2, elements=2**18, side=16, device=CPU)
     assert set(result["binding"]) == set(SMALL)
     for row in result["binding"].values():
         assert row["ratio"] == pytest.approx(row["seconds"]["gossip"][0] / row["seconds"]["plain"][0])
@@ -46,12 +47,12 @@ def test_every_part_runs_and_is_reported(tmp_path: Path) -> None:
     staged = result["staging"]
     assert staged["message bytes"] == 4 * 2**18
     assert staged["copies"] == 0, "nobody counts on the CPU"
-    page = report(json.loads(json.dumps(result)))
-    assert "| gpt | " in page
-    assert f"hidden {staged['hidden']:.2f}" in page
+    text = page(json.loads(json.dumps(result)))
+    assert "| gpt | " in text
+    assert f"hidden {staged['hidden']:.2f}" in text
 
 
 @pytest.mark.gpu
 def test_a_message_in_flight_holds_no_more_than_what_is_heard() -> None:
-    staged = gpu.staging(2**18, 2, 256, torch.device("cuda", 0))
+    staged = step.staging(2**18, 2, 256, torch.device("cuda", 0))
     assert 0.9 < staged["copies"] < 1.2

@@ -4,16 +4,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-import peers
 import pytest
-from cluster_accuracy import mean_rows, scores
-from cluster_accuracy_worker import OWN, train
-from loss_methods import METHODS
-from loss_per_second import RECIPES, TIMED, about, keep, recipe_for
-from loss_tables import PEERS, Table, report
-from losses import can_be_rehearsed, rehearsed
-from quiet_recipe import composed
 
+from common.quiet_recipe import composed
+from loss import peers
+from loss.methods import METHODS
+from loss.per_second import RECIPES, TIMED, about, keep, recipe_for
+from loss.rehearsed import can_be_rehearsed, rehearsed
+from loss.tables import PEERS, Table, page
+from network.accuracy import mean_rows, scores
+from network.accuracy_worker import OWN, train
 from tests import ports
 from tests.tiny import in_processes
 
@@ -41,19 +41,18 @@ def test_a_loss_counts_from_the_first_mark_of_the_mean_curve() -> None:
     assert table.sooner("gossip", "ddp, Muon", "10mbit") == "not reached"
 
 
-def test_the_page_names_the_soonest_of_ours_for_each_peer(tmp_path: Path) -> None:
-    page = report(RESULTS, tmp_path / "page.json")
-    assert "| gossip | 2.500 | 1.300 ± 0.141 | 0.200 |" in page
-    assert "| ddp | 1.600 | 7.50 (gossip) |" in page
-    assert "| ddp, Muon | 1.100 | none of ours reaches it |" in page
-    assert page == (tmp_path / "page.md").read_text()
+def test_the_page_names_the_soonest_of_ours_for_each_peer() -> None:
+    text = page(RESULTS)
+    assert "| gossip | 2.500 | 1.300 ± 0.141 | 0.200 |" in text
+    assert "| ddp | 1.600 | 7.50 (gossip) |" in text
+    assert "| ddp, Muon | 1.100 | none of ours reaches it |" in text
 
 
-def test_another_text_in_the_same_batches_has_the_seconds_of_the_first(tmp_path: Path) -> None:
+def test_another_text_in_the_same_batches_has_the_seconds_of_the_first() -> None:
     curves = {"sympy 4 0": {"ddp": run([3, 2, 1.5]), "gossip": run([2.0, 1.5, 1.2])}}
-    page = report({**RESULTS, "curves": curves}, tmp_path / "page.json")
-    assert "sympy, 4 hosts: 1 seed(s), 30 steps. Seconds of a step are those of `gpt`." in page
-    assert "| ddp | 1.500 | 7.50 (gossip) |" in page
+    text = page({**RESULTS, "curves": curves})
+    assert "sympy, 4 hosts: 1 seed(s), 30 steps. Seconds of a step are those of `gpt`." in text
+    assert "| ddp | 1.500 | 7.50 (gossip) |" in text
 
 
 def test_nothing_is_said_of_a_peer_that_was_not_timed() -> None:

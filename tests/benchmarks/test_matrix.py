@@ -5,9 +5,9 @@ import os
 import re
 from pathlib import Path
 
-import matrix
 import pytest
 
+import matrix
 from tests.packaging.project import PROJECT
 
 ROWS = json.loads(matrix.RESULTS.read_text())

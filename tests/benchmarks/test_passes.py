@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.passes import Counting, averaging, cost
+from gpu.passes import Counting, averaging, cost
 from lightning_decentral.gossip import Codec, Int8, Plain
 from lightning_decentral.gossip.compute.correction import correct_and_state_
 from lightning_decentral.gossip.wire import peer

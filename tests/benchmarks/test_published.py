@@ -1,8 +1,8 @@
 """The seed paper's runs: where the model agrees with what was measured, and, as firmly, where it doesn't."""
 
 import pytest
-from published import ALL_REDUCE, ONE_PEER, PARAMETER_BYTES, RING, compare, main, methods, setting
 
+from network.published import ALL_REDUCE, ONE_PEER, PARAMETER_BYTES, RING, compare, main, methods, setting
 from tests.docs.pages import ROOT
 
 VERDICTS = {(v.run.gpu, v.run.workers): v for v in compare()}

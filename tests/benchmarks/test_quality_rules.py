@@ -1,6 +1,6 @@
 """Rules on a transformer: what each is run with, and in which order."""
 
-from quality_rules import OPTIMIZERS, RULES, SEEDS, better, first, further, table, words
+from quality.rules import OPTIMIZERS, RULES, SEEDS, better, first, further, table, words
 
 
 def ran(seed: int, muon: float, other: float) -> dict[str, float]:

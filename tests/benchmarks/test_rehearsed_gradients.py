@@ -4,8 +4,9 @@ import time
 from collections.abc import Iterator
 
 import pytest
-import rehearsed_gradients
 import torch
+
+from rehearse import gradients
 
 
 class Worker:
@@ -20,8 +21,8 @@ class Worker:
 
 @pytest.fixture
 def counted() -> Iterator[dict[str, float]]:
-    before, found = Worker.training_step, rehearsed_gradients.seconds
-    rehearsed_gradients.count(Worker, "training_step")
+    before, found = Worker.training_step, gradients.seconds
+    gradients.count(Worker, "training_step")
     found["training_step"] = 0.0
     yield found
     Worker.training_step = before  # type: ignore[method-assign]

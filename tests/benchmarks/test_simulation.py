@@ -1,7 +1,6 @@
 """The benchmark of the simulation takes in every topology that there is."""
 
-import simulation
-
+from rehearse import simulation
 from tests.gossip.topologies import classes, serves
 
 

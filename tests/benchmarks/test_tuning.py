@@ -4,10 +4,11 @@ import math
 import re
 
 import pytest
-from loss_methods import METHODS, MOMENTA, RATES, best, family, tuned
-from loss_per_second import RECIPES
-from losses import can_be_rehearsed, rehearsed
-from tuning import grid, last_loss, page, steps_of
+
+from loss.methods import METHODS, MOMENTA, RATES, best, family, tuned
+from loss.per_second import RECIPES
+from loss.rehearsed import can_be_rehearsed, rehearsed
+from loss.tuning import grid, last_loss, page, steps_of
 
 
 def runs(method: str, lowest: tuple[float, float]) -> dict[str, float]:
@@ -64,9 +65,10 @@ def test_on_images_what_needs_processes_takes_another_methods() -> None:
 
 
 def test_the_page_marks_the_best_of_each_method() -> None:
-    text = page("gpt", 364, runs("ddp, Muon", (4e-2, 0.8)), "here")
+    text = page({"name": "tuning-here", "runs": runs("ddp, Muon", (4e-2, 0.8)), "hardware": {"cores": "2"}})
     assert "| ddp, Muon | 0.8 | 0.030 | 0.020 | 0.010 | **0.000** |" in text
     assert text.count("**") == 2
+    assert text.startswith("Test loss of `gpt` after 364 steps, 4 workers, seed 0: cores 2.")
 
 
 def test_a_loss_is_that_of_the_last_mark_of_a_rehearsal() -> None:

@@ -11,6 +11,7 @@ from statistics import mean
 from typing import Any
 
 from lightning_decentral.planner.rehearsal.answer import OF_FORECAST
+from pages.reports import report
 from tests.docs.pages import ROOT
 from tests.docs.prose import paragraphs
 
@@ -25,7 +26,7 @@ def result(name: str) -> Any:
 
 def table(name: str) -> dict[str, list[str]]:
     """Rows of a committed table by their first cell."""
-    lines = (RESULTS / f"{name}-2-cores.md").read_text().splitlines()
+    lines = report(f"{name}-2-cores").splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     return {row[0]: row[1:] for row in rows[2:]}
 
@@ -78,7 +79,7 @@ def scheduling() -> Iterator[str]:
 
 
 def codecs() -> Iterator[str]:
-    lines = [line.split(" | ") for line in (RESULTS / "cluster-speed-2-cores.md").read_text().splitlines()]
+    lines = [line.split(" | ") for line in report("cluster-speed-2-cores").splitlines()]
     rows = {(row[0].strip("| "), row[1], row[3]): row[4] for row in lines if len(row) > 4 and row[2] == "1"}
     int8, plain = (rows["8", "1gbit", method] for method in ("gossip, int8", "gossip"))
     yield f"a step takes {int8} s with `Int8` and {plain} s without"
@@ -89,14 +90,14 @@ def partial() -> Iterator[str]:
     most = max(float(measured) / float(formula) - 1 for measured, formula, *_ in rows)
     assert 0.06 < most < 0.07
     yield "within 7 % of its formula at every depth"
-    runs = [line.split(" | ") for line in (RESULTS / "partial-accuracy-2-cores.md").read_text().splitlines()]
+    runs = [line.split(" | ") for line in report("partial-accuracy-2-cores").splitlines()]
     default = "full and half in turn, warm-up of a quarter, equal compute"
     (behind,) = (row[6] for row in runs if row[0] == "| gpt" and row[1] == default)
     yield f"and {float(behind.strip(' |')):.2f} nats behind on GPT"
 
 
 def rules() -> Iterator[str]:
-    rows = [line.strip("| ").split(" | ") for line in (RESULTS / "convergence-2-cores.md").read_text().splitlines()]
+    rows = [line.strip("| ").split(" | ") for line in report("convergence-2-cores").splitlines()]
     first = next(at for at, row in enumerate(rows) if row[0] == "rule" and "constant, alpha 0.01" in row)
     column = rows[first].index("constant, alpha 0.01")
     accuracy = {tuple(row[:3]): float(row[column].split()[0]) for row in rows[first + 2 : first + 10]}

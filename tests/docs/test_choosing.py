@@ -2,13 +2,13 @@
 
 import re
 
-import choosing
 import pytest
-from choosing import rows
 from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
 
 from lightning_decentral.gossip import Elastic
+from pages import choosing
+from pages.choosing import rows
 from tests.docs.pages import ROOT
 
 PAGE = (ROOT / "docs" / "choosing.md").read_text()
@@ -30,12 +30,12 @@ def prose() -> str:
 def test_the_prose_has_no_number_of_its_own() -> None:
     """Settings of the measurements, as they are committed; counts of hosts, seeds and buckets."""
     speed, hosts = (ROOT / "benchmarks" / "results" / f"cluster-{name}-2-cores.json" for name in ("speed", "accuracy"))
-    rates = {re.sub(r"\D", "", row["rate"]) for row in rows("cluster-speed-2-cores.md")}
+    rates = {re.sub(r"\D", "", row["rate"]) for row in rows("cluster-speed-2-cores")}
     assert rates == {"200", "400", "1"}
     named = {"4"}  # of the method "ddp, 4 MB buckets"
     assert "ddp, 4 MB buckets" in choosing.METHODS
-    stragglers = {row["straggler or model"] for row in rows("cluster-speed-2-cores.md")} & {"3"}
-    sizes = {row["hosts"] for row in rows("cluster-speed-2-cores.md") if row["straggler or model"] == "3"}
+    stragglers = {row["straggler or model"] for row in rows("cluster-speed-2-cores")} & {"3"}
+    sizes = {row["hosts"] for row in rows("cluster-speed-2-cores") if row["straggler or model"] == "3"}
     model = {f"{4 * int(number(speed, 'parameters')) / 1e6:.1f}", f"{number(speed, 'compute'):g}"}
     assert '"rate": "200mbit"' in hosts.read_text()
     sizes |= {choosing.SIZES[0], choosing.SIZES[-1]}
@@ -55,7 +55,7 @@ def number(path, name: str) -> float:  # type: ignore[no-untyped-def]
 
 def cells() -> dict[tuple[str, str], dict[str, float]]:
     found = {}
-    for row in rows("cluster-accuracy-2-cores.md"):
+    for row in rows("cluster-accuracy-2-cores"):
         target = {"resnet": "0.97", "gpt": "1.45", "larger-gpt": "2.5"}[row["title"].partition(":")[0]]
         last = next(value for head, value in row.items() if head.endswith("at the end"))
         seconds = float(row[target].partition(" s")[0])
@@ -79,16 +79,14 @@ def test_what_is_recommended_is_what_was_ahead() -> None:
     accuracy = cells()
     speed = {
         (row["hosts"], row["rate"], row["method"]): float(row["s per step"])
-        for row in rows("cluster-speed-2-cores.md")
+        for row in rows("cluster-speed-2-cores")
         if row["straggler or model"] == "1"
     }
     for rate in ("200mbit", "400mbit"):
         assert min((s, m) for (n, r, m), s in speed.items() if (n, r) == ("8", rate) and m in choosing.METHODS)[1] == (
             "gossip, int8"
         )
-    means = {
-        (row["recipe"], row["run"]): float(row["mean ± deviation"].split()[0]) for row in rows("quality-2-cores.md")
-    }
+    means = {(row["recipe"], row["run"]): float(row["mean ± deviation"].split()[0]) for row in rows("quality-2-cores")}
     assert max((means[key], key) for key in choosing.EQUAL_STEPS if key[0] == "resnet")[1][1] == "ddp"
     ratios = []
     for size in choosing.SIZES:
@@ -99,7 +97,7 @@ def test_what_is_recommended_is_what_was_ahead() -> None:
     assert speed["8", "1gbit", "gossip, int8"] > speed["8", "1gbit", "gossip"]
     assert speed["8", "1gbit", "ddp, 4 MB buckets"] < speed["8", "1gbit", "ddp"]
     assert min((v["seconds"], k[1]) for k, v in accuracy.items() if k[0] == "resnet")[1] == "gossip, int8"
-    slow = {row["method"]: float(row["times faster than ddp"]) for row in rows("cluster-speed-2-cores.md")
+    slow = {row["method"]: float(row["times faster than ddp"]) for row in rows("cluster-speed-2-cores")
             if row["straggler or model"] == "3"}  # fmt: skip
     assert max(slow, key=slow.__getitem__) == "gossip, delay 4"
 

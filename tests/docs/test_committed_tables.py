@@ -5,10 +5,11 @@ from itertools import product
 from statistics import mean, quantiles, stdev
 
 import pytest
-from choosing import RESULTS, result
 
 from lightning_decentral import gossip
 from lightning_decentral.planner.rehearsal.answer import BEYOND_ERROR, OF_FORECAST
+from pages.choosing import result
+from pages.reports import report
 from tests.docs.pages import ROOT
 
 
@@ -25,16 +26,16 @@ def rows(text: str) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("name", "results"),
     [
-        ("partial-backprop.md", "partial-cost-2-cores.md"),
-        ("partial-backprop.md", "partial-memory-2-cores.md"),
-        ("partial-backprop.md", "partial-accuracy-2-cores.md"),
-        ("codecs.md", "quality-codec-2-cores.md"),
-        ("rules.md", "quality-rules-2-cores.md"),
-        ("optimizers.md", "tuning-2-cores.md"),
+        ("partial-backprop.md", "partial-cost-2-cores"),
+        ("partial-backprop.md", "partial-memory-2-cores"),
+        ("partial-backprop.md", "partial-accuracy-2-cores"),
+        ("codecs.md", "quality-codec-2-cores"),
+        ("rules.md", "quality-rules-2-cores"),
+        ("optimizers.md", "tuning-2-cores"),
     ],
 )
 def test_a_page_holds_the_whole_table(name: str, results: str) -> None:
-    found = rows((RESULTS / results).read_text())
+    found = rows(report(results))
     assert len(found) > 4
     assert all(row in rows(page(name)) for row in found)
 
@@ -81,7 +82,7 @@ def test_schedules_rehearsed_and_real() -> None:
 
 
 def test_jobs_that_take_turns() -> None:
-    numbers = [row[1:] for row in rows((RESULTS / "jigsaw-2-cores.md").read_text())[2:]]
+    numbers = [row[1:] for row in rows(report("jigsaw-2-cores"))[2:]]
     assert [row[1:] for row in rows(page("scheduling.md")) if row[1:] in numbers] == numbers
 
 

@@ -5,7 +5,6 @@ import json
 import re
 
 from conformance.compared import Difference, Outcome, Row, markdown, read_differences, rows, unused
-
 from tests.docs.pages import ROOT
 
 PAGE = (ROOT / "docs" / "from-ddp.md").read_text()

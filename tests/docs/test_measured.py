@@ -2,10 +2,10 @@
 
 import re
 
-import measured
 import pytest
-from choosing import result
 
+from pages import measured
+from pages.choosing import result
 from tests.docs.pages import ROOT
 
 PAGE = (ROOT / "docs" / "measured.md").read_text()

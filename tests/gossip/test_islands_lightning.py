@@ -11,6 +11,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 from torch.nn.utils import parametrize
 from torchmetrics import MeanMetric
 
@@ -356,7 +357,8 @@ def test_totals_that_hooks_read_off_shards_are_of_the_whole_model(tmp_path: Path
 
 class Ends(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.global_step == 2:
+        # On worker 0 alone, which warns: another that ended first would end it, too.
+        if self.global_step == 2 and self.global_rank == 0:
             raise OSError("the user's own")
         return super().training_step(batch, batch_idx)
 
@@ -373,3 +375,29 @@ def test_a_save_on_the_way_out_of_shards_hides_no_error(tmp_path: Path) -> None:
         )
     assert "after an exception the devices of a worker can't meet any more" in str(found.value)
     assert not (tmp_path / "last.ckpt").exists()
+
+
+class Masked(Net):
+    """Masks its gradients by hand.
+
+    Args:
+        brought: by a shard of the mask.
+    """
+
+    def __init__(self, brought: bool) -> None:
+        super().__init__(dropout=0.0)
+        self.brought = brought
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        weight: Any = self.head.weight
+        mask = (torch.arange(weight.numel()) % 2).view(weight.shape).to(weight.dtype)
+        if self.brought:
+            mask = distribute_tensor(mask, weight.device_mesh, weight.placements)
+        weight.grad.mul_(mask)
+
+
+def test_a_mask_by_hand_over_shards_ends_with_the_remedy_that_helps(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor") as found:
+        in_processes(run, tmp_path, Masked(brought=False), {"island": FullyShard(2)}, {"max_steps": 2}, [], None, 2)
+    assert "bring a mask by torch.distributed.tensor.distribute_tensor(mask" in str(found.value)
+    in_processes(run, tmp_path, Masked(brought=True), {"island": FullyShard(2)}, {"max_steps": 2}, [], None, 2)

@@ -1,5 +1,6 @@
 """Workers that come to different collective calls, or whose models have come apart, all say so: none dies of it."""
 
+import re
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
@@ -141,11 +142,14 @@ def test_a_worker_that_waits_for_all_alone_is_named_before_the_timeout(strategy:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize(("strategy", "tensors"), [("gossip", "11 and 12"), ("compressed", "12 and 13")])
-def test_models_that_have_come_apart_are_neither_averaged_nor_taken_for_equal(strategy: str, tensors: str) -> None:
+@pytest.mark.parametrize("strategy", ["gossip", "compressed"])
+def test_models_that_have_come_apart_are_neither_averaged_nor_taken_for_equal(strategy: str) -> None:
     """Also where replicas take the same updates, and only what is saved, by worker 0, is compared."""
     for outcome in crew(2, fit_and_save, strategy, Net, Grows(), seconds=40):
-        assert outcome.error.startswith(f"RuntimeError: the workers' models have come apart: they hold {tensors} ")
+        assert re.match(
+            r"RuntimeError: the workers' models have come apart: worker 1 has \S+ .* where worker 0 has no ",
+            outcome.error,
+        )
 
 
 @pytest.mark.threads

@@ -66,6 +66,8 @@ def _lobby(case: Case) -> Iterator[str]:
         yield ""
         return
     port, process = spares.pop(case.bounds, None) or _started(case.bounds)
+    if not process.is_alive():  # somebody else took its port
+        port, process = _started(case.bounds)
     spares[case.bounds] = _started(case.bounds)
     try:
         yield f"127.0.0.1:{port}"

@@ -133,6 +133,8 @@ EVENTS = (
     "clamp",
     *("nan", "raise", "kill", "stop", "refit", "resume", "resume elsewhere"),
 )
+FOLLOWED = ("thaw", "thaw inside", "thaw before backward", "replace", "replace one", "prune", "reparametrize")
+"""Changes to which all workers come in the same step."""
 COSTLY = ("raise", "kill")
 """Events after which the others wait some seconds: there are fewer of them."""
 IN_LOOP = ("freeze", "thaw", "layout", "write", "write at end", "prune", "reparametrize", "kill", "apart")
@@ -188,7 +190,8 @@ class Case:
     @property
     def may_stop_alone(self) -> bool:
         """Whether one worker may stop early: nobody needs its gradients, or waits for it within an epoch."""
-        return self.replicas == self.workers and not self.has("save", "validate")
+        # Nor may others come to a change for which one has stopped too early: that ends all by name.
+        return self.replicas == self.workers and not self.has("save", "validate", *FOLLOWED)
 
     def has(self, *kinds: str) -> bool:
         return any(event.kind in kinds for event in self.events)

@@ -214,13 +214,9 @@ class Exchange(ABC, Generic[S]):
         sent = copied.message if copied else self.pool.take(message).copy_(message)
         return sent, self.start([sent], step, place)
 
-    def offer(self, started: Sequence[S], step: int) -> None:
-        """The first buckets of a round, which has more: those that gain by it may leave before the others."""
-        return
-
     @abstractmethod
     def depart(self, started: Sequence[S], step: int) -> None:
-        """The round is complete: send all of it that hasn't left, and begin to hear the others'."""
+        """The round is complete: send all of it that hasn't left, and begin to receive the others'."""
 
     def traffic(self) -> "Traffic":
         return Traffic()

@@ -72,9 +72,6 @@ class GatherExchange(Exchange["Parts"]):
 
         return Parts([started], gather)
 
-    def offer(self, started: Sequence["Parts"], step: int) -> None:
-        self.inner.offer([part for parts in started for part in parts.waiting], step)
-
     def depart(self, started: Sequence["Parts"], step: int) -> None:
         if waiting := [part for parts in started for part in parts.waiting]:
             self.inner.depart(waiting, step)

@@ -1,5 +1,6 @@
 """A device that holds a shard of its island's parameters: what FSDP gathers and reduces, and what all hold alike."""
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -116,6 +117,14 @@ class Sharding(Several):
             # Whole parameters come from all devices of the island.
             (self._sharded.abandon if alone else self._sharded.undo)()
         self._sharded = self._used = None
+
+    def explain(self, error: BaseException) -> None:
+        if "mixed torch.Tensor and DTensor" in str(error):
+            warnings.warn(
+                "under FullyShard a parameter and its gradient are shards (DTensors): bring a mask by "
+                "torch.distributed.tensor.distribute_tensor(mask, p.device_mesh, p.placements), or use AllReduce",
+                stacklevel=2,
+            )
 
     def rest(self) -> None:
         if self._sharded is not None:

@@ -189,8 +189,8 @@ class Mixer:
         flight.started.append(started)
         # By `depart` at the latest: what went to a new neighbour long before the old one's message is complete would
         # take the half of its link.
-        go = self.exchange.depart if place == len(self.buckets) - 1 else self.exchange.offer
-        go(flight.started, flight.round)
+        if place == len(self.buckets) - 1:
+            self.exchange.depart(flight.started, flight.round)
         self._combine.launched(x, partial(_settled, sent, started), state, turn)
 
     def _due(self, last: int) -> list[Flight]:

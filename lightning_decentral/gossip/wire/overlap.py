@@ -64,6 +64,7 @@ class OverlapExchange(Exchange["Overlapped"]):
         # costs the training little: torch lets go of the interpreter within its operations.
         self._leaving, self._arriving = WorkerThread("gossip leaves"), WorkerThread("gossip arrives")
         self._before: list[Future[list[Tensor]]] = []  # the landings of the round before
+        self._round: list[Overlapped] = []  # what has started of this one
         self._departed: Future[None] | None = None
         self._admitted: list[int] = []
         self._last_overlaps = False
@@ -78,16 +79,16 @@ class OverlapExchange(Exchange["Overlapped"]):
 
     def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> "Overlapped":
         """Memory until landed: the inner exchange's, and where messages are decoded one copy of what they become."""
-        return Overlapped(self, self._leaving.send(partial(self.inner.start, message, step, first)), first)
-
-    def offer(self, started: Sequence["Overlapped"], step: int) -> None:
+        part = Overlapped(self, self._leaving.send(partial(self.inner.start, message, step, first)), first)
+        self._round = [*self._round, part] if first else [part]
         # Only the last bucket overlaps, where it is short (`packing.with_tail`): all others leave when it alone is
         # missing, so that the links don't rest while it is mixed and the next neighbours find each other.
-        if self._last_overlaps and len(started) == len(self._admitted) - 1:
+        if self._last_overlaps and len(self._round) == len(self._admitted) - 1:
             before = self._before[:-1]
             # Else the leaving thread would wait for those before it encodes the last bucket.
             if all(landed.done() for landed in before):
-                self._leave([*started], before, step)  # more are to come into the caller's list
+                self._leave(self._round, before, step)
+        return part
 
     def depart(self, started: Sequence["Overlapped"], step: int) -> None:
         waiting = [part for part in started if part.landed is None]

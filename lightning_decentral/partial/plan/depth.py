@@ -122,7 +122,7 @@ class Temporal(DepthAssignment):
     steps such as the default, as much as `Full` needs. The first quarter of the run is at full depth.
     """
 
-    warm_up: float = 0.25  # loses least of what was tried (benchmarks/partial_accuracy.py)
+    warm_up: float = 0.25  # loses least of what was tried (benchmarks/partial.py accuracy)
     order: Order = field(default_factory=Cyclic)
 
     def after(self, rank: int, size: int, step: int, segments: int) -> int:

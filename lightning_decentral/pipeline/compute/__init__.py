@@ -1,4 +1,4 @@
-"""What a stage computes: models cut into stages, the KV cache between slices, losses, weight gradients, deferred init.
+"""Computation of a stage: models cut into stages, KV cache between slices, losses, weight gradients, deferred init.
 
 Public: `stage` (activations kept or recomputed) and `activation_codec`; all else serves the strategy.
 """

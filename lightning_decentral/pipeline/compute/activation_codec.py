@@ -17,7 +17,7 @@ class Boundary(ABC):
 
     @abstractmethod
     def buffer(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """What a message for such a tensor is received into."""
+        """Allocate the tensor that a message for a tensor of this shape and dtype is received into."""
 
     @abstractmethod
     def encode(self, tensor: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ class Boundary(ABC):
 
 @dataclass(frozen=True)
 class ExactActivations(Boundary):
-    """As it is."""
+    """Hidden states and gradients sent as they are, without compression."""
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=device)

@@ -33,7 +33,7 @@ class Block:
 
 
 def blocks_of(modules: Sequence[nn.Module]) -> list[Block]:
-    """Each module a block."""
+    """Make each module a block."""
     return [Block((module,), module) for module in modules]
 
 
@@ -141,7 +141,7 @@ KNOWN: dict[str, Callable[[Any, torch.device], Pipelined]] = {
     "ViTForImageClassification": lambda module, _: vit(module),
     "ResNetForImageClassification": lambda module, _: resnet(module),
 }
-"""By the name of a class of `transformers` or of one it inherits from, so that `transformers` need not be installed."""
+"""Adapters by the name of a `transformers` class, own or inherited: `transformers` need not be installed."""
 
 
 def find(module: nn.Module, device: torch.device = HOST) -> Pipelined:

@@ -23,7 +23,7 @@ COPIED_BYTES = 2**16
 
 @dataclass(frozen=True)
 class _View:
-    """What a tensor was when an operation met it: `tensor.data = ..` may have changed it since."""
+    """Storage, place and dtype of a tensor when an operation met it: `tensor.data = ..` may change them later."""
 
     storage: Any  # holding it keeps its key from being used again
     place: tuple[Any, ...]
@@ -82,7 +82,7 @@ class _Done:
         return {leaf.key for leaf in tree_leaves((self.given, self.result)) if isinstance(leaf, _View)}
 
     def repeat(self, storages: dict[Key, Tensor]) -> None:
-        """With real tensors, drawing what was drawn."""
+        """Run the operation again with real tensors, drawing the same random numbers."""
         args, kwargs = tree_map_only((_View, _Given), lambda leaf: leaf.real(storages), self.given)
         generator = _generator(args, kwargs)
         before = generator.get_state()
@@ -98,7 +98,7 @@ class _Done:
 
 
 class _Unnoticed(TorchFunctionMode):
-    """Within, nothing is said to be on the meta device: `trunc_normal_` and others would skip what they do."""
+    """Mode in which `is_meta` is False: `trunc_normal_` and others would skip what they do on the meta device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == torch.Tensor.is_meta.__get__:  # type: ignore[attr-defined]
@@ -116,7 +116,7 @@ class Deferred(TorchDispatchMode):
         self._of: dict[Key, list[int]] = defaultdict(list)
 
     def again(self) -> AbstractContextManager[Any]:
-        """For what is done later to tensors that were made within; nothing where there were none."""
+        """Context manager for later operations on tensors that were deferred here; does nothing if there are none."""
         return self if self._done else nullcontext()
 
     def __enter__(self) -> "Deferred":
@@ -209,7 +209,7 @@ def _default(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """Of a tensor in its storage."""
+    """Storage offset, size and stride of a tensor."""
     return tensor.storage_offset(), tensor.size(), tensor.stride()
 
 
@@ -226,7 +226,7 @@ def _views(tree: Any) -> Any:
 
 
 def _reads(function: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether the values themselves are asked for."""
+    """Return whether the operation needs the values themselves: a copy to a real device, `.item()`, `equal`."""
     leaves = function is torch.ops.aten._to_copy.default and torch.device(kwargs.get("device") or "meta").type != "meta"
     return leaves or function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
 
@@ -239,7 +239,7 @@ def _written(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> l
 
 
 def _writes_memory(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether values go into a tensor that has memory."""
+    """Return whether the operation writes to a tensor that has memory."""
     written = tree_leaves(_written(function, args, kwargs))
     return any(isinstance(leaf, Tensor) and not _deferred(leaf) for leaf in written)
 

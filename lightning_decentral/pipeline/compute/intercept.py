@@ -25,7 +25,7 @@ class _Reached(BaseException):
 
 @contextmanager
 def answering(model: Pipelined, answer: Callable[[Call], Any]) -> Iterator[None]:
-    """Within, a call of the model is read and returns `answer(call)`."""
+    """Context manager in which a call of the model is read and returns `answer(call)`."""
     module: Any = model.module
     module.forward = lambda *args, **kwargs: answer(model.read(args, kwargs))
     try:
@@ -35,7 +35,7 @@ def answering(model: Pipelined, answer: Callable[[Call], Any]) -> Iterator[None]
 
 
 def called(model: Pipelined, step: Callable[[], Any]) -> Call:
-    """What `step` asks of the model; it isn't run any further.
+    """Run `step` up to its call of the model, and return that call.
 
     Raises:
         ValueError: it returned without a call.
@@ -82,7 +82,7 @@ class Suspended:
         self.call = self._calls[0]
 
     def go_on(self, answer: Callable[[Call], Any]) -> Any:
-        """What the step returns, its call answered.
+        """Answer the step's call, let the step go on, and return its result.
 
         Args:
             answer: of its call; run in the step's thread, where the call stands.
@@ -94,7 +94,7 @@ class Suspended:
         return self._result
 
     def end(self) -> None:
-        """It goes no further: it leaves its call by an exception that is no `Exception`."""
+        """End the step's thread: it leaves its call by an exception that is no `Exception`."""
         if self._answer is None:
             self._proceed(_end)
 
@@ -103,7 +103,7 @@ class Suspended:
         self._going.release()
 
     def _while_it_runs(self, begin: Callable[[], None]) -> None:
-        """Up to its call, or to its end."""
+        """Run the step's thread up to its call, or to its end."""
         with answering(self._model, self._wait):
             begin()
             self._paused.acquire()

@@ -117,11 +117,11 @@ class KVCache:
 
     @property
     def layers(self) -> set[int]:
-        """Those that have given keys and values."""
+        """Indices of the layers that have stored keys and values."""
         return set(self._stores)
 
     @property
     def bytes(self) -> int:
-        """Of all rows that are held."""
+        """Bytes of all rows that are held."""
         rows = [store.rows for stores in self._stores.values() for store in stores if store.rows is not None]
         return sum(row.numel() * row.element_size() for row in rows)

@@ -26,7 +26,7 @@ class Mean:
     ignore_index: int
 
     def count(self) -> Tensor:
-        """How many they are: a scalar where they lie, for which no host waits."""
+        """Number of targets that aren't ignored: a scalar on their device, for which no host waits."""
         return (self.target != self.ignore_index).sum()
 
 
@@ -61,7 +61,7 @@ class TargetCount(TorchFunctionMode):
             self.means.append(Mean(result, target, ignore_index))
 
     def targets(self, loss: Tensor) -> Tensor | None:
-        """Over how many targets `loss` is the mean, a scalar; None where it isn't known to be one."""
+        """Number of targets that `loss` is the mean over, a scalar; None where it isn't known to be one."""
         return next((mean.count() for mean in self.means if mean.value is loss or _same(mean.value, loss)), None)
 
 

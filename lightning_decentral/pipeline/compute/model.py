@@ -1,4 +1,4 @@
-"""What a pipelined model is: the part a stage keeps, what it does with one slice, how a call of it is read.
+"""Pipelined model: the part a stage keeps, what it does with one slice, how a call of it is read.
 
 model(tokens) = head(norm(block_n(.. block_1(embedding(tokens)))))
 """
@@ -15,7 +15,7 @@ from lightning_decentral.pipeline.compute.kv_cache import KVCache
 from lightning_decentral.shared.plan.profile import BlockCost
 
 Shape = tuple[tuple[int, ...], torch.dtype]
-"""Of a hidden state, and so of its gradient."""
+"""Shape and dtype of a hidden state, and so of its gradient."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Call:
 
 @dataclass(frozen=True)
 class StagePlace:
-    """Where a stage stands: which blocks, and whether the embedding and the head are its."""
+    """Position of a stage in the model: which blocks it has, and whether the embedding and the head are its."""
 
     first_block: int
     stop_block: int
@@ -56,7 +56,7 @@ class Pipelined(ABC):
     """
 
     sliceable: bool
-    """Whether a sequence may be cut into slices."""
+    """True where a sequence may be cut into slices."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -89,7 +89,7 @@ class Pipelined(ABC):
 
     @abstractmethod
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """What the user's step asked of the model. ValueError where that can't be answered by a pipeline."""
+        """Read the model's inputs from the user's call. ValueError where a pipeline can't answer such a call."""
 
     @abstractmethod
     def length(self, call: Call) -> int:
@@ -99,7 +99,7 @@ class Pipelined(ABC):
     def forward(
         self, place: StagePlace, call: Call, hidden: Tensor | None, memory: KVCache, start: int, stop: int
     ) -> Tensor:
-        """What this stage makes of one slice. The first stage begins with the call, others with `hidden`."""
+        """Forward of this stage for one slice. The first stage begins with the call, others with `hidden`."""
 
     @abstractmethod
     def shape(self, call: Call, start: int, stop: int) -> Shape | None:
@@ -107,7 +107,7 @@ class Pipelined(ABC):
 
     @abstractmethod
     def answer(self, call: Call, output: Tensor) -> Any:
-        """What the user's step gets for the output of the last stage, all slices together."""
+        """Return what the user's step gets for the output of the last stage, all slices together."""
 
 
 def checksum(inputs: Sequence[Tensor]) -> float:

@@ -1,4 +1,4 @@
-"""Padding masks that hide nothing, told apart on the host before their batch goes to a device.
+"""Padding masks that hide nothing, recognized on the host before their batch goes to a device.
 
 `transformers` builds no mask where padding hides nothing, and attention keeps its flash kernel. On a device the host
 would wait for that answer, so it looks before, and what a mask became there is remembered: itself, and its micro-batch.
@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _full: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
-"""Tensors of ones, and their version then: what is changed in place is told by another."""
+"""Tensors of ones, and their version counters then: a change in place increases them."""
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:
-    """Those of its mappings, lists, tuples and dataclasses, in order."""
+    """Yield the tensors of a batch: those of its mappings, lists, tuples and dataclasses, in order."""
     if isinstance(batch, Tensor):
         yield batch
         return
@@ -34,16 +34,16 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
 
 
 def remember(before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
-    """Which of the host's tensors are masks that hide nothing, by what each became on the device."""
+    """Remember which of the host's tensors are masks that hide nothing, by what each became on the device."""
     if [tensor.shape for tensor in before] == [tensor.shape for tensor in after]:
         for there, here in zip(before, after, strict=True):
-            # A tensor of inference mode doesn't tell whether it was changed.
+            # A tensor of inference mode doesn't show whether it was changed.
             if here.device.type != "cpu" and not here.is_inference() and _is_full(there):
                 _full[here] = here._version
 
 
 def _is_full(tensor: Tensor) -> bool:
-    """Whether this may be a mask [batch, length] on the host, all ones."""
+    """Return whether this may be a mask [batch, length] on the host, all ones."""
     number = tensor.device.type == "cpu" and tensor.dim() == 2 and not tensor.is_floating_point()
     return number and bool((tensor == 1).all())
 
@@ -57,5 +57,5 @@ def part_of(tensor: Tensor, parts: int, index: int) -> Tensor:
 
 
 def hides_nothing(mask: Tensor) -> bool:
-    """Whether the host knows that it doesn't; no device is asked."""
+    """Return whether the host knows that the mask is all ones; no device is asked."""
     return mask in _full and _full[mask] == mask._version

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 @contextmanager
 def unchanged(module: nn.Module, among: str, remedy: str) -> Iterator[None]:
-    """Within, forwards run that must all meet the same module.
+    """Context manager around forwards that must all meet the same buffers of the module.
 
     Args:
-        among: what these forwards are, in words.
+        among: a description of these forwards.
 
     Raises:
         ValueError: afterwards, where a buffer isn't what it was; running statistics of norms, which a training forward
@@ -45,7 +45,7 @@ def put_back(module: nn.Module) -> Iterator[None]:
 
 
 def _read_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All but running statistics of norms."""
+    """Yield all buffers, with their names, but running statistics of norms."""
     for path, part in module.named_modules():
         if not isinstance(part, nn.modules.batchnorm._NormBase):
             for name, buffer in part.named_buffers(recurse=False):

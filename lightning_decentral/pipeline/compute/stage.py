@@ -30,14 +30,14 @@ class Incoming:
         self._zeros: Callable[[], Tensor] | None = None
 
     def of(self, hidden: Tensor) -> Tensor:
-        """It, differentiable and no leaf: a block may write to it, as to what a block before it made."""
+        """The hidden state, differentiable and no leaf: a block may write to it, as to what a block before it made."""
         self._zeros = partial(torch.zeros, hidden.shape, dtype=hidden.dtype, device=hidden.device)
         anchor = torch.zeros((), requires_grad=True)
         came: Tensor = _Come.apply(hidden.detach(), anchor, self)  # type: ignore[no-untyped-call]
         return came
 
     def grad(self) -> Tensor | None:
-        """After the backward; None where nothing came in."""
+        """Gradient of what came in, after the backward; None where nothing came in."""
         # Zeros where nothing asked for it: the stage before waits for a message.
         return self._zeros() if self.found is None and self._zeros else self.found
 
@@ -56,10 +56,10 @@ class _Come(torch.autograd.Function):
 
 
 class Activations(ABC):
-    """What is kept of a chunk for its backward."""
+    """Policy for the activations of a chunk: what is kept for its backward."""
 
     repeats: ClassVar[bool] = False
-    """Whether a forward is run again at its backward."""
+    """True where a forward is run again at its backward."""
 
     @abstractmethod
     def run(self, compute: Compute, hidden: Tensor | None) -> Tensor:
@@ -68,7 +68,7 @@ class Activations(ABC):
 
 @dataclass(frozen=True)
 class Keep(Activations):
-    """All activations."""
+    """Keep all activations."""
 
     def run(self, compute: Compute, hidden: Tensor | None) -> Tensor:
         return compute(hidden)
@@ -76,7 +76,7 @@ class Keep(Activations):
 
 @dataclass(frozen=True)
 class Recompute(Activations):
-    """Only what came in, keys and values; the rest is computed again at the backward, with the same random numbers.
+    """Keep only what came in, keys and values; the backward computes the rest again, with the same random numbers.
 
     Costs one more forward. It takes the place of a model's own gradient checkpointing, which drops keys and values.
     """
@@ -122,7 +122,7 @@ class Stage:
         self._memories = [KVCache(sum(slices)) for _ in calls]
         self._kept: dict[tuple[int, int], _Kept] = {}
         self.outputs: dict[int, list[Tensor]] = {}
-        """Of the last stage, by micro-batch: what each slice came to, detached."""
+        """[micro-batch][slice]: outputs of the last stage, detached."""
 
     def forward(self, microbatch: int, index: int, hidden: Tensor | None) -> Tensor:
         """Take one chunk forward; `hidden` is None on the first stage. What it comes to, detached."""

@@ -23,11 +23,11 @@ Chunk = tuple[int, int]
 
 
 class WeightGradients(ABC):
-    """When the gradients of weights are computed."""
+    """Policy for the gradients of weights: when they are computed."""
 
     @abstractmethod
     def during(self, chunk: Chunk) -> AbstractContextManager[Any]:
-        """Around the forward of a chunk (micro-batch, slice)."""
+        """Context manager around the forward of a chunk (micro-batch, slice)."""
 
     @abstractmethod
     def finish(self, chunk: Chunk) -> None:
@@ -40,13 +40,13 @@ class WeightGradients(ABC):
 
 
 class AtOnce(WeightGradients):
-    """With the backward: there is no second half."""
+    """Gradients of weights computed with the backward: there is no second half."""
 
     def during(self, chunk: Chunk) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def finish(self, chunk: Chunk) -> None:
-        """Nothing is left to do."""
+        """Do nothing: no second half is left."""
 
     @property
     def waiting(self) -> set[Chunk]:
@@ -54,7 +54,7 @@ class AtOnce(WeightGradients):
 
 
 class Apart(WeightGradients):
-    """Of linear maps (`linear`, and `addmm` as GPT-2 writes it) in the second half."""
+    """Gradients of linear maps' weights (`linear`, and `addmm` as GPT-2 writes it) computed in the second half."""
 
     def __init__(self) -> None:
         self._halves: dict[Chunk, list[Callable[[], None]]] = {}
@@ -105,7 +105,7 @@ _READ: dict[Any, Callable[..., tuple[_Map, Tensor, Tensor, Tensor | None, Any]]]
 
 
 def _in_two(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the second half ends here: a weight or bias that was computed hands its gradient on to others."""
+    """Return whether the weight's gradient can wait: not where a weight or bias was computed, and hands it on."""
     plain = bias is None or (isinstance(bias, nn.Parameter) and bias.dim() == 1)
     trained = isinstance(weight, nn.Parameter) and weight.requires_grad and weight.dim() == 2
     return plain and trained and x.requires_grad and x.dim() > 1
@@ -116,7 +116,7 @@ class _Cut(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kind: _Map, halves: Any) -> Tensor:
         output = kind.y(x, weight, bias)
         ctx.save_for_backward(x.to(output.dtype))  # under autocast in half precision
-        # Parameters stand beside what is saved: a recomputation would hand back other objects, without their `.grad`.
+        # Parameters aren't saved with the input: a recomputation would hand back other objects, without their `.grad`.
         ctx.weight, ctx.bias, ctx.kind, ctx.halves, ctx.dtype = weight, bias, kind, halves, x.dtype
         return output
 

@@ -104,7 +104,7 @@ def _rising(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...
 
 
 def _least_squares(rows: np.ndarray, wanted: np.ndarray) -> tuple[float, float, float, float]:
-    """min |rows a - wanted|^2 with a1, a2, a3 >= 0: more tokens or context never cost less, whatever noise says."""
+    """min |rows a - wanted|^2 with a1, a2, a3 >= 0: more tokens or context never cost less, despite noise."""
     scale = np.abs(rows).max(axis=0)  # tokens * context is a million times the constant
     best, residual = np.zeros(4), float("inf")
     # Tried is every choice of which are zero; with three there are only eight.

@@ -87,7 +87,7 @@ def _cheapest_uncounted(allowed: Costs) -> Cuts | None:
 
 @dataclass(frozen=True)
 class Bounded(Generic[Found]):
-    """What `whole(t)` is, and what attains it."""
+    """Value of `whole(t)` in seconds, and what attains it."""
 
     seconds: float
     found: Found
@@ -96,7 +96,7 @@ class Bounded(Generic[Found]):
 def over_bounds(
     candidates: Sequence[float], whole: Callable[[float], Bounded[Found] | None], factor: float
 ) -> Found | None:
-    """What attains min over t in candidates of whole(t) + factor * t, exactly; None where no bound is possible.
+    """Return what attains min over t in candidates of whole(t) + factor * t, exactly; None where no bound is possible.
 
     Args:
         whole: never grows with t.
@@ -133,7 +133,7 @@ def piece_boundaries(length_tokens: int, granularity: int) -> list[int]:
 
 
 def lengths(boundaries: Sequence[int], at: Sequence[int]) -> tuple[int, ...]:
-    """Of what lies between the cuts at these boundaries."""
+    """Lengths between the cuts at these boundaries."""
     return tuple(boundaries[b] - boundaries[a] for a, b in pairwise(at))
 
 

@@ -87,7 +87,7 @@ class Pipelining(Method):
         return gradients + self._crossings(setting) * hidden
 
     def memory_bytes(self, setting: Setting) -> float:
-        """Of the fullest stage, its chunks in flight included."""
+        """Bytes on the fullest stage, its chunks in flight included."""
         model, parts = setting.model, self._parts(setting)
         state = model.state_bytes / max(1, model.parameter_bytes)
         held = self._run(setting, 1.0).chunks_in_flight
@@ -135,7 +135,7 @@ class Pipelining(Method):
 
 @dataclass(frozen=True)
 class _Seconds:
-    """Of an action: its stage's blocks, in its direction, times `scale`."""
+    """Seconds of an action: its stage's blocks, in its direction, times `scale`."""
 
     parts: tuple[tuple[BlockCost, ...], ...]
     scale: float

@@ -32,7 +32,7 @@ def partition(
     head: BlockCost = NOTHING,
     max_bytes: int | None = None,
 ) -> tuple[int, ...]:
-    """How many blocks each stage gets: the slowest stage as fast as can be, none over `max_bytes`, none empty.
+    """Number of blocks for each stage: the slowest stage as fast as can be, none over `max_bytes`, none empty.
 
     The embedding stands on the first stage, the head on the last. Of equals, the least sum.
 
@@ -63,13 +63,13 @@ def refuse_more_stages_than_blocks(num_stages: int, num_blocks: int) -> None:
 
 
 class Partition(ABC):
-    """How blocks are spread over stages; a frozen value that knows no model."""
+    """Policy that spreads blocks over stages; a frozen value that knows no model."""
 
     @abstractmethod
     def counts(
         self, blocks: Sequence[BlockCost], embedding: BlockCost, head: BlockCost, num_stages: int
     ) -> tuple[int, ...]:
-        """How many blocks each stage gets: positive, with sum `len(blocks)`."""
+        """Number of blocks for each stage: positive, with sum `len(blocks)`."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Fastest(Partition):
 @checked
 @dataclass(frozen=True)
 class Counted(Partition):
-    """These numbers of blocks, one for each stage."""
+    """Explicit numbers of blocks, one for each stage."""
 
     blocks: tuple[int, ...]
 

@@ -3,7 +3,7 @@
     two ahead    the action's own and two more: one that is needed next, one that travels meanwhile
     in step      those that are sent before the action in one order of all stages' actions
 
-By NCCL a posted receive is a running kernel, and so is a send until its receive is posted. Whoever waits for a whole
+By NCCL a posted receive is a running kernel, and so is a send until its receive is posted. What waits for a whole
 device (memory that is given back, a kernel's first loading, `torch.cuda.synchronize`) waits for both. Two ahead, the
 sender may need something of this very stage, whose host stands still. In step, a stage that stands before X has sent
 only what comes before X, and posted exactly what is sent before X: it waits for stages alone that stand at something
@@ -23,14 +23,14 @@ Posts = Mapping[Action, Sequence[Action]]
 
 
 def two_ahead(actions: Sequence[Action]) -> Posts:
-    """Of a stage with these actions."""
+    """Post receives two ahead, for a stage with these actions."""
     coming = [action for action in actions if action.kind is not Kind.WEIGHTS]
     later = zip(coming[1:], coming[AHEAD + 1 :], strict=False)
     return {coming[0]: coming[: AHEAD + 1], **{action: [expected] for action, expected in later}}
 
 
 def in_step(stages: Sequence[Sequence[Action]], num_slices: int) -> list[Posts]:
-    """Of each of these stages; all must ask with the same actions."""
+    """Post receives in step, for each of these stages; all must ask with the same actions."""
     order = {action: _moment(action, span.start) for action, span in equally_long(stages, num_slices).items()}
 
     def posts(own: Sequence[Action]) -> Posts:
@@ -46,7 +46,7 @@ def in_step(stages: Sequence[Sequence[Action]], num_slices: int) -> list[Posts]:
 
 
 def _moment(action: Action, start: float) -> tuple[float, bool, int]:
-    """Its place in the order: when it starts; of those that start at once senders come first, so that what they send is
-    heard of before its turn. Any order would do in which nothing comes before what it needs."""
+    """Place of an action in the order: its start; of those that start at once senders come first, so what they send is
+    received before its turn. Any order would do in which nothing comes before what it needs."""
     forward = action.kind is Kind.FORWARD
     return start, not forward, action.stage if forward else -action.stage

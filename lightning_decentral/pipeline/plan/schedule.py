@@ -20,7 +20,7 @@ from lightning_decentral.shared.plan.timeline import Deadlock, Span, Task, bubbl
 
 
 class Kind(Enum):
-    """What is done with a chunk."""
+    """Kind of work on a chunk: forward, backward, or the second half of a backward in two."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -40,7 +40,7 @@ class Action:
         return f"{self.kind.value} stage {self.stage} micro-batch {self.microbatch} slice {self.slice}"
 
     def needs(self, num_stages: int, num_slices: int) -> tuple["Action", ...]:
-        """What must have happened before."""
+        """Actions that must have ended before this one starts."""
         if self.kind is Kind.WEIGHTS:
             return (replace(self, kind=Kind.BACKWARD),)
         towards = {Kind.FORWARD: -1, Kind.BACKWARD: 1}[self.kind]
@@ -57,14 +57,14 @@ class Schedule(ABC):
     """A frozen, size-free value: the order of actions of every stage."""
 
     splits: ClassVar[bool] = False
-    """Whether gradients of weights are actions of their own; a backward is then the first half only."""
+    """True where gradients of weights are actions of their own; a backward is then the first half only."""
 
     @abstractmethod
     def of_stage(self, stage: int, num_stages: int, num_microbatches: int, num_slices: int) -> Iterator[Action]:
-        """What one stage does, in order."""
+        """Yield the actions of one stage, in order."""
 
     def actions(self, num_stages: int, num_microbatches: int, num_slices: int) -> list[list[Action]]:
-        """For each stage, its actions in order.
+        """[stage]: its actions in order.
 
         Raises:
             ValueError: a number below 1.
@@ -140,7 +140,7 @@ def _backwards(stage: int, microbatches: Sequence[int], num_slices: int) -> Iter
 
 
 def check(stages: Sequence[Sequence[Action]], num_microbatches: int, num_slices: int) -> None:
-    """Every stage takes every chunk forward and backward exactly once, and they can go on to the end.
+    """Check that every stage takes every chunk forward and backward exactly once, and they can go on to the end.
 
     Raises:
         ValueError: a missing, repeated or misplaced action, or a deadlock, named.
@@ -164,7 +164,7 @@ def check(stages: Sequence[Sequence[Action]], num_microbatches: int, num_slices:
 
 
 def equally_long(stages: Sequence[Sequence[Action]], num_slices: int) -> dict[Action, Span]:
-    """When each action runs if all take a second, and messages nothing.
+    """Span of each action if all take a second, and messages nothing.
 
     Raises:
         Deadlock: they can't go on to the end.
@@ -192,7 +192,7 @@ Costs = Callable[[Action], float]
 
 @dataclass(frozen=True)
 class ScheduleForecast:
-    """What one step will take."""
+    """Forecast of one step: spans, seconds, the bubble, and chunks in flight."""
 
     spans: dict[str, Span]
     seconds: float
@@ -252,7 +252,7 @@ def forecast(
 
 
 def halved(seconds: Costs) -> Costs:
-    """Of a backward in two halves: each multiplies one of the two matrices that the whole does."""
+    """Seconds of a backward in two halves: each multiplies one of the two matrices that the whole does."""
 
     def cost(action: Action) -> float:
         return seconds(action) if action.kind is Kind.FORWARD else seconds(replace(action, kind=Kind.BACKWARD)) / 2

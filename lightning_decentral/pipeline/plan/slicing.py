@@ -84,14 +84,14 @@ def balance(length_tokens: int, num_slices: int, seconds: Seconds, *, granularit
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Situation:
-    """What a plan is made for.
+    """Costs and limits that slices are planned for.
 
     Args:
         seconds: seconds(tokens, context) forward of one slice on the slowest stage.
         backward_over_forward: how much longer a backward takes.
         link_seconds: until the next stage has a result.
         max_tokens_in_flight: the most tokens whose activations the first stage may hold.
-        error: of simulated steps, relative: what differs by less isn't told apart.
+        error: of simulated steps, relative: a smaller difference counts as none.
     """
 
     num_stages: int
@@ -124,7 +124,7 @@ class Situation:
         return in_flight(first, slices)
 
     def fits(self, slices: Sequence[int]) -> bool:
-        """Whether the first stage stays within the bound."""
+        """Return whether the first stage stays within `max_tokens_in_flight`."""
         return self.max_tokens_in_flight is None or self.held(slices) <= self.max_tokens_in_flight
 
 
@@ -155,7 +155,7 @@ def plan_for(
         )
     seconds = {slices: situation.step_seconds(slices) for slices in fitting}
     fastest = min(fitting, key=seconds.__getitem__)
-    # Fewer slices ask less of network and machine; what isn't told apart by seconds must not cost memory either.
+    # Fewer slices ask less of network and machine; seconds within the error must not cost memory either.
     good = [slices for slices in fitting if seconds[slices] <= (1 + situation.error) * seconds[fastest]]
     frugal = [slices for slices in good if situation.held(slices) <= situation.held(fastest)]
     return min(frugal, key=lambda slices: (len(slices), seconds[slices]))
@@ -177,10 +177,10 @@ def equal(length_tokens: int, num_slices: int, *, granularity: int = 1) -> tuple
 
 
 class Slicing(ABC):
-    """How a sequence is cut; a frozen value that knows no length."""
+    """Policy that cuts a sequence into slices; a frozen value that knows no length."""
 
     measures: bool = False
-    """Whether `situation.seconds` must come from measurements of the real model."""
+    """True where `situation.seconds` must come from measurements of the real model."""
 
     @abstractmethod
     def slices(self, length_tokens: int, situation: Situation) -> tuple[int, ...]:
@@ -224,7 +224,7 @@ class Balanced(Slicing):
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Planned(Slicing):
-    """As many slices, as long, as the simulated step is shortest with (`plan_for`), by measurements of the real model.
+    """Slices in the number and lengths of the shortest simulated step (`plan_for`), by measurements of the real model.
 
     Args:
         granularity: slices are multiples of it.
@@ -245,7 +245,7 @@ class Planned(Slicing):
 @checked
 @dataclass(frozen=True)
 class Given(Slicing):
-    """These lengths and no others."""
+    """Explicit lengths of slices, in tokens."""
 
     lengths: tuple[int, ...]
 

@@ -62,7 +62,7 @@ def slowest(profiles: Sequence[StageCost]) -> tuple[Seconds, float]:
 
 
 def action_seconds(profiles: Sequence[StageCost], slices: Sequence[int], action: Action) -> float:
-    """Of one action on its own stage; the last forward of a micro-batch on the last stage includes the loss."""
+    """Seconds of one action on its own stage; the last forward of a micro-batch on the last stage includes the loss."""
     place = slices[action.slice], sum(slices[: action.slice])
     found = profiles[action.stage]
     if action.kind is Kind.BACKWARD:
@@ -72,7 +72,7 @@ def action_seconds(profiles: Sequence[StageCost], slices: Sequence[int], action:
 
 
 def message_seconds(links: Sequence[Link], slices: Sequence[int], action: Action) -> float:
-    """Of what an action hands on: forward over its own stage's link, backward over that of the stage before."""
+    """Seconds of an action's message: forward over its own stage's link, backward over that of the stage before."""
     link = action.stage if action.kind is Kind.FORWARD else action.stage - 1
     return links[link](slices[action.slice])
 
@@ -110,7 +110,7 @@ class Priced(Situation):
 
 
 def priced(profiles: Sequence[StageCost], schedule: Schedule, num_microbatches: int) -> Priced:
-    """What slices are planned for where all stages are measured.
+    """Situation that slices are planned for where all stages are measured.
 
     error = sqrt(sum (e_k t_k)^2) / sum t_k        of the sum of what is fitted, t_k for a whole sequence, e_k off each
                                                    and independently

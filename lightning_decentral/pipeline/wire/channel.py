@@ -25,7 +25,7 @@ class Channel(ABC):
 
     @abstractmethod
     def receive(self, action: Action) -> Tensor:
-        """What was expected."""
+        """Wait for the tensor that was expected for this action."""
 
     @abstractmethod
     def send(self, action: Action, tensor: Tensor) -> None:
@@ -37,7 +37,7 @@ class Channel(ABC):
 
 
 class Nowhere(Channel):
-    """Of the only stage."""
+    """Channel of the only stage, which has no neighbours."""
 
     def expect(self, action: Action) -> None:
         """Nothing comes."""
@@ -53,10 +53,10 @@ class Nowhere(Channel):
 
 
 class Edge(NamedTuple):
-    """What carries one direction between two neighbouring stages.
+    """Connection that carries one direction between two neighbouring stages.
 
     By NCCL a transport of its own: a communicator does its calls strictly in order, so that what is sent would wait
-    behind receives that were posted before. By gloo, which tells messages apart by tag, edges may share one.
+    behind receives that were posted before. By gloo, which matches messages by tag, edges may share one.
     """
 
     over: Transport
@@ -65,7 +65,7 @@ class Edge(NamedTuple):
 
 
 Edges = Mapping[tuple[Kind, int], Edge]
-"""Of one stage: (direction, neighbouring stage) -> edge."""
+"""Edges of one stage: (direction, neighbouring stage) -> edge."""
 
 
 def connect(edge: Edge, sends: bool, device: torch.device) -> None:
@@ -87,7 +87,7 @@ class _Arriving:
 
 
 class Links(Channel):
-    """Over the edges to the neighbours.
+    """Channel over the edges to the neighbours.
 
     Args:
         edges: of this stage; none where there is no neighbour.
@@ -120,7 +120,7 @@ class Links(Channel):
         arriving = self._arriving.pop(action)
         with _NamingStages(action.stage, _before(action)):
             arriving.pending.wait()
-        # A gradient that comes back says that the hidden state had arrived.
+        # A gradient that comes back shows that the hidden state had arrived.
         self._let_go([sent for sent in (Action(Kind.FORWARD, *_chunk(action)),) if action.kind is Kind.BACKWARD])
         return self._boundary.decode(arriving.message, *arriving.shape)
 
@@ -181,5 +181,5 @@ def _chunk(action: Action) -> tuple[int, int, int]:
 
 
 def _tag(action: Action) -> int:
-    """Tells apart the messages of one direction between two stages."""
+    """Distinguishes the messages of one direction between two stages."""
     return 2 * (action.microbatch << 12 | action.slice) + (action.kind is Kind.BACKWARD)  # room for 4096 slices

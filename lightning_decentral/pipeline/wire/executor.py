@@ -35,11 +35,11 @@ class Executor:
         self._due: list[tuple[int, int]] = []
         self.most_chunks_held = 0
         self.spans: dict[Action, Span] = {}
-        """When each action computed, without its wait for what comes in; on a device, when it was launched."""
+        """Span in which each action computed, without its wait for what comes in; on a device, when it was launched."""
         self.own_seconds: dict[Action, float] = {}
-        """Of each action: less than its span where the machine does something else meanwhile."""
+        """Seconds of each action: fewer than its span where the machine does something else meanwhile."""
         self.loss_seconds = 0.0
-        """Of `own_seconds`, what the loss took, there and back."""
+        """Seconds of the loss, forward and backward, within `own_seconds`."""
 
     def run(self, actions: Sequence[Action], posts: Posts | None = None) -> None:
         """Take all actions in order.

@@ -4,7 +4,7 @@
                    w_S  with which the timeline of w_S p and the messages takes as long as such a step, the median
 
 So a chunk is measured where it will stand: while the other stages compute and share memory with it (with a single
-slice: while they wait), its keys and values beside those of the whole sequence, gradients added to those of later
+slice: while they wait), its keys and values held with those of the whole sequence, gradients added to those of later
 slices. On a device p is read from the clock.
 """
 
@@ -121,7 +121,7 @@ def _step(pipe: StageRunner, call: Call, slices: Sequence[int]) -> Step:
 
 
 def _loss(_: int, logits: Tensor) -> Tensor:
-    """Of the first token everywhere: as long as any targets take."""
+    """Cross entropy with the first token as every target: as long as any targets take."""
     flat = logits.flatten(0, -2).float()
     return functional.cross_entropy(flat, torch.zeros(len(flat), dtype=torch.int64, device=flat.device))
 
@@ -160,7 +160,7 @@ SHORT = 16
 
 
 def ping(pipe: StageRunner, call: Call) -> Link:
-    """Between this stage and the next, one pair of stages at a time; zeros behind the last one. Collective."""
+    """Measure the link between this stage and the next, one pair at a time; zeros behind the last one. Collective."""
     length, link = pipe.model.length(call), Link()
     for stage in range(pipe.size - 1):
         if pipe.rank in (stage, stage + 1):

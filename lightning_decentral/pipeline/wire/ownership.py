@@ -67,7 +67,7 @@ class Ownership:
 
     @property
     def outside(self) -> list[nn.Parameter]:
-        """Parameters beside the model; every stage has them, the last one uses them."""
+        """Parameters outside the model; every stage has them, the last one uses them."""
         return [p for p in self._outside if p.requires_grad]
 
     @property
@@ -94,7 +94,7 @@ class Ownership:
                 )
 
     def changed(self) -> str:
-        """Why this stage's parameters are others than at set-up, or have other names; empty: they are the same."""
+        """Reason why this stage's parameters, or their names, aren't those of set-up; empty: they are the same."""
         now = {} if self._over is None else _named(self._module)
         if self._over is None or now == self._names:
             return ""
@@ -196,7 +196,7 @@ def optimizer_part(optimizer: Optimizer, state: State, order: Mapping[nn.Paramet
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, str]]:
-    """[group]: what it has beside its parameters, in words."""
+    """[group]: its settings as text, parameters left out."""
     own = {"params", "param_names"}
     return [{key: _said(value) for key, value in g.items() if key not in own} for g in optimizer.param_groups]
 

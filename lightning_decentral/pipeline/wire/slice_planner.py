@@ -28,17 +28,17 @@ class SlicePlanner:
         self._schedule, self._microbatches = schedule, microbatches
         self.slices: dict[str, list[int]] = {}
         self.profiles: list[StageCost] = []
-        """Of the stages, where the slicing measures."""
+        """Measured costs of the stages, where the slicing measures."""
         self._measured = (0, 0, 0)
         self.stages: list[str] = []
-        """What each stage holds, in words."""
+        """Description of what each stage holds."""
 
     def known(self, call: Call, length: int) -> list[int] | None:
         """The slices for such a call; None where it's the first."""
         return self.slices.get(_key(call, length))
 
     def measure(self, call: Call, pipe: StageRunner, world: Transport | None) -> None:
-        """Where a slicing asks for it, before every step; it takes gradients away.
+        """Measure the stages' costs where a slicing asks for it, before every step; it takes gradients away.
 
         A measurement serves all sequences that aren't longer, of this batch size, with a mask or without, if it had
         one. Collective over `world`.
@@ -59,10 +59,10 @@ class SlicePlanner:
         return slices
 
     def within_memory(self, stage: int, work: Callable[[], T]) -> T:
-        """What the work comes to.
+        """Run the work and return its result.
 
         Raises:
-            RuntimeError: the device's memory wasn't enough; says what the stages hold and what helps.
+            RuntimeError: the device's memory wasn't enough; states what the stages hold and what helps.
         """
         try:
             return work()
@@ -73,7 +73,7 @@ class SlicePlanner:
             ) from error
 
     def situation(self, num_stages: int) -> Situation:
-        """What is planned for; without measurements a slice costs its length."""
+        """Situation that slices are planned for; without measurements a slice costs its length."""
         if self.profiles:
             return priced(self.profiles, self._schedule, self._microbatches)
         return Situation(
@@ -84,7 +84,7 @@ class SlicePlanner:
         )
 
     def expected(self) -> ScheduleForecast | None:
-        """What the timeline says of a step with the latest plan; None where nothing was measured."""
+        """Forecast of a step with the latest plan by its timeline; None where nothing was measured."""
         if not self.slices or not self.profiles:
             return None
         return expected(self.profiles, self._schedule, self._microbatches, self._latest())
@@ -93,7 +93,7 @@ class SlicePlanner:
         return list(self.slices.values())[-1] if self.slices else []
 
     def summary(self) -> dict[str, str]:
-        """Stages, slices, bubble and memory in words."""
+        """Stages, slices, bubble and memory, as text."""
         slices, found = self._latest(), self.expected()
         sizes = len(self.stages), self._microbatches, max(1, len(slices))
         equal = forecast(self._schedule, *sizes, lambda action: 1.0)
@@ -121,7 +121,7 @@ def _key(call: Call, length: int) -> str:
 
 
 def _firsts(own: tuple[int, int, int], pipe: StageRunner, world: Transport | None) -> tuple[int, int, int]:
-    """Those of the first pipeline."""
+    """Batch size, length and mask flag of the first pipeline."""
     if world is None or world.size == pipe.size:
         return own
     pending, rows = world.all_gather(torch.tensor(own))

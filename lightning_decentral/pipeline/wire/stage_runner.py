@@ -28,7 +28,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Program(NamedTuple):
-    """What a stage does in a step, and when it posts what it hears."""
+    """Actions of a stage in a step, and when it posts its receives."""
 
     actions: Sequence[Action]
     posts: Posts
@@ -41,7 +41,7 @@ class StageRunner:
         model: after `keep(place)`.
         over: the stages, for whatever is small; None: there is but one.
         edges: to the neighbours, for hidden states and gradients.
-        hosts: of the stages, for what a training step tells; None: there is but one.
+        hosts: of the stages, for what a training step reports; None: there is but one.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class StageRunner:
         return self._run(calls, slices, close, self.program(len(calls), len(slices)), own)[0]
 
     def program(self, microbatches: int, slices: int) -> Program:
-        """Of a training step; the same object for the same numbers."""
+        """Program of a training step; the same object for the same numbers."""
         if (microbatches, slices) not in self._programs:
             stages = self.schedule.actions(self.size, microbatches, slices)
             self._programs[microbatches, slices] = self._posting(stages, slices)
@@ -161,7 +161,7 @@ class StageRunner:
                 shapes.append(gather_objects(self.over, mine)[r])
         self._shapes[call.inputs.shape] = shapes
 
-    # ---- what is said when a step ends --------------------------------------------------------------------------
+    # ---- reports at the end of a step ---------------------------------------------------------------------------
 
     def _from_last(self, tensor: Tensor | None, asked: float) -> Tensor:
         """The last stage's tensor, on every stage.

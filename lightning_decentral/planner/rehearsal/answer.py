@@ -12,9 +12,9 @@ from lightning_decentral.planner.rehearsal.search import BEYOND
 from lightning_decentral.planner.variations import Cell
 
 OF_FORECAST = (0.94, 1.35)
-"""Between so many times the forecast seconds were nine in ten measured steps (benchmarks/rehearsed.py)."""
+"""Between so many times the forecast seconds were nine in ten measured steps (benchmarks/rehearse.py compared)."""
 BEYOND_ERROR = 0.11
-"""Nine in ten extrapolated numbers of steps were nearer to those of longer runs (benchmarks/foretold.py)."""
+"""Nine in ten extrapolated numbers of steps were nearer to those of longer runs (benchmarks/rehearse.py foretold)."""
 
 
 @dataclass(frozen=True)

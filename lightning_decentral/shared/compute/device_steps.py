@@ -37,5 +37,8 @@ class DeviceSteps:
         """Gradients are only accumulated meanwhile."""
         yield
 
+    def explain(self, error: BaseException) -> None:
+        """Warn with the remedy where an error comes of how this device holds the model."""
+
     def rest(self) -> None:
         """Before somebody looks at the parameters."""

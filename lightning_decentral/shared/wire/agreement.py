@@ -122,6 +122,11 @@ class RollCall:
         self._closed.set()
         self._watch.join(PATIENCE_SECONDS)
 
+    @property
+    def rests(self) -> bool:
+        """Whether this worker has ended its epoch and waits for others that haven't."""
+        return self._told == ENDED
+
     def __enter__(self) -> None:
         """Around whatever may wait for other workers."""
         self.waiting_since = time.monotonic()

@@ -37,8 +37,11 @@ class Work:
     rank: int
 
     def wait(self) -> None:
-        with Naming(self.peer, self.rank):
+        try:
             self.work.wait()
+        except RuntimeError as error:
+            raise_lost(error, self.peer, self.rank)
+            raise
 
     def done(self) -> bool:
         return bool(self.work.is_completed())
@@ -85,15 +88,18 @@ class Naming:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        # Backends raise RuntimeError for everything: only the text tells a lost peer.
-        if isinstance(error, RuntimeError) and re.search(
-            "closed|reset|refused|timed? ?out|gloo|NCCL|abort", str(error)
-        ):
-            reason = re.sub(r"^\[[^]]*\] *", "", str(error)).split(". ")[0]
-            raise PeerLost(
-                f"worker {self._rank} lost {self._peer} ({reason}): it ended or its network is cut; "
-                "see that worker's own output"
-            ) from error
+        if isinstance(error, RuntimeError):
+            raise_lost(error, self._peer, self._rank)
+
+
+def raise_lost(error: RuntimeError, peer: str, rank: int) -> None:
+    """PeerLost where a backend's error means that; nothing for any other."""
+    # Backends raise RuntimeError for everything: only the text tells a lost peer.
+    if re.search("closed|reset|refused|timed? ?out|gloo|NCCL|abort", str(error)):
+        reason = re.sub(r"^\[[^]]*\] *", "", str(error)).split(". ")[0]
+        raise PeerLost(
+            f"worker {rank} lost {peer} ({reason}): it ended or its network is cut; see that worker's own output"
+        ) from error
 
 
 class Opened:

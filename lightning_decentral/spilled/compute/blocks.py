@@ -63,7 +63,7 @@ def as_standing(places: Sequence[ParameterPlace], hosts: Mapping[str, Tensor]) -
 
 
 def places(root: nn.Module) -> list[ParameterPlace]:
-    """Of all parameters in the module, by their first names."""
+    """Places of all parameters in the module, by their first names."""
     names: dict[int, str] = {}
     found = []
     for prefix, module in root.named_modules():
@@ -75,7 +75,7 @@ def places(root: nn.Module) -> list[ParameterPlace]:
 
 
 def move_buffers(root: nn.Module, place: torch.device) -> None:
-    """What isn't a parameter goes to the device: buffers, and the own state of modules without parameters."""
+    """Move what isn't a parameter to the device: buffers, and the own state of modules without parameters."""
     for module in root.modules():
         if any(True for _ in module.parameters()):
             module._buffers.update({k: b if b is None else b.to(place) for k, b in module._buffers.items()})

@@ -35,7 +35,7 @@ class Engine:
         budget_bytes: of the device, for everything.
         blocks: "auto", or names of modules.
         resident: names of modules and parameters whose copies stay on the device during a whole step.
-        announce: told every plan, with the kind of its step.
+        announce: called with every plan and the kind of its step.
 
     Raises:
         ValueError: see `blocks.find`; a block that is compiled, or larger than the budget.
@@ -139,7 +139,7 @@ class Engine:
 
     @contextmanager
     def step(self, kind: str, given: Any, backward: bool = False) -> Iterator[None]:
-        """What runs in here finds each block's parameters on the device while it runs, and no others but the resident.
+        """Context manager of a step: a block's parameters are on the device while it runs, no others but the resident.
 
         Args:
             kind: "training", ...; each has its own plan.

@@ -22,7 +22,7 @@ def as_trained(copies: Mapping[str, Tensor], trained: Mapping[str, bool]) -> dic
 
 @contextmanager
 def graph_dropped(block: str, leaves: Iterable[Tensor]) -> Iterator[None]:
-    """Within, operations run as where a backward follows, and nothing is kept for it."""
+    """Context manager in which operations run as where a backward follows, and nothing is saved for it."""
 
     def refuse(_: Any) -> Tensor:
         raise ValueError(

@@ -17,7 +17,7 @@ LEAVES = (*NUMBERS, nn.Module, type, ModuleType)  # a module's buffers are looke
 
 @runtime_checkable
 class Cache(Protocol):
-    """Of keys and values, as those of transformers are: a block writes its own there, and reads them at once."""
+    """Cache of keys and values, like those of transformers: a block writes its own there, and reads them at once."""
 
     def update(self, *args: Any, **kwargs: Any) -> Any: ...
 
@@ -100,7 +100,7 @@ class GivenObjects:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """As it was then; afterwards as it is now."""
+        """Context manager in which the objects are as before the call; afterwards as they are now."""
         now = [_copy(held.holder) for held in self._held]
         try:
             for held in self._held:

@@ -13,7 +13,7 @@ DEVICE, HOST = "device", "host"
 
 
 class Ledger:
-    """Which storages live, where, and how many bytes of them.
+    """Ledger of living storages: where each is, and how many bytes of them.
 
     Attributes:
         present_bytes: on the device now.
@@ -25,7 +25,7 @@ class Ledger:
         self._living: dict[int, tuple[str, int, Any]] = {}
 
     def add(self, tensors: Iterable[Any], where: str) -> None:
-        """These tensors are there, whatever was written down before."""
+        """Record that these tensors are at `where`, whatever was recorded before."""
         for tensor in tensors:
             if _counted(tensor):
                 storage = tensor.untyped_storage()
@@ -35,7 +35,7 @@ class Ledger:
                 self._change(where, size)
 
     def where(self, tensor: Tensor) -> str | None:
-        """Where it is; None for one that nobody wrote down."""
+        """Place of the tensor's storage; None for one that nobody recorded."""
         entry = self._living.get(tensor.untyped_storage()._cdata)
         return entry and entry[0]
 

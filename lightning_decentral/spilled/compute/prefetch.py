@@ -18,7 +18,7 @@ class Waiting(Protocol):
     """A call whose backward is still to come."""
 
     def prefetch(self) -> None:
-        """Its inputs come to the device."""
+        """Bring its inputs to the device."""
 
 
 class Singly:
@@ -85,7 +85,7 @@ class Loader:
 
     @property
     def checks(self) -> bool:
-        """Whether blocks are compared with their second run."""
+        """True where blocks are compared with their second run."""
         return self.log.checks
 
     def begin(self, route: Route | Singly, log: Log | Unmeasured, first: Shard | None) -> None:
@@ -95,7 +95,7 @@ class Loader:
         self._load(first or ())
 
     def end(self) -> None:
-        """Nothing is left on the device: the next step has other parameters."""
+        """End the step with nothing left on the device: the next one has other parameters."""
         self.device.settle()
         self._land(everything=True)
         self.log.close()
@@ -123,7 +123,7 @@ class Loader:
         return copies
 
     def send(self, tensors: Sequence[Tensor], like: Sequence[Tensor] | None = None) -> Leaving:
-        """To the host, by the end of the next visit."""
+        """Send tensors to the host; they have arrived by the end of the next visit."""
         leaving = self.device.send(tensors, like)
         self._leaving.append(leaving)
         self.log.sends(tensors)

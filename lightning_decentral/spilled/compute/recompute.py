@@ -38,7 +38,7 @@ class Moment:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """As it was then; afterwards as it is now."""
+        """Context manager in which the forward's state is as it was then; afterwards as it is now."""
         random, default = self._device.random_state(), torch.get_default_dtype()
         now = [(module, name, _at(module, name)) for module, name, *_ in self._buffers]
         with self._autocast.again(), self._remembered.again():
@@ -65,13 +65,13 @@ def _at(module: nn.Module, name: str) -> Tensor | None:
 
 @dataclass(frozen=True)
 class _Slot:
-    """Where a tensor was."""
+    """Placeholder of a tensor in nested values, by its index."""
 
     index: int
 
 
 class Taken:
-    """Nested values, and the distinct tensors in them apart, in order.
+    """Nested values, and the distinct tensors in them separately, in order.
 
     Attributes:
         tensors: those, until they are dropped.

@@ -31,7 +31,7 @@ from lightning_decentral.spilled.compute.transfer import Leaving, PendingCopies
 from lightning_decentral.spilled.compute.written import refuse_unlike, refuse_written, versions
 
 TOLERANCE = 1e-3
-PLAIN = (bool, int, float, str, type(None))  # what a block may return beside tensors
+PLAIN = (bool, int, float, str, type(None))  # what a block may return in addition to tensors
 
 
 @dataclass(frozen=True)
@@ -121,18 +121,18 @@ class Run:
         return results
 
     def reply(self, results: Sequence[Tensor]) -> Any:
-        """What the block returned, with these tensors in it."""
+        """Return the block's output with these tensors in it."""
         return self._answer.with_tensors(results)
 
     def _keep(self, inputs: Sequence[Tensor]) -> None:
-        """On the host; what isn't on the device stays where it is."""
+        """Send the inputs to the host; those that aren't on the device stay where they are."""
         place = self._loader.device.place
         self._wanted = [tensor.requires_grad for tensor in inputs]
         self._elsewhere = {i: tensor.detach() for i, tensor in enumerate(inputs) if tensor.device != place}
         self._kept = self._loader.send([tensor for tensor in inputs if tensor.device == place])
 
     def _put_back(self) -> None:
-        """What the call wrote into a cache has no graph: nobody else is to find it, and the device needn't hold it."""
+        """Restore caches to before the call: what it wrote has no graph, and the device needn't hold it."""
         caches, others = self._objects.put_back()
         self._block.emptied.update((id(cache), cache) for cache in caches)
         if others:
@@ -282,7 +282,7 @@ class Resident(torch.autograd.Function):
 
 
 def _refuse_emptied(block: Spilling, given: Taken) -> None:
-    """A cache isn't kept in a training step: whoever passes it again counts on what isn't there."""
+    """Refuse a cache passed again in a training step: none is kept, so the caller counts on what isn't there."""
     again = [other for other in given.others if block.emptied.get(id(other), block) is other]
     if again:
         raise ValueError(

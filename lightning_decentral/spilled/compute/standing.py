@@ -25,7 +25,7 @@ class Standing:
         self.absent = {base.untyped_storage()._cdata: name for name, base in self._hollow.items()}
 
     def fill(self, loader: Loader) -> Mapping[str, Tensor]:
-        """What is to stand in the places of the loader's parameters; `look` at it where the step's forward ends."""
+        """Stand-ins for the loader's parameters, by name; call `look` where the step's forward ends."""
         apply: Callable[[Loader, Tensor], Tensor] = Resident.apply
         self._loader = loader
         self._stay = {n: apply(loader, host) for n, host in loader.hosts.items() if n not in self._hollow}
@@ -66,6 +66,6 @@ class Standing:
 
 
 def _hollow(parameter: Tensor, place: torch.device) -> Tensor:
-    """No number, of a parameter's type and place, to be expanded: whoever computes with it sees it."""
+    """Scalar NaN (0 for integers) of a parameter's type and place, to be expanded: a wrong use of it shows."""
     numbers = parameter.is_floating_point() or parameter.is_complex()
     return torch.full((), float("nan") if numbers else 0, dtype=parameter.dtype, device=place)

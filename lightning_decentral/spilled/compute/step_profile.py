@@ -23,7 +23,7 @@ class Unmeasured:
         """A visit begins, with so many bytes of parameters on the device, of which some just came."""
 
     def sends(self, tensors: Sequence[Tensor]) -> None:
-        """To the host."""
+        """Note that tensors are sent to the host."""
 
     def ran_again(self) -> None:
         """The forward of a visit of a backward has run."""
@@ -44,7 +44,7 @@ class _Open:
 
 
 class Log:
-    """What is measured while every block is loaded alone, and all copying is waited for.
+    """Measures a step's visits while every block is loaded alone, and all copying is waited for.
 
     A visit lasts until the next one begins. Its `other_bytes` are the device's peak less the parameters loaded for it.
 
@@ -98,7 +98,7 @@ class Log:
 
 
 def _awaiting(visits: Sequence[Visit]) -> tuple[Visit, ...]:
-    """With the inputs that each backward gets back: what the forward to which it belongs had sent."""
+    """Visits with the bytes of inputs that each backward gets back: those that the forward it belongs to had sent."""
     sent: dict[int, list[int]] = {}
     found = []
     for visit in visits:

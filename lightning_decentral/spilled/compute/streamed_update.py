@@ -34,7 +34,7 @@ class Travelling:
 
     @contextmanager
     def taking(self, optimizer: Optimizer, named: Mapping[str, Tensor]) -> Iterator[None]:
-        """Within, `optimizer.step` brings what it updates.
+        """Context manager in which `optimizer.step` brings what it updates to the device.
 
         Raises:
             ValueError: a parameter whose update is larger than the budget, or an optimizer that updates one with what
@@ -73,10 +73,10 @@ class Travelling:
             else:
                 self._measure(optimizer, plain, together[0], named)
         if not given:
-            plain()  # whoever counts steps counts this one
+            plain()  # a scheduler that counts steps counts this one
 
     def _fitting(self, given: Sequence[Tensor], room: int) -> Iterator[list[Tensor]]:
-        """In their order, those that haven't been measured alone."""
+        """Yield parameters in order, as lists that fit `room` bytes; one that hasn't been measured goes alone."""
         together: list[Tensor] = []
         used = 0
         for parameter in given:
@@ -152,7 +152,7 @@ class Trip:
         self._state.update(zip(self._left, states, strict=True))
 
     def bring_back(self, states: Mapping[Tensor, MutableMapping[str, Any]]) -> None:
-        """What the update left in the parameter and in its state, which may have appeared only now.
+        """Copy back what the update left in the parameter and in its state, which may have appeared only now.
 
         Raises:
             ValueError: tensors within lists, which would stay.
@@ -231,7 +231,7 @@ def refuse_joint(optimizer: Optimizer) -> None:
 
 
 def verify(optimizer: Optimizer, step: Callable[[], Any], parameters: Sequence[Tensor]) -> None:
-    """ValueError where two of the parameters, the smallest, come out otherwise apart than together."""
+    """ValueError where two of the parameters, the smallest, come out otherwise separately than together."""
     two = sorted(parameters, key=torch.Tensor.numel)[:2]
     together, apart = (_tried(optimizer, step, visits) for visits in ([two], [[one] for one in two]))
     if not all(map(torch.equal, together, apart)):

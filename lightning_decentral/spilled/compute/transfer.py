@@ -30,7 +30,7 @@ class Leaving:
 
     def __init__(self, copies: list[Tensor], held: list[Tensor], event: cuda.Event | None = None) -> None:
         self._copies, self._event = copies, event
-        # Memory that is still read isn't given back; versions tell whether it was written to meanwhile.
+        # Memory that is still read isn't given back; versions show whether it was written to meanwhile.
         self._held = [(tensor, tensor._version) for tensor in held]
 
     def land(self) -> list[Tensor]:
@@ -51,7 +51,7 @@ class Leaving:
 
 
 class Device(ABC):
-    """Where blocks compute.
+    """Device that blocks compute on.
 
     Attributes:
         place: as torch calls it.
@@ -81,7 +81,7 @@ class Device(ABC):
 
     @abstractmethod
     def note(self, hosts: Sequence[Any], present: Sequence[Any]) -> None:
-        """What is on the host and what on the device before a step, for who counts; what is no tensor doesn't."""
+        """Record tensors on the host and on the device before a step, where bytes are counted; no others count."""
 
     @abstractmethod
     def settle(self) -> None:
@@ -89,7 +89,7 @@ class Device(ABC):
 
     @abstractmethod
     def present_bytes(self) -> int:
-        """On the device now."""
+        """Bytes on the device now."""
 
     @abstractmethod
     def peak_bytes(self) -> int:
@@ -105,7 +105,7 @@ class Device(ABC):
         return perf_counter()
 
     def random_state(self) -> list[Tensor]:
-        """Of the generators that computing on it draws from."""
+        """States of the random generators that computing on it draws from."""
         return [torch.get_rng_state()]
 
     def set_random_state(self, state: list[Tensor]) -> None:
@@ -145,7 +145,7 @@ class CpuTransfer(Device):
         self.ledger.add(present, DEVICE)
 
     def settle(self) -> None:
-        """Here calls return when they are done."""
+        """Return at once: here calls return when they are done."""
 
     def present_bytes(self) -> int:
         return self.ledger.present_bytes

@@ -17,7 +17,7 @@ class Updating(Protocol):
     """The updates of one run."""
 
     def taking(self, optimizer: Optimizer, named: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        """While the optimizer takes its step.
+        """Context manager around the optimizer's step.
 
         Args:
             named: the module's parameters.
@@ -33,7 +33,7 @@ class Update(ABC):
 
     @abstractmethod
     def begin(self, device: Device, budget_bytes: int) -> Updating:
-        """What makes the updates of one run."""
+        """Return the object that makes the updates of one run."""
 
 
 class _Here:
@@ -43,10 +43,10 @@ class _Here:
 
 @dataclass(frozen=True)
 class OnHost(Update):
-    """Where everything is: any optimizer, all parameters at once, at the speed of the host's memory."""
+    """Update on the host: any optimizer, all parameters at once, at the speed of the host's memory."""
 
     def refuse(self, optimizer: Optimizer) -> None:
-        """No optimizer is refused."""
+        """Accept every optimizer."""
 
     def begin(self, device: Device, budget_bytes: int) -> Updating:
         return _Here()
@@ -54,8 +54,8 @@ class OnHost(Update):
 
 @dataclass(frozen=True)
 class OnDevice(Update):
-    """On the device, as many parameters at a time as fit, with their gradients and state: for optimizers that update
-    each parameter by itself."""
+    """Update on the device, as many parameters at a time as fit, with their gradients and state: for optimizers that
+    update each parameter by itself."""
 
     def refuse(self, optimizer: Optimizer) -> None:
         refuse_joint(optimizer)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def versions(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Of each tensor that counts the operations which write to it."""
+    """Version counters of the tensors, by name; inference tensors, which have none, are left out."""
     return {name: tensor._version for name, tensor in tensors.items() if not tensor.is_inference()}
 
 

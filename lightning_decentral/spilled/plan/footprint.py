@@ -63,7 +63,7 @@ class Footprint:
 
     @property
     def parameter_bytes(self) -> int:
-        """Of all blocks, each parameter once."""
+        """Bytes of all blocks' parameters, each once."""
         return self.bytes_of(range(len(self.blocks)))
 
     @property
@@ -74,7 +74,7 @@ class Footprint:
 
     @property
     def plain_seconds(self) -> float:
-        """Without loads and without computing anything twice."""
+        """Seconds of a step without loads and without computing anything twice."""
         return sum(visit.seconds - visit.again_seconds for visit in self.visits)
 
     @property
@@ -83,5 +83,5 @@ class Footprint:
         return tuple(dict.fromkeys(visit.block for visit in self.visits))
 
     def bytes_of(self, blocks: Collection[int]) -> int:
-        """Of these blocks' parameters, each once."""
+        """Bytes of these blocks' parameters, each once."""
         return sum({k: v for block in blocks for k, v in self.blocks[block].parameters.items()}.values())

@@ -35,7 +35,7 @@ def double_buffered(loads_seconds: Sequence[float], computes_seconds: Sequence[f
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """Which blocks travel together."""
+    """Plan of shards: which blocks travel together."""
 
     footprint: Footprint
     shards: Shards
@@ -55,7 +55,7 @@ class ShardPlan:
 
     @cached_property
     def coming(self) -> list[int | None]:
-        """At every visit, the next other shard on the route; None at the end."""
+        """[visit]: the next other shard on the route; None at the end."""
         found: list[int | None] = []
         after: int | None = None
         last: int | None = None
@@ -73,7 +73,7 @@ class ShardPlan:
 
     @cached_property
     def needs_bytes(self) -> list[int]:
-        """What the device holds at most at every visit."""
+        """[visit]: the most bytes that the device holds."""
         visits = self.footprint.visits
         sent = [0, *(visit.sent_bytes for visit in visits)]
         awaited = [*(visit.awaited_bytes for visit in visits[1:]), 0]
@@ -106,7 +106,7 @@ class ShardPlan:
         return {}
 
     def _bytes_of(self, *shards: int) -> int:
-        """Of these shards' parameters, each once."""
+        """Bytes of these shards' parameters, each once."""
         key = frozenset(shards)
         if key not in self._known:
             self._known[key] = self.footprint.bytes_of([block for shard in key for block in self.shards[shard]])
@@ -189,7 +189,7 @@ STATES = 2  # tensors of an optimizer's state for each parameter, as Adam has th
 
 
 def summary(plan: ShardPlan, budget_bytes: int | None) -> dict[str, str]:
-    """What a user wants to know when training begins, line by line."""
+    """Summary of a plan for the user when training begins, line by line."""
     footprint = plan.footprint
     names = [[footprint.blocks[block].name for block in blocks] for blocks in plan.shards]
     lines = {
@@ -208,13 +208,13 @@ def summary(plan: ShardPlan, budget_bytes: int | None) -> dict[str, str]:
 
 
 def fits(plan: ShardPlan, budget_bytes: int | None) -> bool:
-    """Whether everything would fit at once, with an optimizer's state like Adam's."""
+    """Return whether everything would fit at once, with an optimizer's state like Adam's."""
     needed = plan.footprint.plain_bytes + STATES * plan.footprint.parameter_bytes
     return budget_bytes is None or needed <= budget_bytes
 
 
 def size(number_bytes: float) -> str:
-    """In MiB."""
+    """Format bytes in MiB."""
     return f"{number_bytes / 2**20:.4g} MiB"
 
 

@@ -19,7 +19,7 @@ SEAM_SECONDS = 0.002
 
 
 class Instruction(Enum):
-    """What a member is told."""
+    """Instruction that a member is given."""
 
     RUN = "run"
     ENTER = "enter"
@@ -38,7 +38,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class TurnReport:
-    """What a member reports with the grant that it returns; None: not known yet.
+    """Report of a member with the grant that it returns; None: not known yet.
 
     Args:
         progress: the share of all its work that is done, in 0..1.
@@ -77,7 +77,7 @@ class MemberAccount:
     spans: list[Span] = field(default_factory=list)
 
     def close(self, now: float) -> None:
-        """Its devices' time until now is its own."""
+        """Close the grant: its devices' time until now is counted as the member's."""
         for device in self.devices:
             self.busy_seconds += now - self.since
             start = self.since
@@ -155,11 +155,11 @@ class Arbiter:
         self.ended[name] = member
 
     def settle(self, now: float) -> Orders:
-        """Who runs, leaves, prepares: to be asked after every event, or after all that came together."""
+        """Decide who runs, leaves, prepares: to be called after every event, or after all that came together."""
         return [*self._fill(now), *self._prepare()]
 
     def rests_seconds(self, now: float) -> float:
-        """How long nothing changes here of itself: `settle` must be asked again then."""
+        """Seconds until `settle` must be called again although no event came."""
         return math.inf
 
     def jobs(self, *phases: Phase) -> list[Job]:
@@ -169,11 +169,11 @@ class Arbiter:
         return [self.seen(member, expected) for member in self.members.values() if member.phase in phases]
 
     def seen(self, member: MemberAccount, expected: float) -> Job:
-        """As a policy sees it; before its first turn, a member is as long as is expected: the mean of the others."""
+        """Job as a policy sees it; before its first turn, a member is as long as expected: the mean of the others."""
         known = member.turn.remaining_seconds
         remaining = expected if known is None else known
         piece = min(remaining, self.quantum_seconds)
-        # Whoever has had a turn and still can't say (a fit without an end) is not asked again first.
+        # A member that has had a turn and still can't predict (a fit without an end) is not asked again first.
         measured = known is not None or member.served >= 0
         return Job(member.name, member.arrived, remaining, piece, member.served, measured)
 
@@ -192,13 +192,13 @@ class Arbiter:
             wanted = [device for device in free if not member.home or device in member.home][: member.width]
             if not wanted:
                 continue
-            # Whoever needs several, or room that others must leave first, keeps what is free from those behind it.
+            # One that needs several, or room that others must leave first, keeps what is free from those behind it.
             free = [device for device in free if device not in wanted]
             if len(wanted) == member.width:
                 yield from self._admit(member, tuple(wanted), now)
 
     def _admit(self, member: MemberAccount, devices: tuple[str, ...], now: float) -> Iterator[tuple[str, Instruction]]:
-        """It runs, if there is room; otherwise those who can are asked to make some."""
+        """Run the member, if there is room; otherwise those who can are asked to make some."""
         leaving = self._in_the_way(member)
         if leaving:
             for other in leaving:
@@ -211,7 +211,7 @@ class Arbiter:
         yield member.name, Instruction.RUN
 
     def _in_the_way(self, member: MemberAccount) -> list[MemberAccount]:
-        """Those who must leave before it runs, whom the policy prefers least first; one still unmeasured runs alone."""
+        """Members that must leave before it runs, least preferred by the policy first; an unmeasured one runs alone."""
         if self.memory_bytes is None:
             return []
         beside = [other for other in self._beside(member) if other.resident]
@@ -222,7 +222,7 @@ class Arbiter:
         jobs = [job for job in self.jobs(*Phase) if self.members[job.name] in beside]
         rank = {job.name: (self.policy.key(job, jobs, ()), job.arrived) for job in jobs}
         excess = peak + sum(other.turn.kept_bytes for other in beside) - self.memory_bytes
-        # Those who leave already, then those who wait: who doesn't wait can't be told to leave.
+        # Those who leave already, then those who wait: who doesn't wait can't be sent away.
         for other in sorted(beside, key=lambda m: (m.leaving, m.phase is Phase.WAITING, rank[m.name]), reverse=True):
             if excess > 0:
                 order.append(other)

@@ -41,7 +41,7 @@ def _numbered(names: Sequence[str], gpus: int) -> tuple[str, ...]:
 
 
 def environment(devices: Sequence[str], visible: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What shows a process these GPUs only, of those that this process sees."""
+    """Environment that shows a process these GPUs only, of those that this process sees."""
     numbers = [int(device.partition(":")[2]) for device in devices if device.startswith("cuda")]
     seen = visible.get("CUDA_VISIBLE_DEVICES")
     names = [str(n) if seen is None else seen.split(",")[n] for n in numbers]

@@ -35,7 +35,7 @@ class Queue:
     Args:
         name: unique.
         arrival_seconds: before that it can't run.
-        memory_bytes: a device with less can't run it, nor load it beside a job with which it doesn't fit.
+        memory_bytes: a device with less can't run it, nor load it next to a job with which it doesn't fit.
     """
 
     name: str
@@ -82,7 +82,7 @@ class DispatchOrder:
 
 @dataclass
 class _Slot:
-    """What a device computes and what comes next on it, by (job, piece)."""
+    """Slot of a device: what it computes and what comes next on it, by (job, piece)."""
 
     computing: tuple[int, int] | None = None
     coming: tuple[int, int] | None = None
@@ -91,7 +91,7 @@ class _Slot:
 
 @dataclass
 class _Progress:
-    """Of a job: pieces that have run, its last grant, and whether it waits."""
+    """Progress of a job: pieces that have run, its last grant, and whether it waits."""
 
     done: int = 0
     served: int = -1
@@ -99,7 +99,7 @@ class _Progress:
 
 
 class Dispatch:
-    """Tell it what happened, then ask what to do: `orders` holds for everything that happened at one moment.
+    """Record what happened, then ask what to do: `orders` holds for everything that happened at one moment.
 
     A free device takes the policy's choice among the jobs that wait. While it computes, it also chooses what comes
     next, if that has to be loaded: among the jobs that wait and the next piece of the job it computes. A loaded piece
@@ -126,11 +126,11 @@ class Dispatch:
     # ---- what happened ------------------------------------------------------------------------------------------
 
     def arrive(self, job: int) -> None:
-        """It may run from now on."""
+        """Record that the job has arrived: it may run from now on."""
         self._progress[job].waits = True
 
     def loaded(self, device: int) -> None:
-        """What comes next there is there."""
+        """Record that the next piece's load on this device has ended."""
         self._slots[device].loaded = True
 
     def finished(self, device: int) -> None:
@@ -147,13 +147,13 @@ class Dispatch:
 
     @property
     def over(self) -> bool:
-        """All pieces of all jobs have run."""
+        """True when all pieces of all jobs have run."""
         return self._left == 0
 
     # ---- what to do ---------------------------------------------------------------------------------------------
 
     def orders(self) -> Iterator[DispatchOrder]:
-        """To be carried out now: free devices first, then what can be loaded ahead."""
+        """Yield orders to be carried out now: free devices first, then what can be loaded ahead."""
         for device, slot in enumerate(self._slots):
             if slot.computing is None and slot.coming is None:
                 yield from self._take(device, self._waiting(device))
@@ -186,7 +186,7 @@ class Dispatch:
         return DispatchOrder(device, *slot.computing, load=False)
 
     def _waiting(self, device: int) -> list[int]:
-        """Jobs that nobody computes or loads, and that fit beside the one that computes there."""
+        """Jobs that nobody computes or loads, and that fit next to the one that computes there."""
         computing = self._slots[device].computing
         held = self.queues[computing[0]].memory_bytes if computing is not None else 0.0
         room = self.devices[device].memory_bytes - held
@@ -201,7 +201,7 @@ class Dispatch:
         return [job] if piece + 1 < len(self.queues[job].pieces) else []
 
     def _next(self, job: int, device: int) -> int:
-        """Its next piece; for the job that computes there, the one after."""
+        """Number of the job's next piece; for the job that computes there, the one after."""
         computing = self._slots[device].computing
         return self._progress[job].done + (computing is not None and computing[0] == job)
 
@@ -213,7 +213,7 @@ class Dispatch:
         return self._job(job, self._next(job, device))
 
     def _job(self, job: int, piece: int) -> Job:
-        """As a policy sees it from this piece on; made anew after each grant only."""
+        """Job as a policy sees it from this piece on; made anew after each grant only."""
         served = self._progress[job].served
         known = self._jobs.get((job, piece))
         if known is None or known.served != served:

@@ -64,7 +64,7 @@ def staircase(name: str, forward: float, backward: float, size: int, iterations:
 
 @dataclass(frozen=True)
 class Turns:
-    """Who runs which piece, and the order in which devices go through the jobs.
+    """Assignment of pieces to devices, and the order in which devices go through the jobs.
 
     Args:
         pieces: pieces[j][g] is the number of the piece of job j on device g.
@@ -102,13 +102,13 @@ class Turns:
         return [self._task(j, iteration, device) for j in present for device in range(self.devices)]
 
     def _task(self, job: int, iteration: int, device: int) -> Task[tuple[str, int, int]]:
-        """After the barrier of the iteration before."""
+        """Task of a piece, after the barrier of the iteration before."""
         name = self.gangs[job].name
         barrier = tuple((name, iteration - 1, g) for g in range(self.devices)) if iteration else ()
         return Task((name, iteration, device), f"device {device}", self.seconds(job, device), barrier)
 
     def completion_seconds(self) -> dict[str, float]:
-        """Of each job, when its last iteration ends."""
+        """Completion time of each job, in seconds: when its last iteration ends."""
         spans = self.spans()
         last = {gang.name: gang.iterations - 1 for gang in self.gangs}
         ends = {(name, k, g): span.finish for (name, k, g), span in spans.items() if k == last[name]}
@@ -120,8 +120,8 @@ class Turns:
 
 
 def ordered(turns: Turns) -> Turns:
-    """In the order of least mean completion time: all are tried for a few jobs of a few iterations, beyond that fewest
-    seconds first."""
+    """Sort jobs for the least mean completion time: all orders are tried for a few jobs of few iterations, beyond that
+    fewest seconds first."""
     jobs = range(len(turns.gangs))
     if factorial(len(jobs)) * turns.devices * sum(gang.iterations for gang in turns.gangs) > MOST_TRIED:
         work = [gang.iterations * sum(gang.seconds) for gang in turns.gangs]
@@ -169,7 +169,7 @@ class Unaware(Pairing):
 
 @dataclass(frozen=True)
 class ComplementaryPairing(Pairing):
-    """Two by two, those of like spread: one's longest piece beside the other's shortest. Exact for two jobs."""
+    """Two by two, those of like spread: one's longest piece with the other's shortest. Exact for two jobs."""
 
     def pieces(self, gangs: Sequence[Gang]) -> list[list[int]]:
         like = sorted(range(len(gangs)), key=lambda j: max(gangs[j].seconds) - min(gangs[j].seconds), reverse=True)

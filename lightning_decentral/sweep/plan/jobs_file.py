@@ -60,7 +60,7 @@ class Training:
     """A job that is a real training; a step is a piece.
 
     Args:
-        words: of the command line of `recipes/train.py`.
+        words: overrides on the command line of `recipes/train.py`.
         steps: `trainer.max_steps` among them.
         step_seconds: of its profile; None: to be measured.
     """
@@ -78,14 +78,14 @@ class Training:
 
 @dataclass(frozen=True)
 class Jobs:
-    """What a file asks for, each in its order: pieces that nobody's training stands behind, and trainings."""
+    """Jobs of a file, each kind in its order: queues of pieces without a training behind them, and trainings."""
 
     queues: tuple[Queue, ...]
     trainings: tuple[Training, ...] = ()
 
 
 def read_jobs(path: str | Path) -> Jobs:
-    """Of a YAML file as above; profiles are looked for beside it.
+    """Read jobs of a YAML file as above; profiles are looked for next to it.
 
     Raises:
         ValueError: can't be read, no list of jobs, an unknown key, something that isn't a number, two of one name.
@@ -100,7 +100,7 @@ def _entries(path: str | Path) -> list[tuple[Mapping[str, Any], str]]:
     text = text_of(path, "give a YAML file of jobs")
     try:
         found = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=True)
-    except OSError:  # of OmegaConf, for a number or a word alone
+    except OSError:  # of OmegaConf, for a number or a text alone
         found = text.strip()
     except (YAMLError, OmegaConfBaseException) as error:
         raise ValueError(f"{path} is no YAML of jobs: {' '.join(str(error).split())}") from None
@@ -119,7 +119,7 @@ def _named(job: Any, place: str) -> tuple[Mapping[str, Any], str]:
 
 
 def read_gangs(path: str | Path) -> list[Gang]:
-    """For JigSaw: jobs whose iteration has a piece for each device.
+    """Read a file for JigSaw: jobs whose iteration has a piece for each device.
 
     Raises:
         ValueError: as `read_jobs`, and for an entry that has neither a list of `seconds` nor depths.
@@ -143,7 +143,7 @@ def _gang(job: Mapping[str, Any], place: str) -> Gang:
 
 
 def read_tables(path: str | Path) -> list[Table]:
-    """For SPASE: what each job takes on so many devices.
+    """Read a file for SPASE: what each job takes on so many devices.
 
     Raises:
         ValueError: as `read_jobs`, and for an entry without a table of `seconds`.
@@ -181,7 +181,7 @@ def training_of(job: Mapping[str, Any], folder: Path, place: str) -> Training:
 
 
 def _steps(words: Sequence[str], place: str) -> int:
-    """The last word decides, as it does for Hydra."""
+    """Number of steps by the last override of it, which decides, as it does for Hydra."""
     found = [match[1] for word in words if (match := re.fullmatch(r"\+{0,2}trainer\.max_steps=(.*)", word))]
     if not found or not found[-1].isdecimal() or int(found[-1]) < 1:
         got = f", got {found[-1]}" if found else ""

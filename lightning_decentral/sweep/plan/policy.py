@@ -72,11 +72,11 @@ class Policy(ABC):
 
     @property
     def watched(self) -> WatchedMember | None:
-        """What jobs must say of themselves; None: nothing, and nobody is ended."""
+        """Score that jobs must report; None: none, and nobody is ended."""
         return None
 
     def verdict(self, histories: Histories, name: str) -> str | None:
-        """Why the job of this name, whose last score is new, ends here; None: it goes on."""
+        """Reason why the job of this name, whose last score is new, ends here; None: it goes on."""
         return None
 
 
@@ -103,7 +103,7 @@ class SRTF(Policy):
 
 @dataclass(frozen=True)
 class RoundRobin(Policy):
-    """Whoever has waited for the most grants: equal shares."""
+    """Job that has waited for the most grants first: equal shares."""
 
     def key(self, job: Job, waiting: Sequence[Job], running: Sequence[Job]) -> Key:
         return (job.served,)
@@ -111,7 +111,7 @@ class RoundRobin(Policy):
 
 @dataclass(frozen=True)
 class FIFO(Policy):
-    """In order of arrival: who came first runs whenever it can."""
+    """First in, first out: who came first runs whenever it can."""
 
     def key(self, job: Job, waiting: Sequence[Job], running: Sequence[Job]) -> Key:
         return (job.arrived,)
@@ -119,7 +119,7 @@ class FIFO(Policy):
 
 @dataclass(frozen=True)
 class Complementary(Policy):
-    """Long pieces beside short ones: the next piece that keeps the mean of what runs closest to the mean of all.
+    """Long pieces with short ones: the next piece that keeps the mean of what runs closest to the mean of all.
 
         | (sum of the running pieces + next) / (running + 1) - mean over waiting and running |
 
@@ -199,4 +199,4 @@ POLICIES: Mapping[str, Policy] = {
     "round_robin": RoundRobin(),
     "srtf": SRTF(),
 }
-"""By the names of command lines, which plan jobs that have no scores."""
+"""Policies for jobs that have no scores, by their names on command lines."""

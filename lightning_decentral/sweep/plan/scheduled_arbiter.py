@@ -54,7 +54,7 @@ class Gathered(Arbiter):
 
     def give_back(self, name: str, turn: TurnReport, now: float) -> None:
         super().give_back(name, turn, now)
-        # What it asked for before is over: it may have ended without a word.
+        # What it asked for before is over: it may have ended without a message.
         self._asking = [other for other in self._asking if other != name]
 
     def leave(self, name: str, now: float) -> None:
@@ -101,7 +101,7 @@ class Timing(Gathered):
         until.setdefault(round(self._steps * (turn.progress or 0.0)), self.members[name].busy_seconds)
 
     def steps_of(self, name: str) -> Steps:
-        """Of a member that has ended.
+        """Steps of a member that has ended.
 
         Raises:
             ValueError: it made fewer steps than it should have, or several in a batch.

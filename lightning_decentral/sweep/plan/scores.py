@@ -1,4 +1,4 @@
-"""Scores: what the members of a sweep said of themselves at their validations, which a policy may compare."""
+"""Scores: what the members of a sweep reported at their validations, which a policy may compare."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ class Score:
 
 
 Histories = Mapping[str, Sequence[Score]]
-"""By member, in the order of their steps."""
+"""{member: its scores, in the order of their steps}."""
 
 
 class Scoreboard:
@@ -49,10 +49,10 @@ class Scoreboard:
         self.verdicts: dict[str, str] = {}
 
     def add(self, member: str, score: Score) -> None:
-        """A member that goes on from a checkpoint repeats steps: what it said of them before counts no more."""
+        """Add a score. A member that goes on from a checkpoint repeats steps: older scores of them count no more."""
         before = self.histories.get(member, [])
         self.histories[member] = [*(old for old in before if old.step < score.step), score]
 
     def best(self, member: str) -> Score | None:
-        """The best that the member has said; None: nothing."""
+        """The best score that the member has reported; None: none yet."""
         return min(self.histories.get(member, []), key=lambda score: score.loss, default=None)

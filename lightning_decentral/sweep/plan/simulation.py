@@ -39,7 +39,7 @@ def row(device: Processor, load: bool) -> str:
 
 
 def simulate(queues: Sequence[Queue], devices: Sequence[Processor], policy: Policy) -> Spans:
-    """When each piece is loaded and computed, and where.
+    """Simulate a schedule: spans in which each piece is loaded and computed, and where.
 
     Raises:
         ValueError: no jobs, two of one name, or one that needs more memory than any device has.
@@ -50,7 +50,7 @@ def simulate(queues: Sequence[Queue], devices: Sequence[Processor], policy: Poli
     spans: Spans = {}
     while events:
         moment = events[0][0] + INSTANT_SECONDS
-        while events and events[0][0] <= moment:  # all of a moment is told before anything is decided
+        while events and events[0][0] <= moment:  # all events of a moment are passed on before anything is decided
             now = events[0][0]
             _tell(dispatch, heapq.heappop(events))
         for order in dispatch.orders():
@@ -78,12 +78,12 @@ def _tell(dispatch: Dispatch, event: tuple[float, int, int, bool]) -> None:
 
 
 def computed(spans: Mapping[Ran, Span]) -> Spans:
-    """Without the loading."""
+    """Spans of computing, without the loading."""
     return {ran: span for ran, span in spans.items() if not ran.load}
 
 
 def finish_seconds(spans: Mapping[Ran, Span]) -> dict[str, float]:
-    """Of each job, when its last piece ends."""
+    """Finish of each job in seconds: when its last piece ends."""
     found: dict[str, float] = {}
     for ran, span in spans.items():
         found[ran.job] = max(found.get(ran.job, 0.0), span.finish)

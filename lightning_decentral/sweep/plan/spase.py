@@ -35,7 +35,7 @@ class Table:
             raise ValueError(f"job {self.name} must map 1 or more devices to seconds above 0, got {dict(self.seconds)}")
 
     def within(self, devices: int) -> "Table":
-        """Without what needs more devices.
+        """The table without what needs more devices.
 
         Raises:
             ValueError: nothing is left.
@@ -58,7 +58,7 @@ class Granted:
 
 @dataclass(frozen=True)
 class SpasePlan:
-    """All jobs.
+    """Plan of all jobs.
 
     Args:
         gap: (makespan - proven bound) / makespan; 0 where no plan is shorter.
@@ -91,7 +91,7 @@ class Allocation(ABC):
     """A way to find a plan."""
 
     def plan(self, tables: Sequence[Table], devices: int) -> SpasePlan:
-        """For equal devices.
+        """Plan the jobs on equal devices.
 
         Raises:
             ValueError: no jobs, two of one name, or one that needs more devices than there are.
@@ -103,13 +103,13 @@ class Allocation(ABC):
 
     @abstractmethod
     def found(self, tables: Sequence[Table], devices: int) -> SpasePlan:
-        """For tables that fit."""
+        """Plan for tables that fit."""
 
 
 @dataclass(frozen=True)
 class GreedySpase(Allocation):
-    """For every T of the tables: each job on the fewest device-seconds that take T at most; the longest job first, on
-    the devices that are free first. The best T counts.
+    """Greedy thresholds: for every T of the tables, each job on the fewest device-seconds that take T at most; longest
+    job first, on the devices that are free first. The best T counts.
 
     Source: the thresholds of Turek, Wolf and Yu 1992.
     """
@@ -196,7 +196,7 @@ class _Program:
         return self._program.solve(limit_seconds)
 
     def granted(self, solution: Solution) -> tuple[Granted, ...]:
-        """Its devices and its order, the starts computed anew."""
+        """Grants of a solution, by its devices and its order, the starts computed anew."""
         value = solution.values  # true to the solver's tolerance only
         free = [0.0] * len(self._has[0])
         found = {}
@@ -230,7 +230,7 @@ def _listed(jobs: Sequence[tuple[str, int, float]], devices: int) -> tuple[Grant
 
 
 def _judged(granted: Sequence[Granted], bound: float, how: str) -> SpasePlan:
-    """With its gap; what is within the solver's tolerance is none."""
+    """Plan with its gap; what is within the solver's tolerance is none."""
     makespan = max(job.start + job.seconds for job in granted)
     gap = (makespan - bound) / makespan
     return SpasePlan(tuple(granted), gap if gap > TOLERANCE else 0.0, how)

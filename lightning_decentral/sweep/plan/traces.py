@@ -38,7 +38,7 @@ class Submitted:
 
 
 class TraceColumns(ABC):
-    """Where a trace has what."""
+    """Layout of a trace: which column has what."""
 
     @abstractmethod
     def lines(self, text: str) -> Iterator[tuple[int, Mapping[str, str]]]:
@@ -49,7 +49,7 @@ class TraceColumns(ABC):
         """
 
     def jobs(self, text: str) -> list[Submitted]:
-        """In the order of the file.
+        """Jobs of a trace, in the order of the file.
 
         Raises:
             ValueError: with the number of the line that is malformed.
@@ -113,7 +113,7 @@ LAYOUTS: Mapping[str, TraceColumns] = {"tiresias": Tiresias(), "gavel": Gavel()}
 
 
 def read_trace(path: str | Path, layout: TraceColumns) -> list[Submitted]:
-    """Of a file.
+    """Read the jobs of a trace from a file.
 
     Raises:
         ValueError: can't be read, or malformed: the line's number.
@@ -128,7 +128,7 @@ def read_trace(path: str | Path, layout: TraceColumns) -> list[Submitted]:
 def queues(
     jobs: Sequence[Submitted], profiles: Mapping[str, Profile], pieces: int = PIECES, seed: int = 0
 ) -> list[Queue]:
-    """Each job in that many pieces, as equal in iterations as possible.
+    """Cut each job into that many pieces, as equal in iterations as possible.
 
     Args:
         profiles: by the trace's names of models; that under "" serves all others.

@@ -23,7 +23,7 @@ LONGEST_BYTES = 1 << 16  # of a message, which has some hundred
 
 @dataclass(frozen=True)
 class Admission:
-    """What a member knows of its sweep.
+    """Admission of a member to its sweep: what it knows of it.
 
     Args:
         socket: path of the arbiter's socket.
@@ -52,23 +52,23 @@ class Admission:
 
     @classmethod
     def found(cls, environment: Mapping[str, str] = os.environ) -> "Admission | None":
-        """Of this process; None outside a sweep."""
+        """Admission of this process, from its environment; None outside a sweep."""
         text = environment.get(VARIABLE)
         return None if text is None else cls(**json.loads(text))
 
     def remove_socket(self) -> None:
-        """With the folder that was made for it."""
+        """Remove the socket, with the folder that was made for it."""
         shutil.rmtree(Path(self.socket).parent, ignore_errors=True)
 
 
 class Baggage(Protocol):
-    """What a member has on its device: it leaves and comes back when it is told to."""
+    """State of a member on its device: it leaves and comes back when the scheduler asks."""
 
     def leave(self) -> None:
-        """All of it to the host."""
+        """Move all of it to the host."""
 
     def enter(self) -> None:
-        """All of it to the device again."""
+        """Move all of it to the device again."""
 
 
 class Seat:
@@ -97,7 +97,7 @@ class Seat:
 
     @property
     def fresh(self) -> bool:
-        """Whether there is a grant with time left."""
+        """True where there is a grant with time left."""
         return self.held and self.spent_seconds < self.admission.quantum_seconds
 
     def take(self, turn: TurnReport) -> None:
@@ -114,7 +114,7 @@ class Seat:
             self._end("release", turn)
 
     def ends(self, score: Score) -> bool:
-        """Whether the training is over with this score: the scheduler's answer, which comes at once."""
+        """Return whether the training is over with this score: the scheduler's answer, which comes at once."""
         with standing_still():
             write(self._connection, {"say": "score", **asdict(score)})
             while (order := self._next()) not in (Instruction.GO_ON, Instruction.END):
@@ -122,7 +122,7 @@ class Seat:
         return order is Instruction.END
 
     def vacate(self) -> None:
-        """Nothing of this member is on the device any more."""
+        """Report that nothing of this member is on the device any more."""
         write(self._connection, {"say": "left"})
 
     def close(self) -> None:
@@ -138,7 +138,7 @@ class Seat:
             while not self.held:
                 self._follow(self._next())
         except BaseException:
-            self.baggage.enter()  # whoever is interrupted while it waits may still save what it has
+            self.baggage.enter()  # a member that is interrupted while it waits may still save what it has
             raise
 
     def _follow(self, order: Instruction) -> None:
@@ -204,7 +204,7 @@ class Lines:
 
         Raises:
             EOFError: the other side is gone.
-            ValueError: what it says is no message.
+            ValueError: what came is no message.
         """
         try:
             chunk = self.connection.recv(1 << 16)

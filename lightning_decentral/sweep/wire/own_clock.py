@@ -20,7 +20,7 @@ SECONDS, NANOSECONDS = ("time", "monotonic", "perf_counter"), ("time_ns", "monot
 
 _true_ns = time.monotonic_ns
 _waited_ns: dict[int, int] = {}
-"""By thread; a forked worker goes on with its parent's."""
+"""{thread: nanoseconds that it waited}; a forked worker goes on with its parent's."""
 
 
 _standing: set[int] = set()
@@ -61,7 +61,7 @@ class _Own:
 
 
 def _install() -> None:
-    """Wherever the functions were imported to: whoever wrote `from time import monotonic` holds the function itself."""
+    """Replace time's functions wherever they were imported to: `from time import monotonic` binds one by itself."""
     gc.unfreeze()  # what was frozen for a fork has no referrers to gc
     trues = {name: getattr(time, name) for name in (*SECONDS, *NANOSECONDS)}
     holders = [holder for holder in gc.get_referrers(*trues.values()) if holder is not trues]

@@ -1,4 +1,4 @@
-"""The sweep's end of its members' connections: who sits where, what each says, and what is no message of a member.
+"""The sweep's end of its members' connections: who sits where, what each sends, and what is no message of a member.
 
 Of that, random bytes or a message that no member would send, nothing reaches the arbiter: its connection is closed. The
 sweep goes on.
@@ -19,10 +19,10 @@ GUESTS = 64  # connections of which nobody knows yet whose they are
 
 
 class SeatEvents(Protocol):
-    """Who is told what members say."""
+    """Receiver of members' messages."""
 
     def expects(self, name: str) -> bool:
-        """Whether a member of this name trains now."""
+        """Return whether a member of this name trains now."""
 
     def hear(self, name: str, message: Message) -> None:
         """ValueError where it is no message of a member."""
@@ -35,7 +35,7 @@ class Seats:
     """Connections by member.
 
     Attributes:
-        refused: how many connections said what no member says.
+        refused: how many connections sent what no member sends.
     """
 
     def __init__(self, selector: selectors.BaseSelector, hearing: SeatEvents) -> None:
@@ -45,7 +45,7 @@ class Seats:
         self.refused = 0
 
     def accept(self, listener: socket.socket) -> None:
-        """A new connection, of a member as it will say."""
+        """Accept a new connection, of a member as its first message will show."""
         connection, _ = listener.accept()
         lines = Lines(connection)
         self._guests.append(connection)
@@ -54,7 +54,7 @@ class Seats:
             self._refuse(self._guests[0], f"{GUESTS} connections that say nothing")
 
     def write(self, name: str, message: Message) -> None:
-        """To the member, unless it has just died: its process says so next."""
+        """Send to the member, unless it has just died: its process reports that next."""
         with suppress(OSError, KeyError):
             write(self._taken[name].connection, message)
 
@@ -84,7 +84,7 @@ class Seats:
     def _sit(self, lines: Lines, before: str | None, name: object) -> None:
         if not isinstance(name, str) or not self._hearing.expects(name):
             raise ValueError(f"a hello of {name!r:.40}, who is no member that trains")
-        # The member's former process may be gone, which we may hear of in a moment only.
+        # The member's former process may be gone, of which we may learn in a moment only.
         while name in self._taken and name != before and _readable(self._taken[name].connection):
             self._read(self._taken[name])
         if name in self._taken or before is not None:
@@ -116,5 +116,5 @@ class Seats:
 
 
 def _readable(connection: socket.socket) -> bool:
-    """Whether something has come, if only the end."""
+    """Return whether something has come, if only the end of the connection."""
     return bool(select.select([connection], [], [], 0)[0])

@@ -1,4 +1,4 @@
-"""Where a causal language model keeps its parts, seen by watching one forward of a small copy of it.
+"""Anatomy of a causal language model: where its parts are, seen by watching one forward of a small copy of it.
 
     [before] -> block_0 -> .. -> block_(n-1) -> [after] -> head -> [what is done to logits, the loss]
 
@@ -42,7 +42,7 @@ class Anatomy:
         head: of the map to logits.
         before: of what has parameters and is called before the first block.
         after: of what is called after the last, the head included.
-        returned: what a block returns beside the hidden state: None where it returns that alone.
+        returned: what a block returns in addition to the hidden state: None where it returns that alone.
         routers: by their path within a block.
         output: the kind of what the module that has the blocks returns.
         remembering: every block keeps keys and values.
@@ -59,7 +59,7 @@ class Anatomy:
 
     @property
     def inner(self) -> str:
-        """Of the module that has the blocks."""
+        """Path of the module that has the list of blocks."""
         return self.blocks.rpartition(".")[0]
 
 
@@ -107,7 +107,7 @@ def _blocks(module: Any) -> str:
 
 
 def _parts(module: nn.Module, blocks: str) -> list[str]:
-    """What stands beside the way from the model down to its blocks and has parameters."""
+    """Paths of the modules with parameters next to those on the path from the model down to its blocks."""
     names = blocks.split(".")
     way = [".".join(names[:i]) for i in range(len(names) + 1)]
     beside = [

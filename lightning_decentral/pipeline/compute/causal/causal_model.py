@@ -1,4 +1,4 @@
-"""Adapter of transformers' causal language models, by their anatomy: taken apart without a change.
+"""Adapter of transformers' causal language models, by their anatomy: cut into stages without a change.
 
 Every stage runs the model's own forward. Blocks of other stages are hollow: the one before the stage's own lets the
 hidden state in, the one behind them takes it out. What the model does to logits, and its loss, run as they are once all
@@ -64,7 +64,7 @@ class CausalModel(Pipelined):
         return list(self.module.get_submodule(self._anatomy.blocks).children())
 
     def _found_routers(self) -> list[list[tuple[nn.Module, Router]]]:
-        """Of each block."""
+        """Routers of each block that the anatomy knows, by block, in order."""
         known = self._anatomy.routers
         inside = [dict(original(block).named_modules()) for block in self.blocks]
         return [
@@ -95,7 +95,7 @@ class CausalModel(Pipelined):
             self._silence([path for path in a.after if not (place.first and path in a.before)], dtype)
 
     def _way(self, index: int, place: StagePlace) -> Callable[[Tensor], Any]:
-        """What a hollow block does: the last one before the stage's own lets in, any behind them takes out."""
+        """Forward of a hollow block: the last one before the stage's own lets in, any behind them takes out."""
         if index >= place.stop_block:
             return take_out
         return self._enter if index == place.first_block - 1 else self._returned
@@ -111,7 +111,7 @@ class CausalModel(Pipelined):
         return self._returned(self._entering)
 
     def _returned(self, hidden: Tensor) -> Any:
-        """As a block returns it."""
+        """Wrap a hidden state as a block returns it: alone, or in a tuple with None for the block's other outputs."""
         others = self._anatomy.returned
         return hidden if others is None else (hidden, *[None] * others)
 
@@ -174,7 +174,7 @@ class CausalModel(Pipelined):
                 )
 
     def _routing(self, call: Call) -> bool:
-        """Whether the model's loss asks for the routers' logits."""
+        """True where the model's loss asks for the routers' logits (`output_router_logits`)."""
         return bool(call.extra.get("output_router_logits", vars(self._config).get("output_router_logits", False)))
 
     def length(self, call: Call) -> int:
@@ -232,7 +232,7 @@ class CausalModel(Pipelined):
         return (call.inputs.shape[0], stop - start, self._config.hidden_size + sum(self._widths(call))), dtype
 
     def answer(self, call: Call, output: Tensor) -> Any:
-        """What the model itself makes of these logits: scaled, capped, with the loss where labels were given."""
+        """Return the model's own output for these logits: scaled, capped, with the loss where labels were given."""
         widths = self._widths(call)
         logits, *routed = output.split([output.shape[-1] - sum(widths), *widths], dim=-1)
         hidden = output.new_zeros(1, 1, 1).expand(*output.shape[:2], self._config.hidden_size)  # nobody looks at it
@@ -245,7 +245,7 @@ class CausalModel(Pipelined):
 
     @contextmanager
     def _answered(self, path: str, result: Any) -> Iterator[None]:
-        """Within, the part at this path returns `result`."""
+        """Context manager in which the submodule at this path returns `result`."""
         up, _, name = path.rpartition(".")
         modules = self.module.get_submodule(up)._modules
         before, modules[name] = modules[name], Given(result)
@@ -257,7 +257,7 @@ class CausalModel(Pipelined):
     # ---- routers of experts, whose logits go along with the hidden state ----------------------------------------
 
     def _widths(self, call: Call) -> list[int]:
-        """Of the logits of all routers, in order; none where the loss doesn't ask for them."""
+        """Widths of the logits of all routers, in order; [] where the loss doesn't ask for them."""
         known = vars(self._config)
         return [known[router.width] for found in self._routers for _, router in found] if self._routing(call) else []
 
@@ -274,7 +274,7 @@ class CausalModel(Pipelined):
 
     @contextmanager
     def _routing_seen(self, call: Call, place: StagePlace) -> Iterator[dict[int, Tensor]]:
-        """Yields what routers of this stage say within, by their number."""
+        """Yields the logits that this stage's routers compute within, by their number."""
         seen: dict[int, Tensor] = {}
         numbered = list(enumerate((i, *found) for i, row in enumerate(self._routers) for found in row))
         own = [row for row in numbered if place.first_block <= row[1][0] < place.stop_block and self._routing(call)]

@@ -18,7 +18,7 @@ HOST = torch.device("cpu")
 
 
 def trains(device: torch.device) -> bool:
-    """Whether torch has a gradient of it there: asked of torch itself."""
+    """Return whether torch's flex attention has a backward on this device: found by a try."""
     from torch.nn.attention.flex_attention import flex_attention
 
     token = torch.zeros(1, 1, 1, 16, device=device, requires_grad=True)
@@ -42,7 +42,7 @@ def tried_at(config: Any, device: torch.device) -> Iterator[torch.device]:
 
 @contextmanager
 def _as_written() -> Iterator[None]:
-    """Within, nothing is compiled, and nobody is told that it would be faster."""
+    """Context manager in which torch compiles nothing, and its warnings that compiling is faster are hidden."""
     with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

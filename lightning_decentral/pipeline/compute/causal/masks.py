@@ -1,4 +1,4 @@
-"""Masks of slices: packed sequences kept apart, padding hidden, and a bias in the place of a mask for flash kernels.
+"""Masks of slices: packed sequences kept separate, padding hidden, and a bias in the place of a mask for flash kernels.
 
     position_ids  0 1 2 0 1 0 1 2 3        documents  0 0 0 1 1 2 2 2 2
 
@@ -6,7 +6,7 @@ Packed are several documents in one row of a batch, which a token may not see be
 them where it builds a mask without a cache; slices have one, so here it's done for them.
 
 A slice of s tokens behind c others asks for a mask [s, c + s], with which torch leaves its flash kernels. Where nothing
-else is masked, torch's causal bias, aligned at the lower right, says the same: token i sees keys 0 ... c + i.
+else is masked, torch's causal bias, aligned at the lower right, means the same: token i sees keys 0 ... c + i.
 
 `transformers` builds no mask where padding hides nothing. Whether it does a device would have to tell, and its host
 would wait: there padding is masked, unless the host saw before that it hides nothing (`padding.py`).
@@ -29,8 +29,8 @@ SEPARABLE = ("eager", "sdpa", FLEX)
 
 class Slice(NamedTuple):
     """Attributes:
-    documents: [batch or 1, tokens up to the slice's end], to be kept apart.
-    aligned: a causal bias takes the place of a mask, where it says the same.
+    documents: [batch or 1, tokens up to the slice's end], to be kept separate.
+    aligned: a causal bias takes the place of a mask, where it means the same.
     """
 
     documents: Tensor | None
@@ -50,7 +50,7 @@ def documents_of(position_ids: Tensor) -> Tensor | None:
 
 @contextmanager
 def masked(documents: Tensor | None, aligned: bool) -> Iterator[None]:
-    """Within, masks that `transformers` builds in this thread are those of such a slice."""
+    """Context manager in which masks that `transformers` builds in this thread are those of such a slice."""
     _install()
     before = _current.set(Slice(documents, aligned))
     try:
@@ -60,7 +60,7 @@ def masked(documents: Tensor | None, aligned: bool) -> Iterator[None]:
 
 
 def _install() -> None:
-    """Through the register that `transformers` has for masks: once, and without effect elsewhere."""
+    """Install masks of slices in `transformers`' register of masks: once, and without effect elsewhere."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
     for kind in SEPARABLE:
@@ -114,7 +114,7 @@ def _all(rules: Sequence[Rule]) -> Rule:
 
 
 def lower_right(options: Mapping[str, Any]) -> CausalBias | None:
-    """The bias that says what a mask with these options of `transformers` would; None: there is none.
+    """The bias that masks what a mask with these options of `transformers` would; None: there is none.
 
     Only what the host knows is asked: a question to the device would make it wait.
     """

@@ -1,6 +1,6 @@
 """Refusals at set-up: what would be wrong without a sign once a causal model is cut.
 
-`torch.compile`: blocks may be compiled; what a stage takes apart, or answers for, may not.
+`torch.compile`: blocks may be compiled; what a stage cuts, or answers for, may not.
 """
 
 from typing import Any
@@ -16,12 +16,12 @@ REMEDY = "compile its blocks instead: for block in model.{blocks}: block.compile
 
 
 def original(module: nn.Module) -> nn.Module:
-    """Without what `torch.compile` puts around it."""
+    """The module without the wrapper that `torch.compile` puts around it."""
     return module._modules.get("_orig_mod") or module
 
 
 def compiled(module: nn.Module) -> bool:
-    """By `torch.compile(module)`, by `module.compile()`, or as a LightningModule by the first."""
+    """Return whether `torch.compile(module)` or `module.compile()` compiled it; a LightningModule: by the first."""
     own: Any = module
     return own._compiled_call_impl is not None or original(own) is not own or bool(vars(own).get("_compiler_ctx"))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def ropes(config: Any) -> list[dict[str, Any]]:
-    """What a configuration says of its rotary embeddings; some models have several."""
+    """List the parameters of a configuration's rotary embeddings; some models have several."""
     given = vars(config).get("rope_parameters") or {}
     return [given, *(value for value in given.values() if isinstance(value, dict))]
 

@@ -27,7 +27,7 @@ WIDTHS = {
     r"(num_experts_per_tok(en)?|moe_topk|moe_top_k|n_group|moe_k)": 2,
     r"topk_group": 1,
 }
-"""Of whole numbers, at most, by the name that `transformers` gives them."""
+"""Largest whole numbers of the shrunk configuration, by patterns of the names that `transformers` gives them."""
 REACHES = {
     r".*vocab_size(_per_layer_input)?": 67,
     r"(max_position_embeddings|n_positions|n_ctx|max_seq_len|seq_length|max_sequence_length)": 64,
@@ -46,14 +46,14 @@ SILENCED = re.compile(r".*(dropout|pdrop|layerdrop|jitter).*")
 
 
 class Unfit(ValueError):
-    """Why a model can't be taken apart, in words that follow its name."""
+    """The reason why a model can't be cut into stages, as a text that follows its name."""
 
 
 def small_copy(kind: type, config: Any) -> Any:
     """A model of this class, its configuration shrunk; random weights in float64.
 
     Raises:
-        Exception: whatever the class says to the shrunk configuration.
+        Exception: whatever the class raises for the shrunk configuration.
     """
     with torch.device("meta"):
         parameters = sum(p.numel() for p in kind(shrunk(config)).parameters())
@@ -88,7 +88,7 @@ def shrunk(config: Any) -> Any:
 
 
 def layers_of(given: Mapping[str, Any], depth: int) -> list[int]:
-    """Which layers the copy has: each kind that lists of the configuration tell apart, and LAYERS at least."""
+    """Layers that the copy keeps: one of each kind by the configuration's lists, and LAYERS at least."""
     lists = [value for value in given.values() if _by_layer(value, depth)]
     kinds = [tuple(str(values[i]) for values in lists) for i in range(depth)]
     first = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
@@ -97,7 +97,7 @@ def layers_of(given: Mapping[str, Any], depth: int) -> list[int]:
 
 
 def _by_layer(value: Any, depth: int) -> bool:
-    """Whether it says something of each layer; numbers of layers in a row say nothing."""
+    """Return whether the value describes each layer; a list of layer numbers in a row doesn't."""
     return isinstance(value, (list, tuple)) and len(value) == depth and list(value) != list(range(depth))
 
 
@@ -143,7 +143,7 @@ WIDER: dict[Any, Any] = {Tensor.float: Tensor.double}
 
 
 class Doubled(TorchFunctionMode):
-    """Within, who asks for float32 gets float64: norms and softmaxes written for half precision are exact, too."""
+    """Mode that gives float64 where float32 is asked for: norms and softmaxes of half precision are exact, too."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         wide = {name: _wide(value) for name, value in (kwargs or {}).items()}
@@ -156,7 +156,7 @@ def _wide(value: Any) -> Any:
 
 @contextmanager
 def isolated(place: torch.device) -> Iterator[None]:
-    """Within, random numbers, autocast on this device and gradients are as in a fresh process; afterwards as before."""
+    """Context manager with a fresh process's random numbers, autocast on this device and gradients; then restored."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # several take longer over so little
     try:

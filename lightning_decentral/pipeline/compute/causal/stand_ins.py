@@ -1,4 +1,4 @@
-"""What stands in a stage for parts of other stages, so that the model's own forward runs from its begin to its end."""
+"""Stand-ins in a stage for parts of other stages, so that the model's own forward runs from its begin to its end."""
 
 from collections.abc import Callable
 from typing import Any

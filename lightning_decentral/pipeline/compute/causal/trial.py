@@ -1,4 +1,4 @@
-"""Which causal language models are sliced: those of which a small copy, cut and whole, has the same loss and gradients.
+"""Trial of causal language models: sliced are those whose small copy has the same loss and gradients, cut and whole.
 
     | loss(cut) - loss(whole) |  and  || grad(cut) - grad(whole) || / || grad(whole) ||  below TOLERANCE, in float64
 
@@ -35,7 +35,7 @@ Gradients = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a trial showed.
+    """Outcome of the trial on a small copy of a model.
 
     Args:
         anatomy: None where the model can't be cut at all.
@@ -74,7 +74,7 @@ def adapted(module: nn.Module, device: torch.device = HOST) -> CausalModel:
 
 
 def judged(kind: type, config: Any, device: torch.device = HOST) -> Verdict:
-    """Of models of this class and configuration; tried once in a process."""
+    """Return the verdict on models of this class and configuration; tried once in a process."""
     with _lock, tried_at(config, device) as place:
         key = kind, f"{config.to_json_string(use_diff=False)} {config._attn_implementation} {place.type} {device.type}"
         if key not in _known:
@@ -84,7 +84,7 @@ def judged(kind: type, config: Any, device: torch.device = HOST) -> Verdict:
 
 
 def _try(kind: type, config: Any, place: torch.device, aligned: bool) -> Verdict:
-    """Everything that a copy says is an answer: what it raises is why it can't be cut."""
+    """Try to cut a small copy; whatever exception it raises is the reason why the model can't be cut."""
     try:
         copy = small_copy(kind, config).to(place)
         ids = torch.randint(3, copy.config.vocab_size, (BATCH, LENGTH)).to(place)  # below: special tokens
@@ -102,7 +102,7 @@ def _try(kind: type, config: Any, place: torch.device, aligned: bool) -> Verdict
 
 
 def _calls(copy: Any, ids: Tensor) -> dict[str, list[dict[str, Any]]]:
-    """What is tried, by kind: what a step would call the model with."""
+    """Keyword arguments of the forwards that are tried, by the kind of call that a step may make."""
     routed, places = _routing(copy), torch.arange(LENGTH, device=ids.device)
     plain = {"input_ids": ids, "labels": ids, **dict.fromkeys(routed, False)}
     documents = torch.stack([torch.cat([places[:4], places[:-4]]), places])
@@ -116,7 +116,7 @@ def _calls(copy: Any, ids: Tensor) -> dict[str, list[dict[str, Any]]]:
 
 
 def _padded(call: Mapping[str, Any], kept: Tensor) -> dict[str, Any]:
-    """With padding in the second sequence."""
+    """Copy a call with padding in the second sequence: an attention mask, and labels of -100 there."""
     mask = torch.stack([torch.ones_like(kept), kept])
     return {**call, "attention_mask": mask.long(), "labels": call["labels"].masked_fill(~mask, -100)}
 
@@ -127,7 +127,7 @@ def _routing(copy: Any) -> dict[str, bool]:
 
 
 def _differs(copy: nn.Module, anatomy: Anatomy, calls: list[dict[str, Any]], aligned: bool = False) -> str | None:
-    """In words, or None."""
+    """Describe how cut and whole copy differ in these calls, or what they raised; None where they agree."""
     try:
         for call in calls:
             why = compared(whole(copy, call), cut(copy, anatomy, call, aligned))
@@ -184,7 +184,7 @@ def cut(copy: nn.Module, anatomy: Anatomy, call: Mapping[str, Any], aligned: boo
 
 
 def _summed(copy: nn.Module, models: list[CausalModel]) -> Gradients:
-    """By the first name that a parameter has in the whole model."""
+    """Sum the stages' gradients by the first name that a parameter has in the whole model."""
     firsts = dict(copy.named_parameters(remove_duplicate=False))
     first = {parameter: name for name, parameter in copy.named_parameters()}
     total: Gradients = {}
@@ -196,7 +196,7 @@ def _summed(copy: nn.Module, models: list[CausalModel]) -> Gradients:
 
 
 def compared(wanted: tuple[Tensor, Gradients], found: tuple[Tensor, Gradients]) -> str | None:
-    """What differs, in words; None where nothing does."""
+    """Describe the first difference of losses and gradients beyond TOLERANCE; None where there is none."""
     difference = float((found[0] - wanted[0]).abs() / wanted[0].abs())
     if not difference < TOLERANCE:
         return f"the loss of a small copy differs by {difference:.1e} of itself"

@@ -112,6 +112,7 @@ class Layouts:
         name: of this fit, and of these peers, in the store.
         layout: what this worker trains now.
         timeout: how long it waits for another to come to the same change.
+        rests: whether its epoch is over while others train on: it comes to no change of theirs any more.
     """
 
     def __init__(
@@ -122,8 +123,9 @@ class Layouts:
         name: str,
         layout: Callable[[], Layout],
         timeout: timedelta,
+        rests: Callable[[], bool] = bool,
     ) -> None:
-        self._notices, self._presence = notices, presence
+        self._notices, self._presence, self._rests = notices, presence, rests
         self._peers, self._name, self._layout, self._timeout = peers, name, layout, timeout
         self._averages, self._changes, self._begun = 0, 0, -1
         self._now = self._settled = layout()
@@ -176,7 +178,7 @@ class Layouts:
         change: str | None = self._notices.read(f"{self._name}/asked", _change)
         if change is None or change in self._answered:
             return False
-        if int(change.split(".")[0]) > self._begun:
+        if int(change.split(".")[0]) > self._begun and not self._rests():
             return True
         self._answer(change, self._settled)
         return False

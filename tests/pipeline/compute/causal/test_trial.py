@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from causal_models import cells, tried
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -14,6 +13,7 @@ from lightning_decentral.pipeline.compute.causal.small_copy import shrunk
 from lightning_decentral.pipeline.compute.causal.trial import adapted, judged
 from lightning_decentral.pipeline.compute.model import StagePlace
 from lightning_decentral.pipeline.compute.stage import Keep, Stage
+from pipeline.causal_models import cells, tried
 from tests.pipeline.causal import LLAMA, batch
 
 CONFIG = transformers.LlamaConfig(**{**LLAMA, "num_hidden_layers": 3})

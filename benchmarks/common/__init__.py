@@ -1,0 +1,1 @@
+"""What all benchmarks share: where results lie, what they were measured on, recipes, the command line."""

@@ -1,0 +1,36 @@
+"""What a result was measured on: its file name and its first lines."""
+
+import os
+import platform
+from collections.abc import Mapping
+
+import lightning
+import torch
+
+from lightning_decentral.shared.compute.hardware import processor
+
+
+def description() -> dict[str, str]:
+    """Processor or device, cores, memory, versions; nothing that names the host."""
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "processor": processor(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
+        "devices": ", ".join(devices) or "none",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "lightning": lightning.__version__,
+    }
+
+
+def sentence(of: Mapping[str, str] | None = None) -> str:
+    """The description of this machine, or one that a result holds, in a line for pages."""
+    return ", ".join(f"{key} {value}" for key, value in (of or description()).items())
+
+
+def slug() -> str:
+    """Short, for a file name: "2-cores" or "nvidia-h200"."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name(0).lower().replace(" ", "-")
+    return f"{len(os.sched_getaffinity(0))}-cores"

@@ -1,0 +1,1 @@
+"""Workers that die and come: what that costs the others."""

@@ -1,7 +1,0 @@
-"""Finds recipes and conf of the package where a checkout isn't installed; as a pytest plugin, `-p from_checkout`."""
-
-from pathlib import Path
-
-import lightning_decentral
-
-lightning_decentral.__path__.append(str(Path(__file__).parent.parent))

@@ -1,0 +1,1 @@
+"""What gossip costs a CUDA device, measured on one or counted without."""

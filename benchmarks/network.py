@@ -1,0 +1,6 @@
+"""Seconds on slow networks, measured and predicted; without a word it lists its commands."""
+
+from common.entry import run
+
+if __name__ == "__main__":
+    run("network")

@@ -1,0 +1,1 @@
+"""What slow networks do to a training, and how well that was predicted."""

@@ -1,0 +1,6 @@
+"""Tables of the docs, and Markdown reports of results; without a word it lists its commands."""
+
+from common.entry import run
+
+if __name__ == "__main__":
+    run("pages")

@@ -1,0 +1,1 @@
+"""Tables of the docs and reports, made from committed results."""

@@ -1,0 +1,1 @@
+"""What partial backprop saves, and what it loses."""

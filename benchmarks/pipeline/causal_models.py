@@ -1,0 +1,85 @@
+"""Which causal language models of the installed `transformers` a token pipeline slices: the table of the docs.
+
+    python benchmarks/pipeline.py causal_models > docs/causal-models.md
+
+Each class is tried as at set-up, with its default configuration. Names as arguments: only these, as verdicts.
+"""
+
+import sys
+from collections.abc import Iterator
+
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from lightning_decentral.pipeline.compute.causal.causal_model import LEFT, PACKING, RIGHT, ROUTING
+from lightning_decentral.pipeline.compute.causal.trial import Verdict, judged
+
+COMPLETED = {
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 48},
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2, "n_group": 1, "topk_group": 1},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+}
+"""What default configurations leave open and every published one says."""
+
+HEAD = """# Causal models that are sliced
+
+What a small copy of each class of `transformers` {version} showed, with the class's default configuration, by
+`python benchmarks/pipeline.py causal_models`. At set-up the same is done with the configuration of your model, which
+decides. A copy of few layers and small widths must have the same loss and gradients cut in three stages and three
+slices as whole, in float64. See [the token pipeline](token-pipeline.md#which-models).
+
+![Four slices of a sequence: each attends to itself, and to what the KV cache has of those before](images/cache.svg)
+
+**{sliced} of {all} are sliced.** *yes*: the same; *refused*: a call of this kind is an error; *-*: there are no
+routers. With eager attention a padding token on the left attends to everything, those after it too, and
+predicts the first token. Such calls need `sdpa`, where the class has it, or padding on the right.
+
+| class | attention | padding right | padding left | packed sequences | router loss |
+| --- | --- | --- | --- | --- | --- |"""
+
+
+def tried(name: str) -> tuple[str, str, Verdict]:
+    """(class, kind of attention, verdict) of one entry of the mapping."""
+    kind = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name])
+    config = CONFIG_MAPPING[name](**COMPLETED.get(name, {})).get_text_config(decoder=True)
+    config._attn_implementation = "sdpa" if kind._supports_sdpa else "eager"
+    return kind.__name__, config._attn_implementation, judged(kind, config)
+
+
+def cells(verdict: Verdict, routed: bool) -> Iterator[str]:
+    for form in (RIGHT, LEFT, PACKING):
+        yield "refused" if form in verdict.refused else "yes"
+    yield "refused" if ROUTING in verdict.refused else "yes" if routed else "-"
+
+
+def table(names: list[str]) -> str:
+    rows: dict[str, str] = {}
+    others: dict[str, str] = {}
+    for name in names:
+        try:
+            kind, attention, verdict = tried(name)
+        except Exception as error:  # of several configurations in one, or of none
+            kind, attention, verdict = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name], "", Verdict(None, {"": _line(error)})
+        if verdict.anatomy is None:
+            others[kind] = f"| `{kind}` | {verdict.refused['']} |"
+        else:
+            routed = bool(verdict.anatomy.routers)
+            rows[kind] = f"| `{kind}` | {attention} | {' | '.join(cells(verdict, routed))} |"
+        print(kind, verdict.refused, file=sys.stderr, flush=True)
+    others = {kind: row for kind, row in others.items() if kind not in rows}
+    head = HEAD.format(version=transformers.__version__, sliced=len(rows), all=len(rows) + len(others))
+    tail = "\n## Refused\n\n| class | why |\n| --- | --- |"
+    return "\n".join([head, *(rows[k] for k in sorted(rows)), tail, *(others[k] for k in sorted(others))])
+
+
+def _line(error: Exception) -> str:
+    return f"its default configuration says {type(error).__name__}: {' '.join(str(error).split())[:120]}"
+
+
+def main() -> None:
+    transformers.logging.set_verbosity_error()
+    print(table(sys.argv[1:] or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)))

@@ -1,0 +1,1 @@
+"""What rehearsals and simulations predict, against what came, and what they cost."""

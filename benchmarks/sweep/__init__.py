@@ -1,0 +1,1 @@
+"""Trainings that share devices: sweeps, schedules and turns."""
