@@ -169,7 +169,7 @@ def spilled_step(device: torch.device, update: str) -> tuple[float, int, int, in
     return stamps[-1] - stamps[-2], peak, sum(p.numel() for p in module.parameters()), limit
 
 
-def rehearsed(config: dict[str, int], device: str, steps: int, stacked: bool) -> tuple[list[float], float]:
+def rehearsed(config: dict[str, int], device: str, steps: int) -> tuple[list[float], float]:
     """([loss of each method in the end], seconds of it all) of four workers."""
     from common import from_checkout  # noqa: F401  # words of methods are composed from conf
     from lightning_decentral.planner.rehearsal import rehearse
@@ -179,7 +179,7 @@ def rehearsed(config: dict[str, int], device: str, steps: int, stacked: bool) ->
     began = time.perf_counter()
     answer = rehearse(
         Text(**config), batches(config, 4, 4 * steps), workers=[4], target=0.0, methods=methods, steps=steps,
-        rates=[1.0], seeds=1, validation=batches(config, 4, 2), stacked=stacked, device=device,
+        rates=[1.0], seeds=1, validation=batches(config, 4, 2), threads=1, device=device,
     )  # fmt: skip
     assert not answer.refused, answer.refused
     return [row.loss for row in sorted(answer.rows, key=lambda row: row.words)], time.perf_counter() - began

@@ -32,9 +32,9 @@ from common.paths import RESULTS
 from common.quiet_recipe import built, composed
 from lightning_decentral.planner.rehearsal.batches import data_of, shared_out
 from lightning_decentral.planner.rehearsal.crew import Crew
-from lightning_decentral.planner.rehearsal.evaluation import Evaluation
-from lightning_decentral.planner.rehearsal.loop import Loop
-from lightning_decentral.planner.rehearsal.search import MARKS, Course, Point, reached, search, smoothed
+from lightning_decentral.planner.rehearsal.evaluation import HeldOutEvaluation
+from lightning_decentral.planner.rehearsal.loop import LoopSettings
+from lightning_decentral.planner.rehearsal.search import MARKS, Point, SearchCourse, reached, search, smoothed
 from network.accuracy import EXAMPLES, Recipe
 from rehearse import asleep
 from rehearse.seconds import HOSTS, METHODS_HERE, PLACES, RATES, REAL, RECIPES, SEED, Place, forecasts, measure
@@ -55,7 +55,7 @@ def crew_of(
     used = strategy or instantiate(cfg.strategy, _convert_="all")
 
     def make(rate: float) -> Crew:
-        loop = Loop(cfg.trainer.gradient_clip_val, rate, epoch, recipe.steps)
+        loop = LoopSettings(cfg.trainer.gradient_clip_val, rate, epoch, recipe.steps)
         return Crew(module, batches, used, hosts, recipe.steps, loop=loop)
 
     return module, data, make
@@ -66,7 +66,7 @@ def curve(place: Place, words: list[str]) -> list[Point]:
     module, data, make = crew_of(RECIPES[place.recipe], words, hosts=place.hosts)
     data.setup("test")
     tests = DataLoader(Subset(data.splits["test"], range(EXAMPLES)), batch_size=EXAMPLES // 4)
-    course = Course(place.steps, 0.0, Evaluation(module, list(tests)), lambda: None)
+    course = SearchCourse(place.steps, 0.0, HeldOutEvaluation(module, list(tests)), lambda: None)
     return list(search(make, [1.0], course).points)
 
 

@@ -13,9 +13,6 @@ gradients on two workers foretells the ratio of the steps to a loss; the rehears
 Apart: what the disagreement of gossip's workers costs after 44 of 300 steps, while learning rates are high, under
 several methods on 4 and 8 workers. The probe of the first one, on 4 workers, foretells it for all.
 
-Stacked: forward and backward of four workers, one after the other and stacked by `torch.func`, in one run, one torch
-thread, processor time.
-
 Whole: `lightning-decentral rehearse` with its defaults, six methods on four workers, 300 steps of `gpt`: its minutes,
 what it prints, its processor time over that of its forwards and backwards (`rehearse/gradients.py`), and how long as
 many of them take by themselves, one after the other: on all of torch's threads or on one, whichever is faster, mean of
@@ -25,14 +22,12 @@ Writes `results/foretold-<hardware>.json`.
 """
 
 import argparse
-import copy
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -42,28 +37,33 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from torch import nn
-from torch.func import functional_call, vmap
-from torch.utils._pytree import tree_map
 
 from common.hardware import description, slug
 from common.paths import RESULTS, command
 from common.quiet_recipe import built, composed, own_batches
 from lightning_decentral.planner.forecasts import strategy_of
+from lightning_decentral.planner.noise import steps_ratio
 from lightning_decentral.planner.rehearsal.batches import data_of, shared_out
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.disagreement import Drift, probed
-from lightning_decentral.planner.rehearsal.evaluation import Evaluation, held_out
-from lightning_decentral.planner.rehearsal.loop import Loop, loss_of
-from lightning_decentral.planner.rehearsal.noise import steps_ratio
+from lightning_decentral.planner.rehearsal.evaluation import HeldOutEvaluation, held_out
+from lightning_decentral.planner.rehearsal.loop import LoopSettings, loss_of
 from lightning_decentral.planner.rehearsal.rehearse import METHODS
-from lightning_decentral.planner.rehearsal.search import Course, Found, apart_now, beyond, reached, search, smoothed
+from lightning_decentral.planner.rehearsal.search import (
+    Found,
+    SearchCourse,
+    apart_now,
+    beyond,
+    reached,
+    search,
+    smoothed,
+)
 from lightning_decentral.planner.rehearsal.worker import quiet
 
 CURVES = RESULTS / "loss-per-second-2-cores.json"
 PARTS, FARTHER = (0.3, 0.4, 0.5, 0.6), (1.1, 1.2, 1.3, 1.4, 1.5)
 WORKERS, STEPS = (2, 4, 8, 16), 300
 TARGETS = {"gpt": (2.6, 2.4, 2.3), "vit": (1.6, 1.2, 0.9)}
-STACKED, REPEATS = 4, 20
 APART = {
     "gossip": "strategy=gossip",
     "gossip, ring": "strategy=gossip strategy/topology=ring",
@@ -102,10 +102,10 @@ def far() -> dict[str, Any]:
 
 def trained(recipe: str, workers: int) -> Found:
     make, evaluation = making(recipe, workers, "strategy=ddp")
-    return search(make, [1.0], Course(STEPS, 0.0, evaluation, lambda: None))
+    return search(make, [1.0], SearchCourse(STEPS, 0.0, evaluation, lambda: None))
 
 
-def making(recipe: str, workers: int, words: str) -> tuple[Callable[[float], Crew], Evaluation]:
+def making(recipe: str, workers: int, words: str) -> tuple[Callable[[float], Crew], HeldOutEvaluation]:
     """(What makes the crew at a learning rate, what its losses are taken by)."""
     cfg = composed([f"recipe={recipe}"], 0)
     data, module, _ = built(cfg)
@@ -114,9 +114,9 @@ def making(recipe: str, workers: int, words: str) -> tuple[Callable[[float], Cre
     clip = cfg.trainer.gradient_clip_val
 
     def make(rate: float) -> Crew:
-        return Crew(module, batches, strategy_of(words), workers, STEPS, loop=Loop(clip, rate, epoch, STEPS))
+        return Crew(module, batches, strategy_of(words), workers, STEPS, loop=LoopSettings(clip, rate, epoch, STEPS))
 
-    return make, Evaluation(module, held_out(module, given, None))
+    return make, HeldOutEvaluation(module, held_out(module, given, None))
 
 
 def apart(recipe: str) -> Iterator[dict[str, Any]]:
@@ -160,42 +160,6 @@ class Loss(nn.Module):
         return loss_of(self.module.training_step(batch, 0))
 
 
-def stacked(recipe: str) -> float:
-    """Processor time of forward and backward stacked, over that of one worker after the other."""
-    torch.set_num_threads(1)
-    cfg = composed([f"recipe={recipe}"], 0)
-    data, module, _ = built(cfg)
-    rows = [next(own_batches(data, STACKED, rank)) for rank in range(STACKED)]
-    workers = [Loss(quiet(copy.deepcopy(module)).train()) for _ in rows]
-    parameters, buffers = (
-        {name: torch.stack([dict(named(w))[name].detach() for w in workers]) for name, _ in named(workers[0])}
-        for named in (nn.Module.named_parameters, nn.Module.named_buffers)
-    )
-    for parameter in parameters.values():
-        parameter.requires_grad_()
-    together = tree_map(lambda *some: torch.stack(some), *rows)
-    called = vmap(lambda p, b, x: functional_call(workers[0], (p, b), (x,)), randomness="different")
-
-    def apart() -> None:
-        for worker, row in zip(workers, rows, strict=True):
-            worker(row).backward()
-
-    def at_once() -> None:
-        called(parameters, buffers, together).sum().backward()
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # no rule for flash attention: it is taken row by row
-        return _seconds(at_once) / _seconds(apart)
-
-
-def _seconds(call: Callable[[], None]) -> float:
-    call()
-    begun = time.process_time()
-    for _ in range(REPEATS):
-        call()
-    return time.process_time() - begun
-
-
 def whole() -> dict[str, Any]:
     """Minutes of the command, the profile not included; the lines behind its table; what it computes."""
     ours = str(Path(sys.executable).parent / "lightning-decentral")
@@ -224,7 +188,7 @@ def whole() -> dict[str, Any]:
 def alone_seconds(recipe: str, times: int = 100) -> float:
     """Of a forward and a backward, median of so many."""
     data, module, _ = built(composed([f"recipe={recipe}"], 0))
-    rows, model, own, found = own_batches(data, STACKED, 0), Loss(quiet(module).train()), torch.get_num_threads(), []
+    rows, model, own, found = own_batches(data, WORKERS[1], 0), Loss(quiet(module).train()), torch.get_num_threads(), []
     for threads in (own, 1):
         torch.set_num_threads(threads)
         seconds = []
@@ -252,7 +216,6 @@ def main() -> None:
         found["apart"] = {recipe: list(track(apart(recipe), recipe, total=7)) for recipe in TARGETS}
     else:
         found["beyond"] = far()
-        found["stacked"] = {recipe: stacked(recipe) for recipe in ("gpt", "vit", "resnet")}
         found["noise"] = {recipe: noisy(recipe) for recipe in TARGETS}
     Console().print(found)
     path.write_text(json.dumps({**found, "hardware": description()}, indent=1) + "\n")

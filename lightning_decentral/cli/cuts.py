@@ -48,7 +48,7 @@ class Depth:
 
 
 @dataclass(frozen=True)
-class Cuts:
+class CutsAnswer:
     """The answer: segments and verdicts by parameter, the verdicts one for each cut."""
 
     chain: str
@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> None:
     with Console(stderr=True).status("searching and verifying cuts"):
         plan = cut_plan(options.application, options.overrides)
     judged = {name: [j.verdicts[name].value for j in plan.judged] for name in plan.segment_of}
-    found = Cuts(str(plan.chain or "as named"), plan.boundaries, plan.segment_of, judged, depths(plan))
+    found = CutsAnswer(str(plan.chain or "as named"), plan.boundaries, plan.segment_of, judged, depths(plan))
     names = [f"cut {index}: before {boundary}" for index, boundary in enumerate(plan.boundaries)]
     answer(options, found, f"chain: {found.chain}", *names, verdicts(plan), depths_table(found.depths))
 

@@ -30,7 +30,7 @@ MOST_PIECES = 1_000_000
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedGangs:
     """What is printed, drawn and written.
 
     Args:
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 @dataclass(frozen=True)
-class Turn:
+class GangTurn:
     """What a device does from when to when."""
 
     job: str
@@ -66,12 +66,12 @@ class Gangs:
     """The answer: the best plan's turns."""
 
     policy: str
-    turns: list[Turn]
+    turns: list[GangTurn]
     remarks: list[str]
 
 
-def turn_of(bar: gantt.Bar) -> Turn:
-    return Turn(bar.job, str(bar.span.worker), bar.span.start, bar.span.finish)
+def turn_of(bar: gantt.Bar) -> GangTurn:
+    return GangTurn(bar.job, str(bar.span.worker), bar.span.start, bar.span.finish)
 
 
 def refuse(options: argparse.Namespace) -> None:
@@ -89,7 +89,7 @@ def refuse(options: argparse.Namespace) -> None:
         raise ValueError(f"give a file of jobs: lightning-decentral schedule jobs.yaml --policy {options.policy}")
 
 
-def jigsaw(options: argparse.Namespace) -> Planned:
+def jigsaw(options: argparse.Namespace) -> PlannedGangs:
     """Every pairing of the file's gangs; the best one's iterations.
 
     Raises:
@@ -114,7 +114,7 @@ def jigsaw(options: argparse.Namespace) -> Planned:
     spans = turns.spans()
     bars = [gantt.Bar(name, span) for (name, _, _), span in spans.items()]
     events = chrome_trace({f"{job} {k}, {span.worker}": span for (job, k, _), span in spans.items()}, "jigsaw")
-    return Planned((pairings_table(found), turns_table(best, turns)), remark, bars, events)
+    return PlannedGangs((pairings_table(found), turns_table(best, turns)), remark, bars, events)
 
 
 def pairings_table(found: Mapping[str, jig.Turns]) -> Table:
@@ -140,7 +140,7 @@ def turns_table(name: str, turns: jig.Turns) -> Table:
     return table
 
 
-def spase(options: argparse.Namespace) -> Planned:
+def spase(options: argparse.Namespace) -> PlannedGangs:
     """The allocations of the file's tables; the best one's devices and starts."""
     tables = read_tables(options.jobs)
     devices = 1 if options.devices is None else options.devices
@@ -154,7 +154,9 @@ def spase(options: argparse.Namespace) -> Planned:
     spans = found[best].spans()
     bars = [gantt.Bar(name, span) for (name, _), span in spans.items()]
     events = chrome_trace({f"{job}, {span.worker}": span for (job, _), span in spans.items()}, "spase")
-    return Planned((allocations_table(found, tables, devices), granted_table(best, found[best])), remark, bars, events)
+    return PlannedGangs(
+        (allocations_table(found, tables, devices), granted_table(best, found[best])), remark, bars, events
+    )
 
 
 def allocations_table(
@@ -220,4 +222,4 @@ def written(
     return lines
 
 
-PLANS: dict[str, Callable[[argparse.Namespace], Planned]] = {"jigsaw": jigsaw, "spase": spase}
+PLANS: dict[str, Callable[[argparse.Namespace], PlannedGangs]] = {"jigsaw": jigsaw, "spase": spase}

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from lightning_decentral.cli.answers import answer
 from lightning_decentral.cli.options import Parser, number, refuse_unwritable, whole
-from lightning_decentral.planner.network import SIZES, Meter
+from lightning_decentral.planner.network import SIZES, NetworkMeter
 from lightning_decentral.planner.plan import host_links as files
 from lightning_decentral.planner.plan.host_links import HostLinks
 from lightning_decentral.planner.plan.probes import Probe, Start, probes, refuse_differences, refuse_mistakes
@@ -33,7 +33,7 @@ Say = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class NetworkAnswer:
     """The answer: lines through what was measured, and each host's device."""
 
     network: tuple[LinkCost, ...]
@@ -125,7 +125,7 @@ def measured(
     wire: Wire, options: argparse.Namespace, plan: Sequence[Probe], device: torch.device, per_node: int, say: Say
 ) -> tuple[list[LinkCost], HostLinks | None, dict[str, str]]:
     """(lines, links between hosts where asked for, devices by host). Collective."""
-    meter = Meter(wire, device, options.sizes, options.repeats, options.longest_seconds, say)
+    meter = NetworkMeter(wire, device, options.sizes, options.repeats, options.longest_seconds, say)
     costs = meter.costs(plan)
     leaders = range(0, wire.world.size, per_node)
     named = gather_objects(wire.flags, (platform.node(), device_name(device)))
@@ -161,7 +161,7 @@ def _tell(
     if links:
         links.write(options.hosts)
         wrote.append(f"wrote {options.hosts}: lightning-decentral placement {options.hosts}")
-    answer(options, Measured(tuple(costs), dict(hosts)), shown(costs), *wrote)
+    answer(options, NetworkAnswer(tuple(costs), dict(hosts)), shown(costs), *wrote)
 
 
 def _with(profile: Profile, costs: Sequence[LinkCost], hosts: Mapping[str, str]) -> Profile:

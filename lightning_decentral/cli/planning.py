@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 @dataclass(frozen=True)
-class Method:
+class MethodAnswer:
     """One row: seconds of a step, bytes of a node's card in a step and of a device's memory."""
 
     title: str
@@ -86,21 +86,21 @@ class Method:
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlanAnswer:
     """The answer: methods, the fastest first; `best` is a title, or none where nothing fits."""
 
     workers: int
     nodes: int
-    methods: list[Method]
+    methods: list[MethodAnswer]
     refused: dict[str, str]
     best: str | None
     command: str | None
     assumptions: list[str]
 
 
-def plan_answer(found: Comparison, assumed: list[str]) -> Planned:
+def plan_answer(found: Comparison, assumed: list[str]) -> PlanAnswer:
     methods = [
-        Method(
+        MethodAnswer(
             title=row.candidate.title,
             words=row.candidate.words,
             seconds=row.forecast.seconds,
@@ -119,7 +119,7 @@ def plan_answer(found: Comparison, assumed: list[str]) -> Planned:
     cluster, best = found.setting.cluster, found.best
     refused = {refused.candidate.title: refused.reason for refused in found.refused}
     title, command = (best.candidate.title, found.command) if best else (None, None)
-    return Planned(cluster.workers, cluster.nodes, methods, refused, title, command, assumed)
+    return PlanAnswer(cluster.workers, cluster.nodes, methods, refused, title, command, assumed)
 
 
 def assumptions(options: argparse.Namespace) -> list[str]:

@@ -37,7 +37,6 @@ LEFT_OUT: dict[str, tuple[Any, ...]] = {
     "plugins": (None,),
 }
 """{what of a Trainer's changes the training: values that a rehearsal serves, the first one to give}."""
-STACKED: dict[str, bool | None] = {"auto": None, "true": True, "false": False}
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -52,9 +51,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run-steps", type=whole, help="of the run that schedules are made for (default: --steps)")
     parser.add_argument("--device", default="cpu", help="where workers are computed, cpu or cuda (default %(default)s)")
     parser.add_argument("--minutes", type=number, default=10, help="that it takes at most (default %(default)s)")
-    parser.add_argument(
-        "--stacked", choices=STACKED, default="auto", help="workers are computed at once (auto: if faster)"
-    )
     parser.add_argument("--threads", type=whole, help="workers at a time, at most (default: as many as torch has)")
     parser.add_argument("--method", action="append", help="words of a method, beside ddp; may be repeated")
     parser.add_argument("--report", type=Path, help="page to write: rehearsal.html")
@@ -97,7 +93,6 @@ def run(options: argparse.Namespace) -> None:
         per_node=options.per_node,
         clip=cfg.trainer.gradient_clip_val,
         minutes=options.minutes,
-        stacked=STACKED[options.stacked],
         threads=options.threads,
         device=options.device,
         say=lambda text: say(errors, text),

@@ -100,11 +100,11 @@ def run(options: argparse.Namespace) -> None:
     ends = {title: finish_seconds(spans) for title, spans in found.items()}
     rows = {name: outcome(jobs, there, spans) for name, spans in schedules.items()}
     lines = [*remarks, *written(options, found)]
-    answer(options, Scheduled(lower_bound_seconds(jobs, there), rows, ends, lines), *lines)
+    answer(options, ScheduleAnswer(lower_bound_seconds(jobs, there), rows, ends, lines), *lines)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class MemberOutcome:
     """Of one policy, simulated."""
 
     makespan_seconds: float
@@ -113,18 +113,18 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Scheduled:
+class ScheduleAnswer:
     """The answer: outcomes by policy; when each job ended under the first one, simulated and with --run for real."""
 
     bound_seconds: float
-    policies: dict[str, Outcome]
+    policies: dict[str, MemberOutcome]
     end_seconds: dict[str, dict[str, float]]
     remarks: list[str]
 
 
-def outcome(jobs: Sequence[Queue], there: Sequence[Processor], spans: Spans) -> Outcome:
+def outcome(jobs: Sequence[Queue], there: Sequence[Processor], spans: Spans) -> MemberOutcome:
     busy = busy_fraction(jobs, spans, there)
-    return Outcome(makespan_seconds(jobs, spans), mean_completion_seconds(jobs, spans), busy)
+    return MemberOutcome(makespan_seconds(jobs, spans), mean_completion_seconds(jobs, spans), busy)
 
 
 def refuse_unrunnable(asked: Jobs, limit_bytes: float) -> None:

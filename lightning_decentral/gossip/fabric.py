@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
-from lightning_decentral.gossip.compute.combine.rule import Rule
+from lightning_decentral.gossip.compute.combine.rule import Rule, refuse_lossy
 from lightning_decentral.gossip.compute.travel import Travel
 from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
-from lightning_decentral.gossip.rounds import Rounds, check, check_numbers, refuse_lossy
+from lightning_decentral.gossip.rounds import Rounds, check_numbers, place
 from lightning_decentral.gossip.wire.consensus import Consensus, spread
 from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.gossip.wire.island import Island, Solo
@@ -26,7 +26,6 @@ from lightning_decentral.shared.compute.layout.model import refuse_shared
 from lightning_decentral.shared.fabric.strategy import FabricWorkers
 from lightning_decentral.shared.nonfinite import BeforeUpdate
 from lightning_decentral.shared.plan.arguments import checked
-from lightning_decentral.shared.wire.agreement import start_from_worker_0
 from lightning_decentral.shared.wire.mean import Swap
 
 
@@ -84,30 +83,14 @@ class FabricGossipStrategy(FabricWorkers):
         return self.global_rank
 
     def setup_environment(self) -> None:
-        self.topology = self.topology.placed(max(1, self.num_processes))
-        self.combine = self.combine.placed(self.topology.fragments[0], self.workers)
-        check(self)
+        place(self, max(1, self.num_processes), self.workers)
         super().setup_environment()
         self.member = IslandMember(self.wire, 1, self.meet)
 
     def _making(self) -> Making:
-        rounds = Rounds(self, self.lightning_module, self.model_layout)
-        return Making(
-            rounds.mixers,
-            rounds.pack,
-            mean=self._mean_of_flat,
-            known=self.model_layout,
-            alike=self._alike,
-            meet=self._meet_in_mean,
-        )
-
-    def _mean_of_flat(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], str]:
         assert self.wire is not None
-        return self.member.mean_of_sound(tensors, self.wire.world)
-
-    def _alike(self, parameters: Sequence[nn.Parameter]) -> None:
-        assert self.wire is not None
-        start_from_worker_0(parameters, self.wire.world, self.root_device)
+        rounds = Rounds(self, self.wire, self.member, self.root_device, self.lightning_module, self.model_layout)
+        return rounds.making(meet=self._meet_in_mean)
 
     def _meet_in_mean(self, parameters: Sequence[nn.Parameter]) -> None:
         Swap(parameters, self.health.mean(parameters))  # never undone

@@ -7,10 +7,10 @@ from math import inf
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_decentral.gossip.compute.combine.rule import Rule
+from lightning_decentral.gossip.compute.combine.rule import Rule, refuse_overshoot
 from lightning_decentral.gossip.compute.error_feedback import RULE_OF_THUMB, share_that_arrives
 from lightning_decentral.gossip.compute.link import cliques_of
 from lightning_decentral.gossip.compute.travel import LACKING, UNKNOWN, Travel, agreed, kinds, none_has, pack_states
@@ -20,14 +20,15 @@ from lightning_decentral.gossip.wire.assembly import assembled
 from lightning_decentral.gossip.wire.consensus import mixer_of
 from lightning_decentral.gossip.wire.island import Island
 from lightning_decentral.gossip.wire.island_member import IslandMember
+from lightning_decentral.gossip.wire.making import Making, as_they_are
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizer_mixer import healing, parameters_of
 from lightning_decentral.shared.compute.buckets import Bucket
 from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.codec.quantize import Plain
 from lightning_decentral.shared.compute.layout.model import ModelLayout
 from lightning_decentral.shared.compute.layout.packing import with_tail
 from lightning_decentral.shared.plan.arguments import at_least
+from lightning_decentral.shared.wire.agreement import start_from_worker_0
 from lightning_decentral.shared.wire.transport import Wire
 
 
@@ -65,7 +66,7 @@ def exact_steps_of(asked: float, module: Any, broadcast: Callable[[float], float
 
 
 class GossipPlan(Protocol):
-    """The constructor's values of a strategy, and the size of the run."""
+    """The constructor's values of a strategy, whoever places its workers."""
 
     topology: Topology
     combine: Rule
@@ -76,30 +77,37 @@ class GossipPlan(Protocol):
     delay: int
     bucket_bytes: int | None
     heals: int
-    member: IslandMember
-
-    @property
-    def wire(self) -> Wire | None: ...
-    @property
-    def workers(self) -> int: ...
-    @property
-    def worker(self) -> int: ...
-    @property
-    def root_device(self) -> torch.device: ...
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """Mixers of a run, made as `wire.making.Making` asks for them.
+    """Mixers of one worker, made of the plan and of the worker's place.
 
     Args:
+        wire: to the other workers' devices.
+        member: this device's part in its island.
         module: whose parameters are mixed.
         layout: of them when the workers were compared.
     """
 
     plan: GossipPlan
+    wire: Wire
+    member: IslandMember
+    device: torch.device
     module: nn.Module
     layout: ModelLayout = field(default_factory=ModelLayout)
+
+    def making(self, exact_steps: int = 0, meet: Callable[[Sequence[nn.Parameter]], None] = as_they_are) -> Making:
+        """How the mixers of this run are made, for its `Mixers`; `meet`: x <- the mean as it is evaluated."""
+        own = self.mixers, self.pack, self.of_states
+        return Making(*own, exact_steps, self._mean_of_sound, self.layout, self._alike, meet)
+
+    def _mean_of_sound(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], str]:
+        # Not by a strategy's `mean_of`, which counts as one of Lightning's collectives: this one is a round.
+        return self.member.mean_of_sound(tensors, self.wire.world)
+
+    def _alike(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.member.alike(parameters, partial(start_from_worker_0, over=self.wire.world, device=self.device))
 
     def mixers(self) -> list[Mixer]:
         """Make the mixers of one optimizer, one for each fragment. Collective."""
@@ -114,7 +122,7 @@ class Rounds:
 
     def pack(self, parameters: Sequence[nn.Parameter]) -> list[Bucket]:
         self.layout.restore(parameters)
-        buckets = self.plan.member.pack(parameters, self.plan.bucket_bytes)
+        buckets = self.member.pack(parameters, self.plan.bucket_bytes)
         refuse_stale(self.plan.codec, self.plan.combine, buckets)
         return buckets
 
@@ -124,29 +132,22 @@ class Rounds:
 
     def _everyone(self, row: list[int]) -> list[list[int]]:
         """Gather each worker's row. Collective; not over `roll`, where a worker that has ended its epoch waits."""
-        assert self.plan.wire is not None
-        pending, rows = self.plan.wire.world.all_gather(torch.tensor(row, device=self.plan.root_device))
+        pending, rows = self.wire.world.all_gather(torch.tensor(row, device=self.device))
         pending.wait()
         return [row.tolist() for row in rows]
 
     def _mixer(self, topology: Topology, combine: Rule, codec: Codec) -> Mixer:
-        plan = self.plan
-        assert plan.wire is not None
-        where = plan.workers, plan.worker, plan.member, plan.root_device
-        cliques = cliques_of(codec, combine, topology, plan.weights, plan.workers)
-        exchange = assembled(topology, plan.weights, *where, codec, plan.delay, cliques)
-        mixer = mixer_of(combine, exchange, plan.delay, partial(plan.wire.group, None))
-        mixer.healing = healing(plan.heals if plan.member.heals else 0, self.module)
+        plan, member, world = self.plan, self.member, self.wire.world
+        workers, worker = world.size // member.devices, world.rank // member.devices
+        cliques = cliques_of(codec, combine, topology, plan.weights, workers)
+        exchange = assembled(topology, plan.weights, workers, worker, member, self.device, codec, plan.delay, cliques)
+        mixer = mixer_of(combine, exchange, plan.delay, partial(self.wire.group, None))
+        mixer.healing = healing(plan.heals if member.heals else 0, self.module)
         return mixer
 
 
 PackState = Callable[[Optimizer, str, Mapping[nn.Parameter, int]], list[Bucket]]
 """Packs one state of these parameters, as their island packs parameters, in the type that `travel.kinds` found."""
-
-
-def whole_states(optimizer: Optimizer, name: str, chosen: Mapping[nn.Parameter, int]) -> list[Bucket]:
-    """Pack a state in buckets of the default size, in one part."""
-    return pack_states(optimizer, name, chosen, None, 1)
 
 
 class StateMixer:
@@ -237,32 +238,6 @@ class StateMixer:
         self.mixer.load_state_dict(state["mixer"])
 
 
-def refuse_lossy(codec: Codec, combine: Rule) -> None:
-    """ValueError for a codec that loses too much of what the rule sends."""
-    if not (codec.complete or combine.form.differences):
-        remedy = f"use DifferenceCompression({codec}), a smaller rate; or PseudoGradient()"
-        raise ValueError(f"{codec} by itself would lose too much: {remedy}")
-    if codec.remembers and combine.form.differences:
-        inner = getattr(codec, "inner", Plain())
-        raise ValueError(
-            f"{combine} sends differences already, and an estimate of them would be sent again in each round: "
-            f"use codec={inner}"
-        )
-
-
-MOST_LENGTHENED = 1.5
-"""Largest rate of differences sent in parts; measured: at 1/64 of the elements 1.5 contracts, 2 no longer does."""
-
-
-def refuse_overshoot(codec: Codec, combine: Rule) -> None:
-    """ValueError for a momentum that goes beyond what a codec has sent before the rest arrives."""
-    if combine.form.differences and not codec.whole and combine.largest_rate > MOST_LENGTHENED:
-        raise ValueError(
-            f"{combine} goes {combine.largest_rate:.3g} times as far as was sent, lr / (1 - momentum), and {codec} "
-            f"sends the rest rounds later: keep that to {MOST_LENGTHENED}, as momentum=0 with lr=1, or use Int4()"
-        )
-
-
 def refuse_stale(codec: Codec, combine: Rule, buckets: Sequence[Bucket]) -> None:
     """ValueError for a rate over the share of a difference that arrives: what didn't is mixed again in each round."""
     if not (codec.remembers and buckets):
@@ -276,7 +251,14 @@ def refuse_stale(codec: Codec, combine: Rule, buckets: Sequence[Bucket]) -> None
         )
 
 
-def check(plan: GossipPlan) -> None:
+def place(plan: GossipPlan, per_node: int, workers: int) -> None:
+    """Give topology and rule their place in a run of so many workers, of which a node has `per_node`; and `check`."""
+    plan.topology = plan.topology.placed(per_node)
+    plan.combine = plan.combine.placed(plan.topology.fragments[0], workers)
+    check(plan, workers)
+
+
+def check(plan: GossipPlan, workers: int) -> None:
     """See that rule, topology and states go together, before any worker talks.
 
     Raises:
@@ -285,13 +267,13 @@ def check(plan: GossipPlan) -> None:
     fragments = plan.topology.fragments
     refuse_overshoot(plan.codec, plan.combine)
     for fragment in fragments:
-        plan.combine.check(fragment, plan.workers, plan.weights, plan.delay)
+        plan.combine.check(fragment, workers, plan.weights, plan.delay)
     for name, travel in plan.states.items():
         if plan.island.shards > 1 or len(fragments) > 1:
             where = f"an island that shards ({plan.island!r})" if plan.island.shards > 1 else f"{plan.topology!r}"
             raise ValueError(f"states of an optimizer don't travel with {where}: leave {name!r} out of states")
         try:
-            travel.check(plan.topology, plan.workers, plan.weights, plan.delay)
+            travel.check(plan.topology, workers, plan.weights, plan.delay)
         except ValueError as error:
             said = str(error).replace("Gossip(rate", "Travel(rate")
             raise ValueError(f"the state {name!r} can't travel so: {said}") from None

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -10,13 +9,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
-from lightning_decentral.gossip.compute.combine.rule import Rule
+from lightning_decentral.gossip.compute.combine.rule import Rule, refuse_lossy
 from lightning_decentral.gossip.compute.travel import Travel
 from lightning_decentral.gossip.islands import IslandModel, WholeMatrices, joined
 from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
-from lightning_decentral.gossip.rounds import Rounds, check, check_numbers, exact_steps_of, refuse_lossy
+from lightning_decentral.gossip.rounds import Rounds, check_numbers, exact_steps_of, place
 from lightning_decentral.gossip.summary import described
 from lightning_decentral.gossip.wire.consensus import Consensus, spread
 from lightning_decentral.gossip.wire.exchange import Traffic
@@ -35,7 +34,6 @@ from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.plan.seam import StrategyType
 from lightning_decentral.shared.replica import Evaluate, ReplicaStrategy
 from lightning_decentral.shared.updates import Mixed
-from lightning_decentral.shared.wire.agreement import start_from_worker_0
 from lightning_decentral.shared.wire.mean import Swap
 from lightning_decentral.shared.wire.meeting.layouts import Trained
 from lightning_decentral.shared.wire.transport import Wire
@@ -147,14 +145,9 @@ class GossipStrategy(ReplicaStrategy, metaclass=StrategyType):
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        self._place()
         # Before any worker talks, and with the nodes, which the topology may ask for.
-        check(self)
+        place(self, self.workers_per_node, self.workers)
         super().setup_environment()
-
-    def _place(self) -> None:
-        self.topology = self.topology.placed(self.workers_per_node)
-        self.combine = self.combine.placed(self.topology.fragments[0], self.workers)
 
     def arrange(self) -> None:
         if self.wire is not None:
@@ -182,24 +175,15 @@ class GossipStrategy(ReplicaStrategy, metaclass=StrategyType):
         self._mixers.follow(self.optimizers)
 
     def _making(self) -> Making:
-        rounds = Rounds(self, self._module, self.model_layout)
+        assert self.wire is not None
         exact = self._mixers.exact_steps
         if exact is None:
             exact = exact_steps_of(self.exact_steps, self._module, self.broadcast)
-        own = rounds.mixers, rounds.pack, rounds.of_states
-        return Making(*own, exact, self._mean_of_flat, self.model_layout, self._alike, self._meet_in_mean)
-
-    def _alike(self, parameters: Sequence[nn.Parameter]) -> None:
-        assert self.wire is not None
-        self.member.alike(parameters, partial(start_from_worker_0, over=self.wire.world, device=self.root_device))
+        rounds = Rounds(self, self.wire, self.member, self.root_device, self._module, self.model_layout)
+        return rounds.making(exact, self._meet_in_mean)
 
     def _meet_in_mean(self, parameters: Sequence[nn.Parameter]) -> None:
         Swap(parameters, self.health.mean(self.shown(parameters)))  # never undone
-
-    def _mean_of_flat(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], str]:
-        assert self.wire is not None
-        # Not by `mean_of`, which counts as one of Lightning's collectives: this one is a round.
-        return self.member.mean_of_sound(tensors, self.wire.world)
 
     # ---- a step: the island's gradients and the user's update (`ReplicaStrategy`), one round ------------------------
 

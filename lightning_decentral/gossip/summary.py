@@ -15,6 +15,7 @@ from lightning_decentral.gossip.plan.traffic import (
 )
 from lightning_decentral.gossip.plan.weights import consensus_steps, describe
 from lightning_decentral.gossip.rounds import GossipPlan
+from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.optimizer_mixer import OptimizerMixer
 from lightning_decentral.shared.replica import Evaluate
 
@@ -25,8 +26,13 @@ class DescribedPlan(GossipPlan, Protocol):
     """A plan with what else its summary contains."""
 
     evaluate: Evaluate
+    member: IslandMember
     optimizers: list[Optimizer]
 
+    @property
+    def workers(self) -> int: ...
+    @property
+    def worker(self) -> int: ...
     @property
     def workers_per_node(self) -> int: ...
     @property

@@ -15,7 +15,7 @@ AS_FAST = 0.02
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparedMethod:
     """A candidate with its forecast."""
 
     candidate: Candidate
@@ -24,7 +24,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedMethod:
     """A candidate that can't serve the cluster, and why."""
 
     candidate: Candidate
@@ -44,22 +44,22 @@ class Comparison:
     """
 
     setting: Setting
-    rows: tuple[Row, ...]
-    refused: tuple[Refused, ...]
-    best: Row | None
+    rows: tuple[ComparedMethod, ...]
+    refused: tuple[RefusedMethod, ...]
+    best: ComparedMethod | None
     stay: bool
     memory_bytes: float | None = None
     also: tuple[str, ...] = ()
 
     @property
-    def baseline(self) -> Row:
+    def baseline(self) -> ComparedMethod:
         return next(row for row in self.rows if row.candidate.words == BASELINE)
 
-    def speedup(self, row: Row) -> float:
+    def speedup(self, row: ComparedMethod) -> float:
         """Seconds of ddp over the row's."""
         return self.baseline.forecast.seconds / row.forecast.seconds
 
-    def fits(self, row: Row) -> bool:
+    def fits(self, row: ComparedMethod) -> bool:
         """Whether a device's memory holds it, if that was given."""
         return fits(row, self.memory_bytes)
 
@@ -75,7 +75,7 @@ class Comparison:
         return shlex.join([*model.words, *words, *optimizer, *where])
 
 
-def fits(row: Row, memory_bytes: float | None) -> bool:
+def fits(row: ComparedMethod, memory_bytes: float | None) -> bool:
     """Whether so much memory holds it; None holds all."""
     return memory_bytes is None or row.forecast.memory_bytes <= memory_bytes
 
@@ -116,16 +116,16 @@ def plan(
             method = method_of(strategy_of(candidate.words), setting.cluster, slices)
             method.memory_bytes(setting.without_network)  # where nothing of the network can be missing
         except ValueError as error:
-            refused.append(Refused(candidate, str(error)))
+            refused.append(RefusedMethod(candidate, str(error)))
             continue
-        rows.append(Row(candidate, method, forecast(method, setting, factors)))
+        rows.append(ComparedMethod(candidate, method, forecast(method, setting, factors)))
     best = _best(rows, memory_bytes, threshold)
     order = tuple(sorted(rows, key=lambda row: row.forecast.seconds))
     stay = best is not None and best.candidate.words == BASELINE
     return Comparison(setting, order, tuple(refused), best, stay, memory_bytes, tuple(one.words for one in asked))
 
 
-def _best(rows: Sequence[Row], memory_bytes: float | None, threshold: float) -> Row | None:
+def _best(rows: Sequence[ComparedMethod], memory_bytes: float | None, threshold: float) -> ComparedMethod | None:
     usable = [row for row in rows if row.method.equal and fits(row, memory_bytes)]
     best = chosen([(row.candidate, row.forecast.seconds) for row in usable], threshold)
     return next((row for row in usable if row.candidate is best), None)

@@ -73,7 +73,7 @@ def _floats(size_bytes: float, device: torch.device) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Meter:
+class NetworkMeter:
     """Measures groups of a world. Collective: every worker makes the same calls.
 
     Args:

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from lightning_decentral.gossip.plan.forecast import GossipForecast
 from lightning_decentral.gossip.plan.warm_start import WarmStarted
-from lightning_decentral.planner.compare import Comparison, Row
+from lightning_decentral.planner.compare import ComparedMethod, Comparison
 from lightning_decentral.planner.plan.optimizer_cost import ALIKE, MUON, products_seconds
 from lightning_decentral.shared.plan.network import Network
 from lightning_decentral.shared.plan.profile import Model
@@ -18,7 +18,7 @@ GIVEN = {"between": "--bandwidth", "inside": "--inside-bandwidth"}
 EXTRAPOLATED, REMARK, TOO_LARGE = "~", "*", "!"
 
 
-def cells(plan: Comparison, row: Row) -> tuple[str, ...]:
+def cells(plan: Comparison, row: ComparedMethod) -> tuple[str, ...]:
     """Of one method, as text."""
     found = row.forecast
     spans = (found.seconds, found.p50_seconds, found.p95_seconds, found.exposed_seconds)

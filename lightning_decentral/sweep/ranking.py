@@ -17,7 +17,7 @@ RETURNED = "returned"
 
 
 @dataclass(frozen=True)
-class Standing:
+class RankedMember:
     """A member at the end.
 
     Args:
@@ -36,7 +36,9 @@ class Standing:
         return math.inf if self.score is None else self.score.loss
 
 
-def standings(entrants: Sequence[SweepMember], outcomes: Mapping[str, JobReturn], board: Scoreboard) -> list[Standing]:
+def standings(
+    entrants: Sequence[SweepMember], outcomes: Mapping[str, JobReturn], board: Scoreboard
+) -> list[RankedMember]:
     """The best first, those that failed and those without a number last.
 
     Where members were compared it is by the best score of each, otherwise by what they returned, the lowest first.
@@ -45,12 +47,12 @@ def standings(entrants: Sequence[SweepMember], outcomes: Mapping[str, JobReturn]
     return sorted(found, key=lambda one: (one.loss, int(one.entrant.name) if one.entrant.name.isdigit() else 0))
 
 
-def _standing(entrant: SweepMember, outcome: JobReturn, board: Scoreboard) -> Standing:
+def _standing(entrant: SweepMember, outcome: JobReturn, board: Scoreboard) -> RankedMember:
     if outcome.status is not JobStatus.COMPLETED:
-        return Standing(entrant, outcome.status.name.lower(), None)
+        return RankedMember(entrant, outcome.status.name.lower(), None)
     status = "ended early" if entrant.name in board.verdicts else "completed"
     score = board.best(entrant.name) if board.histories else _returned(outcome)
-    return Standing(entrant, status, score, outcome._return_value)
+    return RankedMember(entrant, status, score, outcome._return_value)
 
 
 def _returned(outcome: JobReturn) -> Score | None:
@@ -58,7 +60,7 @@ def _returned(outcome: JobReturn) -> Score | None:
     return Score(RETURNED, "min", 0, float(value)) if isinstance(value, (int, float)) else None
 
 
-def ranking(ranked: Sequence[Standing]) -> Table:
+def ranking(ranked: Sequence[RankedMember]) -> Table:
     """A table of all, best first."""
     table = Table("rank", "member", "overrides", "objective", title=_title(ranked), title_justify="left")
     for place, one in enumerate(ranked, start=1):
@@ -68,13 +70,13 @@ def ranking(ranked: Sequence[Standing]) -> Table:
     return table
 
 
-def _title(ranked: Sequence[Standing]) -> str:
+def _title(ranked: Sequence[RankedMember]) -> str:
     first = ranked[0].score if ranked else None
     by = "" if first is None or first.metric == RETURNED else f" by {first.metric}"
     return f"Ranking{by}, {'highest' if first is not None and first.mode == 'max' else 'lowest'} first"
 
 
-def best_line(ranked: Sequence[Standing]) -> str | None:
+def best_line(ranked: Sequence[RankedMember]) -> str | None:
     """The best member's overrides, as a command line takes them; None: nobody has a number."""
     best = ranked[0]
     if best.score is None or best.loss == math.inf:
@@ -82,7 +84,7 @@ def best_line(ranked: Sequence[Standing]) -> str | None:
     return f"best: {shlex.join(best.entrant.words)} ({best.score})"
 
 
-def write_ranking(ranked: Sequence[Standing], path: Path) -> None:
+def write_ranking(ranked: Sequence[RankedMember], path: Path) -> None:
     """The same as CSV, with the folder of each."""
     with path.open("w", newline="") as file:
         rows = csv.writer(file)

@@ -20,7 +20,7 @@ from lightning_decentral.shared.wire.meeting.interrupts import terminated_as_int
 from lightning_decentral.sweep.member import SweepMember, failed
 from lightning_decentral.sweep.plan.arbiter import Arbiter, Instruction, Orders, TurnReport
 from lightning_decentral.sweep.plan.devices import environment
-from lightning_decentral.sweep.plan.policy import Watched
+from lightning_decentral.sweep.plan.policy import WatchedMember
 from lightning_decentral.sweep.plan.scores import Score, Scoreboard
 from lightning_decentral.sweep.processes import kill_group
 from lightning_decentral.sweep.record import MemberFailed, begin_record, read_record
@@ -140,7 +140,7 @@ class Sweep:
             memory_bytes=self.arbiter.memory_bytes,
             threads=max(1, cores() // len(self.arbiter.devices)),
             compared=watched is not None,
-            **asdict(watched or Watched()),
+            **asdict(watched or WatchedMember()),
         )
         process = self._starts(entrant, {**environment(member.home), **admission.variable()}, self._lifeline)
         self.processes[entrant.name] = process

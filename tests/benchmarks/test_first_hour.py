@@ -41,11 +41,10 @@ def test_a_part_goes_its_way_on_the_host(part: str) -> None:
 
 
 @pytest.mark.thorough
-def test_four_workers_are_rehearsed_stacked_as_one_after_the_other() -> None:
+def test_four_workers_are_rehearsed() -> None:
     """Three methods, of which each has its own loss."""
-    stacked, alone = (rehearsed({**SMALL, "n_layer": 1, "n_embd": 16}, "cpu", 10, how)[0] for how in (True, False))
-    assert stacked == pytest.approx(alone, abs=1e-5)
-    assert len(set(alone)) == 3
+    losses, _ = rehearsed({**SMALL, "n_layer": 1, "n_embd": 16}, "cpu", 10)
+    assert len(set(losses)) == 3
 
 
 ON_A_DEVICE = [pytest.param(case, "cuda", "gloo", marks=pytest.mark.gpu) for case in CASES]

@@ -36,14 +36,14 @@ from tests.planner.plan.test_placement import LINKS
 from tests.settings import links, model
 
 ANSWERS = {
-    "cuts": (cuts.Cuts, cuts.Depth),
-    "plan": (planning.Planned, planning.Method),
+    "cuts": (cuts.CutsAnswer, cuts.Depth),
+    "plan": (planning.PlanAnswer, planning.MethodAnswer),
     "rehearse": (rehearsing.Rehearsal, rehearsing.Rehearsed),
     "topology": (topology.Told,),
     "profile": (profile.Profiled,),
-    "network": (network.Measured,),
+    "network": (network.NetworkAnswer,),
     "placement": (placement.Placed,),
-    "schedule": (schedule.Scheduled, schedule.Outcome, gang_schedule.Gangs, gang_schedule.Turn),
+    "schedule": (schedule.ScheduleAnswer, schedule.MemberOutcome, gang_schedule.Gangs, gang_schedule.GangTurn),
 }
 PAGE = Path(__file__).parents[2] / "docs" / "commands.md"
 LONG = "network.encoder.layers.11.attention.self_attention.output_projection.weight"

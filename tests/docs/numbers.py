@@ -187,8 +187,6 @@ def rehearse() -> Iterator[str]:
     yield f"every eighth step or in streams: {min(far):.1f} to {max(far):.1f} times"
     long = found["long"]
     yield f"where a step takes 25 ms or more in {long['step_seconds_within']} of {long['values']}"
-    gpt, vit, resnet = (f"{foretold['stacked'][recipe]:.2f}" for recipe in ("gpt", "vit", "resnet"))
-    yield f"take {gpt} times as long with `gpt` on a CPU, {vit} with `vit`, {resnet} with `resnet`"
     whole = foretold["whole"]
     yield f"takes {whole['minutes']:.1f} minutes"
     yield f"The whole command takes {whole['processor_seconds'] / whole['gradient_seconds']:.2f} times"

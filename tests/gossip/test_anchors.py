@@ -31,7 +31,7 @@ from lightning_decentral.gossip import (
     Travel,
     simulate,
 )
-from lightning_decentral.gossip.rounds import check, exact_steps_of, refuse_stale
+from lightning_decentral.gossip.rounds import exact_steps_of, place, refuse_stale
 from lightning_decentral.gossip.wire.making import Making
 from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.shared.compute.layout.packing import pack
@@ -153,8 +153,7 @@ def test_what_does_not_go_together_is_said_before_anybody_talks(options: dict[st
     def set_up() -> None:
         strategy = GossipStrategy(**options)
         strategy.parallel_devices = [torch.device("cpu")] * 4
-        strategy._place()
-        check(strategy)
+        place(strategy, strategy.workers_per_node, strategy.workers)
 
     if said is None:
         set_up()

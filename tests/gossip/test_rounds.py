@@ -1,5 +1,6 @@
 """States that travel beside the parameters equal the recursion and the simulation; fragments are dealt out evenly."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from lightning_decentral.gossip import Every, Gossip, Hypercube, Int8, Own, Ring, Topology, Travel
-from lightning_decentral.gossip.compute.travel import LACKING, UNKNOWN, agreed, kinds
-from lightning_decentral.gossip.rounds import StateMixer, whole_states
+from lightning_decentral.gossip.compute.travel import LACKING, UNKNOWN, agreed, kinds, pack_states
+from lightning_decentral.gossip.rounds import StateMixer
 from lightning_decentral.gossip.wire.making import Making
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizers import Mixers
@@ -19,6 +20,7 @@ from lightning_decentral.gossip.wire.overlap import overlapped
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.gossip.wire.simulation import LinkExchange, MatrixExchange
 from lightning_decentral.optim import Muon
+from lightning_decentral.shared.compute.buckets import Bucket
 from lightning_decentral.shared.compute.layout.packing import dealt, pack
 from lightning_decentral.shared.wire.transport import Transport
 from tests.backends import Backend
@@ -26,6 +28,11 @@ from tests.gossip.wire.test_exchange import gradient, start
 
 STEPS, DIM, SIZE, MU = 9, 17, 4, 0.9
 CPU = Backend("cpu", "cpu")
+
+
+def whole_states(optimizer: Optimizer, name: str, chosen: Mapping[nn.Parameter, int]) -> list[Bucket]:
+    """In buckets of the default size, in one part."""
+    return pack_states(optimizer, name, chosen, None, 1)
 
 
 @dataclass

@@ -17,7 +17,6 @@ from lightning_decentral.gossip.plan.warm_start import WarmStarted
 from lightning_decentral.gossip.rounds import Rounds
 from lightning_decentral.gossip.summary import described
 from lightning_decentral.gossip.wire.island_member import IslandMember
-from lightning_decentral.gossip.wire.making import Making
 from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.optim import Muon
 from lightning_decentral.planner.candidates import MOMENTUM_IN_INT8, OUTER, STREAM
@@ -70,7 +69,7 @@ class Counted(Alike):
 def run_of(strategy: GossipStrategy, module: Net, optimizer: Muon) -> Any:
     """What the rounds of a run ask of it, for worker 0 of four that are alike, on nodes of their own."""
     topology = strategy.topology.placed(1)
-    told = SimpleNamespace(all_gather=lambda row: (SimpleNamespace(wait=lambda: None), [row] * SIZE))
+    told = SimpleNamespace(all_gather=lambda row: (SimpleNamespace(wait=lambda: None), [row] * SIZE), size=SIZE, rank=0)
     of_group = lambda groups: next((Counted(len(g)) for g in groups if 0 in g), None)  # noqa: E731
     wire: Any = SimpleNamespace(group=of_group, world=told)
     names = ("weights", "codec", "states", "island", "delay", "bucket_bytes", "heals", "evaluate")
@@ -85,9 +84,12 @@ def run_of(strategy: GossipStrategy, module: Net, optimizer: Muon) -> Any:
         workers_per_node=1,
         num_nodes=SIZE,
         num_processes=1,
-        root_device=torch.device("cpu"),
         optimizers=[optimizer],
     )
+
+
+def rounds_of(run: Any, module: Net) -> Rounds:
+    return Rounds(run, run.wire, run.member, torch.device("cpu"), module)
 
 
 def model_of(module: Net, optimizer: Muon) -> Model:
@@ -127,8 +129,8 @@ def test_a_forecasts_bytes_are_those_that_rounds_send(words: str) -> None:
     optimizer = module.optimizer()
     assert isinstance(strategy, GossipStrategy)
     run = run_of(strategy, module, optimizer)
-    rounds = Rounds(run, module)
-    mixers = Mixers(lambda: Making(rounds.mixers, rounds.pack, rounds.of_states))
+    rounds = rounds_of(run, module)
+    mixers = Mixers(rounds.making)
     mixers.adopt(optimizer)
     steps, Counted.headers = 12, 0  # whole periods of all
     for _ in range(steps):
@@ -150,8 +152,8 @@ def test_the_summary_says_what_a_state_adds_at_most() -> None:
     assert isinstance(strategy, GossipStrategy)
     optimizer = module.optimizer()
     run = run_of(strategy, module, optimizer)
-    rounds = Rounds(run, module)
-    mixers = Mixers(lambda: Making(rounds.mixers, rounds.pack, rounds.of_states))
+    rounds = rounds_of(run, module)
+    mixers = Mixers(rounds.making)
     mixers.adopt(optimizer)
     said = described(run, mixers)["states beside"]
     whole = 9 * 4 * SIDE * SIDE
@@ -251,7 +253,7 @@ def test_a_codec_of_differences_keeps_an_estimate_of_each_link(words: str) -> No
     module = Net()
     optimizer = module.optimizer()
     run = run_of(strategy, module, optimizer)
-    rounds = Rounds(run, module)
+    rounds = rounds_of(run, module)
     (mixer,) = rounds.mixers()
     mixer.extend(rounds.pack(list(module.parameters())))
     for _ in range(2 * run.topology.period(SIZE)):

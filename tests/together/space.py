@@ -34,7 +34,8 @@ from lightning_decentral.gossip import (
     Travel,
     Uniform,
 )
-from lightning_decentral.gossip.rounds import check, refuse_lossy
+from lightning_decentral.gossip.compute.combine.rule import refuse_lossy
+from lightning_decentral.gossip.rounds import check
 from lightning_decentral.pipeline import AverageGradients
 from tests.gossip import codecs, rules, topologies
 
@@ -303,7 +304,7 @@ def _check(case: Case) -> None:
     weights = given.get("weights") or rule.weights
     plan = {"topology": placed, "combine": rule, "weights": weights, "delay": given["delay"], "codec": codec}
     island, states = ISLANDS[case["island"]], given.get("states", {})
-    check(SimpleNamespace(**plan, island=island, states=states, workers=case.replicas))  # type: ignore[arg-type]
+    check(SimpleNamespace(**plan, island=island, states=states), case.replicas)  # type: ignore[arg-type]
     if case["method"] == "elastic":
         bounds = Elastic(workers=(case.workers, case.workers))
         elastic_rule(rule, topology or Auto(), weights, given["delay"], bounds)

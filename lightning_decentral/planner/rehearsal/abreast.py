@@ -1,23 +1,44 @@
-"""Gradients of several workers at the same time, each worker's on its thread: a small model leaves processors idle.
+"""How gradients of the workers are computed: one after the other, or several at the same time, each on its thread.
 
-A thread has its share of torch's threads, as Lightning gives each process its share of a host. What a worker computes
-is what it computes by itself, on as many: MKL's bits may differ by their number. The host's random numbers are one
-generator's for all threads: steps that draw are computed one after the other. `trial` finds out.
+A small model leaves processors idle. A thread has its share of torch's threads, as Lightning gives each process its
+share of a host. What a worker computes is what it computes by itself, on as many: MKL's bits may differ by their
+number. The host's random numbers are one generator's for all threads: steps that draw are computed one after the other.
+`jobs.threads_ratio` finds out whether threads are faster.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from threading import Barrier, Semaphore
 from typing import Any, TypeVar
 
 import torch
 
 from lightning_decentral.planner.rehearsal.members.member import CPU
-from lightning_decentral.planner.rehearsal.turns import Meeting, OwnTurn, generators, same
-from lightning_decentral.planner.rehearsal.ways import Way
+from lightning_decentral.planner.rehearsal.turns import OwnTurn, WorkersBarrier, generators, same
 
 Result = TypeVar("Result")
+
+
+class Way:
+    """One worker after the other.
+
+    Workers call from their threads, in the order in which Lightning's loop comes to it.
+    """
+
+    def shared(self) -> AbstractContextManager[None]:
+        """Around the steps, of who waits for all workers."""
+        return nullcontext()
+
+    def forward(self, worker: int, step: Callable[..., Any], batch: Sequence[Any]) -> Any:
+        """What a `training_step` with these arguments returns."""
+        return step(*batch)
+
+    def end(self, worker: int) -> None:
+        """The gradients are there, or where workers drift the update is made; called again it does nothing."""
+
+    def close(self) -> None:
+        """Who waits, or will, ends."""
 
 
 @contextmanager
@@ -75,11 +96,14 @@ class Abreast(Way):
     def __init__(self, name: str, workers: int, turn: OwnTurn, threads: int) -> None:
         self._name, self._turn, self._places, self._step = name, turn, Semaphore(threads), -1
         self._share = max(1, torch.get_num_threads() // threads)
-        self._begun, self._ended = Meeting(turn, workers, self._begin), Meeting(turn, workers, self._compare)
+        self._begun, self._ended = (
+            WorkersBarrier(turn, workers, self._begin),
+            WorkersBarrier(turn, workers, self._compare),
+        )
         self._within = [ExitStack() for _ in range(workers)]
         self._inside = [False] * workers
 
-    def shared(self) -> Any:
+    def shared(self) -> AbstractContextManager[None]:
         return threads_each(self._share)
 
     def _begin(self) -> None:

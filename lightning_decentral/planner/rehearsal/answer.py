@@ -7,7 +7,7 @@ from math import inf
 
 from lightning_decentral.planner.candidates import BASELINE, Candidate, in_full
 from lightning_decentral.planner.compare import THRESHOLD, chosen
-from lightning_decentral.planner.rehearsal.noise import steps_ratio
+from lightning_decentral.planner.noise import steps_ratio
 from lightning_decentral.planner.rehearsal.search import BEYOND
 from lightning_decentral.planner.variations import Cell
 

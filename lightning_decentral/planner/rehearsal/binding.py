@@ -23,11 +23,11 @@ from torch.autograd import Variable
 from torch.optim import LBFGS, Optimizer
 
 from lightning_decentral.optim.joined import ELEMENTWISE, JoinedUpdate
-from lightning_decentral.planner.rehearsal.loop import Loop, OwnRates, loss_of, one_of, scale
-from lightning_decentral.planner.rehearsal.members.member import Member, Place
+from lightning_decentral.planner.rehearsal.abreast import Way
+from lightning_decentral.planner.rehearsal.loop import LoopSettings, OwnRates, loss_of, one_of, scale
+from lightning_decentral.planner.rehearsal.members.member import Member, MemberPlace
 from lightning_decentral.planner.rehearsal.members.strategies import member_of
-from lightning_decentral.planner.rehearsal.turns import Meeting, OwnTurn, Quota
-from lightning_decentral.planner.rehearsal.ways import Way
+from lightning_decentral.planner.rehearsal.turns import OwnTurn, Quota, WorkersBarrier
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
 from lightning_decentral.shared.wire.in_process import InProcessTransport, Mailboxes
 from lightning_decentral.shared.wire.in_process_group import InProcessGroup, ThreadsWorld
@@ -52,12 +52,12 @@ class Common:
     """
 
     strategy: object
-    loop: Loop
+    loop: LoopSettings
     boxes: Mailboxes
     turn: OwnTurn
     quota: Quota
-    look: Meeting
-    meet: Meeting
+    look: WorkersBarrier
+    meet: WorkersBarrier
     folder: str
     world: ThreadsWorld = field(default_factory=ThreadsWorld)
     way: Way = field(default_factory=Way)
@@ -98,7 +98,7 @@ class Binding(DDPStrategy):
 
     member: Member
 
-    def __init__(self, place: Place, common: Common) -> None:
+    def __init__(self, place: MemberPlace, common: Common) -> None:
         super().__init__()
         self._place, self._common = place, common
         self._group = InProcessGroup(InProcessTransport(common.boxes, "default", place.worker, place.workers))
@@ -248,8 +248,7 @@ class Binding(DDPStrategy):
         if is_overridden("backward", module) and loss.device.type == "cpu":  # what follows in it sees means, too
             loss.register_hook(lambda _: Variable._execution_engine.queue_callback(end))
         with self.member.backward():
-            back = partial(plugin.backward, loss, module, optimizer, *args, **kwargs)
-            self._common.way.backward(self.global_rank, back)
+            plugin.backward(loss, module, optimizer, *args, **kwargs)
         end()
         return plugin.post_backward(loss, module)
 

@@ -1,10 +1,9 @@
 """So many workers under one strategy in one process: Lightning's own loop, the strategy's own rules, mixers and codecs.
 
 Each worker is a Trainer in a thread, one of which runs at a time: who waits for a message, or for further steps, lets
-the others go on. Gradients are computed one after the other, some at a time (`abreast`), or at once (`stacked`). On the
-CPU every worker's parameters are, bit for bit, those of the run on so many processes that gets the same batches, each
-with as many threads of torch's, but where more than two all-reduce, whose sums are rounded in another order, and where
-gradients are stacked.
+the others go on. Gradients are computed one after the other, or some at a time (`abreast`). On the CPU every worker's
+parameters are, bit for bit, those of the run on so many processes that gets the same batches, each with as many threads
+of torch's, but where more than two all-reduce, whose sums are rounded in another order.
 """
 
 import copy
@@ -20,25 +19,19 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from torch import Tensor
 from torch.optim import LBFGS
 
-from lightning_decentral.planner.rehearsal.abreast import Abreast
+from lightning_decentral.planner.noise import NoiseScale
+from lightning_decentral.planner.rehearsal.abreast import Abreast, Way
 from lightning_decentral.planner.rehearsal.binding import Common
-from lightning_decentral.planner.rehearsal.loop import Loop
-from lightning_decentral.planner.rehearsal.members.member import Member, Place
-from lightning_decentral.planner.rehearsal.noise import NoiseScale
-from lightning_decentral.planner.rehearsal.stacked import Stacked
-from lightning_decentral.planner.rehearsal.turns import Meeting, OwnTurn, Quota
-from lightning_decentral.planner.rehearsal.ways import Way
-from lightning_decentral.planner.rehearsal.worker import Worker
+from lightning_decentral.planner.rehearsal.loop import LoopSettings
+from lightning_decentral.planner.rehearsal.members.member import Member, MemberPlace
+from lightning_decentral.planner.rehearsal.turns import OwnTurn, Quota, WorkersBarrier
+from lightning_decentral.planner.rehearsal.worker import RehearsedWorker
 from lightning_decentral.shared.compute.layout.model import described, refuse_shared
 from lightning_decentral.shared.wire.in_process import Mailboxes, in_process_broadcast, in_process_wire
-
-OWN_BACKWARD = ("backward", "on_before_backward")
-"""Hooks that ask for a loss with a graph."""
 
 
 class Crew:
@@ -49,8 +42,7 @@ class Crew:
         strategy: only read.
         steps: of the whole rehearsal, for what is a share of it.
         per_node: workers on a node, for topologies that ask.
-        stacked: gradients are computed at once where the strategy and the batches allow it (`trial`).
-        threads: on which gradients are computed else, where the strategy allows it; steps draw no random numbers then.
+        threads: on which gradients are computed, where the strategy allows it; steps draw no random numbers then.
 
     Attributes:
         alike: workers stay equal.
@@ -71,29 +63,30 @@ class Crew:
         steps: int,
         *,
         per_node: int = 1,
-        loop: Loop | None = None,
-        stacked: bool = False,
+        loop: LoopSettings | None = None,
         threads: int = 1,
     ) -> None:
         described(module)  # as at the set-up of a run
         refuse_shared(module)  # a copy parts what shares memory
-        loop = loop or Loop()
+        loop = loop or LoopSettings()
         boxes, turn, self.noise = Mailboxes(), OwnTurn(loop.device), NoiseScale()
         boxes.turn = turn
-        look, meet = Meeting(turn, workers, self._look), Meeting(turn, workers)
+        look, meet = WorkersBarrier(turn, workers, self._look), WorkersBarrier(turn, workers)
         folder = tempfile.mkdtemp(prefix="rehearsal-")
         self._tidy = weakref.finalize(self, shutil.rmtree, folder, True)
         self._common = Common(strategy, loop, boxes, turn, Quota(turn, workers), look, meet, folder)
         self._boxes, self._steps, self.device = boxes, 0, loop.device
         self.losses: list[Tensor] = []
 
-        def placed(rank: int) -> Place:
+        def placed(rank: int) -> MemberPlace:
             wire, hands = in_process_wire(boxes, rank, workers), in_process_broadcast(boxes, rank, workers)
-            return Place(wire, hands, meet, rank, workers, per_node, steps, loop.device)
+            in_turn = lambda: self._common.way.end(rank)  # noqa: E731  # the way is known later
+            return MemberPlace(wire, hands, meet, in_turn, rank, workers, per_node, steps, loop.device)
 
         with _silence():
             self.workers = [
-                Worker(copy.deepcopy(module), batches(rank), placed(rank), self._common) for rank in range(workers)
+                RehearsedWorker(copy.deepcopy(module), batches(rank), placed(rank), self._common)
+                for rank in range(workers)
             ]
         self._threads = [Thread(target=worker.run, daemon=True) for worker in self.workers]
         try:
@@ -102,7 +95,7 @@ class Crew:
                     thread.start()
                 self._common.quota.allow(0)
             self._to(0)
-            self._common.way = self._way(stacked, threads)
+            self._common.way = self._way(threads)
         except BaseException:
             self.__exit__()
             raise
@@ -112,19 +105,13 @@ class Crew:
         """How gradients are computed."""
         return self._common.way
 
-    @property
-    def stacks(self) -> bool:
-        """Whether the last step was computed at once."""
-        return self._common.way.together
-
-    def _way(self, stacked: bool, threads: int) -> Way:
-        apart, turn = all(member.stacks for member in self.members), self._common.turn
+    def _way(self, threads: int) -> Way:
         first = self.workers[0]
+        apart = all(member.apart for member in self.members)
         apart &= not isinstance(first.optimizer, LBFGS)  # another number of gradients on each
-        if stacked and apart and not any(is_overridden(name, first.module) for name in OWN_BACKWARD):
-            return Stacked(self.workers, turn)
-        name = type(first.module).__name__
-        return Abreast(name, len(self.workers), turn, threads) if threads > 1 and apart else Way()
+        if threads == 1 or not apart:
+            return Way()
+        return Abreast(type(first.module).__name__, len(self.workers), self._common.turn, threads)
 
     @property
     def members(self) -> list[Member]:

@@ -29,7 +29,7 @@ from torch import Tensor
 from lightning_decentral.gossip.strategy import GossipStrategy
 from lightning_decentral.gossip.wire.simulation import simulate
 from lightning_decentral.planner.rehearsal.crew import Crew
-from lightning_decentral.planner.rehearsal.evaluation import Evaluation
+from lightning_decentral.planner.rehearsal.evaluation import HeldOutEvaluation
 
 ALONE = 8
 """Updates of a probe without a word."""
@@ -100,7 +100,7 @@ class Drift:
         return float((late - late.mean(1, keepdim=True)).square().mean())
 
 
-def probed(crew: Crew, evaluation: Evaluation, rate: float) -> Drift | None:
+def probed(crew: Crew, evaluation: HeldOutEvaluation, rate: float) -> Drift | None:
     """Of workers that drift, after their last round: they begin at their mean, and go on without a word.
 
     Args:

@@ -27,7 +27,7 @@ PAIRED = 4
 """Of these, where losses are compared on the same batches: what makes one batch harder is in both, and falls out."""
 
 
-class Evaluation:
+class HeldOutEvaluation:
     """mean_b loss(mean_i x_i, batch b): `training_step` in evaluation mode, without dropout.
 
     Args:

@@ -1,8 +1,9 @@
-"""A method on so many workers: how long a step of it takes here, and what it comes to."""
+"""A method on so many workers: how long a step of it takes here, on threads or without, and what it comes to."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import median
 from time import monotonic
 from typing import Any
 
@@ -17,8 +18,9 @@ from lightning_decentral.planner.rehearsal.answer import Reached
 from lightning_decentral.planner.rehearsal.batches import shared_out
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.disagreement import Drift
-from lightning_decentral.planner.rehearsal.loop import Loop
-from lightning_decentral.planner.rehearsal.search import Course, search, updates
+from lightning_decentral.planner.rehearsal.loop import LoopSettings
+from lightning_decentral.planner.rehearsal.members.strategies import SendsNothing
+from lightning_decentral.planner.rehearsal.search import SearchCourse, search, updates
 from lightning_decentral.planner.variations import RUNS
 from lightning_decentral.shared.plan.forecast import Cluster, Method, Setting, drawn, forecast
 from lightning_decentral.shared.plan.network import Network
@@ -30,16 +32,18 @@ WARM, PROBE = 2, 3
 """Steps before a probe, and those that it times."""
 NEGLIGIBLE = 1e-3
 """Of the loss: a disagreement that costs no more isn't seen among the seeds of one method."""
+PAIRS, LONG_SECONDS = 7, 1.0
+"""Steps on threads and one after the other that are timed at most; none begins after so long."""
 
 
 @dataclass(frozen=True)
 class Ask:
-    """What all methods are rehearsed alike with; arguments as of `rehearse`, but `stacked`: for which workers, and
-    `threads`: on how many, for which workers; `data`: what workers get copies of."""
+    """What all methods are rehearsed alike with; arguments as of `rehearse`, but `threads`: on how many, for which
+    workers; `data`: what workers get copies of."""
 
     module: LightningModule
     data: Any
-    course: Course
+    course: SearchCourse
     rates: tuple[float, ...]
     seeds: int
     run_steps: int
@@ -48,7 +52,6 @@ class Ask:
     per_node: int
     clip: float | None
     device: torch.device
-    stacked: frozenset[int] = frozenset()
     threads: Mapping[int, int] = field(default_factory=dict)
 
     @property
@@ -58,7 +61,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Job:
+class RehearsalJob:
     """A method on so many workers."""
 
     workers: int
@@ -74,10 +77,9 @@ class Job:
 
     def crew(self, ask: Ask, seed: int, rate: float) -> Crew:
         batches, _ = shared_out(ask.data, self.workers)
-        loop = Loop(ask.clip, rate, None, ask.run_steps, seed, ask.device)
+        loop = LoopSettings(ask.clip, rate, None, ask.run_steps, seed, ask.device)
         given = ask.module, batches, self.strategy, self.workers, ask.run_steps
-        stacked, threads = self.workers in ask.stacked, ask.threads.get(self.workers, 1)
-        return Crew(*given, per_node=ask.per_node, loop=loop, stacked=stacked, threads=threads)
+        return Crew(*given, per_node=ask.per_node, loop=loop, threads=ask.threads.get(self.workers, 1))
 
 
 @dataclass(frozen=True)
@@ -95,18 +97,18 @@ class Foreknowledge:
     drift: Drift
     came: float
 
-    def apart(self, ask: Ask, job: Job, learning_rate: float | Sequence[float]) -> float | None:
+    def apart(self, ask: Ask, job: RehearsalJob, learning_rate: float | Sequence[float]) -> float | None:
         """What the disagreement of workers costs, foretold; of gossip."""
         strategy = job.strategy
         if not isinstance(strategy, GossipStrategy):
             return None
         return self.drift.apart(strategy, job.workers, ask.per_node, learning_rate)
 
-    def at_most(self, ask: Ask, job: Job) -> float | None:
+    def at_most(self, ask: Ask, job: RehearsalJob) -> float | None:
         """While workers learn fast, at the largest of the learning rates."""
         return self.apart(ask, job, self.drift.learning_rate * max(ask.rates) / self.drift.rate)
 
-    def rates(self, ask: Ask, job: Job) -> tuple[float, ...]:
+    def rates(self, ask: Ask, job: RehearsalJob) -> tuple[float, ...]:
         """To try: one, where rule and updates are the same, on as many workers, and their disagreement costs
         nothing."""
         if job.workers != self.workers or _updates(job.strategy) != _updates(self.of):
@@ -129,7 +131,7 @@ def _updates(strategy: Strategy) -> object:
     return strategy.combine, strategy.states, strategy.exact_steps
 
 
-def timed(ask: Ask, job: Job) -> float:
+def timed(ask: Ask, job: RehearsalJob) -> float:
     """Seconds of a step, with its part of a validation; it also meets what would refuse the method."""
     _step_seconds(ask, job)
     with job.crew(ask, 0, 1.0) as crew:
@@ -142,7 +144,31 @@ def timed(ask: Ask, job: Job) -> float:
         return (trained - begun) / PROBE + (monotonic() - trained) / ask.course.every
 
 
-def rehearsed(ask: Ask, job: Job, known: Foreknowledge | None) -> tuple[Reached, Foreknowledge | None]:
+def threads_ratio(module: LightningModule, data: Any, workers: int, loop: LoopSettings, threads: int) -> float | None:
+    """Seconds of a step on so many threads over those one after the other, medians, of workers that send nothing.
+
+    None: steps draw random numbers, or fail, and whoever trains these workers hears why.
+    """
+    given = module, shared_out(data, workers)[0], SendsNothing(), workers, 1
+    try:
+        with Crew(*given, loop=loop) as apart, Crew(*given, loop=loop, threads=threads) as some:
+            pairs = [(_seconds(some), _seconds(apart))]  # left out below: what is made once is made here
+            end = monotonic() + LONG_SECONDS
+            while len(pairs) < 2 or (len(pairs) <= PAIRS and monotonic() < end):
+                pairs.append((_seconds(some), _seconds(apart)))
+    except Exception:  # the module's own
+        return None
+    on_threads, one_by_one = zip(*pairs[1:], strict=True)
+    return float(median(on_threads) / median(one_by_one))
+
+
+def _seconds(crew: Crew) -> float:
+    begun = monotonic()
+    crew.train(1)
+    return monotonic() - begun
+
+
+def rehearsed(ask: Ask, job: RehearsalJob, known: Foreknowledge | None) -> tuple[Reached, Foreknowledge | None]:
     """(What it came to, what is known of gossip from now on)."""
     probes = known is None or known.workers != job.workers
     first = search(partial(job.crew, ask, 0), ask.rates, replace(ask.course, probes=probes))
@@ -177,14 +203,14 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _step_seconds(ask: Ask, job: Job) -> float | None:
+def _step_seconds(ask: Ask, job: RehearsalJob) -> float | None:
     if ask.profile is None:
         return None
     cost, where = _costs(ask, job)
     return forecast(cost, where, drawn(ask.profile.variation, job.workers)).seconds
 
 
-def _step_seconds_at(ask: Ask, job: Job) -> dict[float, float]:
+def _step_seconds_at(ask: Ask, job: RehearsalJob) -> dict[float, float]:
     """By bytes per second of a network card, at the latency that is there; nothing where nobody knows one."""
     if ask.profile is None:
         return {}
@@ -197,7 +223,7 @@ def _step_seconds_at(ask: Ask, job: Job) -> dict[float, float]:
     return {r: float(cost.seconds(replace(where, network=link), factors).mean()) for r, link in links.items()}
 
 
-def _costs(ask: Ask, job: Job) -> tuple[Method, Setting]:
+def _costs(ask: Ask, job: RehearsalJob) -> tuple[Method, Setting]:
     assert ask.profile is not None
     where = Setting(ask.profile.model, ask.network or Network(ask.profile.network), Cluster(job.workers, ask.per_node))
     return method_of(job.strategy, where.cluster, 1), where

@@ -16,7 +16,7 @@ RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 
 
 @dataclass(frozen=True)
-class Loop:
+class LoopSettings:
     """What a Trainer adds to a module.
 
     Args:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from time import monotonic
 from typing import Any, TypeVar
 
 import torch
@@ -12,15 +13,13 @@ from torch.utils.data import DataLoader
 
 from lightning_decentral.planner.candidates import BASELINE, OUTER, STREAM, Candidate
 from lightning_decentral.planner.forecasts import strategy_of
-from lightning_decentral.planner.rehearsal import trial
 from lightning_decentral.planner.rehearsal.answer import Answer, Reached, ordered, said
 from lightning_decentral.planner.rehearsal.batches import data_of
-from lightning_decentral.planner.rehearsal.clock import Clock, OutOfTime
-from lightning_decentral.planner.rehearsal.evaluation import Evaluation, held_out
-from lightning_decentral.planner.rehearsal.jobs import Ask, Foreknowledge, Job, rehearsed, timed
-from lightning_decentral.planner.rehearsal.loop import Loop
+from lightning_decentral.planner.rehearsal.evaluation import HeldOutEvaluation, held_out
+from lightning_decentral.planner.rehearsal.jobs import Ask, Foreknowledge, RehearsalJob, rehearsed, threads_ratio, timed
+from lightning_decentral.planner.rehearsal.loop import LoopSettings
 from lightning_decentral.planner.rehearsal.members.member import CPU
-from lightning_decentral.planner.rehearsal.search import Course
+from lightning_decentral.planner.rehearsal.search import SearchCourse
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.plan.network import Network
 from lightning_decentral.shared.plan.profile import Profile
@@ -39,9 +38,7 @@ FEWEST = 10
 MARGIN = 0.9
 """Of the time that is left, what steps are planned for."""
 PAYS = 0.9
-"""Of the time of one worker after the other: what gains less isn't worth that bits differ."""
-APART = "one after the other"
-"""How workers are computed where nothing is faster, said."""
+"""Of the time of one worker after the other: threads that gain less aren't taken."""
 Result = TypeVar("Result")
 
 
@@ -62,7 +59,6 @@ def rehearse(
     per_node: int = 1,
     clip: float | None = None,
     minutes: float = 10.0,
-    stacked: bool | None = None,
     threads: int | None = None,
     device: str = "cpu",
     say: Callable[[str], None] = lambda text: None,
@@ -82,8 +78,6 @@ def rehearse(
         network: that they are forecast on; the profile's.
         clip: the Trainer's `gradient_clip_val`.
         minutes: it takes at most: fewer steps where they wouldn't do, and methods that get no turn are said.
-        stacked: all workers' gradients are computed at once, equal to rounding; None: where that is faster. One after
-            the other where the module doesn't allow it, which is said.
         threads: of so many workers gradients are computed at the same time at most, where that is faster and no step
             draws random numbers; None: as many as torch has threads, which they share. On a device it is one.
         device: "cpu", or "cuda" for the first device that is visible.
@@ -98,18 +92,52 @@ def rehearse(
     clock, place = Clock(minutes), _device(device)
     most = (threads or torch.get_num_threads()) if place == CPU else 1
     given = data_of(data)
-    evaluation = Evaluation(module, held_out(module, given, validation), place, most)
+    evaluation = HeldOutEvaluation(module, held_out(module, given, validation), place, most)
     if left_out := [name for name in dir(LightningModule) if "on_validation" in name and is_overridden(name, module)]:
         say(f"not called, as a rehearsal validates by training_step: {', '.join(left_out)} of {type(module).__name__}")
-    course = Course(steps, target, evaluation, clock.tick)
+    course = SearchCourse(steps, target, evaluation, clock.tick)
     ask = Ask(module, given, course, tuple(rates), seeds, run_steps or steps, profile, network, per_node, clip, place)
     chosen = METHODS if methods is None else _asked(methods)
     # All methods on one number of workers before the next: if time ends, what is there can be compared.
-    jobs = [Job(count, method) for count in sorted(set(workers)) for method in chosen]
-    return Rehearsal(_fastest(ask, workers, stacked, most, say), clock, say).of(jobs)
+    jobs = [RehearsalJob(count, method) for count in sorted(set(workers)) for method in chosen]
+    return RehearsalRun(_on_threads(ask, workers, most, say), clock, say).of(jobs)
 
 
-class Rehearsal:
+class OutOfTime(Exception):
+    """The minutes are over."""
+
+
+class Clock:
+    """Begins now."""
+
+    def __init__(self, minutes: float) -> None:
+        self.minutes, self._begun = minutes, monotonic()
+        self._expected, self._taken = 0.0, 0.0
+
+    @property
+    def rest(self) -> float:
+        """Seconds until the minutes are over."""
+        return max(0.0, self._begun + 60 * self.minutes - monotonic())
+
+    def tick(self) -> None:
+        """Raises OutOfTime behind the end."""
+        if not self.rest:
+            raise OutOfTime
+
+    def counted(self, expected: float, call: Callable[[], Result]) -> Result:
+        """What the call returns; its seconds correct what is expected of others."""
+        begun = monotonic()
+        found = call()
+        self._expected, self._taken = self._expected + expected, self._taken + monotonic() - begun
+        return found
+
+    def left(self, expected: float) -> float:
+        """Seconds that so much expected work takes, at the pace so far, and no more than there are."""
+        pace = self._taken / self._expected if self._expected else 1.0
+        return min(self.rest, expected * pace)
+
+
+class RehearsalRun:
     """Of jobs one after the other, within the minutes."""
 
     def __init__(self, ask: Ask, clock: Clock, say: Callable[[str], None]) -> None:
@@ -117,14 +145,14 @@ class Rehearsal:
         self._refused: dict[str, str] = {}
         self._known: Foreknowledge | None = None
 
-    def of(self, jobs: Sequence[Job]) -> Answer:
+    def of(self, jobs: Sequence[RehearsalJob]) -> Answer:
         seconds = self._each(jobs, lambda job: timed(self._ask, job))
         self._ask = _fitted(self._ask, sum(seconds.values()), self._clock, self._say)
         left = {job: each * self._ask.updates for job, each in seconds.items()}
         rows = self._each(list(left), lambda job: self._one(job, left, len(seconds)))
         return Answer(self._ask.course.target, self._ask.course.steps, ordered(list(rows.values())), self._refused)
 
-    def _one(self, job: Job, left: dict[Job, float], count: int) -> Reached:
+    def _one(self, job: RehearsalJob, left: dict[RehearsalJob, float], count: int) -> Reached:
         """Of a job, whose expected seconds are no longer left."""
         minutes = self._clock.left(sum(left.values())) / 60
         self._say(f"{count - len(left) + 1} of {count}: {job.name}, {minutes:.1f} minutes are left")
@@ -137,14 +165,14 @@ class Rehearsal:
             self._foretell(self._known, left)
         return found
 
-    def _foretell(self, known: Foreknowledge, jobs: Iterable[Job]) -> None:
+    def _foretell(self, known: Foreknowledge, jobs: Iterable[RehearsalJob]) -> None:
         """What workers of the methods to come lose by their disagreement."""
         costs = {job.name: known.at_most(self._ask, job) for job in jobs}
         told = [f"{name} {cost:.4f}" for name, cost in costs.items() if cost is not None]
         if told:
             self._say(f"  foretold: what workers' own models lose to their mean at most, {', '.join(told)}")
 
-    def _shortened(self, job: Job) -> Ask:
+    def _shortened(self, job: RehearsalJob) -> Ask:
         """With the learning rates that are worth trying."""
         rates = self._ask.rates if self._known is None else self._known.rates(self._ask, job)
         if len(rates) < len(self._ask.rates):
@@ -152,7 +180,7 @@ class Rehearsal:
             self._say(f"  {why}: learning rates times {rates[0]:g} only")
         return replace(self._ask, rates=rates)
 
-    def _each(self, jobs: Sequence[Job], call: Callable[[Job], Result]) -> dict[Job, Result]:
+    def _each(self, jobs: Sequence[RehearsalJob], call: Callable[[RehearsalJob], Result]) -> dict[RehearsalJob, Result]:
         """Of those that end well; why the others don't joins what was refused."""
         found = {}
         for job in jobs:
@@ -168,22 +196,16 @@ class Rehearsal:
         return found
 
 
-def _fastest(ask: Ask, workers: Sequence[int], stacked: bool | None, most: int, say: Callable[[str], None]) -> Ask:
-    """With the way to the gradients that is the fastest, of each number of workers."""
-    threads, at_once = dict(ask.threads), set(ask.stacked)
+def _on_threads(ask: Ask, workers: Sequence[int], most: int, say: Callable[[str], None]) -> Ask:
+    """With threads where they are faster, of each number of workers."""
+    threads = dict(ask.threads)
     for count in sorted(set(workers)):
-        loop, some, best = Loop(run_steps=ask.run_steps, device=ask.device), min(count, most), 1.0
-        ratio = trial.abreast(ask.module, ask.data, count, loop, some) if some > 1 else None
+        loop, some = LoopSettings(run_steps=ask.run_steps, device=ask.device), min(count, most)
+        ratio = threads_ratio(ask.module, ask.data, count, loop, some) if some > 1 else None
         if ratio is not None and ratio < PAYS:
-            threads[count], best = some, ratio
-            say(f"{count} workers are computed {some} at a time, in {ratio:.2f} of the time of {APART}")
-        ratio, why = (None, "") if stacked is False else trial.stacked(ask.module, ask.data, count, loop)
-        if why:
-            say(f"{count} workers are computed {f'{some} at a time' if count in threads else APART}: {why}")
-        elif ratio is not None and (stacked or ratio < PAYS * best):
-            at_once.add(count)
-            say(f"{count} workers are computed at once, in {ratio:.2f} of the time of {APART}")
-    return replace(ask, threads=threads, stacked=frozenset(at_once))
+            threads[count] = some
+            say(f"{count} workers are computed {some} at a time, in {ratio:.2f} of the time of one after the other")
+    return replace(ask, threads=threads)
 
 
 def _fitted(ask: Ask, step_seconds: float, clock: Clock, say: Callable[[str], None]) -> Ask:

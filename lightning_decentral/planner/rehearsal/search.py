@@ -17,7 +17,7 @@ import numpy as np
 
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.disagreement import Drift, probed
-from lightning_decentral.planner.rehearsal.evaluation import PAIRED, Evaluation
+from lightning_decentral.planner.rehearsal.evaluation import PAIRED, HeldOutEvaluation
 
 MARKS = 20
 """In the steps of a rehearsal."""
@@ -75,7 +75,7 @@ class Early:
 
 
 @dataclass(frozen=True)
-class Course:
+class SearchCourse:
     """What all rates and seeds are trained alike towards.
 
     Args:
@@ -85,7 +85,7 @@ class Course:
 
     steps: int
     target: float
-    evaluation: Evaluation
+    evaluation: HeldOutEvaluation
     tick: Callable[[], None]
     probes: bool = False
 
@@ -101,7 +101,7 @@ class Track:
 
     rate: float
     crew: Crew
-    course: Course
+    course: SearchCourse
     marks: list[Point] = field(default_factory=list)
 
     @property
@@ -155,7 +155,7 @@ class Track:
         return Early(learning_rate, apart, drift)
 
 
-def apart_now(crew: Crew, evaluation: Evaluation) -> float:
+def apart_now(crew: Crew, evaluation: HeldOutEvaluation) -> float:
     """mean_i loss(x_i) - loss(mean_i x_i), 1/2 tr(H C) for curvature H and covariance C of the workers' models."""
     if crew.alike:
         return 0.0
@@ -206,7 +206,7 @@ def updates(rates: int, steps: int) -> int:
     return done
 
 
-def search(make: Callable[[float], Crew], rates: Sequence[float], course: Course) -> Found:
+def search(make: Callable[[float], Crew], rates: Sequence[float], course: SearchCourse) -> Found:
     """Of the rates, the one that reaches the target soonest or else has the lowest loss.
 
     Args:

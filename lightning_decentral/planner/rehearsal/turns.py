@@ -69,8 +69,7 @@ class OwnTurn(Turn):
     def passed_on(self) -> Iterator[None]:
         if self._whose != get_ident() and getattr(self._own, "states", None) is not None:
             raise ValueError(
-                "a step asks the other workers, which are computed at the same time: give threads=1 and stacked=False "
-                "(--threads 1 --stacked false)"
+                "a step asks the other workers, which are computed at the same time: give threads=1 (--threads 1)"
             )
         with super().passed_on():
             yield
@@ -86,7 +85,7 @@ class OwnTurn(Turn):
             rank_zero_only.rank = rank  # type: ignore[attr-defined]
 
 
-class Meeting:
+class WorkersBarrier:
     """All workers come, the last one makes the call, and all go on; an error of the call ends all."""
 
     def __init__(self, turn: Turn, workers: int, call: Callable[[], None] = lambda: None) -> None:

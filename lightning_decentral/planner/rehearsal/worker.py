@@ -8,8 +8,8 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch.optim import Optimizer
 
 from lightning_decentral.planner.rehearsal.binding import Binding, Common, Park
-from lightning_decentral.planner.rehearsal.loop import Loop as Loop  # of a crew
-from lightning_decentral.planner.rehearsal.members.member import Member, Place
+from lightning_decentral.planner.rehearsal.loop import LoopSettings as LoopSettings  # of a crew
+from lightning_decentral.planner.rehearsal.members.member import Member, MemberPlace
 from lightning_decentral.planner.rehearsal.turns import Ended
 
 QUIET: dict[str, Any] = {
@@ -38,7 +38,7 @@ class KeepsNothing(DummyLogger):
     root_dir = log_dir = save_dir
 
 
-class Worker:
+class RehearsedWorker:
     """Trains its own module.
 
     Attributes:
@@ -48,7 +48,7 @@ class Worker:
         ValueError: the module optimizes by hand.
     """
 
-    def __init__(self, module: LightningModule, data: Any, place: Place, common: Common) -> None:
+    def __init__(self, module: LightningModule, data: Any, place: MemberPlace, common: Common) -> None:
         if not module.automatic_optimization:
             raise ValueError(f"{type(module).__name__} optimizes by hand: only automatic optimization can be rehearsed")
         self.module, self._data, self._rank, self._common = module, data, place.worker, common

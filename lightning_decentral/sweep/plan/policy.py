@@ -36,7 +36,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Watched:
+class WatchedMember:
     """A logged metric.
 
     Args:
@@ -71,7 +71,7 @@ class Policy(ABC):
         return min(waiting, key=lambda job: (self.key(job, waiting, running), job.arrived))
 
     @property
-    def watched(self) -> Watched | None:
+    def watched(self) -> WatchedMember | None:
         """Score that jobs must report; None: none, and nobody is ended."""
         return None
 
@@ -170,8 +170,8 @@ class ASHA(Policy):
         return (job.served,)
 
     @property
-    def watched(self) -> Watched:
-        return Watched(self.metric, self.mode)
+    def watched(self) -> WatchedMember:
+        return WatchedMember(self.metric, self.mode)
 
     def verdict(self, histories: Histories, name: str) -> str | None:
         number = len(histories[name])

@@ -33,7 +33,7 @@ class Admission:
         memory_bytes: of its device; None: no limit.
         threads: processor threads to compute with, on a device that is one.
         compared: whether it is asked for its scores, and may be ended for them.
-        metric, mode: of the scores, see `Watched`.
+        metric, mode: of the scores, see `WatchedMember`.
     """
 
     socket: str

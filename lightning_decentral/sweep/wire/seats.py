@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 GUESTS = 64  # connections of which nobody knows yet whose they are
 
 
-class Hearing(Protocol):
+class SeatEvents(Protocol):
     """Receiver of members' messages."""
 
     def expects(self, name: str) -> bool:
@@ -38,7 +38,7 @@ class Seats:
         refused: how many connections sent what no member sends.
     """
 
-    def __init__(self, selector: selectors.BaseSelector, hearing: Hearing) -> None:
+    def __init__(self, selector: selectors.BaseSelector, hearing: SeatEvents) -> None:
         self._selector, self._hearing = selector, hearing
         self._taken: dict[str, Lines] = {}
         self._guests: list[socket.socket] = []

@@ -14,12 +14,11 @@ from torch.utils.data import DataLoader
 
 from lightning_decentral import GossipStrategy, PartialBackpropStrategy
 from lightning_decentral.planner.rehearsal import rehearse
-from lightning_decentral.planner.rehearsal.abreast import Abreast, Drawn, ThreadPool
+from lightning_decentral.planner.rehearsal.abreast import Abreast, Drawn, ThreadPool, Way
 from lightning_decentral.planner.rehearsal.crew import Crew
-from lightning_decentral.planner.rehearsal.evaluation import Evaluation
-from lightning_decentral.planner.rehearsal.loop import Loop
-from lightning_decentral.planner.rehearsal.trial import abreast as tried
-from lightning_decentral.planner.rehearsal.ways import Way
+from lightning_decentral.planner.rehearsal.evaluation import HeldOutEvaluation
+from lightning_decentral.planner.rehearsal.jobs import threads_ratio
+from lightning_decentral.planner.rehearsal.loop import LoopSettings
 from tests.planner.rehearsal.test_crew import CASES, CLIP, STEPS, Grouped, given
 
 MOMENT = 0.02
@@ -57,7 +56,7 @@ def loader(rows: int = 64) -> DataLoader[Any]:
 
 def trained(monkeypatch: pytest.MonkeyPatch, strategy: Strategy, size: int, threads: int, dropout: float = 0.0) -> Crew:
     seed_everything(1, workers=True, verbose=False)
-    asked: dict[str, Any] = {"loop": Loop(clip=CLIP), "threads": threads}
+    asked: dict[str, Any] = {"loop": LoopSettings(clip=CLIP), "threads": threads}
     with Crew(Grouped(dropout=dropout), lambda rank: given(monkeypatch, rank), strategy, size, STEPS, **asked) as crew:
         crew.train(STEPS)
         crew.release()
@@ -96,11 +95,11 @@ def test_a_trial_says_what_threads_gain() -> None:
         def training_step(self, batch: Tensor, index: int) -> Tensor:
             raise RuntimeError("no")
 
-    gained = tried(Line(moment=MOMENT), loader(), 4, Loop(), 4)
+    gained = threads_ratio(Line(moment=MOMENT), loader(), 4, LoopSettings(), 4)
     assert gained is not None
     assert gained < 0.9
-    assert tried(Line(dropout=True), loader(), 4, Loop(), 4) is None
-    assert tried(Broken(), loader(), 2, Loop(), 2) is None
+    assert threads_ratio(Line(dropout=True), loader(), 4, LoopSettings(), 4) is None
+    assert threads_ratio(Broken(), loader(), 2, LoopSettings(), 2) is None
 
 
 def test_threads_share_torchs_own_and_leave_it_to_others() -> None:
@@ -120,7 +119,7 @@ def test_a_validation_on_threads_is_the_same(*, always: bool) -> None:
     """Also where a step draws random numbers: then it is taken one batch after the other from there on."""
     torch.manual_seed(0)
     models, batches = [Line(always=always) for _ in range(3)], list(loader(14))
-    alone, shared = (Evaluation(models[0], batches, threads=count) for count in (1, 3))
+    alone, shared = (HeldOutEvaluation(models[0], batches, threads=count) for count in (1, 3))
     before = torch.get_rng_state()
     for some in (models, models[:1], models[1:]):
         assert shared.loss(some) == alone.loss(some)
@@ -130,14 +129,20 @@ def test_a_validation_on_threads_is_the_same(*, always: bool) -> None:
 
 
 def test_a_rehearsal_takes_threads_where_they_are_faster() -> None:
-    """And finds the same."""
+    """And finds the same, also of a schedule that asks for the length of the run."""
+
+    class Scheduled(Line):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            length = int(self.trainer.estimated_stepping_batches)  # of a run without an end: OverflowError
+            return [optimizer], [torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, length)]
+
     said: list[str] = []
     asked: dict[str, Any] = {"workers": [4], "methods": [], "target": 0.01, "steps": 10, "seeds": 1, "rates": [1.0]}
     torch.manual_seed(0)
-    module = Line(moment=MOMENT)
+    module = Scheduled(moment=MOMENT)
     some, one = (
-        rehearse(module, loader(), validation=loader(8), threads=count, stacked=False, say=said.append, **asked)
-        for count in (4, 1)
+        rehearse(module, loader(), validation=loader(8), threads=count, say=said.append, **asked) for count in (4, 1)
     )
     assert [line[:40] for line in said if "at a time" in line] == ["4 workers are computed 4 at a time, in 0"]
     assert [(row.title, row.curve) for row in some.rows] == [(row.title, row.curve) for row in one.rows]

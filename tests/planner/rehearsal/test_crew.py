@@ -37,7 +37,7 @@ from lightning_decentral.gossip import (
 )
 from lightning_decentral.partial import Staircase, Temporal
 from lightning_decentral.planner.rehearsal.crew import Crew
-from lightning_decentral.planner.rehearsal.loop import Loop
+from lightning_decentral.planner.rehearsal.loop import LoopSettings
 from tests.gossip.test_lightning import Inspect, seen
 from tests.tiny import QUIET, Net, SizedBatches, in_processes
 
@@ -86,12 +86,30 @@ CASES: dict[str, tuple[int, type[Strategy], dict[str, Any]]] = {
 }
 
 
-def fit(folder: Path, size: int, kind: type[Strategy], options: dict[str, Any]) -> None:
+class Thawing(Grouped):
+    """Whose workers each write to a frozen layer, which is trained from a later step on."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+
+    def configure_optimizers(self) -> Any:
+        self.head.requires_grad_(False)
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.head.weight.data.fill_(self.global_rank + 0.3)
+        self.head.requires_grad_(batch_idx >= 3)
+
+
+def fit(
+    folder: Path, size: int, kind: type[Strategy], options: dict[str, Any], module: type[Grouped] = Grouped
+) -> None:
     seed_everything(1, workers=True, verbose=False)
     strategy = kind(start_method="fork", **options)
     settings = {**QUIET, "max_steps": STEPS, "gradient_clip_val": CLIP}
     trainer = Trainer(**settings, devices=size, strategy=strategy, callbacks=[Inspect(folder)])
-    trainer.fit(Grouped(), SizedBatches(STEPS))
+    trainer.fit(module(), SizedBatches(STEPS))
 
 
 def given(monkeypatch: pytest.MonkeyPatch, rank: int) -> Iterator[list[Tensor]]:
@@ -99,10 +117,17 @@ def given(monkeypatch: pytest.MonkeyPatch, rank: int) -> Iterator[list[Tensor]]:
     return iter(list(SizedBatches(STEPS)))
 
 
-def rehearsed(monkeypatch: pytest.MonkeyPatch, strategy: Strategy, size: int, steps: int = STEPS) -> Crew:
+def rehearsed(
+    monkeypatch: pytest.MonkeyPatch,
+    strategy: Strategy,
+    size: int,
+    steps: int = STEPS,
+    module: type[LightningModule] = Grouped,
+    **how: Any,
+) -> Crew:
     seed_everything(1, workers=True, verbose=False)
-    module: LightningModule = Grouped()
-    with Crew(module, lambda rank: given(monkeypatch, rank), strategy, size, steps, loop=Loop(clip=CLIP)) as crew:
+    how["loop"] = LoopSettings(clip=CLIP)
+    with Crew(module(), lambda rank: given(monkeypatch, rank), strategy, size, steps, **how) as crew:
         crew.train(steps)
         crew.release()
     return crew
@@ -118,6 +143,18 @@ def test_rehearsal_equals_processes_bit_for_bit(tmp_path: Path, monkeypatch: pyt
     for real, worker in zip(seen(tmp_path, size), crew.workers, strict=True):
         for key, value in worker.module.state_dict().items():
             assert torch.equal(real["own"][key], value), key
+
+
+def test_what_is_thawed_meets_as_in_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the update, on threads or one after the other."""
+    options = {"topology": Ring(), "delay": 0}
+    in_processes(fit, tmp_path, 4, GossipStrategy, options, Thawing)
+    real = seen(tmp_path, 4)
+    for threads in (1, 2):
+        crew = rehearsed(monkeypatch, GossipStrategy(**options), 4, module=Thawing, threads=threads)
+        for one, worker in zip(real, crew.workers, strict=True):
+            for key, value in worker.module.state_dict().items():
+                assert torch.equal(one["own"][key], value), key
 
 
 @pytest.mark.sampled
@@ -202,7 +239,7 @@ class Refused(Grouped):
 def test_what_the_run_is_not_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, how: str, strategy: Strategy, why: str
 ) -> None:
-    loop = Loop(rate=0.5 if how == "rates" else 1.0)
+    loop = LoopSettings(rate=0.5 if how == "rates" else 1.0)
     with (
         pytest.raises(ValueError, match=why) as error,
         Crew(Refused(how), lambda rank: given(monkeypatch, rank), strategy, 2, STEPS, loop=loop) as crew,

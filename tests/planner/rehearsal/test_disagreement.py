@@ -17,10 +17,10 @@ from lightning_decentral.planner.candidates import Candidate
 from lightning_decentral.planner.rehearsal import rehearse
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.disagreement import Drift, correlation, grown, probed
-from lightning_decentral.planner.rehearsal.evaluation import Evaluation
-from lightning_decentral.planner.rehearsal.jobs import Foreknowledge, Job
-from lightning_decentral.planner.rehearsal.loop import Loop
-from lightning_decentral.planner.rehearsal.search import Course, Early, search
+from lightning_decentral.planner.rehearsal.evaluation import HeldOutEvaluation
+from lightning_decentral.planner.rehearsal.jobs import Foreknowledge, RehearsalJob
+from lightning_decentral.planner.rehearsal.loop import LoopSettings
+from lightning_decentral.planner.rehearsal.search import Early, SearchCourse, search
 
 SIZE, WORKERS, NOISE = 3000, 4, 0.5
 RATE = 0.001
@@ -48,16 +48,16 @@ def noise(rank: int) -> Iterator[Tensor]:
         yield NOISE * torch.randn(SIZE, generator=chance)
 
 
-def evaluation() -> Evaluation:
-    return Evaluation(Bowl(), [torch.zeros(SIZE)])
+def evaluation() -> HeldOutEvaluation:
+    return HeldOutEvaluation(Bowl(), [torch.zeros(SIZE)])
 
 
 def trained(strategy: GossipStrategy, momentum: float = 0.0, rate: float = 1.0, steps: int = 100) -> Early:
     """Of the one of two alike crews that is left behind."""
-    course = Course(steps, -1.0, evaluation(), lambda: None, probes=True)
+    course = SearchCourse(steps, -1.0, evaluation(), lambda: None, probes=True)
 
     def make(times: float) -> Crew:
-        return Crew(Bowl(momentum), noise, strategy, WORKERS, steps, loop=Loop(rate=times))
+        return Crew(Bowl(momentum), noise, strategy, WORKERS, steps, loop=LoopSettings(rate=times))
 
     found = search(make, [rate, rate], course)
     assert found.early is not None
@@ -162,8 +162,8 @@ class Asked:
     rates, per_node = (0.5, 1.0, 2.0), 1
 
 
-def job(words: str, workers: int = 4) -> Job:
-    return Job(workers, Candidate(f"strategy=gossip {words}", words))
+def job(words: str, workers: int = 4) -> RehearsalJob:
+    return RehearsalJob(workers, Candidate(f"strategy=gossip {words}", words))
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_rates_are_tried_where_something_depends_on_it(
     ask: Any = Asked()
     assert known.rates(ask, job(words, workers)) == rates
     assert Foreknowledge(4, GossipStrategy(), 2.0, 1.0, drift(), 0.0).rates(
-        ask, Job(4, Candidate("strategy=ddp", "ddp"))
+        ask, RehearsalJob(4, Candidate("strategy=ddp", "ddp"))
     ) == (Asked.rates)
 
 
@@ -196,7 +196,7 @@ def test_a_rehearsal_says_what_it_foretold_and_tries_fewer_rates(monkeypatch: py
     methods = ["strategy=gossip strategy/topology=ring", "strategy=gossip strategy/topology=complete"]
     found = rehearse(
         Bowl(), data[0], workers=[2], target=-1.0, methods=methods, steps=10, rates=(0.5, 1.0), seeds=1,
-        validation=data[1], stacked=False, say=heard.append,
+        validation=data[1], say=heard.append,
     )  # fmt: skip
     ring, complete = (next(row for row in found.rows if row.words == words) for words in methods)
     assert (ring.rates, complete.rates, complete.rate) == (2, 1, ring.rate)

@@ -22,7 +22,7 @@ from lightning_decentral import GossipStrategy
 from lightning_decentral.gossip import Ring
 from lightning_decentral.planner.rehearsal.batches import data_of, shared_out
 from lightning_decentral.planner.rehearsal.crew import Crew
-from lightning_decentral.planner.rehearsal.loop import Loop
+from lightning_decentral.planner.rehearsal.loop import LoopSettings
 from tests.tiny import QUIET, in_processes
 
 STEPS, WORKERS = 8, 2
@@ -242,7 +242,7 @@ def rehearsed(make: type[Traced], data: type[Data], name: str) -> list[list[Any]
     seed_everything(1, workers=True, verbose=False)
     kind, options = KINDS[name]
     batches, epoch = shared_out(data_of(data()), WORKERS)
-    loop = Loop(CLIP, 1.0, epoch, STEPS)
+    loop = LoopSettings(CLIP, 1.0, epoch, STEPS)
     with Crew(make(), batches, kind(**options), WORKERS, STEPS, per_node=WORKERS, loop=loop) as crew:
         crew.train(STEPS)
         return [worker.module.trace for worker in crew.workers]  # type: ignore[attr-defined]

@@ -12,16 +12,16 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_decentral import GossipStrategy
 from lightning_decentral.compressed import CompressedStrategy
 from lightning_decentral.gossip import DifferenceCompression, Int8, Ring
 from lightning_decentral.planner.rehearsal import rehearse
 from lightning_decentral.planner.rehearsal.crew import Crew
-from lightning_decentral.planner.rehearsal.evaluation import Evaluation
-from lightning_decentral.planner.rehearsal.loop import CPU, Loop
+from lightning_decentral.planner.rehearsal.evaluation import HeldOutEvaluation
+from lightning_decentral.planner.rehearsal.loop import CPU, LoopSettings
 from tests import simulated
-from tests.planner.rehearsal.test_stacked import Plain, loader
 from tests.simulated import CUDA, Engine, streams
 
 STEPS, WORKERS = 3, 3
@@ -38,6 +38,26 @@ class Layers(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Plain(LightningModule):
+    """Least squares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        return (self.layer(x) - y).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.layer.parameters(), lr=0.02)
+
+
+def loader(examples: int = 24) -> DataLoader[Any]:
+    x = torch.randn(examples, 4, generator=torch.Generator().manual_seed(0))
+    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4, shuffle=True)
 
 
 @contextmanager
@@ -57,10 +77,10 @@ def one_device(seed: int) -> Iterator[Engine]:
 def trained(strategy: Strategy, device: torch.device) -> tuple[list[dict[str, Tensor]], float]:
     """(the workers' parameters, the loss of their mean)."""
     rows = [list(torch.randn(STEPS, 4, 8, generator=torch.Generator().manual_seed(k)).double()) for k in range(WORKERS)]
-    loop = Loop(clip=0.5, device=device)
+    loop = LoopSettings(clip=0.5, device=device)
     with Crew(Layers(), lambda rank: iter(rows[rank]), strategy, WORKERS, STEPS, loop=loop) as crew:
         crew.train(STEPS)
-        loss = Evaluation(Layers(), rows[0], device).loss([worker.module for worker in crew.workers])
+        loss = HeldOutEvaluation(Layers(), rows[0], device).loss([worker.module for worker in crew.workers])
         assert {p.device.type for worker in crew.workers for p in worker.module.parameters()} == {device.type}
         found = [{k: v.detach().cpu() for k, v in w.module.state_dict().items()} for w in crew.workers]
         crew.release()

@@ -6,16 +6,14 @@ beside the backward: their messages take no time.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from lightning.fabric.plugins.precision import Precision
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_decentral.compressed.strategy import of_all
-from lightning_decentral.planner.rehearsal.members.member import CPU, Member, Place
+from lightning_decentral.planner.rehearsal.members.member import CPU, EqualReplicas, MemberPlace
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
 from lightning_decentral.shared.compute.layout.packing import bucket_bytes_of
@@ -24,7 +22,6 @@ from lightning_decentral.shared.wire.agreement import start_from_worker_0
 from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage
 from lightning_decentral.shared.wire.compressed_mean import CompressedMean, ExactMean, InFlight, Mean
 from lightning_decentral.shared.wire.pending import Pending, Together
-from lightning_decentral.shared.wire.running_buffers import RunningBuffers
 from lightning_decentral.shared.wire.transport import Wire
 
 
@@ -83,32 +80,26 @@ class CodedOfFirst(CompressedMean):
         self.flight = NotTaken if self.over.rank else InFlight
 
 
-class Averaging(Member):
-    """Gradients averaged by all, in a codec's payloads; worker 0's running statistics for all."""
-
-    drifts: ClassVar[bool] = False
+class AveragingMember(EqualReplicas):
+    """Gradients averaged by all, in a codec's payloads."""
 
     def __init__(
-        self, module: LightningModule, place: Place, codec: Codec, bucket_bytes: int | None, check: Unchecked
+        self, module: LightningModule, place: MemberPlace, codec: Codec, bucket_bytes: int | None, check: Unchecked
     ) -> None:
-        self._module, self._place, self._codec, self._check = module, place, codec, check
+        super().__init__(module, place, check)
+        self._codec, self._after_backward = codec, ExitStack()
         self._parameters = list(module.parameters())  # to walk through the module takes longer than to average them
         self._bucket_bytes = bucket_bytes or bucket_bytes_of(self._parameters)
-        self._epoch, self._after_backward = -1, ExitStack()
 
     def begin(self) -> None:
+        super().begin()
         wire = self._place.wire
-        buffers, hosts = wire.group(None), wire.hosts(None)
-        assert buffers is not None
+        hosts = wire.hosts(None)
         assert hosts is not None
-        self._buffers = RunningBuffers(self._module, buffers)
         self._mean: Mean = CodedOfFirst(self._codec, wire) if self._codec.encodes else TotalOfFirst(of_all(wire))
         self._gradients = GradientAverage(self._mean, hosts, lambda call: call(), self._bucket_bytes)
         # Nothing is sent while a backward runs, which would wait for workers whose turn comes later.
         self._after_backward.enter_context(self._gradients.blocked())
-
-    def checked(self, closure: Callable[[], Any], optimizer: Optimizer, precision: Precision) -> Callable[[], Any]:
-        return self._check.after(closure, optimizer, precision)
 
     def average(self) -> None:
         self._gradients.watch(self._parameters)
@@ -130,11 +121,6 @@ class Averaging(Member):
                 parameter.grad = None if row is None else row.clone()
         self._place.meet()  # worker 0 clips them in place
 
-    def mix(self) -> None:
-        # Once an epoch, look which further buffers have changed, as the strategy does.
-        look, self._epoch = self._epoch != self._module.current_epoch, self._module.current_epoch
-        self._buffers.share(look)
-
     def release(self) -> None:
         self._after_backward.close()
         self._gradients.close()
@@ -148,7 +134,7 @@ def _dense(gradient: Tensor | None) -> bool:
     return gradient is not None and not gradient.is_sparse
 
 
-class Replicas(Averaging):
+class DDPMember(AveragingMember):
     """What `ddp` does: exact means, of the parameters that were trained at set-up, all of which each worker must use;
     worker 0's buffers for all before a forward.
 
@@ -156,7 +142,7 @@ class Replicas(Averaging):
         ValueError: in a step that leaves a parameter out, or trains another.
     """
 
-    def __init__(self, module: LightningModule, place: Place, *, finds_unused: bool) -> None:
+    def __init__(self, module: LightningModule, place: MemberPlace, *, finds_unused: bool) -> None:
         super().__init__(module, place, Plain(), None, Unchecked())
         self._at_setup = [(name, p, p.requires_grad) for name, p in module.named_parameters()]
         self._finds_unused = finds_unused

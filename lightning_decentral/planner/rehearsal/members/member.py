@@ -1,6 +1,6 @@
 """What a crew asks of one worker's part of a strategy, whichever it is, and the place that the worker has in it.
 
-Short, and a module of its own: the parts of `strategies`, `averaging` and `partial` build on it.
+The parts of `strategies`, `averaging` and `partial` build on it.
 """
 
 from abc import ABC, abstractmethod
@@ -11,20 +11,24 @@ from typing import Any, ClassVar
 
 import torch
 from lightning.fabric.plugins.precision import Precision
+from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
 
+from lightning_decentral.shared.nonfinite import Unchecked
+from lightning_decentral.shared.wire.running_buffers import RunningBuffers
 from lightning_decentral.shared.wire.transport import Wire
 
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Place:
+class MemberPlace:
     """One worker among those of this process.
 
     Args:
         broadcast: hands worker 0's value to all.
         meet: returns when all have come.
+        in_turn: all workers go on one after the other until the next step, where gradients are computed on threads.
         per_node: workers on a node.
         steps: of the whole rehearsal.
         device: where it's computed.
@@ -33,6 +37,7 @@ class Place:
     wire: Wire
     broadcast: Callable[[Any], Any]
     meet: Callable[[], None]
+    in_turn: Callable[[], None]
     worker: int
     workers: int
     per_node: int
@@ -46,11 +51,11 @@ class Member(ABC):
 
     Attributes:
         drifts: whether workers differ after an update.
-        stacks: whether it does nothing within a step, so that the steps of all workers may be computed at once.
+        apart: whether it does nothing within a step, so that the steps of several workers may be computed at a time.
     """
 
     drifts: ClassVar[bool]
-    stacks: ClassVar[bool] = True
+    apart: ClassVar[bool] = True
 
     @abstractmethod
     def begin(self) -> None:
@@ -83,3 +88,25 @@ class Member(ABC):
     @property
     @abstractmethod
     def sent_bytes(self) -> float: ...
+
+
+class EqualReplicas(Member):
+    """Workers that take one update, of averaged gradients, with worker 0's running statistics for all."""
+
+    drifts: ClassVar[bool] = False
+
+    def __init__(self, module: LightningModule, place: MemberPlace, check: Unchecked) -> None:
+        self._module, self._place, self._check, self._epoch = module, place, check, -1
+
+    def begin(self) -> None:
+        buffers = self._place.wire.group(None)
+        assert buffers is not None
+        self._buffers = RunningBuffers(self._module, buffers)
+
+    def checked(self, closure: Callable[[], Any], optimizer: Optimizer, precision: Precision) -> Callable[[], Any]:
+        return self._check.after(closure, optimizer, precision)
+
+    def mix(self) -> None:
+        # Once an epoch, look which further buffers have changed, as the strategies do.
+        look, self._epoch = self._epoch != self._module.current_epoch, self._module.current_epoch
+        self._buffers.share(look)

@@ -1,10 +1,9 @@
 """Partial backprop in a rehearsal: the strategy's own cuts, depths and reducer, on one worker of this process."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
-from lightning.fabric.plugins.precision import Precision
 from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
 
@@ -15,12 +14,11 @@ from lightning_decentral.partial.dry_run import refuse_unserved, run_of
 from lightning_decentral.partial.strategy import PartialBackpropStrategy
 from lightning_decentral.partial.wire.depth_controller import DepthController
 from lightning_decentral.partial.wire.reducer import Rank, Reducer
-from lightning_decentral.planner.rehearsal.members.member import Member, Place
+from lightning_decentral.planner.rehearsal.members.member import EqualReplicas, MemberPlace
 from lightning_decentral.shared.nonfinite import GradientCheck
-from lightning_decentral.shared.wire.running_buffers import RunningBuffers
 
 
-class Cutting(Member):
+class Cutting(EqualReplicas):
     """A worker whose backward stops at a cut; all take the same update.
 
     Raises:
@@ -28,29 +26,20 @@ class Cutting(Member):
             forward for cuts that aren't (with the reason).
     """
 
-    drifts: ClassVar[bool] = False
-    stacks: ClassVar[bool] = False  # each worker's graph ends at a cut of its own
+    apart: ClassVar[bool] = False  # each worker's graph ends at a cut of its own
 
     def __init__(
-        self, strategy: PartialBackpropStrategy, module: LightningModule, optimizer: Optimizer, place: Place
+        self, strategy: PartialBackpropStrategy, module: LightningModule, optimizer: Optimizer, place: MemberPlace
     ) -> None:
         refuse_unserved(module)
-        self._strategy, self._module, self._optimizer, self._place = strategy, module, optimizer, place
+        super().__init__(module, place, GradientCheck(strategy.nonfinite))
+        self._strategy, self._optimizer = strategy, optimizer
         self._depth = strategy.depth.timed(place.steps)
         if len({self._depth.share(rank, place.workers) for rank in range(place.workers)}) > 1:
             raise ValueError(f"{self._depth} asks for unequal batches, which a rehearsal has not: take Staircase")
         self._driver: DepthController | None = None
         self._reducer: Reducer | None = None
-        self._check = GradientCheck(strategy.nonfinite)
-        self._step = self._epoch = -1
-
-    def begin(self) -> None:
-        buffers = self._place.wire.group(None)
-        assert buffers is not None
-        self._buffers = RunningBuffers(self._module, buffers)
-
-    def checked(self, closure: Callable[[], Any], optimizer: Optimizer, precision: Precision) -> Callable[[], Any]:
-        return self._check.after(closure, optimizer, precision)
+        self._step = -1
 
     def forward(self, step: int, *batch: Any) -> AbstractContextManager[None]:
         self._step = step
@@ -87,11 +76,6 @@ class Cutting(Member):
         assert self._reducer is not None
         self._reducer.finish()
         settle(self._strategy.absent, self._optimizer, self._driver.absent(self._step))
-
-    def mix(self) -> None:
-        # Once an epoch, look which further buffers have changed, as the strategy does.
-        look, self._epoch = self._epoch != self._module.current_epoch, self._module.current_epoch
-        self._buffers.share(look)
 
     def release(self) -> None:
         if self._driver is not None and self._reducer is not None:
