@@ -18,7 +18,7 @@ from lightning_decentral import TokenPipelineStrategy
 from lightning_decentral.elastic.pipelines import ElasticPipeline
 from lightning_decentral.elastic.wire.rounds.stages import StageBucket, Stages
 from lightning_decentral.gossip import Elastic, GossipReplicas
-from lightning_decentral.gossip.wire.written import Written
+from lightning_decentral.gossip.wire.optimizer_mixer import Written
 from tests.elastic.test_islands import Lines, Weights, assert_one_process, lines, together
 from tests.elastic.weighted_training import BATCH, EXAMPLES, data
 from tests.elastic.wire.lobbies import LobbyProcess

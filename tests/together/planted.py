@@ -17,9 +17,8 @@ from lightning_decentral.gossip.wire import island_member
 from lightning_decentral.gossip.wire.exchange import Landed, Traffic, kept
 from lightning_decentral.gossip.wire.making import Making
 from lightning_decentral.gossip.wire.mixer import Mixer
-from lightning_decentral.gossip.wire.optimizer_mixer import OptimizerMixer
+from lightning_decentral.gossip.wire.optimizer_mixer import OptimizerMixer, Written
 from lightning_decentral.gossip.wire.optimizers import Mixers
-from lightning_decentral.gossip.wire.written import Written
 from lightning_decentral.partial.compute import search
 from lightning_decentral.pipeline.wire.ownership import Ownership
 from lightning_decentral.shared.compute import buckets
