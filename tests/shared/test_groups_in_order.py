@@ -72,11 +72,19 @@ def pipelines(stages: int, **options: Any) -> Any:
         (Chain, GossipStrategy(start_method="fork", topology=Ring()), 1),
         (Chain, GossipStrategy(start_method="fork", topology=Complete()), 1),
         (Chain, GossipStrategy(start_method="fork", island=AllReduce(2)), 4),  # gradients, their flags, gathers, peers
-        (Chain, GossipStrategy(start_method="fork", island=FullyShard(2)), 3),  # shards, their whole worker's, peers
+        (
+            Chain,
+            GossipStrategy(start_method="fork", island=FullyShard(2)),
+            4,
+        ),  # shards, who used what, their whole worker's, peers
         (Chain, CompressedStrategy(start_method="fork"), 4),
         (Chain, PartialBackpropStrategy(start_method="fork"), 3),  # buffers, gradients, who used what
         (Language, pipelines(4), links(4)),  # without replicas, without a group of them
-        (Language, pipelines(2, replicas=AverageGradients()), links(2) + 3),  # a mean's, gradients, who used what
+        (
+            Language,
+            pipelines(2, replicas=AverageGradients()),
+            links(2) + 4,
+        ),  # a mean's, gradients, who used what, running statistics
         (Language, pipelines(2, replicas=GossipReplicas(topology=Complete())), links(2) + 3),
     ],
     ids=["gossip", "cliques", "all-reduce", "shards", "compressed", "partial", "pipeline", "pipelines", "gossiping"],

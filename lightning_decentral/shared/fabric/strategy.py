@@ -183,14 +183,11 @@ class FabricWorkers(DDPStrategy):
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 
-    def backward(self, *args: Any, **kwargs: Any) -> None:
-        self._attendance.set_ups.begin()
-        super().backward(*args, **kwargs)
-
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """The user's update, exactly as in one process; then what the method does after it."""
         if self._shown:
             raise RuntimeError(f"{MEAN_STANDS}: step behind `with strategy.mean():`")
+        self._attendance.set_ups.begin()  # not by an override of `backward`, which would refuse `loss.backward()`
         if isinstance(optimizer, LBFGS) and self.wire is not None and not self.drifts:
             kwargs["closure"] = partial(self._mean_loss, kwargs["closure"])
         with self._attendance.updating:
