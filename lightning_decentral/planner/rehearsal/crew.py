@@ -102,7 +102,7 @@ class Crew:
 
     @property
     def way(self) -> Way:
-        """How gradients are computed."""
+        """Way in which gradients are computed."""
         return self._common.way
 
     def _way(self, threads: int) -> Way:
@@ -128,7 +128,7 @@ class Crew:
 
     @property
     def learning_rate(self) -> float:
-        """Of the first group, now."""
+        """Learning rate of the first group, now."""
         return float(self.workers[0].optimizer.param_groups[0].get("lr", 1.0))
 
     def __enter__(self) -> "Crew":
@@ -149,11 +149,11 @@ class Crew:
             yield
 
     def train(self, steps: int) -> None:
-        """So many further ones."""
+        """Train for so many further steps."""
         self._to(self._steps + steps)
 
     def drift(self, steps: int) -> None:
-        """So many further updates of workers that drift, each by its own gradients, and no message between them."""
+        """Make so many further updates of workers that drift, each by its own gradients, without messages."""
         assert not self.alike
         self._common.mixes = False
         for worker in self.workers:

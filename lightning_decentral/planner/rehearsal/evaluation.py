@@ -45,7 +45,7 @@ class HeldOutEvaluation:
         self._copies = self._copied()
 
     def loss(self, modules: Sequence[LightningModule], batches: int = BATCHES) -> float:
-        """Of these workers, on the first so many. Random numbers are drawn from the same seed each time."""
+        """Loss of these workers' mean on so many batches. Random numbers are drawn from the same seed each time."""
         before = generators(self._device)
         with self._validating(modules[0]):
             self._mean([list(module.state_dict().values()) for module in modules])

@@ -29,7 +29,7 @@ def page(found: Answer) -> str:
 
 
 def cells(found: Answer, row: Reached) -> list[str]:
-    """Of a row, under `HEADINGS`."""
+    """Table cells of a row, under `HEADINGS`."""
     speedup, steps = found.speedup(row), f"{'~' * row.extrapolated}{row.steps}"
     costs = [
         "" if row.step_seconds is None else f"{1e3 * row.step_seconds:.1f} ms",
