@@ -1,4 +1,4 @@
-"""`lightning-decentral`: console commands other than training.
+"""`lightning-decentral`: console commands beside training.
 
 lightning-decentral cuts recipe=gpt strategy.cuts=3
 lightning-decentral plan profile.json --workers 64 --per-node 8

@@ -29,7 +29,7 @@ def all_reduce(over: Transport, message_bytes: int, device: torch.device) -> Cal
 
 
 def exchange(over: Transport, message_bytes: int, device: torch.device, peers: int = 1) -> Call:
-    """Worker i sends messages of so many bytes in all to i + 1, i + 2, i + 4, ..., receives from i - 1, i - 2, ..."""
+    """Worker i sends so many bytes in all to i + 1, i + 2, i + 4, ... and receives as much from i - 1, i - 2, ..."""
     sends, receives = (
         [Message((over.rank + way * 2**k) % over.size, _floats(message_bytes / peers, device), 0) for k in range(peers)]
         for way in (1, -1)
