@@ -1,4 +1,4 @@
-"""What the first batch found, as text: where the network is cut, and what each depth or selection costs."""
+"""Findings of the first batch, as text: where the network is cut, and what each depth or selection costs."""
 
 from collections.abc import Iterator
 

@@ -21,7 +21,7 @@ MOMENTUM_IN_INT8 = (
 )
 STREAM = "strategy=gossip strategy/topology=stream"
 OUTER = "strategy.combine.lr=null strategy.combine.momentum=null"
-"""What suits the number of workers and of local steps."""
+"""Learning rate and momentum that suit the number of workers and of local steps."""
 UNSAID = {"gossip": ("strategy/codec=plain", "strategy/combine=gossip"), "compressed": ("strategy/codec=int8",)}
 
 

@@ -23,7 +23,7 @@ class NoiseScale:
 
     @torch.no_grad()
     def see(self, modules: Sequence[nn.Module]) -> None:
-        """Add all workers' gradients, after backward. Parameters without a gradient on some worker are left out."""
+        """Count all workers' gradients, after backward. Parameters without a gradient on some worker are left out."""
         count = len(modules)
         for members in zip(*(module.parameters() for module in modules), strict=True):
             gradients = [p.grad.to_dense() for p in members if p.grad is not None]

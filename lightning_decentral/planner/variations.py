@@ -16,7 +16,7 @@ RUNS = 2
 NOTHING = "nothing fits"
 
 Fitting = tuple[Candidate, Method, bool]
-"""Whether a device's memory holds it."""
+"""Candidate, its method, and whether a device's memory holds it."""
 
 
 @dataclass(frozen=True)

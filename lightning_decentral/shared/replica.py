@@ -33,10 +33,10 @@ class ReplicaStrategy(WorkersStrategy):
     """One replica of the model per worker; gradients stay local unless the method sends them."""
 
     evaluate: Evaluate = "mean"
-    """What is validated, tested and used for prediction: the mean of the workers, or each worker's own model."""
+    """Model that is validated, tested and used for prediction: the mean of the workers, or each worker's own model."""
 
     starts_on_host: bool = False
-    """Whether `arrange` brings the model to the device, part by part."""
+    """True where `arrange` brings the model to the device, part by part."""
 
     checkpoints: ReplicaCheckpoints
 

@@ -30,9 +30,9 @@ class DepthAssignment(ABC):
 
     warm_up: float = 0
     uniform: ClassVar[bool] = True
-    """Whether all workers have the same depth at a step."""
+    """True where all workers have the same depth at a step."""
     whole: ClassVar[bool] = False
-    """Whether a tied parameter gets its whole gradient, from below its segment, too, or that of the top `depth`."""
+    """True where a tied parameter gets its whole gradient, from below its segment, too; else the top `depth`'s."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.warm_up < math.inf:

@@ -40,7 +40,7 @@ class DepthController:
         for name, segment in plan.segment_of.items():
             self.segments[segment].append(parameters[name])
         self.bypass = Bypass()
-        """From a forward to the end of its backward."""
+        """Active from a forward to the end of its backward."""
         self._depths = partial(StepDepths.of, assignment, place.rank, place.size, plan.segments)
         self.now = self._depths(0)
         self._cutter = Cutter(module, plan.boundaries)

@@ -1,4 +1,4 @@
-"""What Muon costs where a profile was made with Adam: its products, by the matrices' shapes, and its memory.
+"""Cost of Muon where a profile was made with Adam: its products, by the matrices' shapes, and its memory.
 
     operations(short s, long l) = 5 (4 s^2 l + 2 s^3)            five times X X^T, its square, and (b A + c A^2) X
     update(block)  = its update with Adam + operations of its hidden matrices / the rate that the profile measured

@@ -1,4 +1,4 @@
-"""How gradients of the workers are computed: one after the other, or several at the same time, each on its thread.
+"""Computing the workers' gradients: one after the other, or several at the same time, each on its thread.
 
 A small model leaves processors idle. A thread has its share of torch's threads, as Lightning gives each process its
 share of a host. What a worker computes is what it computes by itself, on as many: MKL's bits may differ by their

@@ -12,7 +12,7 @@ from lightning_decentral.planner.rehearsal.search import BEYOND
 from lightning_decentral.planner.variations import Cell
 
 OF_FORECAST = (0.94, 1.35)
-"""Between so many times the forecast seconds were nine in ten measured steps (benchmarks/rehearse.py compared)."""
+"""Range, in forecast seconds, of nine in ten measured steps (benchmarks/rehearse.py compared)."""
 BEYOND_ERROR = 0.11
 """Nine in ten extrapolated numbers of steps were nearer to those of longer runs (from benchmarks/rehearse.py)."""
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 Batches = Callable[[int], Any]
-"""Of a rank: what `Trainer.fit` takes."""
+"""Batches of a rank: what `Trainer.fit` takes."""
 FEW = 1000
 """Entries of a list: more are examples, which nobody changes."""
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)

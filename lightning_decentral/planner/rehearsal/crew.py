@@ -1,4 +1,4 @@
-"""So many workers under one strategy in one process: Lightning's own loop, the strategy's own rules, mixers and codecs.
+"""Crew: workers of one strategy in one process: Lightning's own loop, the strategy's own rules, mixers and codecs.
 
 Each worker is a Trainer in a thread, one of which runs at a time: who waits for a message, or for further steps, lets
 the others go on. Gradients are computed one after the other, or some at a time (`abreast`). On the CPU every worker's

@@ -1,4 +1,4 @@
-"""What disagreement costs: how much more workers of gossip lose than their mean does, predicted by a short probe.
+"""Cost of disagreement: how much more workers of gossip lose than their mean does, predicted by a short probe.
 
     d_i(k)  = x_i - mean_j x_j            of n workers that began equal, after k updates without a message
     D_k     = mean_i |d_i(k)|^2           their spread
@@ -34,9 +34,9 @@ from lightning_decentral.planner.rehearsal.evaluation import HeldOutEvaluation
 ALONE = 8
 """Updates of a probe without messages."""
 STEPS, ELEMENTS = 192, 1024
-"""Of a simulation at one learning rate; its second half counts."""
+"""Size of a simulation at one learning rate; the second half of its steps counts."""
 LARGEST = 0.99
-"""Of a correlation."""
+"""Largest correlation."""
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from lightning_decentral.planner.rehearsal.worker import Module, quiet
 from lightning_decentral.shared.compute.carried import carried
 
 BATCHES = 16
-"""Of the validation data, the first ones."""
+"""Number of batches, the first ones of the validation data."""
 PAIRED = 4
-"""Of these, where losses are compared on the same batches: what makes one batch harder is in both, and falls out."""
+"""Batches where losses are compared on the same ones: what makes one batch harder is in both, and falls out."""
 
 
 class HeldOutEvaluation:

@@ -31,7 +31,7 @@ CARDS = (1.25e6, 6.25e6, 2.5e7, 1.25e8, 1.25e9, 1.25e10)
 WARM, PROBE = 2, 3
 """Steps before a probe, and those that it times."""
 NEGLIGIBLE = 1e-3
-"""Of the loss: a disagreement that costs no more isn't seen among the seeds of one method."""
+"""Share of the loss: a disagreement that costs no more isn't seen among the seeds of one method."""
 PAIRS, LONG_SECONDS = 7, 1.0
 """Steps on threads and one after the other that are timed at most; none begins after so long."""
 
@@ -147,7 +147,7 @@ def timed(ask: Ask, job: RehearsalJob) -> float:
 def threads_ratio(module: LightningModule, data: Any, workers: int, loop: LoopSettings, threads: int) -> float | None:
     """Seconds of a step on so many threads over those one after the other, medians, of workers that send nothing.
 
-    None: steps draw random numbers, or fail; who trains these workers then gets the error.
+    None: steps draw random numbers, or fail; training these workers then raises the error.
     """
     given = module, shared_out(data, workers)[0], SendsNothing(), workers, 1
     try:

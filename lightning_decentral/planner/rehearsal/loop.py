@@ -1,4 +1,4 @@
-"""What a rehearsal adds to a module: the Trainer's numbers, and learning rates times a factor."""
+"""Additions of a rehearsal to a module: the Trainer's numbers, and learning rates times a factor."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -11,7 +11,7 @@ from lightning_decentral.shared.figure import new_figure
 HEAD = '<!doctype html><html lang="en"><meta charset="utf-8"><title>rehearsal</title>'
 HEADINGS = ("method", "workers", "rates times", "steps", "loss", "apart", "step", "to the target", "sent", "over ddp")
 Across = Callable[[Reached], float | None]
-"""What a step takes; None: unknown."""
+"""Amount that a step adds to the horizontal axis; None: unknown."""
 AXES: tuple[tuple[str, Across], ...] = (
     ("steps", lambda row: 1.0),
     ("seconds, forecast", lambda row: row.step_seconds),

@@ -36,9 +36,9 @@ RATES = (0.5, 1.0, 2.0)
 FEWEST = 10
 """Steps of a rehearsal."""
 MARGIN = 0.9
-"""Of the time that is left, what steps are planned for."""
+"""Share of the time left that steps are planned for."""
 PAYS = 0.9
-"""Of the time of one worker after the other: threads that gain less aren't taken."""
+"""Share of the time of one worker after the other: threads that gain less aren't taken."""
 Result = TypeVar("Result")
 
 

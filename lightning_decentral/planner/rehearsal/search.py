@@ -20,9 +20,9 @@ from lightning_decentral.planner.rehearsal.disagreement import Drift, probed
 from lightning_decentral.planner.rehearsal.evaluation import PAIRED, HeldOutEvaluation
 
 MARKS = 20
-"""In the steps of a rehearsal."""
+"""Number of marks in the steps of a rehearsal."""
 BEYOND = 1.5
-"""Of the rehearsed steps, no further is extrapolated."""
+"""Multiple of the rehearsed steps beyond which nothing is extrapolated."""
 Point = tuple[float, float]
 
 
@@ -188,7 +188,7 @@ def beyond(points: Sequence[Point], target: float) -> int | None:
     slope, start = np.polyfit(np.log(steps), losses, 1)
     # Compared as logarithms: where the losses hardly fall, the step itself would be no number.
     end, step = some[-1][0], (target - start) / slope if slope < 0 else inf
-    # A line that is at the target already claims of points that are not: soon.
+    # A line that is at the target already claims that points that are not will be soon.
     return ceil(max(exp(step), end)) if step <= log(BEYOND * end) else None
 
 

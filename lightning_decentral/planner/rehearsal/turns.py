@@ -1,4 +1,4 @@
-"""Whose turn it is among the workers of a process: one thread at a time, each with random numbers of its own.
+"""Turns among the workers of a process: one thread at a time, each with random numbers of its own.
 
 What a process has once is swapped with the turn: the generators of torch, numpy and `random`, and the rank by which
 Lightning's `rank_zero_only` decides. Who waits for the others, or for further steps, passes the turn on.

@@ -1,4 +1,4 @@
-"""What a user's own loop shows by its calls: whose turn it is, and that gradients are only accumulated.
+"""Progress of a user's own loop, as its calls show it: whose turn it is, and that gradients are only accumulated.
 
 Short, as a loop of one's own calls little.
 """

@@ -1,4 +1,4 @@
-"""What a crew asks of one worker's part of a strategy, whichever it is, and the place that the worker has in it.
+"""Interface of one worker's part of a strategy, whichever it is, and the place that the worker has in it.
 
 The parts of `strategies`, `averaging` and `partial` build on it.
 """

@@ -1,4 +1,4 @@
-"""What a strategy does between workers, without Lightning's loop: to gradients, and to parameters after the update.
+"""Strategies between workers, without Lightning's loop: on gradients, and on parameters after the update.
 
 The parts are the strategies' own: gossip's rounds and mixers, averages of gradients (`averaging`), the cuts of partial
 backprop (`partial`). `ddp` is the exact average.
