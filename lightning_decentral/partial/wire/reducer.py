@@ -3,7 +3,7 @@
     grad_s = (1 / W_s) sum_{i in contributors of s} w_i g_i,s        W_s = sum_{i in contributors of s} w_i
 
 Worker i's weight w_i is its share of the global batch. What it has in `.grad` of segment s is already multiplied by
-W / W_s (W over all workers), because what flows back across a boundary is scaled there (`factors`). That makes a
+W / W_s (W over all workers): what flows back across a boundary is scaled there (`factors`). That makes a
 parameter used in several segments exact, too: each part of its gradient crossed its own boundaries.
 """
 

@@ -1,9 +1,9 @@
-"""Crew: workers of one strategy in one process: Lightning's own loop, the strategy's own rules, mixers and codecs.
+"""Workers of one strategy in one process: Lightning's own loop, the strategy's own rules, mixers and codecs.
 
 Each worker is a Trainer in a thread, one of which runs at a time: who waits for a message, or for further steps, lets
 the others go on. Gradients are computed one after the other, or some at a time (`abreast`). On the CPU every worker's
-parameters are, bit for bit, those of the run on so many processes that gets the same batches, each with as many threads
-of torch's, but where more than two all-reduce, whose sums are rounded in another order.
+parameters are, bit for bit, those of a run on as many processes, with the same batches and threads of torch's each.
+Only where more than two workers all-reduce are sums rounded in another order.
 """
 
 import copy
