@@ -2,5 +2,5 @@
 
 `main` reads the command line. Each other module is one command (`planning` is `plan`), but for `gang_schedule`, a
 part of `schedule`, and `network`, which torchrun starts: `torchrun ... -m lightning_decentral.cli.network`. Nothing
-here is public beside the commands.
+here is public other than the commands.
 """

@@ -1,4 +1,4 @@
-"""What a command answers: a table that the screen is wide enough for, otherwise blocks; JSON; no banners in front.
+"""Answer of a command: a table that the screen is wide enough for, otherwise blocks; JSON; no banners in front.
 
 JSON is the answer's dataclass: its fields, in their order, all nested ones, too.
 """

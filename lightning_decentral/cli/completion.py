@@ -29,13 +29,13 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def script(commands: Mapping[str, argparse.ArgumentParser]) -> str:
-    """For bash; where no word fits, files are completed as ever."""
+    """Completion script for bash; where nothing matches, files are completed as ever."""
     cases = [f'    *:{name}) words="{" ".join(options_of(parser))}" ;;' for name, parser in commands.items()]
     return BASH.format(commands=" ".join(commands), cases="\n".join(cases))
 
 
 def options_of(parser: argparse.ArgumentParser) -> Sequence[str]:
-    """What a command's word may be: its options and the choices of its arguments."""
+    """Completions of a command: its options and the choices of its arguments."""
     words: list[str] = []
     for action in parser._actions:  # argparse lists them nowhere else
         chosen = [] if action.option_strings else [str(choice) for choice in action.choices or ()]

@@ -18,7 +18,7 @@ from lightning_decentral.shared.application import Application
 
 
 def cut_plan(application: Application, overrides: Sequence[str]) -> CutPlan:
-    """The cuts that a run with these words of the command line would find at its first batch, on this machine's CPU."""
+    """The cuts that a run with these overrides would find at its first batch, on this machine's CPU."""
     cfg = application.compose(["strategy=partial_backprop", *overrides])
     strategy = instantiate(cfg.strategy, _convert_="all")
     if not isinstance(strategy, PartialBackpropStrategy):

@@ -31,7 +31,7 @@ MOST_PIECES = 1_000_000
 
 @dataclass(frozen=True)
 class PlannedGangs:
-    """What is printed, drawn and written.
+    """Plan of gangs, as it is printed, drawn and written.
 
     Args:
         bars: of the best plan.
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class GangTurn:
-    """What a device does from when to when."""
+    """Job that a device runs, from when to when."""
 
     job: str
     device: str
@@ -197,7 +197,7 @@ def compared(
 
 
 def why_not_exact(binaries: int) -> tuple[str, ...]:
-    """A line that says so; none where the program is solved."""
+    """A line with the reason; none where the program is solved."""
     if not find_spec("scipy"):
         return ("no exact plan: it needs scipy: pip install 'lightning-decentral[schedule]'",)
     if binaries > MOST_BINARIES:

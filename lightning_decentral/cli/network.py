@@ -1,7 +1,7 @@
 """`torchrun ... -m lightning_decentral.cli.network --model profile.json`: what messages cost on this network.
 
-Started on all hosts as a training is, it measures every collective, and exchanges with one and several neighbours, on
-groups inside a node and between nodes, one flow and parallel ones, and puts lines through them into the profile.
+Started on all hosts as a training is, it measures every collective, and exchanges with one and several neighbours.
+Groups lie inside a node and between nodes, with one flow and parallel ones; lines through them go into the profile.
 """
 
 import argparse
@@ -90,13 +90,13 @@ def shown(costs: Sequence[LinkCost]) -> Table:
 
 
 def start_of(options: argparse.Namespace, rank: int, per_node: int, device: torch.device) -> Start:
-    """What this worker tells the others."""
+    """Description of this worker's start, which the others receive."""
     words = (tuple(options.sizes), options.repeats, options.longest_seconds, bool(options.hosts))
     return Start(platform.node(), mistake(options, rank), per_node, device.type, *words)
 
 
 def mistake(options: argparse.Namespace, rank: int) -> str:
-    """In this worker's words, or in worker 0's file; empty where there is none."""
+    """Mistake in this worker's options, or in worker 0's file, as text; empty where there is none."""
     try:
         refuse(options)
         if rank == 0:
@@ -140,7 +140,7 @@ def run(options: argparse.Namespace) -> None:
     device = device_of(local_rank, per_node)
     timeout = timedelta(seconds=options.timeout_seconds)
     with world(timeout):
-        # One that can't start says so before the devices' groups are made: the others would wait for it there.
+        # One that can't start reports it before the devices' groups are made: the others would wait for it there.
         agree(start_of(options, rank, per_node, device))
         plan = probes(size, per_node)
         wire = connect(device, timeout, "nccl" if device.type == "cuda" else "gloo")

@@ -1,4 +1,4 @@
-"""Options of the commands: a wrong word is one line, what can't be written is refused before it is measured."""
+"""Options of the commands: a wrong option is one line, what can't be written is refused before it is measured."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def whole(text: str) -> int:
-    """A word of the command line as a whole number. ArgumentTypeError for another one."""
+    """An argument of the command line as a whole number. ArgumentTypeError for another one."""
     try:
         return int(text)
     except ValueError:
@@ -25,7 +25,7 @@ def whole(text: str) -> int:
 
 
 def number(text: str) -> float:
-    """A word of the command line as a finite number. ArgumentTypeError for another one."""
+    """An argument of the command line as a finite number. ArgumentTypeError for another one."""
     try:
         found = float(text)
     except ValueError:

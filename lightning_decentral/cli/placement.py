@@ -33,7 +33,7 @@ def graph(name: str, overrides: Sequence[str]) -> Graph:
     """`ring`, `pipeline`, or a topology of gossip by the name of its configuration.
 
     Raises:
-        ValueError: no such topology, or words about one that has nothing to set.
+        ValueError: no such topology, or overrides of one that has nothing to set.
     """
     if name in SHAPES and overrides:
         raise ValueError(f"--topology {name} has nothing to set, got {' '.join(overrides)}: leave it out")
@@ -50,7 +50,7 @@ def graph(name: str, overrides: Sequence[str]) -> Graph:
 
 
 def messages(topology: Topology, size: int) -> list[Step]:
-    """Of one period, by (source, target)."""
+    """Messages (source, target) of each step of one period."""
     steps = range(topology.period(size))
     return [[(j, i) for i in range(size) for j in topology.sources(i, size, step)] for step in steps]
 

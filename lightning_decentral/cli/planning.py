@@ -123,7 +123,7 @@ def plan_answer(found: Comparison, assumed: list[str]) -> PlanAnswer:
 
 
 def assumptions(options: argparse.Namespace) -> list[str]:
-    """Fills in what wasn't said, and says it."""
+    """Fill in options that weren't given, and return text on each."""
     wanted = [
         ("per_node", 1, "--per-node", "one device on each node", True),
         ("latency", LATENCY, "--latency", f"{LATENCY} for a message between nodes", bool(options.bandwidth)),

@@ -110,7 +110,7 @@ def _state_bytes(optimizers: Iterable[Optimizer]) -> int:
 
 
 def alone(application: Application, words: Sequence[str]) -> DictConfig:
-    """What these words make on one device, without the strategy that they may name.
+    """Compose these overrides for one device, without the strategy that they may name.
 
     Raises:
         ValueError: they, or an experiment, say more about a strategy than which one it is.
@@ -118,7 +118,7 @@ def alone(application: Application, words: Sequence[str]) -> DictConfig:
     try:
         return application.compose([*words, *ALONE, "trainer.default_root_dir=null"])
     except HydraException as error:
-        chosen = application.choice(words, "strategy")  # raises what is wrong with the words by themselves
+        chosen = application.choice(words, "strategy")  # raises what is wrong with the overrides by themselves
         if "strategy" not in str(error):
             raise
         optimizer = application.choice(words, "optimizer")
@@ -129,7 +129,7 @@ def alone(application: Application, words: Sequence[str]) -> DictConfig:
 
 
 def without_strategy(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """(words that choose a strategy, the others): in a line that names the best one they would stand beside it."""
+    """(overrides that choose a strategy, the others): in a line that names the best one they would stand next to it."""
     chosen = [word for word in words if word.startswith(STRATEGY)]
     return chosen, tuple(word for word in words if word not in chosen)
 
@@ -137,7 +137,7 @@ def without_strategy(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
 def profile(
     application: Application, overrides: Sequence[str], steps: int, done: Callable[[], None] = lambda: None
 ) -> tuple[Profile, float]:
-    """(the profile of one device for these words of the command line, mean seconds from batch to batch).
+    """(the profile of one device for these overrides of the command line, mean seconds from batch to batch).
 
     Args:
         steps: whole steps that the distribution is taken from.
@@ -205,7 +205,7 @@ def shown(model: Model) -> Table:
 
 
 def _short(names: Sequence[str]) -> list[str]:
-    """Without the modules that all of them lie in; a single word is no module's path."""
+    """Strip the modules that all of them lie in; a name without a dot is no module's path."""
     paths = [name.split(".") for name in names]
     same = takewhile(lambda words: len(set(words)) == 1, zip(*(path[:-1] for path in paths if path[1:]), strict=False))
     depth = len(list(same))
@@ -213,7 +213,7 @@ def _short(names: Sequence[str]) -> list[str]:
 
 
 def mixing(model: Model) -> str:
-    """What a round of gossip takes the device."""
+    """Seconds that a round of gossip takes the device, as text."""
     seconds = {work.codec: work.seconds(model.parameter_bytes, 1) for work in model.rounds}
     each = ", ".join(
         f"{codec.removesuffix('()')} {1e3 * of_round:.3f} ms ({100 * of_round / model.seconds:.2g} %)"

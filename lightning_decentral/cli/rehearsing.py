@@ -115,7 +115,7 @@ def refuse_left_out(cfg: DictConfig) -> None:
 
 
 def split(words: list[str]) -> tuple[list[str], list[int]]:
-    """(words of the recipes, numbers of workers)."""
+    """(overrides of the recipes, numbers of workers)."""
     numbers = [word.partition("=")[2] for word in words if word.startswith("workers=")]
     try:
         workers = [int(text) for text in ",".join(numbers).split(",") if text]
@@ -125,7 +125,7 @@ def split(words: list[str]) -> tuple[list[str], list[int]]:
 
 
 def network_of(profile: Profile | None, options: argparse.Namespace) -> Network | None:
-    """With the links of the command line, where it has some; the profile's."""
+    """Network of the profile with the links of the command line; None where none are given, or no profile."""
     if options.bandwidth is None or profile is None:
         return None
     rate = bytes_per_second(options.bandwidth)

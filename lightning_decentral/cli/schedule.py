@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class MemberOutcome:
-    """Of one policy, simulated."""
+    """Outcome of one policy, simulated."""
 
     makespan_seconds: float
     mean_completion_seconds: float
@@ -139,12 +139,12 @@ def refuse_unrunnable(asked: Jobs, limit_bytes: float) -> None:
 
 
 def outputs() -> Path:
-    """Where this run's trainings leave theirs."""
+    """Folder where this run's trainings leave their outputs."""
     return Path("outputs") / f"schedule-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def chosen(kind: str, name: str, known: Mapping[str, Choice], alone: Iterable[str] = ()) -> Choice:
-    """By its name.
+    """Look up a choice by its name.
 
     Args:
         alone: further names for the message.
@@ -158,7 +158,7 @@ def chosen(kind: str, name: str, known: Mapping[str, Choice], alone: Iterable[st
 
 
 def jobs_of(options: argparse.Namespace) -> tuple[Jobs, list[str]]:
-    """Of the file or the trace, and what must be said about them."""
+    """Jobs of the file or the trace, and remarks about them."""
     if (options.jobs is None) == (options.trace is None):
         raise ValueError("give either a file of jobs or --trace: lightning-decentral schedule jobs.yaml --policy lrtf")
     if options.trace is None:
@@ -196,7 +196,7 @@ def policies_table(jobs: Sequence[Queue], there: Sequence[Processor], schedules:
 
 
 def jobs_table(jobs: Sequence[Queue], spans: Spans) -> Table:
-    """When each arrived and ended under the first policy."""
+    """Table of when each job arrived and ended under the first policy."""
     finish = finish_seconds(spans)
     table = Table("job", "pieces", "arrival s", "end s", "completion s")
     for job in jobs[:SHOWN_JOBS]:
@@ -208,7 +208,7 @@ def jobs_table(jobs: Sequence[Queue], spans: Spans) -> Table:
 
 
 def ends_table(jobs: Sequence[Queue], found: Mapping[str, Spans]) -> Table:
-    """When each job ended, simulated and for real."""
+    """Table of when each job ended, simulated and for real."""
     simulated, real = (finish_seconds(found[name]) for name in ("simulated", "real"))
     table = Table("job", "simulated end s", "real end s", "off")
     for job in jobs[:SHOWN_JOBS]:
@@ -223,7 +223,7 @@ def off(simulated: float, real: float) -> float:
 
 
 def verdict(jobs: Sequence[Queue], found: Mapping[str, Spans], said: str) -> str:
-    """How far the simulation was from what happened, and what did happen."""
+    """Sentence about how far the simulation was from what happened, and what did happen."""
     simulated, real = (makespan_seconds(jobs, found[name]) for name in ("simulated", "real"))
     held = "within" if abs(off(simulated, real)) <= AIM else "NOT within"
     return (

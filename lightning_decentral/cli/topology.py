@@ -1,4 +1,4 @@
-"""`lightning-decentral topology base_graph --workers 24`: who hears whom, and how fast all agree."""
+"""`lightning-decentral topology base_graph --workers 24`: who receives from whom, and how fast all agree."""
 
 import argparse
 import sys
@@ -37,7 +37,7 @@ def names() -> list[str]:
 
 
 def topology_of(name: str, overrides: list[str]) -> Topology:
-    """By its Hydra name.
+    """Topology by its Hydra name.
 
     Raises:
         ValueError: an unknown name or field.
@@ -82,7 +82,7 @@ def told(topology: Topology, size: int, found: Curves) -> Told:
 
 
 def refuse_endless(workers: int) -> None:
-    """ValueError for matrices that nobody waits for; what takes long says so."""
+    """ValueError for matrices that nobody waits for; a message on stderr for what takes long."""
     if workers > LARGEST_SIZE:
         raise ValueError(
             f"--workers {workers} makes matrices of {workers} x {workers}: give at most {LARGEST_SIZE}, from where on "

@@ -66,7 +66,7 @@ def exact_steps_of(asked: float, module: Any, broadcast: Callable[[float], float
 
 
 class GossipPlan(Protocol):
-    """The constructor's values of a strategy, whoever places its workers."""
+    """The constructor's values of a strategy, whichever way its workers are placed."""
 
     topology: Topology
     combine: Rule
@@ -98,7 +98,7 @@ class Rounds:
     layout: ModelLayout = field(default_factory=ModelLayout)
 
     def making(self, exact_steps: int = 0, meet: Callable[[Sequence[nn.Parameter]], None] = as_they_are) -> Making:
-        """How the mixers of this run are made, for its `Mixers`; `meet`: x <- the mean as it is evaluated."""
+        """Settings by which the run's mixers are made, for its `Mixers`; `meet`: x <- the mean as it is evaluated."""
         own = self.mixers, self.pack, self.of_states
         return Making(*own, exact_steps, self._mean_of_sound, self.layout, self._alike, meet)
 

@@ -1,6 +1,6 @@
 """Cuts and depths that all workers agree on: worker 0's, or those of the checkpoint that is resumed.
 
-Every binding (a Trainer's, Fabric's) says in its own way when a step begins; what it cuts is decided here.
+Every binding (a Trainer's, Fabric's) states in its own way when a step begins; what it cuts is decided here.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ from lightning_decentral.shared.wire.meeting.notices import is_loss
 def options(
     depth: DepthAssignment, cuts: Cuts, balance: Balance | None, absent: Absent | None, bucket_bytes: int | None = None
 ) -> tuple[DepthAssignment, Cuts, Balance, Absent, int | None]:
-    """What a binding was asked for, defaults in the place of None. ValueError for what no network could be served."""
+    """Options of a binding, with defaults in the place of None. ValueError for what no network could be served."""
     check_wish(cuts)
     check_bucket_bytes(bucket_bytes)
     return depth, cuts, balance or SavedBytes(), absent or Skip(), bucket_bytes
@@ -70,7 +70,7 @@ class Together:
 
 
 def found_together(gather: Callable[[Any], list[Any]], find: Callable[[Decide], CutPlan]) -> CutPlan:
-    """What all workers find together, without a trace in their random numbers. Collective."""
+    """Cuts that all workers find together, without a trace in their random numbers. Collective."""
     before = worker_state.random_state()  # the search draws random numbers of the run's generators
     try:
         found = find(Together(gather))
@@ -81,7 +81,7 @@ def found_together(gather: Callable[[Any], list[Any]], find: Callable[[Decide], 
 
 
 def agreed(rank: int, broadcast: Callable[[Any], Any], find: Callable[[], CutPlan]) -> CutPlan:
-    """What worker 0 found by itself, without a trace in its random numbers, where the others' turns come later.
+    """Cuts that worker 0 found by itself, without a trace in its random numbers, where the others' turns come later.
 
     Raises:
         ValueError: on every worker, why there is no such cut.
@@ -107,13 +107,13 @@ def agreed(rank: int, broadcast: Callable[[Any], Any], find: Callable[[], CutPla
 
 
 def wished(cuts: Cuts, saved: Mapping[str, Any] | None) -> Cuts:
-    """The cuts of the checkpoint that is resumed, if they were wished for in the same words."""
+    """The cuts of the checkpoint that is resumed, if the same were asked for there."""
     # And not searched for again: a measured balance may come out otherwise today.
     return list(saved["boundaries"]) if saved and saved["wish"] == words(cuts) else cuts
 
 
 def remembered(driver: DepthController, cuts: Cuts) -> dict[str, Any]:
-    """For a checkpoint: the cuts, and the words they were wished for in."""
+    """State for a checkpoint: the cuts, and the text of what was asked for."""
     return {"wish": words(cuts), "boundaries": list(driver.plan.boundaries)}
 
 

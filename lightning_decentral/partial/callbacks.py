@@ -28,7 +28,7 @@ from lightning_decentral.shared.plan.arguments import checked
 
 @runtime_checkable
 class Partial(Protocol):
-    """What a strategy with cuts offers to those who watch it."""
+    """Interface of a strategy with cuts, for callbacks that watch it."""
 
     driver: DepthController | None
     """The cuts in use, from the first batch on."""
@@ -40,7 +40,7 @@ class Partial(Protocol):
 
 @checked
 class PartialBackpropMonitor(Callback):
-    """What this worker's steps cost; loggers show worker 0's. Under other strategies it does nothing.
+    """Logs what this worker's steps cost; loggers show worker 0's. Under other strategies it does nothing.
 
     partial/depth              segments that the backward of this step goes through
     partial/backward_seconds   mean of a backward since the last row, without waiting for other workers
@@ -106,8 +106,8 @@ class PartialBackpropMonitor(Callback):
 
 
 class PartialBackpropTable(PartialBackpropMonitor):
-    """At the end of training worker 0 prints one line for each depth: steps, what a backward kept, its seconds and
-    what it sent (medians). Beside them stands the compute that the pieces' costs predict, against a full step's.
+    """Prints on worker 0, at the end of training, one line for each depth: steps, what a backward kept, its seconds and
+    what it sent (medians). Next to them stands the compute that the pieces' costs predict, against a full step's.
     """
 
     def __init__(self) -> None:

@@ -59,7 +59,7 @@ def timed(depth: DepthAssignment, trainer: Trainer, saved: Mapping[str, Any]) ->
 
 
 def warm_up_state(depth: DepthAssignment, in_steps: DepthAssignment) -> dict[str, Any]:
-    """For a checkpoint: the assignment as it was wished for, and its warm-up in steps."""
+    """State for a checkpoint: the assignment as it was asked for, and its warm-up in steps."""
     return {"assignment": repr(depth), "warm_up": in_steps.warm_up}
 
 
@@ -99,12 +99,12 @@ def _copies(batch: Any) -> Any:
 
 
 def run_of(trainer: Trainer, *args: Any, **kwargs: Any) -> Callable[[torch.nn.Module], Run]:
-    """From a copy of the module to a function that repeats its `training_step(*args)`."""
+    """Return a function from a copy of the module to one that repeats its `training_step(*args)`."""
     return repeated(lambda trial: step_of(trainer, trial, *args, **kwargs))
 
 
 def repeated(step_of: Callable[[Any], Run]) -> Callable[[torch.nn.Module], Run]:
-    """From a copy of the module to a function that repeats its step: the same random numbers, buffers and plain
+    """Function from a copy of the module to one that repeats its step: the same random numbers, buffers and plain
     attributes. A step changes these: ranges that fake quantization has seen, the iterates of a spectral norm, counters.
     """
     random = worker_state.random_state()

@@ -27,7 +27,7 @@ from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplic
 
 
 class Network(nn.Module):
-    """What the loop calls: a forward within a cut."""
+    """Module that the loop calls: a forward within a cut."""
 
     def __init__(self, module: nn.Module, cut: Callable[..., AbstractContextManager[None]]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the first batch found, in words: where the network is cut, and what each depth or selection costs."""
+"""Findings of the first batch, as text: where the network is cut, and what each depth or selection costs."""
 
 from collections.abc import Iterator
 
@@ -47,13 +47,13 @@ def _row(own: tuple[int, ...], lowest: int, costs: tuple[BlockCost, ...]) -> str
 
 
 def _kinds(assignment: DepthAssignment, size: int, segments: int) -> list[tuple[int, ...]]:
-    """What some worker trains at some step, the most first."""
+    """Selections of segments that some worker trains at some step, the largest first."""
     steps = _steps(int(assignment.warm_up))
     found = {assignment.trained(rank, size, step, segments) for step in steps for rank in range(size)}
     return sorted(found, key=lambda own: (-len(own), own))
 
 
 def _steps(warm_up: int) -> list[int]:
-    """Of the warm-up its first; then densely at first and sparsely later."""
+    """Steps to look at: of the warm-up its first; then densely at first and sparsely later."""
     later = range(100, STEPS, 97)
     return sorted({0, *(warm_up + step for step in (*range(100), *later))})

@@ -120,7 +120,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
         return loader
 
     def _shares(self) -> tuple[float, ...]:
-        """Of the samples of a global batch."""
+        """Shares of the workers in the samples of a global batch."""
         samples = self._samples or (1,) * self.world_size
         return tuple(n / sum(samples) for n in samples)
 

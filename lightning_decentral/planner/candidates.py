@@ -1,7 +1,7 @@
-"""Candidates of a plan: words of the command line of `recipes/train.py`.
+"""Candidates of a plan: overrides on the command line of `recipes/train.py`.
 
-The words are the only place where a candidate is written. So whatever wins can be trained as printed, and any other
-words can join the comparison. `forecasts` makes forecasts of them.
+The overrides are the only place where a candidate is written. So whatever wins can be trained as printed, and any other
+overrides can join the comparison. `forecasts` makes forecasts of them.
 """
 
 from collections.abc import Collection, Iterator
@@ -21,7 +21,7 @@ MOMENTUM_IN_INT8 = (
 )
 STREAM = "strategy=gossip strategy/topology=stream"
 OUTER = "strategy.combine.lr=null strategy.combine.momentum=null"
-"""What suits the number of workers and of local steps."""
+"""Learning rate and momentum that suit the number of workers and of local steps."""
 UNSAID = {"gossip": ("strategy/codec=plain", "strategy/combine=gossip"), "compressed": ("strategy/codec=int8",)}
 
 
@@ -30,7 +30,7 @@ class Candidate:
     """A way to train.
 
     Args:
-        words: of the command line.
+        words: overrides of the command line.
         title: for tables.
         remark: what a reader must know of the number.
     """
@@ -41,7 +41,7 @@ class Candidate:
 
 
 def candidates(cluster: Cluster, model: Model, slices: int = 1) -> Iterator[Candidate]:
-    """From the one that mixes most to the one that mixes least: of equally fast ones the first is recommended."""
+    """Yield candidates from the one that mixes most to the least: of equally fast ones the first is recommended."""
     timed = {work.codec for work in model.rounds}
     int8, int4 = _remark(Int8(), timed), _remark(Int4(), timed)
     per_node, several = cluster.per_node, 1 < cluster.per_node < cluster.workers
@@ -78,7 +78,7 @@ def candidates(cluster: Cluster, model: Model, slices: int = 1) -> Iterator[Cand
 
 
 def _remark(codec: Codec, timed: Collection[str]) -> str:
-    """On a profile that no round with this codec was measured for."""
+    """Remark for a codec that no round of the profile was measured with; empty otherwise."""
     return "" if repr(codec) in timed else "the codec's seconds are those of one CPU thread: profile again for yours"
 
 
@@ -94,7 +94,7 @@ def _pipelines(cluster: Cluster, batch: int, slices: int) -> Iterator[Candidate]
 
 
 def in_full(words: str) -> list[str]:
-    """These words, and those for codec and rule that the strategy would take anyway."""
+    """Overrides of a candidate, with those for codec and rule that the strategy would take anyway."""
     said = words.split()
     chosen = next(word.partition("=")[2] for word in said if word.startswith("strategy="))
     named = {word.partition("=")[0] for word in said}

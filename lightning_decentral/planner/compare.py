@@ -33,14 +33,14 @@ class RefusedMethod:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was compared in a setting.
+    """Comparison of methods in a setting.
 
     Args:
         rows: the fastest first.
         best: the one to train with; None where nothing fits into the memory.
         stay: whether `best` is ddp because nothing else gains enough.
         memory_bytes: of a device; None: any.
-        also: words of the candidates that were asked for.
+        also: overrides of the candidates that were asked for.
     """
 
     setting: Setting
@@ -60,7 +60,7 @@ class Comparison:
         return self.baseline.forecast.seconds / row.forecast.seconds
 
     def fits(self, row: ComparedMethod) -> bool:
-        """Whether a device's memory holds it, if that was given."""
+        """Return whether a device's memory holds it, if that was given."""
         return fits(row, self.memory_bytes)
 
     @property
@@ -76,7 +76,7 @@ class Comparison:
 
 
 def fits(row: ComparedMethod, memory_bytes: float | None) -> bool:
-    """Whether so much memory holds it; None holds all."""
+    """Return whether so much memory holds it; None holds all."""
     return memory_bytes is None or row.forecast.memory_bytes <= memory_bytes
 
 
@@ -95,20 +95,20 @@ def plan(
     Args:
         variation: of the seconds of computation, as in `Profile`.
         slices: of a sequence in a pipeline; 1 for a model without a token axis.
-        also: words of further candidates.
+        also: overrides of further candidates.
         memory_bytes: of a device.
-        threshold: gain over ddp below which it says to stay with ddp.
+        threshold: gain over ddp below which it recommends ddp.
         optimizer: of all methods, as `optimizer=` names it; the profile's.
 
     Raises:
-        ValueError: words in `also` that can't be composed; nothing measured between nodes; an optimizer whose cost the
-            profile doesn't tell.
+        ValueError: overrides in `also` that can't be composed; nothing measured between nodes; an optimizer whose cost
+            the profile doesn't give.
     """
     if optimizer is not None:
         setting = replace(setting, model=trained_with(setting.model, optimizer))
     factors = drawn(variation, setting.cluster.workers)
     asked = [Candidate(words, words) for words in tuple(also)]
-    for candidate in asked:  # a mistake in words that were asked for is the user's to mend, not a row that is refused
+    for candidate in asked:  # a mistake in overrides asked for is the user's to mend, not a row that is refused
         strategy_of(candidate.words)
     rows, refused = [], []
     for candidate in [*candidates(setting.cluster, setting.model, slices), *asked]:
@@ -132,7 +132,7 @@ def _best(rows: Sequence[ComparedMethod], memory_bytes: float | None, threshold:
 
 
 def chosen(found: Sequence[tuple[Candidate, float]], threshold: float) -> Candidate | None:
-    """By seconds: ddp if nothing gains enough over it; otherwise, of the fastest that do, the one that mixes most."""
+    """Choose by seconds: ddp if nothing gains enough over it; otherwise, of the fastest that do, what mixes most."""
     baseline = next(((candidate, seconds) for candidate, seconds in found if candidate.words == BASELINE), (None, inf))
     # Both, as at a threshold of 0 to be as fast is no gain.
     gaining = [

@@ -1,4 +1,4 @@
-"""Forecasts of strategies: from words of the command line of `recipes/train.py` to what they will cost."""
+"""Forecasts of strategies: from overrides of the command line of `recipes/train.py` to what they will cost."""
 
 from functools import lru_cache, singledispatch
 
@@ -39,7 +39,7 @@ from lightning_decentral.shared.plan.forecast import Cluster, Method
 from lightning_decentral.shared.plan.profile import RoundWork
 from lightning_decentral.shared.wire.pipeline_replicas import AverageGradients
 
-PARAMETER_BYTES = 4  # of an element of a message: codecs are told float32
+PARAMETER_BYTES = 4  # of an element of a message: codecs assume float32
 # (send, hear) per byte of parameters on one CPU thread: benchmarks/results/codec-2-cores.json. Of four and two bits
 # they are those of differences, which take longer than the codes by themselves.
 CODEC_SECONDS_PER_BYTE: dict[Codec, tuple[float, float]] = {
@@ -57,9 +57,9 @@ CODEC_SECONDS_PER_BYTE: dict[Codec, tuple[float, float]] = {
 ALONE: dict[type[Within], Method] = {ReplicatedCost: DataParallel(), Shards: ShardedForecast()}
 
 
-@lru_cache(maxsize=256)  # a map of clusters asks for the same words in every cell, and composing takes long
+@lru_cache(maxsize=256)  # a map of clusters asks for the same overrides in every cell, and composing takes long
 def strategy_of(words: str) -> Strategy:
-    """What these words make.
+    """Strategy that these overrides make.
 
     Raises:
         ValueError: they name something that isn't there.
@@ -183,7 +183,7 @@ def _refuse_unread(option: str, asked: object, read: object) -> None:
 
 @singledispatch
 def slices_of(slicing: object, slices: int) -> int:
-    """How many a sequence is cut into.
+    """Number of slices that a sequence is cut into.
 
     Raises:
         ValueError: their lengths are given.
@@ -205,7 +205,7 @@ def _(slicing: Uniform | Balanced, slices: int) -> int:
 
 @singledispatch
 def within_of(island: Island) -> Within:
-    """What an island's devices do."""
+    """Forecast of what an island's devices do."""
     return Alone(island.devices)
 
 

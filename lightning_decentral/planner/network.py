@@ -29,7 +29,7 @@ def all_reduce(over: Transport, message_bytes: int, device: torch.device) -> Cal
 
 
 def exchange(over: Transport, message_bytes: int, device: torch.device, peers: int = 1) -> Call:
-    """Worker i sends messages of so many bytes together to i + 1, i + 2, i + 4, ... and hears i - 1, i - 2, ..."""
+    """Worker i sends so many bytes in all to i + 1, i + 2, i + 4, ... and receives as much from i - 1, i - 2, ..."""
     sends, receives = (
         [Message((over.rank + way * 2**k) % over.size, _floats(message_bytes / peers, device), 0) for k in range(peers)]
         for way in (1, -1)
@@ -58,7 +58,7 @@ def broadcast(over: Transport, message_bytes: int, device: torch.device) -> Call
 
 
 def neighbours(workers: int) -> list[int]:
-    """With how many each worker of a group exchanges in turn: one, two, and as many as in an exponential graph."""
+    """Numbers of neighbours that a worker exchanges with in turn: one, two, and as many as in an exponential graph."""
     most = (workers - 1).bit_length()
     return sorted({1, min(2, most), most})
 
@@ -79,7 +79,7 @@ class NetworkMeter:
     Args:
         sizes: bytes of the messages, ascending.
         longest_seconds: no larger message where one took longer.
-        say: told what is measured next.
+        say: called with what is measured next.
     """
 
     wire: Wire

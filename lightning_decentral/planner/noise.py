@@ -23,7 +23,7 @@ class NoiseScale:
 
     @torch.no_grad()
     def see(self, modules: Sequence[nn.Module]) -> None:
-        """Of each worker, after its backward. Parameters without a gradient on some worker are left out."""
+        """Count all workers' gradients, after backward. Parameters without a gradient on some worker are left out."""
         count = len(modules)
         for members in zip(*(module.parameters() for module in modules), strict=True):
             gradients = [p.grad.to_dense() for p in members if p.grad is not None]
@@ -36,7 +36,7 @@ class NoiseScale:
 
     @property
     def scale(self) -> float | None:
-        """In batches of a worker; None where it saw nothing, or no more than noise."""
+        """Noise scale in batches of a worker; None where it saw nothing, or no more than noise."""
         return self._spread / self._signal if self._signal > 0 else None
 
 

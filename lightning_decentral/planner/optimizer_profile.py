@@ -21,13 +21,13 @@ WARM_UP, REPEATS = 1, 3
 
 
 def hidden_of(root: nn.Module) -> list[nn.Parameter]:
-    """What `Muon` would take for hidden matrices, in order."""
+    """Parameters that `Muon` would take for hidden matrices, in order."""
     hidden: list[nn.Parameter] = muon_groups(root)[0]["params"]
     return hidden
 
 
 def sides(matrices: Iterable[Tensor], among: Collection[nn.Parameter]) -> tuple[Sides, ...]:
-    """Of those that are among these; a filter [out, in, ...] is a matrix [out, rest]."""
+    """Sides of the matrices that are among these parameters; a filter [out, in, ...] is a matrix [out, rest]."""
     taken = set(among)
     pairs = ((len(m), m.numel() // len(m)) for m in matrices if m in taken)
     return tuple((min(pair), max(pair)) for pair in pairs)
@@ -35,7 +35,7 @@ def sides(matrices: Iterable[Tensor], among: Collection[nn.Parameter]) -> tuple[
 
 @torch.no_grad()
 def products_per_second(matrices: Sequence[nn.Parameter], device: torch.device) -> float:
-    """As `Muon` orthogonalizes them by default; the matrices stay. 0 where there are none, or no clock sees it."""
+    """Operations per second of `Muon`'s Newton-Schulz on copies; 0 where there are none, or no clock sees it."""
     copies = [matrix.detach().clone() for matrix in matrices]
     if not copies:
         return 0.0

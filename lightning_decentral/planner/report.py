@@ -90,7 +90,7 @@ def _square(x: float, y: float, colour: str) -> Any:
 
 
 def timeline(tasks: Sequence[Task[str]]) -> str:
-    """What the first workers and links do, one row each."""
+    """Timeline of what the first workers and links do, one row each (SVG)."""
     spans = run(tasks)
     rows = list(dict.fromkeys(task.worker for task in tasks))
     first = [name for pair in zip(*_kinds(rows), strict=False) for name in pair][:SHOWN_ROWS]

@@ -1,4 +1,4 @@
-"""Printing a plan: its table, what it says in words, units such as 200mbit."""
+"""Printing a plan: its table, its conclusions as text, units such as 200mbit."""
 
 import math
 import re
@@ -19,7 +19,7 @@ EXTRAPOLATED, REMARK, TOO_LARGE = "~", "*", "!"
 
 
 def cells(plan: Comparison, row: ComparedMethod) -> tuple[str, ...]:
-    """Of one method, as text."""
+    """Table cells of one method, as text."""
     found = row.forecast
     spans = (found.seconds, found.p50_seconds, found.p95_seconds, found.exposed_seconds)
     marks = [
@@ -50,7 +50,7 @@ def table(plan: Comparison) -> Table:
 
 
 def sentences(plan: Comparison) -> Iterator[str]:
-    """What the columns are, what was left out, what to do."""
+    """Sentences about the columns, about what was left out, and what to do."""
     yield (
         "milliseconds per step: mean with stragglers; p50, p95: over runs of 64 steps; exposed: what a network that "
         "takes no time would save; card: bytes that a node sends in a step"
@@ -71,7 +71,7 @@ def sentences(plan: Comparison) -> Iterator[str]:
 
 
 def _rounds(plan: Comparison) -> Iterator[str]:
-    """What a round itself takes the device: of the recommended method, else of the fastest that gossips."""
+    """Seconds that a round takes the device, as text: the recommended method's, else the fastest's that gossips."""
     gossips = [row for row in plan.rows if isinstance(row.method, GossipForecast)]
     for row in sorted(gossips, key=lambda row: row is not plan.best)[:1]:
         assert isinstance(row.method, GossipForecast)
@@ -109,7 +109,7 @@ def verdict(plan: Comparison) -> Iterator[str]:
 
 
 def _optimizer(model: Model, gossip: bool) -> Iterator[str]:
-    """What else could be taken, and what it costs."""
+    """Sentences about the optimizer that could be taken instead, and its cost."""
     more = products_seconds(model)
     if model.optimizer in ALIKE and more:
         why = "Adam takes smaller steps under gossip than under ddp; " if gossip else ""
@@ -148,7 +148,7 @@ def _number(text: str, units: dict[str, float], wanted: str) -> float:
 
 
 def shown_bytes(value: float) -> str:
-    """With three digits: 12.3 MB."""
+    """Format bytes with three digits: 12.3 MB."""
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if value >= scale:
             return f"{value / scale:.3g} {unit}"

@@ -17,7 +17,7 @@ LONGEST = 64
 
 @dataclass(frozen=True)
 class Curves:
-    """Of a topology on `size` workers.
+    """Mixing matrices and consensus curves of a topology on `size` workers.
 
     Args:
         matrices: of a period, at most `LONGEST` steps.
@@ -37,7 +37,7 @@ class Curves:
 
 
 def curves(topology: Topology, size: int) -> Curves:
-    """Of two periods, at most `LONGEST` steps.
+    """Compute the curves of two periods, at most `LONGEST` steps.
 
     Raises:
         ValueError: the topology can't serve `size` workers.
@@ -56,7 +56,7 @@ def curves(topology: Topology, size: int) -> Curves:
 
 
 def heard(topology: Topology, size: int, step: int) -> str:
-    """Who hears whom at a step: "0-1 2-3" where both hear each other, "1>2" where 2 hears 1."""
+    """Graph of a step, as text: "0-1 2-3" where both receive from each other, "1>2" where 2 receives from 1."""
     edges = {
         (source, rank) for rank, sources in enumerate(step_graph(topology, size, step).sources) for source in sources
     }

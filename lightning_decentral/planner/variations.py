@@ -16,7 +16,7 @@ RUNS = 2
 NOTHING = "nothing fits"
 
 Fitting = tuple[Candidate, Method, bool]
-"""Whether a device's memory holds it."""
+"""Candidate, its method, and whether a device's memory holds it."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Cell:
     best: str
 
     def speedup(self, title: str) -> float:
-        """Of a candidate over ddp; 0 where one of them has no seconds."""
+        """Speed-up of a candidate over ddp; 0 where one of them has no seconds."""
         return self.seconds["ddp"] / self.seconds[title] if {title, "ddp"} <= self.seconds.keys() else 0.0
 
 
@@ -52,7 +52,7 @@ def grid(
     """Every number of workers with every rate; the latency stays as it is.
 
     Args:
-        also: words of further candidates.
+        also: overrides of further candidates.
         memory_bytes: of a device; what needs more isn't recommended.
     """
     latency = setting.network.price("exchange", "between", 2).latency_seconds

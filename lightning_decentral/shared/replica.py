@@ -33,10 +33,10 @@ class ReplicaStrategy(WorkersStrategy):
     """One replica of the model per worker; gradients stay local unless the method sends them."""
 
     evaluate: Evaluate = "mean"
-    """What is validated, tested and used for prediction: the mean of the workers, or each worker's own model."""
+    """Model that is validated, tested and used for prediction: the mean of the workers, or each worker's own model."""
 
     starts_on_host: bool = False
-    """Whether `arrange` brings the model to the device, part by part."""
+    """True where `arrange` brings the model to the device, part by part."""
 
     checkpoints: ReplicaCheckpoints
 
@@ -55,7 +55,7 @@ class ReplicaStrategy(WorkersStrategy):
 
     @property
     def keeps(self) -> bool:
-        """Whether a worker has what no other has, and what it needs to go on exactly."""
+        """True where a worker has state that no other has, and needs it to go on exactly."""
         return self.drifts
 
     def progress_state(self) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class ReplicaStrategy(WorkersStrategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Where all take one update, an optimizer that decides by the loss (a line search) gets the workers' mean."""
+        """Update; where all take the same one, an optimizer that decides by the loss (line search) gets their mean."""
         alike = isinstance(optimizer, LBFGS) and self.wire is not None and not self.drifts
         # Under manual optimization the devices of a worker have averaged gradients in the backward.
         whole = partial(self.member.averaging, closure) if self._module.automatic_optimization else closure
@@ -154,7 +154,7 @@ class ReplicaStrategy(WorkersStrategy):
     def place(self, fitting: bool) -> None:
         before, self._trained = self._trained, self._module if fitting else self._trained
         if before is not None and before is not self._module and not self.checkpoints.resuming:
-            self.mean_model.apart = False  # another module than the one that a fit left apart
+            self.mean_model.apart = False  # another module than the one that a fit left diverged
         if not self.starts_on_host or self.mean_model.apart:  # a mean is of tensors on the device
             self.model_to_device()
         self._attendance.join_groups()
@@ -177,7 +177,7 @@ class ReplicaStrategy(WorkersStrategy):
         start_from_worker_0([*module.parameters(), *module.buffers()], self.wire.world, self.root_device)
 
     def plan(self) -> dict[str, str]:
-        """What a run must have in common with the one that it goes on from, in words."""
+        """Settings that a run must have in common with the one that it goes on from, as text."""
         return {}
 
     def restart(self) -> None:

@@ -3,7 +3,7 @@
     network                         scatter 0              scatter 1, gather 0
     compute   backward 0, encode 0, backward 1, encode 1, reduce 0, backward 2, encode 2, reduce 1, decode 0, ...
 
-Codes are made and reduced beside the training, on threads or streams of their own, and take it the processor or the
+Codes are made and reduced next to the training, on threads or streams of their own, and take it the processor or the
 device for as long: their work is the step's, and what it hides is the network. A bucket is reduced, and then decoded,
 so many buckets later as makes the step shortest, where threads do it when messages have come.
 

@@ -127,7 +127,7 @@ class Bypass:
         self._parameters: list[nn.Parameter] = []
 
     def begin(self, parameters: Iterable[nn.Parameter]) -> None:
-        """These from now on, no others."""
+        """Bypass these parameters from now on, no others."""
         self.end()
         self._parameters = [p for p in parameters if p.requires_grad]
         self._require(False)
@@ -139,7 +139,7 @@ class Bypass:
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """As the user set them for a while."""
+        """Restore for a while `requires_grad` as the user set it."""
         self._require(True)
         try:
             yield

@@ -112,7 +112,7 @@ def _along_a_chain(trial: Trial, chains: Sequence[Chain], number: int | None, ba
     for chain in chains:
         try:
             return _cut_chain(trial, chain, number, balance)
-        except TooFewBlocks:  # this chain comes apart, only not so often: no reason to try another one
+        except TooFewBlocks:  # this chain can be cut, only not so often: no reason to try another one
             raise
         except ValueError as error:
             reasons.append(f"{chain}: {error}")
@@ -160,7 +160,7 @@ def plan(trial: Trial, boundaries: list[str]) -> CutPlan:
 
 
 def _segment(name: str, judged: Sequence[Judged]) -> int:
-    """How many boundaries lie below it."""
+    """Number of boundaries that lie below a parameter: the index of its segment."""
     verdicts = [j.verdicts[name] for j in judged]
     # Tied and unused ones count as above: what they contribute later is then averaged over all contributors of the
     # segment above, for unused ones of the loss, which is exact.
@@ -173,7 +173,7 @@ def _some_names(module: nn.Module) -> str:
 
 
 def joints(module: nn.Module, run_of: Callable[[nn.Module], Run]) -> tuple[str, ...]:
-    """Modules at whose inputs the network may be cut: every block of the likeliest chain that comes apart between all
+    """Modules at whose inputs the network may be cut: every block of the likeliest chain that can be cut between all
     of its blocks, and the first module behind it. Empty where there is no such chain.
 
     Args:
@@ -215,6 +215,6 @@ def _comes_apart(trial: Trial, names: Sequence[str]) -> bool:
 
 
 def _after(entered: Sequence[str], last: str) -> list[str]:
-    """What is entered behind `last` and isn't a part of it; the likeliest few."""
+    """Modules entered after `last` that aren't a part of it; the likeliest few."""
     later = entered[entered.index(last) + 1 :]
     return [name for name in later if not name.startswith(f"{last}.")][:2]  # each costs a verification

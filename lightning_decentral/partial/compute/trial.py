@@ -19,13 +19,13 @@ Found = TypeVar("Found")
 
 
 class Decide(Protocol):
-    """Who says what a run of the copy showed, where several workers run theirs together."""
+    """Decides what a run of the copy showed, where several workers run theirs together."""
 
     def __call__(self, compute: Callable[[], Found], /) -> Found: ...
 
 
 def by_itself(compute: Callable[[], Found], /) -> Found:
-    """What this worker's own run showed."""
+    """Result of this worker's own run."""
     return compute()
 
 
@@ -42,7 +42,7 @@ class Trial:
         return type(self.module).__name__
 
     def try_out(self) -> None:
-        """ValueError where the step itself can't be taken apart."""
+        """ValueError where the step itself can't be run on the copy."""
 
         def once() -> None:
             self.run()

@@ -29,7 +29,7 @@ Gradients = dict[str, Tensor | None]
 
 
 class Verdict(Enum):
-    """Where a parameter stands against a cut."""
+    """Position of a parameter relative to a cut."""
 
     ABOVE = "above"
     BELOW = "below"
@@ -77,7 +77,7 @@ def judge(root: nn.Module, boundaries: list[str], run: Run) -> list[Judged]:
 
 
 def gradients(root: nn.Module, run: Run, cut: AbstractContextManager[None]) -> Gradients:
-    """By name of the parameter; None where the loss doesn't reach it."""
+    """Gradients by name of the parameter; None where the loss doesn't reach it."""
     root.zero_grad(set_to_none=True)
     with cut:
         loss = run()
@@ -111,7 +111,7 @@ def _judged(root: nn.Module, cutter: Cutter, index: int, boundaries: list[str], 
 
 
 def verdict(plain: Tensor | None, doubled: Tensor | None, left: Tensor | None, floor: float) -> Verdict:
-    """Of one parameter from its three gradients; a difference of norm `floor` is rounding."""
+    """Verdict on one parameter from its three gradients; a difference of norm `floor` is rounding."""
     if plain is None or doubled is None:
         return Verdict.UNUSED
     rest = torch.zeros_like(plain) if left is None else left

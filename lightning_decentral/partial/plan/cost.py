@@ -47,7 +47,7 @@ def sent_bytes(piece_bytes: float, contributors: int, size: int) -> float:
 
 
 class Balance(ABC):
-    """What the pieces of an automatic cut should have equally much of."""
+    """Quantity that the pieces of an automatic cut should have equally much of."""
 
     @abstractmethod
     def of(self, cost: BlockCost) -> float:
@@ -93,5 +93,5 @@ def partition(sizes: Sequence[float], pieces: int) -> list[int]:
     """
     # Squared, as plain sums have the same total for all cuts, which would decide nothing between equals.
     at = linear_partition(piece_sums(sizes) ** 2, pieces)
-    assert at is not None  # whoever asks has as many blocks
+    assert at is not None  # callers have as many blocks
     return list(at[1:-1])

@@ -30,9 +30,9 @@ class DepthAssignment(ABC):
 
     warm_up: float = 0
     uniform: ClassVar[bool] = True
-    """Whether all workers have the same depth at a step."""
+    """True where all workers have the same depth at a step."""
     whole: ClassVar[bool] = False
-    """Whether a tied parameter gets its whole gradient, from below its segment, too, or that of the top `depth`."""
+    """True where a tied parameter gets its whole gradient, from below its segment, too; else the top `depth`'s."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.warm_up < math.inf:
@@ -43,14 +43,14 @@ class DepthAssignment(ABC):
     def timed(self, total_steps: float) -> "DepthAssignment":
         """The same in a run of so many optimizer steps: warm_up <- round(warm_up * total_steps) where it is a part.
 
-        A part of a run without a known end (infinite or negative, as Lightning says it) is no step.
+        A part of a run without a known end (infinite or negative, as Lightning gives it) is no step.
         """
         if not 0 < self.warm_up < 1:
             return self
         return replace(self, warm_up=round(self.warm_up * total_steps) if ended(total_steps) else 0)
 
     def depth(self, rank: int, size: int, step: int, segments: int) -> int:
-        """How many of the top segments this worker's backward goes through at this step."""
+        """Number of the top segments that this worker's backward goes through at this step."""
         return segments if step < self.warm_up else self.after(rank, size, step - int(self.warm_up), segments)
 
     def trained(self, rank: int, size: int, step: int, segments: int) -> tuple[int, ...]:
@@ -74,7 +74,7 @@ class DepthAssignment(ABC):
 
 
 def ended(total_steps: float) -> bool:
-    """Whether a run of so many steps has a known end: Lightning says infinity, or -1 for data without a length."""
+    """Return whether a run of so many steps has a known end: data without a length give infinity, or -1."""
     return 0 <= total_steps < math.inf
 
 
@@ -85,7 +85,7 @@ def top(depth: int, segments: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class StepDepths:
-    """Who trains what at one step: this worker's `own` segments and the contributors of each, from the bottom."""
+    """Segments trained at one step: this worker's `own`, and the contributors of each, from the bottom."""
 
     step: int
     own: tuple[int, ...]
@@ -100,7 +100,7 @@ class StepDepths:
 
 
 def contributors(assignment: DepthAssignment, size: int, step: int, segments: int) -> list[tuple[int, ...]]:
-    """Of each segment from the bottom, the ranks that train it at this step."""
+    """Ranks that train each segment, from the bottom, at this step."""
     return StepDepths.of(assignment, 0, size, segments, step).contributors
 
 

@@ -25,7 +25,7 @@ class Order(ABC):
 
     @abstractmethod
     def depth(self, step: int, segments: int) -> int:
-        """How many of the top segments are trained at this step."""
+        """Number of the top segments that are trained at this step."""
 
     @abstractmethod
     def reach(self, segments: int) -> int:

@@ -81,7 +81,7 @@ class PartialForecast(Method):
         return share * data_parallel.DataParallel().card_bytes(setting)
 
     def memory_bytes(self, setting: Setting) -> float:
-        """At the largest depth, which a warm-up makes the full one."""
+        """Memory at the largest depth, which a warm-up makes the full one."""
         segments = len(setting.model.blocks)
         reach = segments if self.depth.warm_up else self.depth.reach(setting.cluster.workers, segments)
         blocks = enumerate(setting.model.blocks, reach - segments)
@@ -95,7 +95,7 @@ class PartialForecast(Method):
         return self.depth.warm_up if self.depth.warm_up < 1 else 0.0
 
     def _trained(self, setting: Setting, step: int) -> list[Trained]:
-        """Of each worker."""
+        """Segments that each worker trains at a step behind the warm-up."""
         workers, segments = setting.cluster.workers, len(setting.model.blocks)
         steady = replace(self.depth, warm_up=0)
         return [steady.trained(r, workers, step, segments) for r in range(workers)]

@@ -39,7 +39,7 @@ class ContributorBucket(GradientBucket):
 
 @dataclass
 class _Row:
-    """What will share a bucket: its contributors, its parameters, the place of the last of them in backward."""
+    """Parameters that will share a bucket, their contributors, and the place of the last of them in backward."""
 
     ranks: Ranks
     parameters: list[nn.Parameter]
@@ -60,7 +60,7 @@ class Packing:
 
     def __init__(self, segments: Sequence[Sequence[nn.Parameter]], bucket_bytes: int | None) -> None:
         self._most = bucket_bytes or bucket_bytes_of(p for segment in segments for p in segment)
-        self._pieces = [  # never taken apart; the last parameters first, as backward meets them
+        self._pieces = [  # never split; the last parameters first, as backward meets them
             (segment, members)
             for segment in reversed(range(len(segments)))
             for members in chunked(reversed(segments[segment]), self._most)
@@ -68,7 +68,7 @@ class Packing:
         self._stores: dict[Kind, Tensor] = {}
 
     def buckets(self, contributors: Sequence[Ranks]) -> list[ContributorBucket]:
-        """In the order in which backward completes them; what nobody contributes to is in none."""
+        """Buckets in the order in which backward completes them; what nobody contributes to is in none."""
         kinds: dict[Kind, list[_Row]] = {}
         for place, (segment, members) in enumerate(self._pieces):
             if contributors[segment]:
@@ -82,7 +82,7 @@ class Packing:
         return [bucket for _, bucket in sorted(found, key=lambda pair: pair[0])]
 
     def _join(self, rows: list[_Row], piece: _Row) -> None:
-        """To the last row where it has room for it, otherwise as a row of its own."""
+        """Join the piece to the last row where it has room for it, otherwise as a row of its own."""
         # Segments share a bucket: a message for each would cost a worker more than its bytes do.
         both = _Row(piece.ranks, [*(rows[-1].parameters if rows else []), *piece.parameters], piece.place)
         room = both.elements * piece.parameters[0].element_size() <= self._most

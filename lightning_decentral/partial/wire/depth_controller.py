@@ -20,7 +20,7 @@ from lightning_decentral.shared.wire.transport import Wire
 
 
 class DepthController:
-    """Cuts `module` by the plan as the assignment says.
+    """Cuts `module` by the plan as the assignment gives it.
 
     Args:
         place: of this worker.
@@ -40,7 +40,7 @@ class DepthController:
         for name, segment in plan.segment_of.items():
             self.segments[segment].append(parameters[name])
         self.bypass = Bypass()
-        """From a forward to the end of its backward."""
+        """Active from a forward to the end of its backward."""
         self._depths = partial(StepDepths.of, assignment, place.rank, place.size, plan.segments)
         self.now = self._depths(0)
         self._cutter = Cutter(module, plan.boundaries)
@@ -50,13 +50,13 @@ class DepthController:
         self._cutter.remove()
 
     def at(self, step: int) -> StepDepths:
-        """Who trains what at this step. The last one is kept: `now`."""
+        """Segments that this worker and the contributors train at this step. The last step's are kept: `now`."""
         if step != self.now.step:
             self.now = self._depths(step)
         return self.now
 
     def depth(self, step: int) -> int:
-        """How many of the top segments this worker's backward goes through."""
+        """Number of the top segments that this worker's backward goes through."""
         return len(self.segments) - self.lowest(self.at(step).own)
 
     def lowest(self, trained: Sequence[int]) -> int:
@@ -81,12 +81,12 @@ class DepthController:
         return self._cutter.at(lowest - 1 if lowest else None, scales)  # boundary j is between segments j and j + 1
 
     def absent(self, step: int) -> list[nn.Parameter]:
-        """What no worker trains at this step, of what is trained at all."""
+        """Trainable parameters that no worker trains at this step."""
         found = zip(self.at(step).contributors, self.segments, strict=True)
         return [p for ranks, members in found if not ranks for p in members if p.requires_grad]
 
     def own_absent(self, step: int) -> list[nn.Parameter]:
-        """What this worker doesn't train at this step."""
+        """Trainable parameters that this worker doesn't train at this step."""
         own = self.at(step).own
         return [p for s, members in enumerate(self.segments) if s not in own for p in members if p.requires_grad]
 

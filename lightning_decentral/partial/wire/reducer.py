@@ -3,7 +3,7 @@
     grad_s = (1 / W_s) sum_{i in contributors of s} w_i g_i,s        W_s = sum_{i in contributors of s} w_i
 
 Worker i's weight w_i is its share of the global batch. What it has in `.grad` of segment s is already multiplied by
-W / W_s (W over all workers), because what flows back across a boundary is scaled there (`factors`). That makes a
+W / W_s (W over all workers): what flows back across a boundary is scaled there (`factors`). That makes a
 parameter used in several segments exact, too: each part of its gradient crossed its own boundaries.
 """
 
@@ -24,8 +24,8 @@ Group = Callable[[Sequence[Sequence[int]] | None], Transport | None]
 
 
 def factors(contributors: Sequence[Sequence[int]], weights: Sequence[float]) -> list[float]:
-    """For the boundary between segments j and j + 1: so that a gradient that crossed all above segment s, and that of
-    the loss, was multiplied by W / W_s. A segment that nobody trains changes nothing."""
+    """Gradient factors of the boundaries between segments j and j + 1. By them a gradient that crossed all above
+    segment s, and that of the loss, was multiplied by W / W_s. A segment that nobody trains changes nothing."""
     sums = [float(sum(weights[rank] for rank in ranks)) for ranks in contributors]
     assert not sums[-1] or len(contributors[-1]) == len(weights), (
         "what lies above the last boundary is trained by all workers, or by none"
@@ -155,7 +155,7 @@ class Reducer(Average):
         self.layouts.done()
 
     def _hand_on(self, bucket: ContributorBucket) -> None:
-        """From the first of the contributors to all, where not all are contributors."""
+        """Broadcast from the first of the contributors to all, where not all are contributors."""
         if len(bucket.ranks) == self._place.size:
             return
         if bucket.pending is not None:
@@ -194,7 +194,7 @@ class Groups:
                 self._made[ranks] = self._group([ranks])
 
     def of(self, ranks: tuple[int, ...]) -> Transport:
-        """Of these workers, to which this one belongs."""
+        """Transport of these workers, to which this one belongs."""
         found = self._made[ranks]
         assert found is not None
         return found

@@ -1,4 +1,4 @@
-"""What the planner decides by arithmetic alone, without torch: placement on hosts, which links to measure.
+"""Parts of the planner that are arithmetic alone, without torch: placement on hosts, which links to measure.
 
 Public: `placement` and `host_links`.
 """

@@ -27,7 +27,7 @@ class HostLinks:
     """A link between every two hosts.
 
     Args:
-        latency_seconds: [source, target]; the diagonal of both matrices says nothing.
+        latency_seconds: [source, target]; the diagonal of both matrices is ignored.
     """
 
     hosts: tuple[str, ...]
@@ -75,19 +75,19 @@ class HostLinks:
         return HostLinks(tuple(hosts), self.latency_seconds[both], self.bytes_per_second[both])
 
     def write(self, path: str | Path) -> None:
-        """As JSON; zeros on the diagonals."""
+        """Write JSON; zeros on the diagonals."""
         rows = {name: np.where(np.eye(len(self.hosts)), 0.0, getattr(self, name)).tolist() for name in COLUMNS[2:]}
         Path(path).write_text(json.dumps({"format": FORMAT, "version": VERSION, "hosts": self.hosts, **rows}, indent=1))
 
 
 def of(hosts: Sequence[str], pairs: Sequence[Sequence[tuple[float, float]]]) -> HostLinks:
-    """From [source][target] -> (latency in seconds, bytes per second)."""
+    """Links from pairs [source][target] -> (latency in seconds, bytes per second)."""
     both = np.array(pairs, dtype=np.float64)
     return HostLinks(tuple(hosts), both[..., 0], both[..., 1])
 
 
 def read(path: str | Path) -> HostLinks:
-    """From JSON that `HostLinks.write` wrote, or a CSV file with the columns source, target, latency_seconds,
+    """Read JSON that `HostLinks.write` wrote, or a CSV file with the columns source, target, latency_seconds,
     bytes_per_second and one line for each direction of each link.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What Muon costs where a profile was made with Adam: its products, by the matrices' shapes, and its memory.
+"""Cost of Muon where a profile was made with Adam: its products, by the matrices' shapes, and its memory.
 
     operations(short s, long l) = 5 (4 s^2 l + 2 s^3)            five times X X^T, its square, and (b A + c A^2) X
     update(block)  = its update with Adam + operations of its hidden matrices / the rate that the profile measured
@@ -24,28 +24,28 @@ MUON = "muon"
 
 
 def operations(hidden: Iterable[Sides], steps: int = STEPS) -> int:
-    """Of Newton-Schulz on these matrices; a product of [a, b] and [b, c] is 2 a b c."""
+    """Operations of Newton-Schulz on these matrices; a product of [a, b] and [b, c] is 2 a b c."""
     return sum(steps * (4 * s**2 * long + 2 * s**3) for s, long in hidden)
 
 
 def hidden_bytes(hidden: Iterable[Sides]) -> int:
-    """Of float32."""
+    """Bytes of the hidden matrices in float32."""
     return sum(ELEMENT_BYTES * short * long for short, long in hidden)
 
 
 def stepping_bytes(hidden: Sequence[Sides]) -> int:
-    """Of Muon while it steps, at most."""
+    """Bytes that Muon needs while it steps, at most."""
     sizes = [hidden_bytes([sides]) for sides in hidden]
     return sum(sizes) + 5 * min(sum(sizes), max([CALL_BYTES, *sizes]))
 
 
 def products_seconds(model: Model) -> float:
-    """Of Newton-Schulz on all hidden matrices; 0 where none were measured."""
+    """Seconds of Newton-Schulz on all hidden matrices; 0 where none were measured."""
     return operations(model.hidden) / model.products_per_second if model.products_per_second else 0.0
 
 
 def trained_with(model: Model, optimizer: str) -> Model:
-    """The model as this optimizer, named as in `optimizer=`, would train it, its words saying so.
+    """The model as this optimizer, named as in `optimizer=`, would train it; its overrides name the optimizer.
 
     Raises:
         ValueError: the profile can't tell: it is not of this optimizer, nor is it Muon's cost over Adam's.

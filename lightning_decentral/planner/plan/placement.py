@@ -155,7 +155,7 @@ def _descend(steps: Sequence[Step], seconds: Matrix, order: Order) -> tuple[tupl
 
 
 def _better(new: tuple[float, float], old: tuple[float, float]) -> bool:
-    """By more than rounding, so that a search ends."""
+    """Return whether the new cost is lower by more than rounding, so that a search ends."""
     if abs(new[0] - old[0]) > 1e-12 * old[0]:
         return new[0] < old[0]
     return new[1] < old[1] * (1 - 1e-12)

@@ -1,4 +1,4 @@
-"""Network probes: who is measured, the line fitted, and refusal of hosts that were started with different words.
+"""Network probes: who is measured, the line fitted, and refusal of hosts that were started with different options.
 
 seconds(bytes) = latency + bytes / bandwidth:  min over latency >= 0, bandwidth > 0 of
     sum over points of (latency + bytes / bandwidth - seconds)^2 / seconds
@@ -94,7 +94,7 @@ def _distance(points: Sequence[Point], latency: float, per_byte: float) -> float
 
 
 def _free(points: Sequence[Point]) -> tuple[float, float]:
-    """Where the gradient is zero: with weights w = 1 / seconds,
+    """Line where the gradient is zero: with weights w = 1 / seconds,
     latency sum w + per_byte sum w bytes = points;   latency sum w bytes + per_byte sum w bytes^2 = sum bytes."""
     w, wb, wbb = (sum(size**k / seconds for size, seconds in points) for k in range(3))
     determinant = w * wbb - wb * wb
@@ -129,11 +129,11 @@ SHARED = {
 
 @dataclass(frozen=True)
 class Start:
-    """How one worker was started.
+    """Start of one worker: its host, its devices and what it was asked to measure.
 
     Args:
         host: where it runs.
-        mistake: what is wrong with its own words or file; empty where nothing is.
+        mistake: what is wrong with its own options or file; empty where nothing is.
         per_node: workers of its node.
         device: type of its device.
         hosts: whether pairs of hosts are measured, too.

@@ -1,4 +1,4 @@
-"""How gradients of the workers are computed: one after the other, or several at the same time, each on its thread.
+"""Computing the workers' gradients: one after the other, or several at the same time, each on its thread.
 
 A small model leaves processors idle. A thread has its share of torch's threads, as Lightning gives each process its
 share of a host. What a worker computes is what it computes by itself, on as many: MKL's bits may differ by their
@@ -27,23 +27,23 @@ class Way:
     """
 
     def shared(self) -> AbstractContextManager[None]:
-        """Around the steps, of who waits for all workers."""
+        """Context around the steps, in the thread that waits for all workers."""
         return nullcontext()
 
     def forward(self, worker: int, step: Callable[..., Any], batch: Sequence[Any]) -> Any:
-        """What a `training_step` with these arguments returns."""
+        """Return what a `training_step` with these arguments returns."""
         return step(*batch)
 
     def end(self, worker: int) -> None:
         """The gradients are there, or where workers drift the update is made; called again it does nothing."""
 
     def close(self) -> None:
-        """Who waits, or will, ends."""
+        """End all waits of workers, those to come included."""
 
 
 @contextmanager
 def threads_each(share: int) -> Iterator[None]:
-    """Within, everybody has a share: MKL's number of threads is the process's, and of all who set it the last's."""
+    """Set torch's number of threads within; MKL has one number for the process, the one that was set last."""
     own = torch.get_num_threads()
     torch.set_num_threads(share)
     try:
@@ -53,7 +53,7 @@ def threads_each(share: int) -> Iterator[None]:
 
 
 class ThreadPool:
-    """So many threads, which share out the processors that torch uses."""
+    """Pool of so many threads, which share out the processors that torch uses."""
 
     def __init__(self, count: int) -> None:
         self._pool, all_there = ThreadPoolExecutor(count), Barrier(count)
@@ -73,7 +73,7 @@ class ThreadPool:
         self._pool.shutdown()
 
     def map(self, call: Callable[..., Result], *rows: Sequence[Any]) -> list[Result]:
-        """As the built-in; the first error, when all have ended."""
+        """Map as the built-in does; raises the first error, when all have ended."""
         with threads_each(self._share):
             under_way = [self._pool.submit(call, *row) for row in zip(*rows, strict=True)]
             errors = [error for future in under_way if (error := future.exception()) is not None]
@@ -87,7 +87,7 @@ class Drawn(ValueError):
 
 
 class Abreast(Way):
-    """So many at a time: all meet in their step, compute without turns, and meet again.
+    """Several workers at a time: all meet in their step, compute without turns, and meet again.
 
     Raises:
         Drawn: somebody drew random numbers meanwhile, so that nobody knows which numbers whose were.

@@ -12,9 +12,9 @@ from lightning_decentral.planner.rehearsal.search import BEYOND
 from lightning_decentral.planner.variations import Cell
 
 OF_FORECAST = (0.94, 1.35)
-"""Between so many times the forecast seconds were nine in ten measured steps (benchmarks/rehearse.py compared)."""
+"""Range, in forecast seconds, of nine in ten measured steps (benchmarks/rehearse.py compared)."""
 BEYOND_ERROR = 0.11
-"""Nine in ten extrapolated numbers of steps were nearer to those of longer runs (benchmarks/rehearse.py foretold)."""
+"""Nine in ten extrapolated numbers of steps were nearer to those of longer runs (from benchmarks/rehearse.py)."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Reached:
         extrapolated: whether a seed came near the target only, and its steps are foreseen.
         step_seconds_at: forecast, by bytes per second of a node's network card.
         noise: of the gradients, in batches of a worker; of methods whose workers stay equal.
-        apart: loss of the workers' own models over that of their mean, in the end.
+        apart: mean loss of the workers' own models less that of their mean, in the end.
         apart_foretold: the same, by the probe of the first method of gossip (`disagreement`); of gossip.
         rates: how many were tried.
     """
@@ -54,23 +54,23 @@ class Reached:
 
     @property
     def steps(self) -> int | None:
-        """To the target, mean of the seeds; None where one of them didn't reach it."""
+        """Steps to the target, mean of the seeds; None where one of them didn't reach it."""
         known = [steps for steps in self.seeds if steps is not None]
         return round(sum(known) / len(known)) if known and len(known) == len(self.seeds) else None
 
     @property
     def full_words(self) -> list[str]:
-        """With those for codec and rule that the strategy takes anyway."""
+        """Overrides with those for codec and rule that the strategy takes anyway."""
         return in_full(self.words)
 
     @property
     def seconds(self) -> float | None:
-        """To the target."""
+        """Seconds to the target; None where steps or seconds of a step are unknown."""
         return None if self.steps is None or self.step_seconds is None else self.steps * self.step_seconds
 
     @property
     def interval_seconds(self) -> tuple[float, float] | None:
-        """From the soonest seed to the latest, widened by the forecast's error, and that of extrapolated steps."""
+        """Seconds of the soonest and the latest seed, widened by the errors of forecasts and of extrapolated steps."""
         if self.steps is None or self.step_seconds is None:
             return None
         known = [steps for steps in self.seeds if steps is not None]
@@ -83,7 +83,7 @@ class Reached:
 
     @property
     def sent_bytes(self) -> float | None:
-        """By all workers, to the target."""
+        """Bytes sent by all workers, to the target."""
         return None if self.steps is None else self.steps * self.step_bytes
 
 
@@ -112,7 +112,7 @@ class Answer:
         return base.seconds / row.seconds if base and base.seconds and row.seconds else None
 
     def best_of(self, workers: int) -> Reached | None:
-        """On so many workers: ddp if nothing gains enough over it; None where no seconds are known."""
+        """Best method on so many workers: ddp if nothing gains enough over it; None where no seconds are known."""
         rows = [row for row in self.rows if row.workers == workers and row.seconds]
         pairs = [(Candidate(row.words, row.title), row.seconds or inf) for row in rows]
         found = chosen(pairs, THRESHOLD) or min(pairs, key=lambda pair: pair[1], default=(None, inf))[0]
@@ -120,7 +120,7 @@ class Answer:
 
     @property
     def best(self) -> Reached | None:
-        """Of the fewest workers that no larger number beats by enough."""
+        """Best method of the fewest workers that no larger number beats by enough."""
         found: Reached | None = None
         for workers in self.workers:
             here = self.best_of(workers)
@@ -130,7 +130,7 @@ class Answer:
 
     @property
     def cells(self) -> list[Cell]:
-        """For each number of workers and each rate of the network cards: seconds to the target, and the best method."""
+        """Seconds to the target and best method, for each number of workers and each rate of the network cards."""
         rates = sorted({rate for row in self.rows for rate in row.step_seconds_at})
         return [cell for workers in self.workers for rate in rates if (cell := self._cell(workers, rate))]
 
@@ -141,7 +141,7 @@ class Answer:
         return None if best is None else Cell(workers, rate, seconds, best.title)
 
     def sentences(self) -> list[str]:
-        """What follows; last, the best one's words for a command line where there is one."""
+        """Conclusions, as sentences; last, the best method's overrides for a command line where there is one."""
         said = [f"not rehearsed: {title}: {why}" for title, why in self.refused.items()]
         if any(row.extrapolated for row in self.rows):
             said.append(
@@ -178,7 +178,7 @@ class Answer:
         return [f"{said}{came:.4f} came, and no method was further off than {off:.4f}", *less]
 
     def _over_rates(self) -> list[str]:
-        """What to train with at other rates, a line for each number of workers."""
+        """Methods to train with at other rates, a line for each number of workers."""
         said = []
         for workers in self.workers:
             here = [cell for cell in self.cells if cell.workers == workers]
@@ -189,7 +189,7 @@ class Answer:
 
 
 def said(row: Reached) -> str:
-    """Of a method that was rehearsed, while others aren't yet."""
+    """Result of a method that was rehearsed, as text, while others aren't yet."""
     noise = "" if row.noise is None or row.words != BASELINE else f"; {noise_said(row.noise, row.workers)}"
     if row.steps is None:
         return f"{row.loss:.4f} in the end, not at the target{noise}"
@@ -198,7 +198,7 @@ def said(row: Reached) -> str:
 
 
 def noise_said(noise: float, workers: int) -> str:
-    """What the noise of gradients foretells."""
+    """Prediction by the noise of gradients, as text: steps that twice the workers need."""
     fewer = steps_ratio(noise, workers, 2 * workers)
     return f"the noise of ddp's gradients foretells: {2 * workers} workers need {fewer:.2f} of the steps of {workers}"
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 Batches = Callable[[int], Any]
-"""Of a rank: what `Trainer.fit` takes."""
+"""Batches of a rank: what `Trainer.fit` takes."""
 FEW = 1000
 """Entries of a list: more are examples, which nobody changes."""
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -20,7 +20,7 @@ OWN = (DataLoader, Dataset, Sampler, LightningDataModule)
 
 
 class AskedTooSoon:
-    """In the place of a Trainer, while data are set up once for all workers."""
+    """Stand-in for a Trainer, while data are set up once for all workers."""
 
     def __init__(self, data: LightningDataModule) -> None:
         self._name = type(data).__name__
@@ -39,7 +39,7 @@ def shared_out(loader: Any, workers: int, seed: int = 0) -> tuple[Batches, None]
 
 
 def data_of(data: LightningDataModule | DataLoader[Any] | None) -> Any:
-    """What workers get copies of: the loader, or the data module, set up; None: the module has loaders of its own.
+    """Data that workers get copies of: the loader, or the data module, set up; None: the module has its own loaders.
 
     Raises:
         ValueError: a data module asks for a worker's place too soon.
@@ -54,11 +54,11 @@ def data_of(data: LightningDataModule | DataLoader[Any] | None) -> Any:
 
 
 def _done(*_: Any, **__: Any) -> None:
-    """For all workers."""
+    """Do nothing: the data are prepared and set up for all workers."""
 
 
 def own_copy(value: Any) -> Any:
-    """With counters, generators of random numbers and objects of its own; tensors, arrays and examples stay shared.
+    """Copy with counters, random generators and objects of its own; tensors, arrays and examples stay shared.
 
     Raises:
         ValueError: it holds an iterator, which workers of one process would share.

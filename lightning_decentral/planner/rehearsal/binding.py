@@ -33,12 +33,12 @@ from lightning_decentral.shared.wire.in_process import InProcessTransport, Mailb
 from lightning_decentral.shared.wire.in_process_group import InProcessGroup, ThreadsWorld
 
 LOOK = 10
-"""So many steps apart the noise of gradients is looked at."""
+"""Steps from one look at the noise of gradients to the next."""
 
 
 @dataclass
 class Common:
-    """What the workers of a crew share.
+    """State that the workers of a crew share.
 
     Args:
         strategy: only read.
@@ -64,13 +64,13 @@ class Common:
     mixes: bool = True
 
     def close(self) -> None:
-        """Who waits for a worker, or will, ends."""
+        """End all waits of and for workers, those to come included."""
         for part in (self.quota, self.boxes, self.look, self.meet, self.way):
             part.close()
 
 
 class Park(Callback):
-    """Where a worker waits until a step is asked for: all of the one before is done, and the next batch is there."""
+    """Callback that waits until a step is asked for: all of the one before is done, and the next batch is there."""
 
     def __init__(self, binding: "Binding") -> None:
         self._binding = binding
@@ -194,7 +194,7 @@ class Binding(DDPStrategy):
     # ---- a step -----------------------------------------------------------------------------------------------------
 
     def wait(self) -> None:
-        """Until a further step is asked for."""
+        """Wait until a further step is asked for."""
         self._common.quota.wait(self.global_rank, len(self.losses))
         self._rates.begin()
 
@@ -220,7 +220,7 @@ class Binding(DDPStrategy):
         return output
 
     def _update(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """As Lightning's precision plugin makes it; many small parameters as one."""
+        """Update as Lightning's precision plugin does; many small parameters as one."""
         if self._joined is None:
             return Strategy.optimizer_step(self, optimizer, closure, self._module, **kwargs)
         with torch.enable_grad():
@@ -237,7 +237,7 @@ class Binding(DDPStrategy):
         return output
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """As Lightning's; gradients are averaged before hooks see them, as in ddp."""
+        """Run backward as Lightning does; gradients are averaged before hooks see them, as in ddp."""
         plugin, module = self.precision_plugin, self._module
         loss, ends = plugin.pre_backward(closure_loss, module), [] if self.member.drifts else [self._average]
 
@@ -260,7 +260,7 @@ class Binding(DDPStrategy):
 
 
 def joinable(optimizer: Optimizer) -> bool:
-    """Whether its update may be made on flat copies, which nobody sees."""
+    """Return whether its update may be made on flat copies, which nobody sees."""
     return type(optimizer) in ELEMENTWISE and not (
         optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     )

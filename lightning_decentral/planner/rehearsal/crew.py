@@ -1,9 +1,9 @@
-"""So many workers under one strategy in one process: Lightning's own loop, the strategy's own rules, mixers and codecs.
+"""Workers of one strategy in one process: Lightning's own loop, the strategy's own rules, mixers and codecs.
 
 Each worker is a Trainer in a thread, one of which runs at a time: who waits for a message, or for further steps, lets
 the others go on. Gradients are computed one after the other, or some at a time (`abreast`). On the CPU every worker's
-parameters are, bit for bit, those of the run on so many processes that gets the same batches, each with as many threads
-of torch's, but where more than two all-reduce, whose sums are rounded in another order.
+parameters are, bit for bit, those of a run on as many processes, with the same batches and threads of torch's each.
+Only where more than two workers all-reduce are sums rounded in another order.
 """
 
 import copy
@@ -102,7 +102,7 @@ class Crew:
 
     @property
     def way(self) -> Way:
-        """How gradients are computed."""
+        """Way in which gradients are computed."""
         return self._common.way
 
     def _way(self, threads: int) -> Way:
@@ -128,7 +128,7 @@ class Crew:
 
     @property
     def learning_rate(self) -> float:
-        """Of the first group, now."""
+        """Learning rate of the first group, now."""
         return float(self.workers[0].optimizer.param_groups[0].get("lr", 1.0))
 
     def __enter__(self) -> "Crew":
@@ -149,11 +149,11 @@ class Crew:
             yield
 
     def train(self, steps: int) -> None:
-        """So many further ones."""
+        """Train for so many further steps."""
         self._to(self._steps + steps)
 
     def drift(self, steps: int) -> None:
-        """So many further updates of workers that drift, each by its own gradients, and no message between them."""
+        """Make so many further updates of workers that drift, each by its own gradients, without messages."""
         assert not self.alike
         self._common.mixes = False
         for worker in self.workers:

@@ -1,8 +1,8 @@
-"""What disagreement costs: how much more workers of gossip lose than their mean does, foretold by a short probe.
+"""Cost of disagreement: how much more workers of gossip lose than their mean does, predicted by a short probe.
 
-    d_i(k)  = x_i - mean_j x_j            of n workers that began equal, after k updates without a word
+    d_i(k)  = x_i - mean_j x_j            of n workers that began equal, after k updates without a message
     D_k     = mean_i |d_i(k)|^2           their spread
-    E_1     = mean_i loss(x_i) - loss(mean_i x_i) = 1/2 c D_1       c: the curvature along what workers learn apart
+    E_1     = mean_i loss(x_i) - loss(mean_i x_i) = 1/2 c D_1       c: the curvature along the workers' differences
     D_k / D_1 = k + 2 sum_(t < k) (k - t) rho^t                     rho: how like its last one an update is
     apart   = 1/2 c s f,    s = D_1 n / (n - 1)                     s: the variance of a worker's update
 
@@ -32,21 +32,21 @@ from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.evaluation import HeldOutEvaluation
 
 ALONE = 8
-"""Updates of a probe without a word."""
+"""Updates of a probe without messages."""
 STEPS, ELEMENTS = 192, 1024
-"""Of a simulation at one learning rate; its second half counts."""
+"""Size of a simulation at one learning rate; the second half of its steps counts."""
 LARGEST = 0.99
-"""Of a correlation."""
+"""Largest correlation."""
 
 
 @dataclass(frozen=True)
 class Drift:
-    """What workers learn apart, as a probe found it.
+    """Differences of workers that learn without messages, as a probe measured them.
 
     Args:
         variance: of a worker's update, summed over the parameters.
         correlation: of an update with the one before.
-        curvature: along what workers learn apart.
+        curvature: along the workers' differences.
         magnitude: of a parameter in units of its update's deviation, for codecs of parameters.
         learning_rate: of these updates.
         rate: what all learning rates were multiplied by.
@@ -101,7 +101,7 @@ class Drift:
 
 
 def probed(crew: Crew, evaluation: HeldOutEvaluation, rate: float) -> Drift | None:
-    """Of workers that drift, after their last round: they begin at their mean, and go on without a word.
+    """Probe workers that drift, after their last round: they begin at their mean, and go on without messages.
 
     Args:
         rate: what their learning rates were multiplied by.

@@ -22,9 +22,9 @@ from lightning_decentral.planner.rehearsal.worker import Module, quiet
 from lightning_decentral.shared.compute.carried import carried
 
 BATCHES = 16
-"""Of the validation data, the first ones."""
+"""Number of batches, the first ones of the validation data."""
 PAIRED = 4
-"""Of these, where losses are compared on the same batches: what makes one batch harder is in both, and falls out."""
+"""Batches where losses are compared on the same ones: what makes one batch harder is in both, and falls out."""
 
 
 class HeldOutEvaluation:
@@ -45,7 +45,7 @@ class HeldOutEvaluation:
         self._copies = self._copied()
 
     def loss(self, modules: Sequence[LightningModule], batches: int = BATCHES) -> float:
-        """Of these workers, on the first so many. Random numbers are drawn from the same seed each time."""
+        """Loss of these workers' mean on so many batches. Random numbers are drawn from the same seed each time."""
         before = generators(self._device)
         with self._validating(modules[0]):
             self._mean([list(module.state_dict().values()) for module in modules])

@@ -31,14 +31,14 @@ CARDS = (1.25e6, 6.25e6, 2.5e7, 1.25e8, 1.25e9, 1.25e10)
 WARM, PROBE = 2, 3
 """Steps before a probe, and those that it times."""
 NEGLIGIBLE = 1e-3
-"""Of the loss: a disagreement that costs no more isn't seen among the seeds of one method."""
+"""Share of the loss: a disagreement that costs no more isn't seen among the seeds of one method."""
 PAIRS, LONG_SECONDS = 7, 1.0
 """Steps on threads and one after the other that are timed at most; none begins after so long."""
 
 
 @dataclass(frozen=True)
 class Ask:
-    """What all methods are rehearsed alike with; arguments as of `rehearse`, but `threads`: on how many, for which
+    """Arguments that all methods share, as of `rehearse`. But `threads`: on how many, for which numbers of
     workers; `data`: what workers get copies of."""
 
     module: LightningModule
@@ -56,7 +56,7 @@ class Ask:
 
     @property
     def updates(self) -> int:
-        """Of each worker, for a method, at most."""
+        """Updates of each worker, for a method, at most."""
         return updates(len(self.rates), self.course.steps) + (self.seeds - 1) * self.course.steps
 
 
@@ -84,9 +84,9 @@ class RehearsalJob:
 
 @dataclass(frozen=True)
 class Foreknowledge:
-    """What the first method of gossip on so many workers tells of the others.
+    """Measurements on the first method of gossip on so many workers, from which the others are predicted.
 
-    It is what its workers learn apart, and, of those that differ from it in how workers disagree alone, the best
+    They are the differences of its workers and, for those that differ from it in how workers disagree alone, the best
     learning rate.
     """
 
@@ -98,18 +98,18 @@ class Foreknowledge:
     came: float
 
     def apart(self, ask: Ask, job: RehearsalJob, learning_rate: float | Sequence[float]) -> float | None:
-        """What the disagreement of workers costs, foretold; of gossip."""
+        """Predicted excess loss by the disagreement of workers; None for methods other than gossip."""
         strategy = job.strategy
         if not isinstance(strategy, GossipStrategy):
             return None
         return self.drift.apart(strategy, job.workers, ask.per_node, learning_rate)
 
     def at_most(self, ask: Ask, job: RehearsalJob) -> float | None:
-        """While workers learn fast, at the largest of the learning rates."""
+        """Predicted excess loss while workers learn fast, at the largest of the learning rates."""
         return self.apart(ask, job, self.drift.learning_rate * max(ask.rates) / self.drift.rate)
 
     def rates(self, ask: Ask, job: RehearsalJob) -> tuple[float, ...]:
-        """To try: one, where rule and updates are the same, on as many workers, and their disagreement costs
+        """Learning rates to try: one, where rule and updates are the same, on as many workers, and disagreement costs
         nothing."""
         if job.workers != self.workers or _updates(job.strategy) != _updates(self.of):
             return ask.rates
@@ -119,13 +119,13 @@ class Foreknowledge:
         return (self.rate,)
 
     def _off(self, ask: Ask) -> float:
-        """How many times more than foretold its own workers' disagreement cost where they were probed; at least 1."""
+        """Measured over predicted cost of its own workers' disagreement where they were probed; at least 1."""
         told = self.drift.apart(self.of, self.workers, ask.per_node, self.drift.learning_rate)
         return max(1.0, self.came / told)
 
 
 def _updates(strategy: Strategy) -> object:
-    """What a worker's updates are made by, but for whom it hears, and how exactly."""
+    """Settings of gossip that make a worker's updates: rule, states, exact steps; None for another strategy."""
     if not isinstance(strategy, GossipStrategy):
         return None
     return strategy.combine, strategy.states, strategy.exact_steps
@@ -147,7 +147,7 @@ def timed(ask: Ask, job: RehearsalJob) -> float:
 def threads_ratio(module: LightningModule, data: Any, workers: int, loop: LoopSettings, threads: int) -> float | None:
     """Seconds of a step on so many threads over those one after the other, medians, of workers that send nothing.
 
-    None: steps draw random numbers, or fail, and whoever trains these workers hears why.
+    None: steps draw random numbers, or fail; training these workers then raises the error.
     """
     given = module, shared_out(data, workers)[0], SendsNothing(), workers, 1
     try:
@@ -211,7 +211,7 @@ def _step_seconds(ask: Ask, job: RehearsalJob) -> float | None:
 
 
 def _step_seconds_at(ask: Ask, job: RehearsalJob) -> dict[float, float]:
-    """By bytes per second of a network card, at the latency that is there; nothing where nobody knows one."""
+    """Seconds of a step by bytes per second of a network card, at the known latency; empty where none is known."""
     if ask.profile is None:
         return {}
     cost, where = _costs(ask, job)

@@ -1,4 +1,4 @@
-"""What a rehearsal adds to a module: the Trainer's numbers, and learning rates times a factor."""
+"""Additions of a rehearsal to a module: the Trainer's numbers, and learning rates times a factor."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """What a Trainer adds to a module.
+    """Settings that a Trainer adds to a module.
 
     Args:
         clip: its `gradient_clip_val`.
@@ -37,7 +37,7 @@ class LoopSettings:
 
 
 def loss_of(output: Any) -> Tensor:
-    """In what a `training_step` returned."""
+    """Loss in what a `training_step` returned."""
     loss: Tensor | None = output["loss"] if isinstance(output, Mapping) else output
     if loss is None:
         raise ValueError("training_step gave no loss: a step that is left out can't be rehearsed")
@@ -70,7 +70,7 @@ def scale(optimizer: Optimizer, schedulers: Sequence[Any], factor: float) -> Non
 
 
 class OwnRates:
-    """Sees whether somebody beside schedules sets learning rates, which no factor reaches.
+    """Sees whether anything but schedules sets learning rates, which no factor reaches.
 
     Raises:
         ValueError: in the step, where they are to be multiplied.

@@ -11,7 +11,7 @@ from lightning_decentral.shared.figure import new_figure
 HEAD = '<!doctype html><html lang="en"><meta charset="utf-8"><title>rehearsal</title>'
 HEADINGS = ("method", "workers", "rates times", "steps", "loss", "apart", "step", "to the target", "sent", "over ddp")
 Across = Callable[[Reached], float | None]
-"""What a step takes; None: unknown."""
+"""Amount that a step adds to the horizontal axis; None: unknown."""
 AXES: tuple[tuple[str, Across], ...] = (
     ("steps", lambda row: 1.0),
     ("seconds, forecast", lambda row: row.step_seconds),
@@ -29,7 +29,7 @@ def page(found: Answer) -> str:
 
 
 def cells(found: Answer, row: Reached) -> list[str]:
-    """Of a row, under `HEADINGS`."""
+    """Table cells of a row, under `HEADINGS`."""
     speedup, steps = found.speedup(row), f"{'~' * row.extrapolated}{row.steps}"
     costs = [
         "" if row.step_seconds is None else f"{1e3 * row.step_seconds:.1f} ms",

@@ -36,9 +36,9 @@ RATES = (0.5, 1.0, 2.0)
 FEWEST = 10
 """Steps of a rehearsal."""
 MARGIN = 0.9
-"""Of the time that is left, what steps are planned for."""
+"""Share of the time left that steps are planned for."""
 PAYS = 0.9
-"""Of the time of one worker after the other: threads that gain less aren't taken."""
+"""Share of the time of one worker after the other: threads that gain less aren't taken."""
 Result = TypeVar("Result")
 
 
@@ -69,7 +69,7 @@ def rehearse(
 
     Args:
         target: validation loss of the mean of the workers' models: of `training_step`, on the first batches.
-        methods: words of the command line, as `strategy=gossip strategy/topology=ring`; ddp joins them.
+        methods: overrides of the command line, as `strategy=gossip strategy/topology=ring`; ddp joins them.
         rates: what the module's learning rates are multiplied by; every method gets the same, by successive halving.
         seeds: of the order of batches and of random numbers, at the best rate; initial values are the module's.
         validation: in place of the datamodule's or the module's own.
@@ -77,11 +77,11 @@ def rehearse(
         profile: gives the seconds of a step.
         network: that they are forecast on; the profile's.
         clip: the Trainer's `gradient_clip_val`.
-        minutes: it takes at most: fewer steps where they wouldn't do, and methods that get no turn are said.
+        minutes: it takes at most: fewer steps where they wouldn't do, and methods that get no turn are reported.
         threads: of so many workers gradients are computed at the same time at most, where that is faster and no step
             draws random numbers; None: as many as torch has threads, which they share. On a device it is one.
         device: "cpu", or "cuda" for the first device that is visible.
-        say: hears how long it will take, and how far it is.
+        say: called with how long it will take, and how far it is.
 
     Raises:
         ValueError: the module can't be rehearsed, there is nothing to validate by, or an argument is wrong.
@@ -125,7 +125,7 @@ class Clock:
             raise OutOfTime
 
     def counted(self, expected: float, call: Callable[[], Result]) -> Result:
-        """What the call returns; its seconds correct what is expected of others."""
+        """Return what the call returns; its seconds correct what is expected of others."""
         begun = monotonic()
         found = call()
         self._expected, self._taken = self._expected + expected, self._taken + monotonic() - begun
@@ -138,7 +138,7 @@ class Clock:
 
 
 class RehearsalRun:
-    """Of jobs one after the other, within the minutes."""
+    """Run of jobs one after the other, within the minutes."""
 
     def __init__(self, ask: Ask, clock: Clock, say: Callable[[str], None]) -> None:
         self._ask, self._clock, self._say = ask, clock, say
@@ -153,7 +153,7 @@ class RehearsalRun:
         return Answer(self._ask.course.target, self._ask.course.steps, ordered(list(rows.values())), self._refused)
 
     def _one(self, job: RehearsalJob, left: dict[RehearsalJob, float], count: int) -> Reached:
-        """Of a job, whose expected seconds are no longer left."""
+        """Rehearse one job, whose expected seconds are no longer left."""
         minutes = self._clock.left(sum(left.values())) / 60
         self._say(f"{count - len(left) + 1} of {count}: {job.name}, {minutes:.1f} minutes are left")
         ask = self._shortened(job)
@@ -166,14 +166,14 @@ class RehearsalRun:
         return found
 
     def _foretell(self, known: Foreknowledge, jobs: Iterable[RehearsalJob]) -> None:
-        """What workers of the methods to come lose by their disagreement."""
+        """Report the predicted excess loss, by disagreement, of the methods to come."""
         costs = {job.name: known.at_most(self._ask, job) for job in jobs}
         told = [f"{name} {cost:.4f}" for name, cost in costs.items() if cost is not None]
         if told:
             self._say(f"  foretold: what workers' own models lose to their mean at most, {', '.join(told)}")
 
     def _shortened(self, job: RehearsalJob) -> Ask:
-        """With the learning rates that are worth trying."""
+        """Settings with only the learning rates that are worth trying."""
         rates = self._ask.rates if self._known is None else self._known.rates(self._ask, job)
         if len(rates) < len(self._ask.rates):
             why = "its workers' disagreement is foretold to cost nothing"
@@ -181,7 +181,7 @@ class RehearsalRun:
         return replace(self._ask, rates=rates)
 
     def _each(self, jobs: Sequence[RehearsalJob], call: Callable[[RehearsalJob], Result]) -> dict[RehearsalJob, Result]:
-        """Of those that end well; why the others don't joins what was refused."""
+        """Results of the jobs that end well; errors of the others join what was refused."""
         found = {}
         for job in jobs:
             try:
@@ -197,7 +197,7 @@ class RehearsalRun:
 
 
 def _on_threads(ask: Ask, workers: Sequence[int], most: int, say: Callable[[str], None]) -> Ask:
-    """With threads where they are faster, of each number of workers."""
+    """Settings with threads where they are faster, for each number of workers."""
     threads = dict(ask.threads)
     for count in sorted(set(workers)):
         loop, some = LoopSettings(run_steps=ask.run_steps, device=ask.device), min(count, most)
@@ -209,7 +209,7 @@ def _on_threads(ask: Ask, workers: Sequence[int], most: int, say: Callable[[str]
 
 
 def _fitted(ask: Ask, step_seconds: float, clock: Clock, say: Callable[[str], None]) -> Ask:
-    """With as many steps as the minutes allow, if a step of all methods takes so long; schedules stay."""
+    """Settings with as many steps as the minutes allow, if a step of all methods takes so long; schedules stay."""
     asked, seconds = ask.course.steps, step_seconds * ask.updates
     fitting = max(FEWEST, int(asked * min(1.0, clock.rest * MARGIN / seconds))) if seconds else asked
     shorter = "" if fitting >= asked else f" ({asked} would take {seconds / 60:.1f})"
@@ -221,7 +221,7 @@ def _fitted(ask: Ask, step_seconds: float, clock: Clock, say: Callable[[str], No
 def _asked(methods: Sequence[str]) -> tuple[Candidate, ...]:
     known = {one.words: one for one in METHODS}
     found = [known.get(words, Candidate(words, words.replace("strategy=", "", 1))) for words in methods]
-    for one in found:  # a mistake in words is the user's to mend, not a row that is refused
+    for one in found:  # a mistake in overrides is the user's to mend, not a row that is refused
         strategy_of(one.words)
     return tuple(dict.fromkeys([METHODS[0], *found]))
 

@@ -20,15 +20,15 @@ from lightning_decentral.planner.rehearsal.disagreement import Drift, probed
 from lightning_decentral.planner.rehearsal.evaluation import PAIRED, HeldOutEvaluation
 
 MARKS = 20
-"""In the steps of a rehearsal."""
+"""Number of marks in the steps of a rehearsal."""
 BEYOND = 1.5
-"""Of the rehearsed steps, no further is extrapolated."""
+"""Multiple of the rehearsed steps beyond which nothing is extrapolated."""
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a method came to, of one seed.
+    """Result of a method, of one seed.
 
     Args:
         rate: what learning rates were multiplied by.
@@ -36,7 +36,7 @@ class Found:
         points: (step, validation loss), smoothed.
         sent_bytes: of all workers in a step, mean of the steps.
         noise: of the gradients, in batches of a worker; None where workers drift.
-        apart: mean of the workers' own losses in the end, over that of their mean.
+        apart: mean of the workers' own losses in the end, less the loss of their mean.
         learning_rates: of each step.
         early: of a rate that was left behind first, where its crew's workers drift.
     """
@@ -66,7 +66,7 @@ class Early:
 
     Args:
         apart: as of `Found`.
-        drift: what they learn apart; None where the course doesn't ask, or losses don't show it.
+        drift: the workers' differences; None where the course doesn't ask, or losses don't show them.
     """
 
     learning_rate: float
@@ -76,7 +76,7 @@ class Early:
 
 @dataclass(frozen=True)
 class SearchCourse:
-    """What all rates and seeds are trained alike towards.
+    """Settings that all rates and seeds are trained with: steps, target and evaluation.
 
     Args:
         tick: called at each mark; what it raises ends the search.
@@ -117,7 +117,7 @@ class Track:
         return bool(self.marks) and not isfinite(self.marks[-1][1])
 
     def train_to(self, step: int) -> None:
-        """To the first mark at or behind the step, or to the target, or as far as there are numbers."""
+        """Train to the first mark at or behind the step, or to the target, or until losses are no numbers."""
         while (done := len(self.crew.losses)) < step and self.reached is None and not self.diverged:
             self.course.tick()
             loss = self._loss_after(min(self.course.every, self.course.steps - done))
@@ -147,7 +147,7 @@ class Track:
         return Found(self.rate, self.reached, tuple(self.points), sent, noise, apart, learning_rates)
 
     def early(self) -> Early | None:
-        """Of a crew that isn't needed any more; None: its workers are equal, or have no numbers."""
+        """Early disagreement of a crew that isn't needed any more; None: its workers are equal, or diverged."""
         if self.crew.alike or self.diverged:
             return None
         learning_rate, apart = self.crew.learning_rate, apart_now(self.crew, self.course.evaluation)
@@ -188,7 +188,7 @@ def beyond(points: Sequence[Point], target: float) -> int | None:
     slope, start = np.polyfit(np.log(steps), losses, 1)
     # Compared as logarithms: where the losses hardly fall, the step itself would be no number.
     end, step = some[-1][0], (target - start) / slope if slope < 0 else inf
-    # A line that is at the target already says of points that are not: soon.
+    # A line that is at the target already claims that points that are not will be soon.
     return ceil(max(exp(step), end)) if step <= log(BEYOND * end) else None
 
 
@@ -199,7 +199,7 @@ def rungs(rates: int, steps: int) -> list[int]:
 
 
 def updates(rates: int, steps: int) -> int:
-    """Of each worker, for one method and seed, but for the rest of a mark."""
+    """Updates of each worker, for one method and seed, but for the rest of a mark."""
     done, before, left = 0, 0, rates
     for rung in rungs(rates, steps):
         done, before, left = done + left * (rung - before), rung, ceil(left / 2)
@@ -207,7 +207,7 @@ def updates(rates: int, steps: int) -> int:
 
 
 def search(make: Callable[[float], Crew], rates: Sequence[float], course: SearchCourse) -> Found:
-    """Of the rates, the one that reaches the target soonest or else has the lowest loss.
+    """Search the rates for the one that reaches the target soonest or else has the lowest loss.
 
     Args:
         make: workers at so many times their learning rates.

@@ -1,4 +1,4 @@
-"""Whose turn it is among the workers of a process: one thread at a time, each with random numbers of its own.
+"""Turns among the workers of a process: one thread at a time, each with random numbers of its own.
 
 What a process has once is swapped with the turn: the generators of torch, numpy and `random`, and the rank by which
 Lightning's `rank_zero_only` decides. Who waits for the others, or for further steps, passes the turn on.
@@ -40,7 +40,7 @@ def set_generators(states: tuple[Any, ...], device: torch.device) -> None:
 
 
 def same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    """Whether nobody drew between two states of the host's generators."""
+    """Return whether nobody drew random numbers between two states of the host's generators."""
     (torch_a, (_, keys_a, *rest_a), *others_a), (torch_b, (_, keys_b, *rest_b), *others_b) = a, b
     return torch.equal(torch_a, torch_b) and np.array_equal(keys_a, keys_b) and (rest_a, others_a) == (rest_b, others_b)
 
@@ -76,7 +76,7 @@ class OwnTurn(Turn):
 
     @contextmanager
     def of_workers(self) -> Iterator[None]:
-        """Within, workers have turns; what the process has is the caller's again behind it."""
+        """Give workers turns within; afterwards the process has the caller's random numbers and rank again."""
         states, rank = generators(self._device), getattr(rank_zero_only, "rank", 0)
         try:
             yield
@@ -96,11 +96,11 @@ class WorkersBarrier:
             self.wait()
 
     def wait(self) -> None:
-        """Of who has passed the turn on already."""
+        """Wait in a worker that has passed the turn on already."""
         self._barrier.wait()
 
     def close(self) -> None:
-        """Who waits, or will, ends."""
+        """End all waits, those to come included."""
         self._barrier.abort()
 
 
@@ -117,7 +117,7 @@ class Quota:
         self._taken: list[float] = [-1] * workers
 
     def wait(self, rank: int, taken: int) -> None:
-        """Of a worker that has taken so many, and is about to begin the next one.
+        """Wait in a worker that has taken so many steps, and is about to begin the next one.
 
         Raises:
             Ended: nobody asks for it.
@@ -139,7 +139,7 @@ class Quota:
         self._changed.notify_all()
 
     def allow(self, steps: int) -> None:
-        """So many in all; returns when all workers have taken them, or can't."""
+        """Allow so many steps in all; returns when all workers have taken them, or can't."""
         with self._changed:
             self.allowed = steps
             self._changed.notify_all()

@@ -99,6 +99,6 @@ class RehearsedWorker:
 
 
 def quiet(module: Module) -> Module:
-    """Whose `self.log` says nothing."""
+    """Make the module's `self.log` and `self.log_dict` do nothing."""
     module.__dict__["log"] = module.__dict__["log_dict"] = lambda *_, **__: None
     return module

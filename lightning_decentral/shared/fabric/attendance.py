@@ -1,4 +1,4 @@
-"""A worker's place among the others, in a loop that says itself where it is.
+"""A worker's place among the others, in a loop that states itself where it is.
 
 Short, and a module of its own: everything else of Fabric's binding is about the loop, this about who is there.
 """
@@ -13,7 +13,7 @@ from lightning_decentral.shared.wire.meeting.layouts import Alike, Layout, Unask
 
 
 class Looping(Attending, Trained, Protocol):
-    """What is asked of a strategy whose loop is the user's."""
+    """Interface asked of a strategy whose loop is the user's."""
 
     def rounds(self) -> list[int]: ...
 
@@ -49,7 +49,7 @@ class FabricAttendance(Attendance):
         return {f"set-up {number}": type(one).__name__ for number, one in enumerate(self._set_up)}
 
     def watch(self) -> None:
-        """From now on, until `rest`, no optimizer may step past the strategy where rounds follow its updates."""
+        """Watch, until `rest`, that no optimizer steps past the strategy where rounds follow its updates."""
         if self._updates is None and self._loop.drifts:
             self._updates = Updates(self._loop, IN_LOOP)
 

@@ -1,7 +1,7 @@
 """Checkpoints of loops with Fabric: `fabric.save` and `fabric.load`, for workers that may differ.
 
 The plain file is what any Fabric writes, with the mean of the workers for each module; worker 0's state of everything
-else. Where the state has an optimizer, each worker's own is written beside it, and read again by as many workers.
+else. Where the state has an optimizer, each worker's own is written next to it, and read again by as many workers.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ from lightning_decentral.shared.wire.mean import MeanModel, mean_of_states
 
 
 class LoopWorker(Worker, Protocol):
-    """What is asked of a strategy beside what every worker's checkpoints ask."""
+    """Interface asked of a strategy in addition to what every worker's checkpoints ask."""
 
     checkpoint_io: CheckpointIO
 
@@ -36,7 +36,7 @@ class FabricCheckpoints:
     """One worker's.
 
     Args:
-        mean_model: what the plain file holds where workers drift apart.
+        mean_model: what the plain file holds where workers diverge.
     """
 
     def __init__(self, worker: LoopWorker, mean_model: MeanModel) -> None:
@@ -76,7 +76,7 @@ class FabricCheckpoints:
 
     @contextmanager
     def reading(self, path: Any, state: Any, weights_only: bool | None) -> Iterator[None]:
-        """Within, this file's contents are what the worker goes on from; afterwards the rest goes on, too. Collective.
+        """Load this file's contents within, read by all workers; afterwards the rest of the state goes on. Collective.
 
         Raises:
             ValueError: on every worker, where one finds the file damaged.
@@ -105,12 +105,12 @@ class FabricCheckpoints:
 
 
 def _trains(state: Any) -> bool:
-    """Whether more than weights is saved or restored."""
+    """Return whether more than weights is saved or restored: an optimizer, too."""
     return isinstance(state, Mapping) and any(isinstance(value, Optimizer) for value in state.values())
 
 
 class _Read(CheckpointIO):
-    """What was read already."""
+    """Checkpoint IO that returns what was read already."""
 
     def __init__(self, checkpoint: dict[str, Any]) -> None:
         self._checkpoint = checkpoint

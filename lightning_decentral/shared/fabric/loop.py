@@ -1,4 +1,4 @@
-"""What a user's own loop shows by its calls: whose turn it is, and that gradients are only accumulated.
+"""Progress of a user's own loop, as its calls show it: whose turn it is, and that gradients are only accumulated.
 
 Short, as a loop of one's own calls little.
 """
@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 LOOK_STEPS = 100
-"""So often all buffers are compared, to find those that change: a loop of the user's own says nothing of epochs."""
+"""Steps between comparisons of all buffers, to find those that change: a user's own loop doesn't report epochs."""
 
 
 class Turn:
@@ -31,7 +31,7 @@ class Turn:
 
 
 class Accumulates(Protocol):
-    """What is asked of a strategy."""
+    """Interface asked of a strategy: gradients that are only accumulated."""
 
     def accumulating(self, module: nn.Module) -> AbstractContextManager[None]: ...
 

@@ -1,6 +1,6 @@
 """The base of strategies of Fabric: the user's own loop, over the parts that Trainers' strategies are made of.
 
-A round follows `optimizer.step()`. Where a Trainer knows when to show the mean, to save and to end, a loop says so:
+A round follows `optimizer.step()`. Where a Trainer knows when to show the mean, to save and to end, a loop calls:
 `with strategy.mean():`, `fabric.save`, `strategy.finish()`.
 """
 
@@ -99,7 +99,7 @@ class FabricWorkers(DDPStrategy):
 
     @abstractmethod
     def advance(self, optimizer: Optimizer) -> None:
-        """What follows an update of `optimizer`."""
+        """Do the method's part after an update of `optimizer`."""
 
     def settle(self) -> None:
         """Land what is in flight."""
@@ -115,19 +115,19 @@ class FabricWorkers(DDPStrategy):
     @property
     @abstractmethod
     def keeps(self) -> bool:
-        """Whether a worker has what no other has, and what it needs to go on exactly."""
+        """True where a worker has state that no other has, and needs it to go on exactly."""
 
     @abstractmethod
     def plan(self) -> dict[str, str]:
-        """What a run must have in common with the one that it goes on from, in words."""
+        """Settings that a run must have in common with the one that it goes on from, as text."""
 
     def changeable(self) -> dict[str, str]:
-        """What a run that goes on may have otherwise, in words."""
+        """Settings that may be different in a run that goes on, as text."""
         return {}
 
     @abstractmethod
     def progress_state(self) -> dict[str, Any]:
-        """What is in flight or was rounded away, as tensors and primitives."""
+        """State in flight or rounded away, as tensors and primitives."""
 
     @abstractmethod
     def load_progress_state(self, state: dict[str, Any]) -> None:
@@ -164,7 +164,7 @@ class FabricWorkers(DDPStrategy):
         return module
 
     def _meet_again(self, module: nn.Module) -> None:
-        """Workers that have trained some of it, and are apart, begin at their mean."""
+        """Workers that have trained some of it, and have diverged, begin at their mean."""
         averaged, carried = of_mean(self.modules)
         if self.mean_model.apart and {*module.parameters()} & {*averaged}:
             self.settle()
@@ -207,7 +207,7 @@ class FabricWorkers(DDPStrategy):
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
-        """What ends this worker is told to the others; an error that says it lost one of them says why it is gone."""
+        """Notify the others of what ends this worker; an error that reports a lost one then gives its reason."""
         try:
             yield
         except BaseException as error:
@@ -246,7 +246,7 @@ class FabricWorkers(DDPStrategy):
                 if self.mean_model.apart:
                     self.settle()
                     self.mean_model.take(*of_mean(self.modules))
-                self.barrier()  # nobody leaves while another still hears from it
+                self.barrier()  # nobody leaves while another still receives from it
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 

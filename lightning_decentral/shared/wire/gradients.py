@@ -145,7 +145,7 @@ class Average:
         self._told = [*self._told[-31:], (news, pending)]
 
     def heard(self) -> bool:
-        """Whether any worker has had news since the last call; the same on all of them."""
+        """Return whether any worker has had news since the last call; the same on all of them."""
         told, self._told = self._told, []
         for _, pending in told:
             pending.wait()

@@ -1,4 +1,4 @@
-"""What a strategy does between the workers of a rehearsal, one part for each of them.
+"""Members of a rehearsal: a strategy's part of each worker.
 
 `strategies` takes them from it. Public: nothing, `crew` uses them.
 """

@@ -1,7 +1,7 @@
 """Averaged gradients in a rehearsal, as `ddp` and `compressed` have them: by the strategies' own averages.
 
 Worker 0 takes what all give, and the others its mean. Codes are made and reduced where they are asked for, and not
-beside the backward: their messages take no time.
+while backward runs: their messages take no time.
 """
 
 from collections.abc import Callable
@@ -135,7 +135,7 @@ def _dense(gradient: Tensor | None) -> bool:
 
 
 class DDPMember(AveragingMember):
-    """What `ddp` does: exact means, of the parameters that were trained at set-up, all of which each worker must use;
+    """Exact means, as `ddp` takes them, of the parameters trained at set-up, all of which each worker must use;
     worker 0's buffers for all before a forward.
 
     Raises:

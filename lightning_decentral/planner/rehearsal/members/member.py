@@ -1,4 +1,4 @@
-"""What a crew asks of one worker's part of a strategy, whichever it is, and the place that the worker has in it.
+"""Interface of one worker's part of a strategy, whichever it is, and the place that the worker has in it.
 
 The parts of `strategies`, `averaging` and `partial` build on it.
 """
@@ -62,15 +62,15 @@ class Member(ABC):
         """Before the first step."""
 
     def forward(self, step: int, *batch: Any) -> AbstractContextManager[None]:
-        """Around a `training_step` with these arguments."""
+        """Context around a `training_step` with these arguments."""
         return nullcontext()
 
     def backward(self) -> AbstractContextManager[None]:
-        """Around the module's own backward, through all of the graph, or a part of it."""
+        """Context around the module's own backward, through all of the graph, or a part of it."""
         return nullcontext()
 
     def checked(self, closure: Callable[[], Any], optimizer: Optimizer, precision: Precision) -> Callable[[], Any]:
-        """What computes the gradients of an update, and judges them as the strategy does."""
+        """Closure that computes the gradients of an update, and checks them as the strategy does."""
         return closure
 
     @abstractmethod

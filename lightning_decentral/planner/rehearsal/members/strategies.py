@@ -1,4 +1,4 @@
-"""What a strategy does between workers, without Lightning's loop: to gradients, and to parameters after the update.
+"""Strategies between workers, without Lightning's loop: on gradients, and on parameters after the update.
 
 The parts are the strategies' own: gossip's rounds and mixers, averages of gradients (`averaging`), the cuts of partial
 backprop (`partial`). `ddp` is the exact average.
@@ -79,7 +79,7 @@ def _(strategy: GossipStrategy, module: LightningModule, optimizer: Optimizer, a
 
 
 class SendsNothing:
-    """In the place of a strategy: workers that send nothing."""
+    """Stand-in for a strategy: workers that send nothing."""
 
 
 class SilentMember(Member):
@@ -141,7 +141,7 @@ class Gossiping(Member):
         return self._check.after(closure, optimizer, precision)
 
     def _adopt(self, optimizer: Optimizer) -> None:
-        """As the strategy, before the update; where something is thawed the workers meet in its mean."""
+        """Adopt as the strategy does, before the update; where something is thawed the workers meet in its mean."""
         trained = {p for p in parameters_of(optimizer) if p.requires_grad or p.grad is not None}
         if not trained <= self._trained:
             self._in_turn()
