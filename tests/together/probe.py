@@ -4,6 +4,7 @@ happen."""
 import math
 import os
 import signal
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -411,12 +412,20 @@ class Happenings(Callback):
         self.saved[self.now] = str(self.folder / f"validated-{self.now}.ckpt")
         trainer.save_checkpoint(self.saved[self.now])
 
+    def _settled(self, strategy: Any) -> tuple[int, int]:
+        """(bytes that it says it sent, bytes counted), when both stand still: a thread may be sending the last ones."""
+        before, now = (-1, -1), (0, 0)
+        while before != now:
+            before = now
+            time.sleep(0.02)
+            now = strategy.traffic().bytes_sent, self.counted() - self._before
+        return now
+
     @torch.no_grad()
     def on_train_end(self, trainer: Trainer, module: Any) -> None:
         self.own = {name: full_tensor(value.detach()).clone() for name, value in module.named_parameters()}
         if self.writes and self.case["method"] == "gossip":
-            traffic = trainer.strategy.traffic()
-            self.sent_bytes, self.healed = (traffic.bytes_sent, self.counted() - self._before), traffic.healed
+            self.sent_bytes, self.healed = self._settled(trainer.strategy), trainer.strategy.traffic().healed
         if self.case.has("write at end"):
             for parameter in module.parameters():
                 parameter.fill_(WRITTEN_AT_END)

@@ -147,8 +147,8 @@ def kinds(optimizer: Optimizer, name: str, parameters: Sequence[nn.Parameter], s
 
 
 def agreed(rows: Sequence[Sequence[int]], groups: Sequence[int]) -> list[int]:
-    """Kind of each parameter's state for all workers, from each one's `kinds`: the state that any has; else, in a group
-    where one travels, as that; else whether any lacks it.
+    """Kind of each parameter's state for all workers, from each one's `kinds`. It is the state that any has. Else, in a
+    group where one travels, it is as that; else whether any lacks it.
 
     Workers may have updated different ones: an expert is used here and not there, a loss scaler skips a step.
 

@@ -116,8 +116,8 @@ class Cutter:
 
 
 class Bypass:
-    """No parameter requires a gradient from `begin` to `end`, of those that do otherwise: gradients flow through what
-    they compute, none is made for them, nothing is kept to make one.
+    """No parameter requires a gradient from `begin` to `end`, of those that do otherwise. Gradients flow through what
+    they compute; none is made for them, and nothing is kept to make one.
 
     That long, and not for the forward only: activation checkpointing runs the forward again in the backward, and must
     find what it found.
