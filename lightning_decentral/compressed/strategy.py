@@ -167,11 +167,7 @@ class AveragedSteps(DeviceSteps):
         return step()
 
     def averaging(self, closure: Callable[[], Any]) -> Any:
-        self._gradients.begin()
-        output = closure()
-        # Also where this worker had no loss: the others wait for its part of the average.
-        self._gradients.finish()
-        return output
+        return self._gradients.around(closure)
 
     def before(self, loss: Any) -> None:
         self._gradients.before(loss)  # thawed within the step, too

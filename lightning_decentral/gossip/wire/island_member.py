@@ -173,11 +173,7 @@ class Averaging(Several):
         self._gradients.layouts = self.layouts
 
     def averaging(self, closure: Callable[[], Any]) -> Any:
-        self._gradients.begin()
-        output = closure()
-        # Also where this device had no loss: the others wait for its part of the average.
-        self._gradients.finish()
-        return output
+        return self._gradients.around(closure)
 
     def before(self, loss: Any) -> None:
         self._gradients.before(loss)

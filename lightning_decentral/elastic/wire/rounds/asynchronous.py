@@ -31,7 +31,7 @@ class AsynchronousExchange(PeerExchange):
         age: mean rounds by which what was mixed last was late.
     """
 
-    transport: Post
+    transport: Post  # type: ignore[assignment]  # what waits for messages, or for all workers, isn't called
     order: Asynchronous = Asynchronous()  # noqa: RUF009 - a frozen value
     age: float = field(default=0.0, init=False)
 

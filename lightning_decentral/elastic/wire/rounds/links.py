@@ -4,7 +4,7 @@ CPU tensors, point to point. Rounds are distinguished by number: who is in anoth
 waited for.
 """
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -50,8 +50,11 @@ class Arriving:
         return self.came
 
 
-class Post(Transport):
+class Post(ABC):
     """Messages of which only the newest count, and for which nobody waits."""
+
+    rank: int
+    size: int
 
     @abstractmethod
     def post(self, sends: Sequence[Message]) -> int:
@@ -63,7 +66,7 @@ class Post(Transport):
         """{rank: (round, its messages)} of those of whom a whole round has come that wasn't taken yet."""
 
 
-class Links(Post):
+class Links(Transport, Post):
     """Sends and receives among the members of a view. There are no collectives.
 
     Args:

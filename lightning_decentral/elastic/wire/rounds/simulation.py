@@ -19,7 +19,6 @@ from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
 from lightning_decentral.shared.plan.arguments import at_least
-from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Message
 
 CPU = torch.device("cpu")
@@ -73,9 +72,6 @@ class VirtualLinks(Post):
                 found[peer] = came[-1].round, came[-1].messages
                 self.begun = max(self.begun, came[-1].round)
         return found
-
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
-        raise NotImplementedError("nobody waits here: use post")
 
 
 @dataclass

@@ -159,6 +159,14 @@ class GradientAverage(Average):
         """Begin a step: it averages at least once, on every device."""
         self._open = True
 
+    def around(self, closure: Callable[[], Any]) -> Any:
+        """Run what computes the gradients of one update."""
+        self.begin()
+        output = closure()
+        # Also where this worker had no loss: the others wait for its part of the average.
+        self.finish()
+        return output
+
     def before(self, loss: Tensor) -> None:
         """Prepare this loss's backward, which ends with averaged gradients, also where it reaches none of them here."""
         self.look()
