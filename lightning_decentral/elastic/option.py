@@ -42,5 +42,8 @@ class Elastic(ElasticSettings, Elasticity):
             return ElasticGossipStrategy
         if issubclass(cls, TokenPipelineStrategy):
             return elastic_pipeline(cls)
-        given = f"{cls.__module__}.{cls.__name__}"
-        raise ValueError(f"elastic makes a strategy of its own, which is no {given}: give it to GossipStrategy itself")
+        raise ValueError(
+            f"elastic makes a strategy of its own, which is no {cls.__module__}.{cls.__name__}: subclass "
+            "ElasticGossipStrategy, and take Elastic and the strategy from one package, lightning_decentral or "
+            "lightning_decentral.pytorch_lightning"
+        )

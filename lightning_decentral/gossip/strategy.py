@@ -31,7 +31,7 @@ from lightning_decentral.shared.compute.layout.model import refuse_shared
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.nonfinite import BeforeUpdate
 from lightning_decentral.shared.plan.arguments import checked
-from lightning_decentral.shared.plan.seam import StrategyType
+from lightning_decentral.shared.plan.seam import Elasticity, StrategyType
 from lightning_decentral.shared.replica import Evaluate, ReplicaStrategy
 from lightning_decentral.shared.updates import Mixed
 from lightning_decentral.shared.wire.mean import Swap
@@ -98,12 +98,15 @@ class GossipStrategy(ReplicaStrategy, metaclass=StrategyType):
         bucket_bytes: int | None = None,
         heals: int = 3,
         exact_steps: float = 0.0,
-        elastic: Any = None,
+        elastic: Elasticity | None = None,
         **ddp: Any,
     ) -> None:
         super().__init__(timeout=timeout, **ddp)
-        if elastic is not None:  # a right one has made another class
-            raise ValueError(f"elastic must be an Elastic, got {elastic!r}: give elastic=Elastic(workers=(2, 16))")
+        if elastic is not None:  # it has been asked for the class, unless a subclass or a name gives it
+            raise ValueError(
+                f"elastic chooses another class than {type(self).__name__}: give Elastic(...) to GossipStrategy, "
+                "or subclass ElasticGossipStrategy"
+            )
         check_numbers(delay, heals, bucket_bytes, exact_steps)
         self.topology = topology or Auto()
         self.combine = combine or Gossip()

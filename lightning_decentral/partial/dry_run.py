@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_decentral.partial.compute.own_state import own_state
+from lightning_decentral.partial.compute.own_state import own_state, write_back
 from lightning_decentral.partial.plan.depth import DepthAssignment, ended
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.block_cost import Run
@@ -125,9 +125,8 @@ def repeated(step_of: Callable[[Any], Run]) -> Callable[[torch.nn.Module], Run]:
     return prepared
 
 
-@torch.no_grad()
 def put_back(module: torch.nn.Module, before: Mapping[str, Tensor]) -> None:
     """buffer <- what it was, by name; one may have been given its size by a step."""
     for name, buffer in module.named_buffers():
         if name in before:
-            buffer.resize_(before[name].shape).copy_(before[name])
+            write_back(buffer, before[name])

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 HOLDING = (list, tuple, dict, set, deque)
@@ -54,3 +54,12 @@ def _copied(state: dict[str, Any], held: dict[int, Any]) -> dict[str, Any]:
         except (RuntimeError, TypeError):  # a file, a lock: it stays as a step leaves it
             continue
     return found
+
+
+@torch.no_grad()
+def write_back(buffer: Tensor, value: Tensor) -> None:
+    """buffer <- value, where it has changed. Others may be of a kind that can't be written: expanded, sparse."""
+    if buffer.layout is not torch.strided:
+        return
+    if buffer.shape != value.shape or not torch.equal(buffer.nan_to_num(), value.nan_to_num()):
+        buffer.resize_(value.shape).copy_(value)

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from lightning_decentral.partial.compute.own_state import write_back
 from lightning_decentral.partial.compute.verify import Judged, judge
 from lightning_decentral.shared.compute.around.rerun import Remembered
 from lightning_decentral.shared.compute.block_cost import Run, measure
@@ -104,9 +105,8 @@ def untouched(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         remembered.put_back()
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.resize_(value.shape).copy_(value)
+        for buffer, value in buffers:
+            write_back(buffer, value)
         reached = next((n for n, p in module.named_parameters() if _state_of(p.grad) != before[n]), None)
         for parameter, gradient in gradients:
             parameter.grad = gradient

@@ -40,7 +40,7 @@ from lightning_decentral.gossip import (
     Uniform,
     simulate,
 )
-from lightning_decentral.gossip.compute.combine.rule import Turn
+from lightning_decentral.gossip.compute.combine.rule import State, Turn
 from lightning_decentral.gossip.plan.weights import mixing_matrix, talking_steps
 from lightning_decentral.gossip.wire.consensus import mixer_of
 from lightning_decentral.gossip.wire.mixer import Mixer
@@ -624,3 +624,17 @@ def test_rules_that_count_refuse_half_precision(rule: Combine) -> None:
 def test_relay_sum_refuses_weights_from_which_no_sum_comes_back() -> None:
     with pytest.raises(ValueError, match=r"use weights=Dyadic\(\)"):
         RelaySum().check(Tree(), 5, Own(), 1)
+
+
+class Halves(Gossip):
+    """Keeps a number that one element doesn't have."""
+
+    def init(self, x: Tensor) -> State:
+        return {"second": x[1].clone().view(1)}
+
+    recovery = Combine.recovery
+
+
+def test_a_rule_that_keeps_something_of_several_elements_is_said_to_keep_it() -> None:
+    assert Halves().recovery.incurable == "it keeps a state, which no neighbour could give"
+    assert "none may leave" in Halves().recovery.tied

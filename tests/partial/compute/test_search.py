@@ -232,3 +232,13 @@ def test_a_function_that_computes_with_the_module_itself_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Keeping keeps a function .* with its own scale, .*: make it a method"):
         found(module, symbols)
     assert module.scale.grad is None
+
+
+def test_buffers_that_cannot_be_written_are_left_alone() -> None:
+    module = Network(tied=False, norm=False)
+    module.register_buffer("scale", torch.ones(1).expand(8))
+    with torch.inference_mode():
+        module.register_buffer("table", torch.arange(3.0))
+    module.register_buffer("sparse", torch.eye(3).to_sparse())
+    assert found(module, symbols).segments > 1
+    assert module.table.tolist() == [0, 1, 2]

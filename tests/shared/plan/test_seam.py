@@ -47,10 +47,17 @@ class Own(GossipStrategy):
     pass
 
 
+class Given(GossipStrategy):
+    def __init__(self) -> None:
+        super().__init__(elastic=Elastic())
+
+
 def test_what_it_cannot_serve_is_named() -> None:
-    with pytest.raises(ValueError, match=r"which is no .*test_seam\.Own: give it to GossipStrategy itself"):
+    with pytest.raises(ValueError, match=r"which is no .*test_seam\.Own: subclass ElasticGossipStrategy, and"):
         Own(elastic=Elastic())
-    with pytest.raises(ValueError, match=r"elastic must be an Elastic, got '10\.0\.0\.1:29400': give elastic=Elastic"):
+    with pytest.raises(ValueError, match=r"another class than Given: .* or subclass ElasticGossip"):
+        Given()
+    with pytest.raises(ValueError, match="elastic must be an Elasticity or None"):
         GossipStrategy(elastic="10.0.0.1:29400")
     with pytest.raises(ValueError, match="exact_steps=5 doesn't go with elastic"):
         GossipStrategy(elastic=Elastic(), exact_steps=5)

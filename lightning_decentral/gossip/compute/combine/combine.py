@@ -62,7 +62,10 @@ class Combine(Rule):
     def recovery(self) -> Recovery:
         """Recovery by default: a rule that keeps any state can't be healed, and none may leave: what begins anew on one
         worker may break a sum over all."""
-        kept = tuple(self.init(torch.zeros(1, dtype=torch.float32)))
+        try:
+            kept = tuple(self.init(torch.zeros(1, dtype=torch.float32)))
+        except (IndexError, RuntimeError, ValueError):  # it wants more than one element, of which it keeps something
+            kept = ("a state",)
         incurable = f"it keeps {', '.join(kept)}, which no neighbour could give" if kept else ""
         return Recovery(self._begin_anew, incurable=incurable, tied=tied_by(kept))
 
