@@ -122,6 +122,9 @@ class CompressedStrategy(ReplicaStrategy):
     def rounds(self) -> list[int]:
         return self._equal.rounds()
 
+    def wanted(self) -> list[int]:
+        return self._equal.wanted()
+
     # ---- checkpoints: those of ddp, and what was rounded away -------------------------------------------------------
 
     @property

@@ -137,6 +137,9 @@ class PartialBackpropStrategy(ReplicaStrategy):
     def rounds(self) -> list[int]:
         return self._equal.rounds()
 
+    def wanted(self) -> list[int]:
+        return self._equal.wanted()
+
     def release(self) -> None:
         self._steps.close()
         self._equal.close()

@@ -95,7 +95,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
         self.plans = SlicePlanner(self.schedule, microbatches)  # by what was measured
         self.checkpoints = PipelineCheckpoints(self, self.mean_model, self._attendance.join_groups)
         self.evaluation, self.followed = StageEvaluation(self), Unfollowed(self._replaced)
-        self._deferred, self._updates = Deferred(), 0
+        self._deferred, self._updates, self._wanted = Deferred(), 0, 0
         self._groups: StageGroups | None = None
         self._stage: StageTraining | None = None
         self._totals: StageTotals | None = None
@@ -191,7 +191,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
 
     def prepare(self, wire: Wire | None) -> None:
         assert self._stage is not None
-        self._updates = 0
+        self._updates = self._wanted = 0
         self._totals = StageTotals(self._stage.pipe, self._stage.holdings, self._module, self.precision_plugin)
         if self._groups is not None and self.layout.pipelines > 1:
             self.bond = self._groups.bond(self.replicas)
@@ -208,6 +208,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._stage is not None
         roll = None if self.wire is None else self.wire.roll
+        self._wanted = self._updates + 1
         with self._attendance.waiting:  # one stage for the others, all of the step
             return self._stage.step(self.precision_plugin, self.microbatches, self.root_device, roll, args, kwargs)
 
@@ -239,7 +240,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
         return [self._updates]
 
     def wanted(self) -> list[int]:
-        return [self._updates + 1]
+        return [self._wanted]
 
     # ---- the mean of the pipelines, checkpoints, the end ------------------------------------------------------------
 

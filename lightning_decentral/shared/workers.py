@@ -131,9 +131,12 @@ class WorkersStrategy(DDPStrategy):
     def rounds(self) -> list[int]:
         """Rounds taken, one number for each optimizer; none outside of training."""
 
+    @abstractmethod
     def wanted(self) -> list[int]:
-        """Rounds that the others must have launched before this worker can go on: those that it waits in itself."""
-        return [rounds + 1 for rounds in self.rounds()]
+        """Rounds that the others must launch before this worker can go on: those taken and, within one, that one.
+
+        Asked by another thread at any time. A round too many would be asked of a worker whose epoch has ended.
+        """
 
     def take_part(self, index: int) -> None:
         """Run one round of the optimizer with that index, without an update; RuntimeError if the method has none."""

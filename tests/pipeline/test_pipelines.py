@@ -1,6 +1,7 @@
 """Several pipelines whose equal stages gossip, against whole models that do."""
 
 import copy
+import time
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from lightning_decentral.gossip import (
 )
 from lightning_decentral.pipeline import Uniform
 from lightning_decentral.shared.compute.codec import Int8, Plain
+from lightning_decentral.shared.wire.agreement import ALERT_SECONDS, PATIENCE_SECONDS
 from lightning_decentral.shared.wire.pipeline_replicas import AverageGradients
 from lightning_decentral.shared.wire.transport import GlooTransport
 from tests.gossip.rules import IRREGULAR
@@ -293,3 +295,17 @@ def test_pipelines_with_unequal_batches_end_with_the_remedy(tmp_path):
     options = {"use_distributed_sampler": False, "limit_train_batches": 1.0, "max_steps": -1, "max_epochs": 1}
     with pytest.raises(RuntimeError, match=r"ended its epoch after 4 steps while another goes on.*number of batches"):
         forked(Shorter(), pipelines(AverageGradients()), tmp_path, **options)
+
+
+class Slow(Callback):
+    """The first pipeline is busy for long after its last batch, while the second has ended its epoch."""
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_rank == 0 and trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            time.sleep(PATIENCE_SECONDS + 5 * ALERT_SECONDS)
+
+
+def test_a_pipeline_that_is_busy_after_its_last_update_asks_for_no_further_one(tmp_path):
+    how = pipeline(2, stages=1, replicas=AverageGradients())
+    _, losses, _ = forked(Language(), how, tmp_path, callbacks=[Slow()], max_steps=2, limit_train_batches=2)
+    assert len(losses) == 2

@@ -1,16 +1,24 @@
 """One fit's stopping and ending together, by itself: a single worker's world whose other worker is told what to say."""
 
+import time
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, Trainer
 from torch import nn
 
+from lightning_decentral import CompressedStrategy, GossipStrategy, PartialBackpropStrategy
+from lightning_decentral.gossip import AllReduce, Complete
 from lightning_decentral.shared import coordination as module
 from lightning_decentral.shared.coordination import Coordination, Uncoordinated
 from lightning_decentral.shared.updates import Unfollowed
+from lightning_decentral.shared.wire.agreement import ALERT_SECONDS, PATIENCE_SECONDS
 from lightning_decentral.shared.wire.pending import PeerLost
+from tests.tiny import QUIET, Batches, Net, in_processes
 
 
 class Party:
@@ -137,3 +145,34 @@ def test_lost_connections_in_collective_calls_are_named(loops: list[str]) -> Non
     with pytest.raises(PeerLost, match="worker 0 lost the others"):
         together.meet(call)
     together.close()
+
+
+class Slow(Callback):
+    """Worker 0 is busy for long after its last batch, while worker 1 has ended its epoch."""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_rank == 0 and trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            time.sleep(PATIENCE_SECONDS + 5 * ALERT_SECONDS)
+
+    def on_train_end(self, trainer: Trainer, *_: Any) -> None:
+        of: Any = trainer.strategy
+        assert [trainer.global_step, *of.rounds()] == [6, 6]
+
+
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "compressed": lambda: CompressedStrategy(start_method="fork"),
+    "partial": lambda: PartialBackpropStrategy(start_method="fork", cuts=["second"]),
+    "gossip": lambda: GossipStrategy(start_method="fork"),
+    "blocking": lambda: GossipStrategy(start_method="fork", topology=Complete(), delay=0),
+    "island": lambda: GossipStrategy(start_method="fork", island=AllReduce(2)),
+}
+
+
+def slow_end(folder: Path, strategy: Any) -> None:
+    trainer = Trainer(**QUIET, devices=2, strategy=strategy, default_root_dir=folder, callbacks=[Slow()], max_epochs=2)
+    trainer.fit(Net(), Batches(3))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_worker_that_is_busy_after_its_last_update_asks_for_no_further_one(tmp_path: Path, strategy: str) -> None:
+    in_processes(slow_end, tmp_path, STRATEGIES[strategy]())

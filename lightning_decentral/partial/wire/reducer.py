@@ -114,7 +114,7 @@ class Reducer(Average):
     def begin(self, contributors: Sequence[tuple[int, ...]]) -> None:
         """Before the backward whose gradients are to be averaged. Collective where a group is met first."""
         self._contributors = contributors
-        self.layouts.begin()
+        self.enter()
         self._groups.prepare(contributors)
         # They start in this order, whatever is complete first: workers with unequal graphs still pair the right ones.
         self._launcher.begin(self._packing.buckets(contributors))
@@ -152,7 +152,7 @@ class Reducer(Average):
             self.sent_bytes += sent_bytes(bucket.bytes, len(bucket.ranks), size)
         self.sent_bytes += sent_bytes(flags.nbytes, size, size)
         self._launcher.begin(())
-        self.layouts.done()
+        self.leave()
 
     def _hand_on(self, bucket: ContributorBucket) -> None:
         """Broadcast from the first of the contributors to all, where not all are contributors."""

@@ -132,13 +132,25 @@ class Average:
     Attributes:
         news: asked after each backward whether this worker has some; any worker's are known to all (`heard`).
         layouts: asked where what is trained has changed.
+        under_way: True from a backward's begin until its gradients are averaged.
     """
 
     news: Callable[[], bool] = bool
     layouts: Alike = Unasked()
+    under_way = False
 
     def __init__(self) -> None:
         self._told: list[tuple[Tensor, Pending]] = []
+
+    def enter(self) -> None:
+        """Begin an average, which every worker must enter; again within the same one, nothing."""
+        self.under_way = True
+        self.layouts.begin()
+
+    def leave(self) -> None:
+        """End the average."""
+        self.under_way = False
+        self.layouts.done()
 
     def tell(self, news: Tensor, pending: Pending) -> None:
         """This many workers have news, as soon as the message has come."""

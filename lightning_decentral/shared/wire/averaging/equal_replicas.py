@@ -28,7 +28,7 @@ class EqualReplicas:
         self.updates: int | None = None
         self._buffers: RunningBuffers | None = None
         self._layouts: Alike = Unasked()
-        self._heard: Callable[[], bool] = bool
+        self._average: Average | None = None
         self._period = -1
 
     def begin(self, module: nn.Module, wire: Wire | None, layouts: MakeLayouts, optimizers: Optimizers) -> None:
@@ -40,11 +40,11 @@ class EqualReplicas:
     def join(self, average: Average) -> None:
         """Gradients are averaged by this from now on."""
         assert self._buffers is not None
-        average.news, average.layouts, self._heard = self._buffers.changed, self._layouts, average.heard
+        average.news, average.layouts, self._average = self._buffers.changed, self._layouts, average
 
     def close(self) -> None:
         self._layouts.close()
-        self.updates, self._buffers, self._layouts, self._heard = None, None, Unasked(), bool
+        self.updates, self._buffers, self._layouts, self._average = None, None, Unasked(), None
 
     def replaced(self) -> None:
         """The optimizers are others than before. RuntimeError where they aren't on another worker."""
@@ -53,6 +53,12 @@ class EqualReplicas:
     def rounds(self) -> list[int]:
         """Updates taken, as one number; none outside of training."""
         return [] if self.updates is None else [self.updates]
+
+    def wanted(self) -> list[int]:
+        """Updates that the others must take, too, before this worker can go on. From any thread."""
+        # In this order: an update that ends meanwhile is then counted once, never twice.
+        updates = self.rounds()
+        return [n + (self._average is not None and self._average.under_way) for n in updates]
 
     def advance(self, period: int) -> None:
         """After an update. Collective.
@@ -64,7 +70,7 @@ class EqualReplicas:
         # Not each time: comparing all takes long.
         look, self._period = period != self._period, period
         if self._buffers is not None:
-            self._buffers.share(self._heard() or look)
+            self._buffers.share((self._average is not None and self._average.heard()) or look)
         self.updates += 1  # not before: who waits in `share` waits for this update, not for the next one
 
 

@@ -172,14 +172,14 @@ class GradientAverage(Average):
         self.look()
         self._withdraw_cleared()
         if not self._launcher.paused and loss.requires_grad:
-            self.layouts.begin()
+            self.enter()
             loss.register_hook(lambda _: self._land_after_backward())
 
     def finish(self) -> None:
         """Average what no backward pass has averaged since `begin`."""
         if self._open:
             self.look()
-            self.layouts.begin()
+            self.enter()
             self._land()
 
     @torch.no_grad()
@@ -193,7 +193,7 @@ class GradientAverage(Average):
         # At the loss or the first gradient: only within a backward can its end be waited for.
         if not self._lands:
             self._lands = True
-            self.layouts.begin()
+            self.enter()
             torch.autograd.Variable._execution_engine.queue_callback(self._land)
 
     def _land(self) -> None:
@@ -224,5 +224,5 @@ class GradientAverage(Average):
             bucket.store(flat, by)
             self._averaged |= {p: p._version for p, workers in zip(bucket.parameters, by, strict=True) if workers}
         self._launcher.begin(buckets)
-        self.layouts.done()
+        self.leave()
         self._open = False
