@@ -15,7 +15,7 @@ from torch.torch_version import TorchVersion
 
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.wire.gradients import real
-from lightning_decentral.shared.wire.pending import Naming, Pending, StagedCopy, Together, Work
+from lightning_decentral.shared.wire.pending import Naming, Pending, StagedCopy, Together, Work, raise_lost
 
 _stores: Any = dist  # whose types leave them out
 LIBUV_LISTENS = TorchVersion(torch.__version__) >= "2.8"
@@ -112,8 +112,11 @@ class GlooTransport(Transport):
 
     def _post(self, start: Callable[..., Any], message: Message) -> Pending:
         peer = f"neighbour {self._workers[message.peer]}"
-        with Naming(peer, self._own):  # a broken connection may show here already
+        try:
             return Work(start([message.tensor], message.peer, message.tag), peer, self._own)
+        except RuntimeError as error:  # a broken connection may show here already
+            raise_lost(error, peer, self._own)
+            raise
 
 
 class NcclTransport(Transport):
