@@ -13,7 +13,7 @@ from lightning_decentral.partial.plan.cost import Balance, SavedBytes
 from lightning_decentral.partial.plan.depth import DepthAssignment
 from lightning_decentral.partial.wire.depth_controller import DepthController
 from lightning_decentral.shared.compute import worker_state
-from lightning_decentral.shared.compute.layout.packing import check_bucket_bytes
+from lightning_decentral.shared.compute.buckets import check_bucket_bytes
 from lightning_decentral.shared.wire.meeting.notices import is_loss
 
 

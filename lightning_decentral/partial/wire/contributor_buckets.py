@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_decentral.shared.compute.layout.packing import bucket_bytes_of, chunked
+from lightning_decentral.shared.compute.buckets import bucket_bytes_of, chunked
 from lightning_decentral.shared.wire.gradients import GradientBucket, pack
 
 Kind = tuple[torch.dtype, torch.device]

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lightning_decentral.shared.compute.around.ambient import Autocast
-from lightning_decentral.shared.compute.around.rerun import Remembered
+from lightning_decentral.shared.compute.around.rerun import Autocast, Remembered
 from lightning_decentral.spilled.compute.transfer import Device
 
 

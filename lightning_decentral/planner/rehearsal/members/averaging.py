@@ -14,9 +14,9 @@ from torch import Tensor
 
 from lightning_decentral.compressed.strategy import of_all
 from lightning_decentral.planner.rehearsal.members.member import CPU, EqualReplicas, MemberPlace
+from lightning_decentral.shared.compute.buckets import bucket_bytes_of
 from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.codec.quantize import Plain
-from lightning_decentral.shared.compute.layout.packing import bucket_bytes_of
+from lightning_decentral.shared.compute.codec.deterministic import Plain
 from lightning_decentral.shared.nonfinite import Unchecked
 from lightning_decentral.shared.wire.agreement import start_from_worker_0
 from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage

@@ -15,7 +15,7 @@ from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
 
 from lightning_decentral.shared.nonfinite import Unchecked
-from lightning_decentral.shared.wire.running_buffers import RunningBuffers
+from lightning_decentral.shared.wire.averaging.equal_replicas import RunningBuffers
 from lightning_decentral.shared.wire.transport import Wire
 
 CPU = torch.device("cpu")

@@ -27,7 +27,7 @@ from lightning_decentral.partial.strategy import PartialBackpropStrategy
 from lightning_decentral.planner.rehearsal.members.averaging import AveragingMember, DDPMember
 from lightning_decentral.planner.rehearsal.members.member import Member, MemberPlace
 from lightning_decentral.planner.rehearsal.members.partial import Cutting
-from lightning_decentral.shared.compute.layout.model import ModelLayout
+from lightning_decentral.shared.compute.layout import ModelLayout
 from lightning_decentral.shared.nonfinite import BeforeUpdate, GradientCheck
 
 SERVED = {"find_unused_parameters", "gradient_as_bucket_view", "bucket_cap_mb", "static_graph"}
