@@ -70,7 +70,7 @@ def slow_network() -> str:
 
 
 def forecasts() -> str:
-    """How far off predicted seconds of a step are, by setting."""
+    """Return the table of errors of predicted step times, by setting."""
     found: dict[str, list[float]] = {}
     for row in rows("predicted-2-cores"):
         found.setdefault(row["hosts, rate"], []).append(abs(float(row["off by"].rstrip("%"))))
@@ -233,7 +233,7 @@ def spread(seconds: list[float]) -> str:
 
 
 def device() -> str:
-    """Of the first hour on one: times of kernels and rounds over those that their bytes take at a copy's rate."""
+    """Return the table of the first hour on a device: times over those that the bytes take at a copy's rate."""
     parts = result("first-hour-nvidia-h100-80gb-hbm3.json")["parts"]
     found = {row["name"]: (row["value"], row["predicted"]) for part in parts.values() for row in part["rows"]}
     timed = {

@@ -99,7 +99,8 @@ def real_runs(place: Place, kept: dict[str, Any]) -> dict[str, list[Point]]:
 
 
 def verdict(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """How many seconds and steps are right, in how many settings the best is the best, how many pairs have their order.
+    """Return how many seconds and steps are right, in how many settings the best is the best, how many pairs are in
+    order.
     Pairs are counted twice: all, and those that are as far apart as a setting's two best have to be."""
     found = {"settings": 0, "clear": 0, "best_right": 0, "pairs": 0, "pairs_right": 0, "apart": 0, "apart_right": 0}
     for setting in dict.fromkeys((row["place"], row["rate"], row["target"]) for row in rows):

@@ -120,7 +120,7 @@ def making(recipe: str, workers: int, words: str) -> tuple[Callable[[float], Cre
 
 
 def apart(recipe: str) -> Iterator[dict[str, Any]]:
-    """What disagreement costs each method while it learns fast, foretold and come."""
+    """Yield what disagreement costs each method while it learns fast, predicted and measured."""
     drift: Drift | None = None
     for workers, title in ((n, title) for n, titles in APART_OF.items() for title in titles):
         make, evaluation = making(recipe, workers, APART[title])
@@ -186,7 +186,7 @@ def whole() -> dict[str, Any]:
 
 
 def alone_seconds(recipe: str, times: int = 100) -> float:
-    """Of a forward and a backward, median of so many."""
+    """Return the seconds of a forward and a backward, the median of `times`."""
     data, module, _ = built(composed([f"recipe={recipe}"], 0))
     rows, model, own, found = own_batches(data, WORKERS[1], 0), Loss(quiet(module).train()), torch.get_num_threads(), []
     for threads in (own, 1):
