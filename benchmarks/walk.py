@@ -34,7 +34,7 @@ WORKERS, ELEMENTS, WARM_UP = 4, 4096, 5
 
 
 class Walk(NamedTuple):
-    """What was entered, by thread."""
+    """Modules that were entered, by thread."""
 
     entered: dict[str, list[tuple[str, str]]]
 

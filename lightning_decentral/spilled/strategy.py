@@ -156,7 +156,7 @@ class SpilledStrategy(SingleDeviceStrategy):
 
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         assert self._updating is not None, "steps run between set-up and teardown"
-        with self._updating.taking(optimizer, self._running.parameters):
+        with self._updating(optimizer, self._running.parameters):
             return super().optimizer_step(optimizer, *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

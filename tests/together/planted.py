@@ -29,8 +29,7 @@ from lightning_decentral.shared.wire import health, pipeline_replicas
 from lightning_decentral.shared.wire.averaging import gradient_average, residuals
 from lightning_decentral.shared.wire.averaging.equal_replicas import RunningBuffers
 from lightning_decentral.spilled.compute import spill
-from lightning_decentral.spilled.compute.engine import Engine
-from lightning_decentral.spilled.compute.standing import Standing
+from lightning_decentral.spilled.compute.engine import Engine, Standing
 
 
 def layout_of_the_moment() -> None:
