@@ -28,7 +28,7 @@ from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Message, Transport
 
 
-class Mean:
+class FlatMean:
     """Mean of flat tensors over workers; this one keeps nothing from one to the next.
 
     Attributes:
@@ -74,7 +74,7 @@ class Mean:
 
 
 @dataclass
-class ExactMean(Mean):
+class ExactMean(FlatMean):
     """flat <- (1/n) sum_i flat_i by all-reduce."""
 
     over: Transport
@@ -89,7 +89,7 @@ class ExactMean(Mean):
         return self.over.all_reduce(flat)
 
 
-def mean_by(codec: Codec, group: Callable[[], Transport], device: torch.device) -> Mean:
+def mean_by(codec: Codec, group: Callable[[], Transport], device: torch.device) -> FlatMean:
     """The mean that travels in a codec's payloads.
 
     Args:
@@ -113,7 +113,7 @@ def refuse_estimates(codec: Codec) -> None:
         )
 
 
-class CompressedMean(Mean):
+class CompressedMean(FlatMean):
     """The mean by parts, bucket by bucket, during the training: on threads of the host, on streams of a device.
 
     Everybody gets the NaN or infinity of one (a loss scaler that searches). Residuals of it are dropped; where such

@@ -85,8 +85,8 @@ class Transport(ABC):
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
         """tensor <- the source's tensor, in place."""
-        heard = "the others" if source == self.rank else f"worker {self._workers[source]}"
-        return Work(self.group.broadcast([real(tensor)], _root(dist.BroadcastOptions(), source)), heard, self._own)
+        peer = "the others" if source == self.rank else f"worker {self._workers[source]}"
+        return Work(self.group.broadcast([real(tensor)], _root(dist.BroadcastOptions(), source)), peer, self._own)
 
     def greet(self, timeout: timedelta) -> bool:
         """Return whether this worker receives from all others of a new group. Collective; on some it may fail alone."""
@@ -103,11 +103,11 @@ class GlooTransport(Transport):
 
     def greet(self, timeout: timedelta) -> bool:
         # Gloo takes any peer that sends a pair's number, a small integer, for the pair's other end; the true one waits.
-        heard, options = torch.empty(self.size, dtype=torch.int64), dist.AllToAllOptions()
+        greetings, options = torch.empty(self.size, dtype=torch.int64), dist.AllToAllOptions()
         options.timeout = timeout
         with suppress(RuntimeError):
-            self.group.alltoall_base(heard, torch.full_like(heard, self.rank), [], [], options).wait()
-            return heard.equal(torch.arange(self.size))
+            self.group.alltoall_base(greetings, torch.full_like(greetings, self.rank), [], [], options).wait()
+            return greetings.equal(torch.arange(self.size))
         return False
 
     def _post(self, start: Callable[..., Any], message: Message) -> Pending:
