@@ -16,10 +16,9 @@ from lightning_decentral.shared.compute.device_steps import DeviceSteps
 from lightning_decentral.shared.compute.layout.packing import bucket_bytes_of, check_bucket_bytes
 from lightning_decentral.shared.compute.modules import same
 from lightning_decentral.shared.meeting import TIMEOUT
-from lightning_decentral.shared.nonfinite import GradientCheck, NonFinite, Unchecked
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import ReplicaStrategy
-from lightning_decentral.shared.updates import Unfollowed
+from lightning_decentral.shared.updates import GradientCheck, NonFinite, Unchecked, Unfollowed
 from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas
 from lightning_decentral.shared.wire.averaging.equal_replicas import of_all as of_all
 from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage

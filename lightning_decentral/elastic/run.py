@@ -249,7 +249,7 @@ class ElasticRun(WatchedProcess):
         assert member is not None
         assert member.calendar is not None
         if self._updates is not None and member.live:
-            self._updates.batch(last=batch_idx == 0)  # the one before
+            self._updates.moved.batch(last=batch_idx == 0)  # the one before
         if not member.live:
             member.live = True  # not before: only now all members call the same
             loops.count_logged(self._module.trainer, member.calendar.step(member.round))

@@ -24,8 +24,8 @@ from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
 from lightning_decentral.shared.compute.layout.model import refuse_shared
 from lightning_decentral.shared.fabric.strategy import FabricWorkers
-from lightning_decentral.shared.nonfinite import BeforeUpdate
 from lightning_decentral.shared.plan.arguments import checked
+from lightning_decentral.shared.updates import BeforeUpdate
 from lightning_decentral.shared.wire.mean import Swap
 
 

@@ -29,11 +29,9 @@ from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
 from lightning_decentral.shared.compute.layout.model import refuse_shared
 from lightning_decentral.shared.meeting import TIMEOUT
-from lightning_decentral.shared.nonfinite import BeforeUpdate
-from lightning_decentral.shared.plan.arguments import checked
-from lightning_decentral.shared.plan.seam import Elasticity, StrategyType
+from lightning_decentral.shared.plan.arguments import Elasticity, StrategyType, checked
 from lightning_decentral.shared.replica import Evaluate, ReplicaStrategy
-from lightning_decentral.shared.updates import Mixed
+from lightning_decentral.shared.updates import BeforeUpdate, Mixed
 from lightning_decentral.shared.wire.mean import Swap
 from lightning_decentral.shared.wire.meeting.layouts import Trained
 from lightning_decentral.shared.wire.transport import Wire

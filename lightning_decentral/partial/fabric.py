@@ -21,8 +21,8 @@ from lightning_decentral.partial.wire.depth_controller import CutSteps, DepthCon
 from lightning_decentral.partial.wire.reducer import Rank
 from lightning_decentral.shared.fabric.loop import LOOK_STEPS
 from lightning_decentral.shared.fabric.strategy import FabricWorkers
-from lightning_decentral.shared.nonfinite import GradientCheck, NonFinite
 from lightning_decentral.shared.plan.arguments import checked
+from lightning_decentral.shared.updates import GradientCheck, NonFinite
 from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas
 
 

@@ -21,10 +21,9 @@ from lightning_decentral.partial.start import described
 from lightning_decentral.partial.wire.depth_controller import CutSteps, DepthController
 from lightning_decentral.partial.wire.reducer import Rank
 from lightning_decentral.shared.meeting import TIMEOUT
-from lightning_decentral.shared.nonfinite import GradientCheck, NonFinite
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import ReplicaStrategy
-from lightning_decentral.shared.updates import Unfollowed
+from lightning_decentral.shared.updates import GradientCheck, NonFinite, Unfollowed
 from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas
 from lightning_decentral.shared.wire.transport import Wire
 

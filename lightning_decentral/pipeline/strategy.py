@@ -26,11 +26,9 @@ from lightning_decentral.pipeline.training_step import moved
 from lightning_decentral.pipeline.wire.ownership import Ownership
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
-from lightning_decentral.shared.nonfinite import GradientCheck, NonFinite
-from lightning_decentral.shared.plan.arguments import at_least, checked
-from lightning_decentral.shared.plan.seam import StrategyType
+from lightning_decentral.shared.plan.arguments import StrategyType, at_least, checked
 from lightning_decentral.shared.plan.timeline import Span
-from lightning_decentral.shared.updates import Unfollowed
+from lightning_decentral.shared.updates import GradientCheck, NonFinite, Unfollowed
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
 from lightning_decentral.shared.wire.mean import mean
 from lightning_decentral.shared.wire.objects import gather_objects

@@ -74,13 +74,7 @@ class FitCoordinator(Uncoordinated):
     """
 
     def __init__(
-        self,
-        wire: Wire,
-        trainer: Trainer,
-        of: Rounds,
-        stop: StopAgreement,
-        presence: Presence,
-        name: str,
+        self, wire: Wire, trainer: Trainer, of: Rounds, stop: StopAgreement, presence: Presence, name: str
     ) -> None:
         self._of, self._met, self._open, self._calling = of, 0, True, False
         self._stop, self._presence, self._rank = stop, presence, wire.roll.rank
@@ -124,8 +118,7 @@ class FitCoordinator(Uncoordinated):
 
     def _wait(self) -> Wait | None:
         """This worker's wait for others where it has lasted for long; otherwise None."""
-        since = self._since
-        if since is None or time.monotonic() - since < waits.LONG_SECONDS:
+        if (since := self._since) is None or time.monotonic() - since < waits.LONG_SECONDS:
             return None
         return Wait(self._met, self._calling, self._presence.phase())
 
@@ -219,18 +212,15 @@ class LoopPatches:
 
     def _end_batch(self, inner: Callable[[Any], None], fetcher: Any) -> None:
         loop, self._took = self._trainer.fit_loop.epoch_loop, True
-        ends = self._ends()
-        self._updates.batch(last=ends)
+        # No batch follows: there is none, or this worker stops early, alone or with the others.
+        early = self._trainer.should_stop and self._trainer.fit_loop._can_stop_early
+        ends = loop.batch_progress.is_last_batch or early
+        self._updates.moved.batch(last=ends)
         if ends:  # before `inner`, which may validate, where all workers meet
             self._call_roll(lambda: loop._should_check_val_fx(fetcher) and not loop._skip_next_val)
         else:
             self._epoch_ended = False
         inner(fetcher)
-
-    def _ends(self) -> bool:
-        """Return whether no batch follows: there is none, or this worker stops early, alone or with the others."""
-        loop = self._trainer.fit_loop
-        return loop.epoch_loop.batch_progress.is_last_batch or (self._trainer.should_stop and loop._can_stop_early)
 
     def _set_up_data(self, inner: Callable[[], None]) -> None:
         loop = self._trainer.fit_loop
@@ -279,7 +269,7 @@ class LoopPatches:
         self._stop_if_agreed(None)  # before a validation, in which those that stopped would be missing
         trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
         stops = trainer.should_stop and trainer.fit_loop._can_stop_early
-        ends = stops or _reached(loop)
+        ends = stops or (loop.max_steps != -1 and loop.global_step >= loop.max_steps)  # it has taken all of `max_steps`
         trainer.should_stop, all_end = self._roll.anyone(trainer.should_stop, ends)
         if all_end and not ends:
             # Fewer batches, so fewer steps than another, which is at max_steps, or past the min_steps of an early end.
@@ -297,8 +287,3 @@ class LoopPatches:
         trainer.fit_loop.epoch_loop.val_loop.run()
         trainer.training = True
         trainer._logger_connector._first_loop_iter = first
-
-
-def _reached(loop: Any) -> bool:
-    """Return whether this worker has taken all of `max_steps`."""
-    return bool(loop.max_steps != -1 and loop.global_step >= loop.max_steps)

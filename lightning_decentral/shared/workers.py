@@ -22,17 +22,15 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_decentral.shared.checkpoint.launching import launched_by
 from lightning_decentral.shared.checkpoint.reading import of_this_model
-from lightning_decentral.shared.checkpoint.worker import Checkpoints
+from lightning_decentral.shared.checkpoint.worker import Checkpoints, launched_by
 from lightning_decentral.shared.coordination import Result
 from lightning_decentral.shared.evaluation import Evaluation
 from lightning_decentral.shared.meeting import TIMEOUT, Attendance
-from lightning_decentral.shared.nonfinite import Unchecked
 from lightning_decentral.shared.refusals import StartMethod, named, own_device, refuse_sync_batch_norm, refuse_unknown
 from lightning_decentral.shared.replica_health import ReplicaHealth
 from lightning_decentral.shared.settings import SameSettings
-from lightning_decentral.shared.updates import Follows, Unfollowed
+from lightning_decentral.shared.updates import Follows, Unchecked, Unfollowed
 from lightning_decentral.shared.wire.agreement import uneven
 from lightning_decentral.shared.wire.mean import MeanModel, of_mean
 from lightning_decentral.shared.wire.objects import broadcast_world, gather_rows, gather_world, reduce_alike

@@ -24,8 +24,8 @@ from lightning_decentral.pipeline.wire.ownership import Ownership
 from lightning_decentral.shared.compute import buckets
 from lightning_decentral.shared.compute.layout import model
 from lightning_decentral.shared.compute.layout.place import Place
-from lightning_decentral.shared.nonfinite import BeforeUpdate
 from lightning_decentral.shared.replica_health import ReplicaHealth
+from lightning_decentral.shared.updates import BeforeUpdate
 from lightning_decentral.shared.wire import health, pipeline_replicas
 from lightning_decentral.shared.wire.averaging import gradient_average, residuals
 from lightning_decentral.shared.wire.running_buffers import RunningBuffers

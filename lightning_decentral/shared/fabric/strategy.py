@@ -21,15 +21,13 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_decentral.shared.compute.layout.model import ModelLayout, lay_states
 from lightning_decentral.shared.coordination import Result
-from lightning_decentral.shared.fabric.attendance import FabricAttendance
 from lightning_decentral.shared.fabric.checkpoints import FabricCheckpoints
-from lightning_decentral.shared.fabric.loop import Accumulating, Turn
+from lightning_decentral.shared.fabric.loop import Accumulating, FabricAttendance, Turn
 from lightning_decentral.shared.meeting import TIMEOUT
-from lightning_decentral.shared.nonfinite import Unchecked
 from lightning_decentral.shared.refusals import StartMethod, own_device, refuse_sync_batch_norm, refuse_unknown
 from lightning_decentral.shared.replica_health import ReplicaHealth
 from lightning_decentral.shared.settings import compare, of_method, of_optimizers, of_place, versions
-from lightning_decentral.shared.updates import Unfollowed
+from lightning_decentral.shared.updates import Unchecked, Unfollowed
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
 from lightning_decentral.shared.wire.fsdp import refuse_sharded
 from lightning_decentral.shared.wire.mean import MeanModel, mean, of_mean

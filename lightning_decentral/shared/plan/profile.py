@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_decentral.shared.plan.text import text_of
+from lightning_decentral.shared.plan.arguments import text_of
 
 FORMAT = "lightning_decentral profile"
 VERSION = 1

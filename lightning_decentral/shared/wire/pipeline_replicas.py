@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
 from lightning_decentral.shared.compute.modules import same
-from lightning_decentral.shared.plan.arguments import checked
-from lightning_decentral.shared.plan.seam import ChoosesStrategy
+from lightning_decentral.shared.plan.arguments import ChoosesStrategy, checked
 from lightning_decentral.shared.wire.averaging.skipped_updates import scale_of
 from lightning_decentral.shared.wire.compressed_mean import Mean, mean_by, refuse_estimates
 from lightning_decentral.shared.wire.gradients import flag, pack, parts, real, used

@@ -17,7 +17,7 @@ from lightning_decentral.planner.rehearsal.members.member import CPU, EqualRepli
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
 from lightning_decentral.shared.compute.layout.packing import bucket_bytes_of
-from lightning_decentral.shared.nonfinite import Unchecked
+from lightning_decentral.shared.updates import Unchecked
 from lightning_decentral.shared.wire.agreement import start_from_worker_0
 from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage
 from lightning_decentral.shared.wire.compressed_mean import CompressedMean, ExactMean, InFlight, Mean

@@ -14,7 +14,7 @@ from lightning.fabric.plugins.precision import Precision
 from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
 
-from lightning_decentral.shared.nonfinite import Unchecked
+from lightning_decentral.shared.updates import Unchecked
 from lightning_decentral.shared.wire.running_buffers import RunningBuffers
 from lightning_decentral.shared.wire.transport import Wire
 

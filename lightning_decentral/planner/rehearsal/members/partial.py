@@ -15,7 +15,7 @@ from lightning_decentral.partial.strategy import PartialBackpropStrategy
 from lightning_decentral.partial.wire.depth_controller import DepthController
 from lightning_decentral.partial.wire.reducer import Rank, Reducer
 from lightning_decentral.planner.rehearsal.members.member import EqualReplicas, MemberPlace
-from lightning_decentral.shared.nonfinite import GradientCheck
+from lightning_decentral.shared.updates import GradientCheck
 
 
 class Cutting(EqualReplicas):
