@@ -46,7 +46,7 @@ from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizer_mixer import parameters_of
 from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.layout.model import ModelLayout, described
+from lightning_decentral.shared.compute.layout import ModelLayout, described
 from lightning_decentral.shared.updates import Updates
 from lightning_decentral.shared.wire.mean import MeanModel
 from lightning_decentral.shared.wire.transport import Wire

@@ -26,14 +26,14 @@ from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.shared.checkpoint.reading import PRECISION
 from lightning_decentral.shared.compute.buckets import Bucket
 from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.codec.quantize import Plain
-from lightning_decentral.shared.compute.layout.model import refuse_shared
+from lightning_decentral.shared.compute.codec.deterministic import Plain
+from lightning_decentral.shared.compute.layout import refuse_shared
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.plan.arguments import Elasticity, StrategyType, checked
 from lightning_decentral.shared.replica import Evaluate, ReplicaStrategy
 from lightning_decentral.shared.updates import BeforeUpdate, Mixed
 from lightning_decentral.shared.wire.mean import Swap
-from lightning_decentral.shared.wire.meeting.layouts import Trained
+from lightning_decentral.shared.wire.meeting.comparison import Trained
 from lightning_decentral.shared.wire.transport import Wire
 
 

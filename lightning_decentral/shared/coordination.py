@@ -17,14 +17,12 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_decentral.shared.compute.device import Backlog
 from lightning_decentral.shared.updates import Rounds, Updates
 from lightning_decentral.shared.wire.agreement import RollCall, Uneven
 from lightning_decentral.shared.wire.meeting import waits
 from lightning_decentral.shared.wire.meeting.notices import Presence
-from lightning_decentral.shared.wire.meeting.rescue import Rescue
 from lightning_decentral.shared.wire.meeting.stopping import StopAgreement
-from lightning_decentral.shared.wire.meeting.waits import Wait, Waits
+from lightning_decentral.shared.wire.meeting.waits import Backlog, Rescue, Wait, Waits
 from lightning_decentral.shared.wire.pending import Naming
 from lightning_decentral.shared.wire.transport import Wire, abort_nccl
 

@@ -18,16 +18,15 @@ from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import RunningStage
 
-from lightning_decentral.shared.compute.device import Backlog
 from lightning_decentral.shared.coordination import FitCoordinator, Result, Uncoordinated
 from lightning_decentral.shared.refusals import refuse_backend
 from lightning_decentral.shared.updates import Rounds
+from lightning_decentral.shared.wire.meeting.comparison import Layout, Layouts, Unasked
 from lightning_decentral.shared.wire.meeting.groups import connect, make_world
-from lightning_decentral.shared.wire.meeting.layouts import Layout, Layouts, Unasked
 from lightning_decentral.shared.wire.meeting.notices import Notices, Presence
 from lightning_decentral.shared.wire.meeting.rendezvous import Meeting, group_failed
-from lightning_decentral.shared.wire.meeting.rescue import Rescue
 from lightning_decentral.shared.wire.meeting.stopping import StopAgreement
+from lightning_decentral.shared.wire.meeting.waits import Backlog, Rescue
 from lightning_decentral.shared.wire.transport import Wire, abort_nccl, connected, own_connection, prefixed
 
 GOODBYE_SECONDS = 10.0

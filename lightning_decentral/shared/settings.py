@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 import lightning_decentral
 from lightning_decentral.shared.plan.described import constructed, describe_by_repr, described
 from lightning_decentral.shared.refusals import own_bases
-from lightning_decentral.shared.wire.meeting.settings import check_same_settings
+from lightning_decentral.shared.wire.meeting.comparison import check_same_settings
 from lightning_decentral.shared.wire.transport import connected, everyone
 
 OF_ONE_WORKER = (

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_decentral.shared.meeting import Attendance, Attending
 from lightning_decentral.shared.updates import IN_LOOP, Trained, Updates
-from lightning_decentral.shared.wire.meeting.layouts import Alike, Layout, Unasked
+from lightning_decentral.shared.wire.meeting.comparison import Alike, Layout, Unasked
 
 LOOK_STEPS = 100
 """Steps between comparisons of all buffers, to find those that change: a user's own loop doesn't report epochs."""

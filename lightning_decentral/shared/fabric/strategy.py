@@ -19,7 +19,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from lightning_decentral.shared.compute.layout.model import ModelLayout, lay_states
+from lightning_decentral.shared.compute.layout import ModelLayout, lay_states
 from lightning_decentral.shared.coordination import Result
 from lightning_decentral.shared.fabric.checkpoints import FabricCheckpoints
 from lightning_decentral.shared.fabric.loop import Accumulating, FabricAttendance, Turn

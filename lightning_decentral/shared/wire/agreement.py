@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_decentral.shared.compute.layout.model import described, put
+from lightning_decentral.shared.compute.layout import described, put
 from lightning_decentral.shared.plan.described import first_difference
 from lightning_decentral.shared.wire.objects import gather_objects
 from lightning_decentral.shared.wire.transport import Transport
