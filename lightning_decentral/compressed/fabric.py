@@ -43,7 +43,7 @@ class Reduced:
             self.mean.guard(scale_of(scaler, strategy.root_device))
         self.gradients = GradientAverage(self.mean, hosts, strategy.waiting, bucket_bytes)
         self.equal = EqualReplicas()
-        self.equal.begin(module, wire, strategy._attendance.layouts, lambda: strategy.optimizers)
+        self.equal.begin(module, wire, strategy._group.layouts, lambda: strategy.optimizers)
         self.equal.join(self.gradients)
         self.watch()
 
@@ -98,7 +98,7 @@ class FabricCompressedStrategy(FabricWorkers):
         return super().accumulating(module) if of is None else of.gradients.blocked()
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        self._attendance.set_ups.begin()
+        self._group.set_ups.begin()
         with self._telling():
             for of in self._reduced:
                 of.watch()

@@ -81,7 +81,7 @@ class CompressedStrategy(ReplicaStrategy):
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
     def prepare(self, wire: Wire | None) -> None:
-        self._equal.begin(self._module, wire, self._attendance.layouts, lambda: self.optimizers)
+        self._equal.begin(self._module, wire, self._group.layouts, lambda: self.optimizers)
         if wire is None:
             return
         hosts = wire.hosts(None)

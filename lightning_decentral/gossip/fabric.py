@@ -100,7 +100,7 @@ class FabricGossipStrategy(FabricWorkers):
     def adopt(self, optimizer: Optimizer) -> None:
         refuse_shared(self.lightning_module)
         self._mixers.adopt(optimizer)
-        self._mixers.mixed.watch(lambda: self.lightning_module.named_parameters(), self._attendance.layouts)
+        self._mixers.mixed.watch(lambda: self.lightning_module.named_parameters(), self._group.layouts)
 
     def _adopt(self, optimizer: Optimizer) -> None:
         if self.wire is not None:

@@ -119,7 +119,7 @@ class GossipStrategy(ReplicaStrategy, metaclass=StrategyType):
         self._mixers = Mixers(self._making)
         self.mean_model.hidden = self._hidden
         self._matrices = WholeMatrices([], self.member)
-        self.checkpoints.held = IslandModel(self.island, self, self._attendance.join_groups)
+        self.checkpoints.held = IslandModel(self.island, self, self._group.join_groups)
         self.followed, self.gradient_check = self, BeforeUpdate(self._adopt)
 
     @property
@@ -162,8 +162,8 @@ class GossipStrategy(ReplicaStrategy, metaclass=StrategyType):
         self._matrices = WholeMatrices(self.optimizers, self.member)
         for optimizer in self.optimizers if wire is not None else []:
             self._mixers.adopt(optimizer)
-        self.member.compare(Trained(self._module.named_parameters, lambda: self.optimizers), self._attendance.layouts)
-        self._mixers.mixed.watch(self._module.named_parameters, self._attendance.layouts)
+        self.member.compare(Trained(self._module.named_parameters, lambda: self.optimizers), self._group.layouts)
+        self._mixers.mixed.watch(self._module.named_parameters, self._group.layouts)
 
     def mixed(self) -> list[Mixed]:
         return [(of.mixer.steps, [p for bucket in of.buckets for p in bucket.parameters]) for of in self._mixers]

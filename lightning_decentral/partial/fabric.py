@@ -99,7 +99,7 @@ class FabricPartialBackpropStrategy(FabricWorkers):
         if len(shares) > 1:
             raise ValueError(f"{self.depth} asks for unequal batches, which only a Trainer hands out: use Staircase")
         self._module = module
-        self._equal.begin(module, self.wire, self._attendance.layouts, lambda: self.optimizers)
+        self._equal.begin(module, self.wire, self._group.layouts, lambda: self.optimizers)
         return CutModule(module, self._cut)
 
     def adopt(self, optimizer: Optimizer) -> None:
@@ -147,7 +147,7 @@ class FabricPartialBackpropStrategy(FabricWorkers):
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         if self.driver is None:
             raise RuntimeError("backward before any forward in training mode: call the model as fabric.setup gave it")
-        self._attendance.set_ups.begin()
+        self._group.set_ups.begin()
         with self._telling():
             self._cut_steps.begin()
         super().backward(tensor, module, *args, **kwargs)

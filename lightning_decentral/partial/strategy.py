@@ -74,7 +74,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
         self.depth, self.cuts, self.balance, self.absent, self.bucket_bytes = options(
             depth or Temporal(), cuts, balance, absent, bucket_bytes
         )
-        self.member = self._steps = CutSteps(self.absent, partial(attrgetter("coordination.waiting"), self._attendance))
+        self.member = self._steps = CutSteps(self.absent, partial(attrgetter("coordination.waiting"), self._group))
         self.nonfinite, self.gradient_check = nonfinite, GradientCheck(nonfinite, self._steps.settle)
         self._equal = EqualReplicas()
         self.followed = Unfollowed(self._equal.replaced)
@@ -99,7 +99,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
     def prepare(self, wire: Wire | None) -> None:
         """The cuts wait for the first batch."""
         refuse_unserved(self._module)
-        self._equal.begin(self._module, wire, self._attendance.layouts, lambda: self.optimizers)
+        self._equal.begin(self._module, wire, self._group.layouts, lambda: self.optimizers)
 
     def _find_cuts(self, *batch: Any, **kwargs: Any) -> DepthController:
         run, wish = run_of(self._module.trainer, *batch, **kwargs), wished(self.cuts, self._saved)

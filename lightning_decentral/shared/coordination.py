@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_decentral.shared.updates import Rounds, Updates
 from lightning_decentral.shared.wire.agreement import RollCall, Uneven
 from lightning_decentral.shared.wire.meeting import waits
-from lightning_decentral.shared.wire.meeting.notices import Presence
+from lightning_decentral.shared.wire.meeting.notices import Heartbeat
 from lightning_decentral.shared.wire.meeting.stopping import StopAgreement
 from lightning_decentral.shared.wire.meeting.waits import Backlog, Rescue, Wait, Waits
 from lightning_decentral.shared.wire.pending import Naming
@@ -67,27 +67,27 @@ class FitCoordinator(Uncoordinated):
     Args:
         of: whose rounds they are.
         stop: of this fit.
-        presence: whose thread looks after it.
+        heartbeat: whose thread looks after it.
         name: of this fit, another one for each.
     """
 
     def __init__(
-        self, wire: Wire, trainer: Trainer, of: Rounds, stop: StopAgreement, presence: Presence, name: str
+        self, wire: Wire, trainer: Trainer, of: Rounds, stop: StopAgreement, heartbeat: Heartbeat, name: str
     ) -> None:
         self._of, self._met, self._open, self._calling = of, 0, True, False
-        self._stop, self._presence, self._rank = stop, presence, wire.roll.rank
+        self._stop, self._heartbeat, self._rank = stop, heartbeat, wire.roll.rank
         self._since: float | None = None  # by the monotonic clock, a wait for others; None: this host waits for nobody
         self.waiting = self
         self._roll = RollCall(
             wire.roll, wire.store, of.rounds, of.wanted, self._take_part, lambda: self._met, name, stop.left_after
         )
         self._queued, self._backlog = wire.world.queued, Backlog(wire.world.queued)
-        self._rescue = Rescue(presence, self._backlog.since, abort_nccl, stop.patience_seconds)
+        self._rescue = Rescue(heartbeat, self._backlog.since, abort_nccl, stop.patience_seconds)
         self.updating = self._updates = Updates(of)
         self._loops = LoopPatches(trainer, stop, self._roll, self._updates)
-        self._waits = Waits(presence.notices, self._wait)
-        presence.listen(stop.look)
-        presence.listen(self._waits.look)
+        self._waits = Waits(heartbeat.board, self._wait)
+        heartbeat.listen(stop.look)
+        heartbeat.listen(self._waits.look)
 
     @property
     def agreed(self) -> bool:
@@ -118,7 +118,7 @@ class FitCoordinator(Uncoordinated):
         """This worker's wait for others where it has lasted for long; otherwise None."""
         if (since := self._since) is None or time.monotonic() - since < waits.LONG_SECONDS:
             return None
-        return Wait(self._met, self._calling, self._presence.phase())
+        return Wait(self._met, self._calling, self._heartbeat.phase())
 
     def tick(self) -> None:
         if self._queued:  # a host waits in the calls themselves
@@ -134,8 +134,8 @@ class FitCoordinator(Uncoordinated):
         """Lightning's own methods again. `agreed` stays: how the fit ended decides who may still meet."""
         if self._open:
             self._open = False
-            self._presence.forget(self._stop.look)
-            self._presence.forget(self._waits.look)
+            self._heartbeat.forget(self._stop.look)
+            self._heartbeat.forget(self._waits.look)
             self._rescue.close()
             self._roll.close()
             self._loops.restore()

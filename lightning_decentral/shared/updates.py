@@ -144,7 +144,7 @@ class Unfollowed:
         return ()
 
 
-class Trained(Protocol):
+class FollowedStrategy(Protocol):
     """Strategy whose updates are followed."""
 
     @property
@@ -157,7 +157,7 @@ class Trained(Protocol):
     def lightning_module(self) -> Any: ...
 
 
-class Rounds(Trained, Protocol):
+class Rounds(FollowedStrategy, Protocol):
     """Strategy that reports its rounds, one number for each optimizer (`RollCall` documents what they are for)."""
 
     def rounds(self) -> list[int]:
@@ -185,7 +185,7 @@ class Updates:
         RuntimeError: where an optimizer, or a part of one, steps past the strategy.
     """
 
-    def __init__(self, of: Trained, steps: tuple[str, str] = IN_TRAINER) -> None:
+    def __init__(self, of: FollowedStrategy, steps: tuple[str, str] = IN_TRAINER) -> None:
         self._of, self._inside, self._steps = of, False, steps
         self._known = list(of.optimizers)
         self.moved = Moved(of)
@@ -234,7 +234,7 @@ class Moved:
             warning.
     """
 
-    def __init__(self, of: Trained) -> None:
+    def __init__(self, of: FollowedStrategy) -> None:
         self._of, self.past = of, ""
         self._batches, self._looks = 0, 0
         self._reported: set[str] = set()
@@ -256,7 +256,7 @@ class Moved:
         if unseen:
             line = (
                 f"{names[unseen[0]]} moved in the last {self._batches} batches while no round was counted, so "
-                "that the workers drift apart: update it by step() of what self.optimizers() returns, once after "
+                "that the workers diverge: update it by step() of what self.optimizers() returns, once after "
                 "whatever else writes to it"
             )
             if self.past or self._looks > 1:

@@ -27,7 +27,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_decentral.shared.checkpoint import store
 from lightning_decentral.shared.checkpoint.reading import Reading
-from lightning_decentral.shared.checkpoint.saving import Saving, Worker
+from lightning_decentral.shared.checkpoint.saving import CheckpointedStrategy, Saving
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.carried import carried
 from lightning_decentral.shared.wire.mean import MeanModel, mean_of_states
@@ -60,7 +60,7 @@ class Checkpoints(ABC):
         mean_model: what the plain file holds where workers diverge.
     """
 
-    def __init__(self, worker: Worker, mean_model: MeanModel) -> None:
+    def __init__(self, worker: CheckpointedStrategy, mean_model: MeanModel) -> None:
         self._worker, self._mean_model = worker, mean_model
         self._random: tuple[dict[str, Any], bool] | None = None  # restored, and whether within an epoch
         self._saving, self._reading = Saving(worker), Reading(worker)

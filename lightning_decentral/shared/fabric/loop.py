@@ -8,15 +8,15 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_decentral.shared.meeting import Attendance, Attending
-from lightning_decentral.shared.updates import IN_LOOP, Trained, Updates
+from lightning_decentral.shared.meeting import GroupedStrategy, WorkerGroup
+from lightning_decentral.shared.updates import IN_LOOP, FollowedStrategy, Updates
 from lightning_decentral.shared.wire.meeting.comparison import Alike, Layout, Unasked
 
 LOOK_STEPS = 100
 """Steps between comparisons of all buffers, to find those that change: a user's own loop doesn't report epochs."""
 
 
-class Turn:
+class OptimizerTurns:
     """Updates of one optimizer each, in the order in which they come: those that are set up and step no more have none.
 
     Attributes:
@@ -48,13 +48,13 @@ class Accumulating(_BackwardSyncControl):
         return self._strategy.accumulating(module) if enabled else nullcontext()
 
 
-class Looping(Attending, Trained, Protocol):
+class Looping(GroupedStrategy, FollowedStrategy, Protocol):
     """Interface asked of a strategy whose loop is the user's."""
 
     def rounds(self) -> list[int]: ...
 
 
-class FabricAttendance(Attendance):
+class FabricWorkerGroup(WorkerGroup):
     """Says at which step of the user's loop this worker is."""
 
     def __init__(self, of: Looping, timeout: timedelta) -> None:
