@@ -57,7 +57,7 @@ FABRIC_REGISTRIES = {
     "lightning_fabric.strategies": f"{__name__}.pytorch_lightning",
 }
 TRAINERS_ALONE = {
-    "spilled": "it frees what a step has used when a Trainer says that the step is over",
+    "spilled": "it frees what a step has used when a Trainer reports that the step is over",
     "token_pipeline": "it runs a training step slice by slice, for which a Trainer hands it over whole",
 }
 """What Fabric, whose steps are the user's own code, can't run."""

@@ -14,8 +14,8 @@ from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Int8
 from lightning_decentral.shared.fabric.loop import LOOK_STEPS
 from lightning_decentral.shared.fabric.strategy import FabricWorkers
-from lightning_decentral.shared.nonfinite import GradientCheck, NonFinite
 from lightning_decentral.shared.plan.arguments import checked
+from lightning_decentral.shared.updates import GradientCheck, NonFinite
 from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas, of_all
 from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage
 from lightning_decentral.shared.wire.averaging.residuals import scale_of
@@ -43,7 +43,7 @@ class Reduced:
             self.mean.guard(scale_of(scaler, strategy.root_device))
         self.gradients = GradientAverage(self.mean, hosts, strategy.waiting, bucket_bytes)
         self.equal = EqualReplicas()
-        self.equal.begin(module, of_all(wire), strategy._attendance.layouts, lambda: strategy.optimizers)
+        self.equal.begin(module, of_all(wire), strategy._group.layouts, lambda: strategy.optimizers)
         self.equal.join(self.gradients)
         self.watch()
 
@@ -98,7 +98,7 @@ class FabricCompressedStrategy(FabricWorkers):
         return super().accumulating(module) if of is None else of.gradients.blocked()
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        self._attendance.set_ups.begin()
+        self._group.set_ups.begin()
         with self._telling():
             for of in self._reduced:
                 of.watch()

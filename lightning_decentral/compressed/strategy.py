@@ -15,10 +15,9 @@ from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Int8
 from lightning_decentral.shared.compute.device import DeviceSteps
 from lightning_decentral.shared.meeting import TIMEOUT
-from lightning_decentral.shared.nonfinite import GradientCheck, NonFinite, Unchecked
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import ReplicaStrategy
-from lightning_decentral.shared.updates import Unfollowed
+from lightning_decentral.shared.updates import GradientCheck, NonFinite, Unchecked, Unfollowed
 from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas, of_all
 from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage
 from lightning_decentral.shared.wire.averaging.residuals import scale_of
@@ -82,7 +81,7 @@ class CompressedStrategy(ReplicaStrategy):
     def prepare(self, wire: Wire | None) -> None:
         self._trainer = self._module.trainer
         over = None if wire is None else of_all(wire)
-        self._equal.begin(self._module, over, self._attendance.layouts, lambda: self.optimizers)
+        self._equal.begin(self._module, over, self._group.layouts, lambda: self.optimizers)
         if wire is None:
             return
         hosts = wire.hosts(None)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
-from lightning_decentral.shared.checkpoint.saving import Worker
+from lightning_decentral.shared.checkpoint.saving import CheckpointedStrategy
 from lightning_decentral.shared.checkpoint.worker import OF_MODELS, Checkpoints
 from lightning_decentral.shared.wire.mean import MeanModel
 
@@ -34,7 +34,7 @@ class ElasticCheckpoints(Checkpoints):
         held: how this device holds its member's model.
     """
 
-    def __init__(self, worker: Worker, mean_model: MeanModel, held: Whole) -> None:
+    def __init__(self, worker: CheckpointedStrategy, mean_model: MeanModel, held: Whole) -> None:
         super().__init__(worker, mean_model)
         self.held = held
 
@@ -46,7 +46,7 @@ class ElasticCheckpoints(Checkpoints):
             self._saving.leave_out(filepath, "the devices of a worker")
             return
         states = {key: self._mean_model.own(checkpoint[key]) for key in OF_MODELS if key in checkpoint}
-        apart = self._given(states) if self._mean_model.apart else {}
+        apart = self._given(states) if self._mean_model.diverged else {}
         means = {**states, **self._means(apart)}
         self._saving.write_alone(self.held.whole({**checkpoint, **means}), filepath, storage_options)
 

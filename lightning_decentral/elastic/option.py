@@ -6,8 +6,7 @@ Short: a value.
 from dataclasses import dataclass
 
 from lightning_decentral.elastic.plan.settings import ElasticSettings
-from lightning_decentral.shared.plan.arguments import checked
-from lightning_decentral.shared.plan.seam import Elasticity
+from lightning_decentral.shared.plan.arguments import Elasticity, checked
 
 
 @checked

@@ -19,7 +19,7 @@ from lightning_decentral.elastic.run import ElasticRun
 from lightning_decentral.elastic.wire.participant import Participant
 from lightning_decentral.elastic.wire.rounds.holding import Holding
 from lightning_decentral.elastic.wire.rounds.stages import Stages
-from lightning_decentral.shared.checkpoint.saving import Worker
+from lightning_decentral.shared.checkpoint.saving import CheckpointedStrategy
 from lightning_decentral.shared.compute.codec.deterministic import Plain
 from lightning_decentral.shared.compute.layout import ModelLayout, lay_states, refuse_shared
 from lightning_decentral.shared.compute.worker_state import KEY
@@ -61,7 +61,7 @@ class JoinedStages:
 class StageCheckpoints(ElasticCheckpoints):
     """Checkpoints of a pipeline's member: one plain file of the whole model."""
 
-    def __init__(self, worker: Worker, mean_model: MeanModel, of: Any) -> None:
+    def __init__(self, worker: CheckpointedStrategy, mean_model: MeanModel, of: Any) -> None:
         super().__init__(worker, mean_model, JoinedStages(of))
         self._of = of
 

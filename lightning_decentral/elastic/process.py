@@ -83,7 +83,7 @@ class OneProcess(WorkersStrategy):
         trainer = self._module.trainer
         if trainer.state.fn == TrainerFn.FITTING:
             self.refuse(self._module, fitting=True)  # before others count on this worker; `setup` sees the whole model
-            self._attendance.join_groups()
+            self._group.join_groups()
             self._early = self.comes()
             founds = self._early.founds()
             self._logs = founds and self._early.leads

@@ -95,7 +95,7 @@ class ElasticRun(WatchedProcess):
         self._given = Given({}, {})
 
     def comes(self) -> Participant:
-        lobby, seconds = at_its_lobby(self.elastic), self._attendance.timeout.total_seconds()
+        lobby, seconds = at_its_lobby(self.elastic), self._group.timeout.total_seconds()
         # Asked where a donor gives something, for which set-up is over.
         return member_of(lobby, seconds, self.wire, self.batches, lambda value: self._given.refuses(value))
 
@@ -249,7 +249,7 @@ class ElasticRun(WatchedProcess):
         assert member is not None
         assert member.calendar is not None
         if self._updates is not None and member.live:
-            self._updates.batch(last=batch_idx == 0)  # the one before
+            self._updates.moved.batch(last=batch_idx == 0)  # the one before
         if not member.live:
             member.live = True  # not before: only now all members call the same
             loops.count_logged(self._module.trainer, member.calendar.step(member.round))
@@ -264,12 +264,12 @@ class ElasticRun(WatchedProcess):
         **kwargs: Any,
     ) -> Any:
         assert self._member is not None
-        with self._updates or self._attendance.coordination.updating, loops.scaled(optimizer, self._member.share):
+        with self._updates or self._group.coordination.updating, loops.scaled(optimizer, self._member.share):
             output = DDPStrategy.optimizer_step(self, optimizer, self.gradients(closure, optimizer), model, **kwargs)
-        self.mean_model.apart = True
-        with self._attendance.coordination.waiting:
+        self.mean_model.diverged = True
+        with self._group.coordination.waiting:
             self.advance(optimizer)
-            self._attendance.coordination.tick()
+            self._group.coordination.tick()
         return output
 
     def advance(self, optimizer: Optimizer) -> None:

@@ -84,7 +84,7 @@ class ElasticGossipStrategy(ElasticRun, ReplicaStrategy):
         rule = combine or Gossip()
         plan = topology or Auto(), rule, weights or rule.weights, codec or Plain(), delay, bucket_bytes, heals
         self.plan_rounds(elastic, *plan)
-        held = IslandModel(self.island, self, self._attendance.join_groups)
+        held = IslandModel(self.island, self, self._group.join_groups)
         self.checkpoints = ElasticCheckpoints(self, self.mean_model, held)  # type: ignore[assignment]
 
     @property

@@ -24,8 +24,8 @@ from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.deterministic import Plain
 from lightning_decentral.shared.compute.layout import refuse_shared
 from lightning_decentral.shared.fabric.strategy import FabricWorkers
-from lightning_decentral.shared.nonfinite import BeforeUpdate
 from lightning_decentral.shared.plan.arguments import checked
+from lightning_decentral.shared.updates import BeforeUpdate
 from lightning_decentral.shared.wire.mean import Swap
 
 
@@ -100,7 +100,7 @@ class FabricGossipStrategy(FabricWorkers):
     def adopt(self, optimizer: Optimizer) -> None:
         refuse_shared(self.lightning_module)
         self._mixers.adopt(optimizer)
-        self._mixers.mixed.watch(lambda: self.lightning_module.named_parameters(), self._attendance.layouts)
+        self._mixers.mixed.watch(lambda: self.lightning_module.named_parameters(), self._group.layouts)
 
     def _adopt(self, optimizer: Optimizer) -> None:
         if self.wire is not None:

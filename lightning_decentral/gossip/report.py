@@ -5,6 +5,7 @@ Its bytes are those that were counted on the way; those that are planned stand i
 
 import csv
 import json
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -12,6 +13,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -19,7 +22,6 @@ from torch import Tensor
 from lightning_decentral.gossip.callbacks import Watched
 from lightning_decentral.shared.compute.modules import evaluating
 from lightning_decentral.shared.figure import draw
-from lightning_decentral.shared.loggers import Rows
 from lightning_decentral.shared.plan.arguments import checked
 
 UNKNOWN = float("nan")
@@ -197,3 +199,41 @@ def _write_csv(rows: Sequence[Mapping[str, float]], path: Path) -> None:
         writer = csv.DictWriter(file, fieldnames=["step", *sorted(columns.keys() - {"step"})])
         writer.writeheader()
         writer.writerows(rows)
+
+
+class Rows(Logger):
+    """Keeps worker 0's logged metrics in memory, one row per step.
+
+    Args:
+        directory: where Lightning puts checkpoints if no other logger has a folder.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self._directory = directory
+        self._rows: dict[int, dict[str, float]] = {}
+
+    @property
+    def name(self) -> str:
+        return ""
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    @property
+    def save_dir(self) -> str:
+        return str(self._directory)
+
+    @property
+    def rows(self) -> list[dict[str, float]]:
+        """Rows in order of steps; the key "step" is first."""
+        return [{"step": step, **self._rows[step]} for step in sorted(self._rows)]
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        if step is not None:
+            self._rows.setdefault(step, {}).update(metrics)
+
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+        """Ignore hyperparameters."""

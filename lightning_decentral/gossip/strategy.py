@@ -29,11 +29,9 @@ from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.deterministic import Plain
 from lightning_decentral.shared.compute.layout import refuse_shared
 from lightning_decentral.shared.meeting import TIMEOUT
-from lightning_decentral.shared.nonfinite import BeforeUpdate
-from lightning_decentral.shared.plan.arguments import checked
-from lightning_decentral.shared.plan.seam import Elasticity, StrategyType
+from lightning_decentral.shared.plan.arguments import Elasticity, StrategyType, checked
 from lightning_decentral.shared.replica import Evaluate, ReplicaStrategy
-from lightning_decentral.shared.updates import Mixed
+from lightning_decentral.shared.updates import BeforeUpdate, Mixed
 from lightning_decentral.shared.wire.mean import Swap
 from lightning_decentral.shared.wire.meeting.comparison import TrainedLayout
 from lightning_decentral.shared.wire.transport import Wire
@@ -121,7 +119,7 @@ class GossipStrategy(ReplicaStrategy, metaclass=StrategyType):
         self._mixers = Mixers(self._making)
         self.mean_model.hidden = self._hidden
         self._matrices = WholeMatrices([], self.member)
-        self.checkpoints.held = IslandModel(self.island, self, self._attendance.join_groups)
+        self.checkpoints.held = IslandModel(self.island, self, self._group.join_groups)
         self.followed, self.gradient_check = self, BeforeUpdate(self._adopt)
 
     @property
@@ -164,10 +162,8 @@ class GossipStrategy(ReplicaStrategy, metaclass=StrategyType):
         self._matrices = WholeMatrices(self.optimizers, self.member)
         for optimizer in self.optimizers if wire is not None else []:
             self._mixers.adopt(optimizer)
-        self.member.compare(
-            TrainedLayout(self._module.named_parameters, lambda: self.optimizers), self._attendance.layouts
-        )
-        self._mixers.mixed.watch(self._module.named_parameters, self._attendance.layouts)
+        self.member.compare(TrainedLayout(self._module.named_parameters, lambda: self.optimizers), self._group.layouts)
+        self._mixers.mixed.watch(self._module.named_parameters, self._group.layouts)
 
     def mixed(self) -> list[Mixed]:
         return [(of.mixer.steps, [p for bucket in of.buckets for p in bucket.parameters]) for of in self._mixers]

@@ -20,8 +20,8 @@ from lightning_decentral.partial.wire.depth_controller import CutSteps, DepthCon
 from lightning_decentral.partial.wire.reducer import Rank
 from lightning_decentral.shared.fabric.loop import LOOK_STEPS
 from lightning_decentral.shared.fabric.strategy import FabricWorkers
-from lightning_decentral.shared.nonfinite import GradientCheck, NonFinite
 from lightning_decentral.shared.plan.arguments import checked
+from lightning_decentral.shared.updates import GradientCheck, NonFinite
 from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas, of_all
 
 
@@ -100,7 +100,7 @@ class FabricPartialBackpropStrategy(FabricWorkers):
             raise ValueError(f"{self.depth} asks for unequal batches, which only a Trainer hands out: use Staircase")
         self._module = module
         self._equal.begin(
-            module, None if self.wire is None else of_all(self.wire), self._attendance.layouts, lambda: self.optimizers
+            module, None if self.wire is None else of_all(self.wire), self._group.layouts, lambda: self.optimizers
         )
         return CutModule(module, self._cut)
 
@@ -149,7 +149,7 @@ class FabricPartialBackpropStrategy(FabricWorkers):
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         if self.driver is None:
             raise RuntimeError("backward before any forward in training mode: call the model as fabric.setup gave it")
-        self._attendance.set_ups.begin()
+        self._group.set_ups.begin()
         with self._telling():
             self._cut_steps.begin()
         super().backward(tensor, module, *args, **kwargs)

@@ -20,10 +20,9 @@ from lightning_decentral.partial.plan.depth import DepthAssignment, Temporal
 from lightning_decentral.partial.wire.depth_controller import CutSteps, DepthController
 from lightning_decentral.partial.wire.reducer import Rank
 from lightning_decentral.shared.meeting import TIMEOUT
-from lightning_decentral.shared.nonfinite import GradientCheck, NonFinite
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import ReplicaStrategy
-from lightning_decentral.shared.updates import Unfollowed
+from lightning_decentral.shared.updates import GradientCheck, NonFinite, Unfollowed
 from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas, of_all
 from lightning_decentral.shared.wire.transport import Wire
 
@@ -75,7 +74,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
         self.depth, self.cuts, self.balance, self.absent, self.bucket_bytes = options(
             depth or Temporal(), cuts, balance, absent, bucket_bytes
         )
-        self.member = self._steps = CutSteps(self.absent, partial(attrgetter("coordination.waiting"), self._attendance))
+        self.member = self._steps = CutSteps(self.absent, partial(attrgetter("coordination.waiting"), self._group))
         self.nonfinite, self.gradient_check = nonfinite, GradientCheck(nonfinite, self._steps.settle)
         self._equal = EqualReplicas()
         self.followed = Unfollowed(self._equal.replaced)
@@ -101,7 +100,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
         """The cuts wait for the first batch."""
         refuse_unserved(self._module)
         self._equal.begin(
-            self._module, None if wire is None else of_all(wire), self._attendance.layouts, lambda: self.optimizers
+            self._module, None if wire is None else of_all(wire), self._group.layouts, lambda: self.optimizers
         )
 
     def _find_cuts(self, *batch: Any, **kwargs: Any) -> DepthController:

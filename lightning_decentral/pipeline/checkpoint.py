@@ -26,7 +26,7 @@ from lightning_decentral.pipeline.wire.ownership import (
 )
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
 from lightning_decentral.shared.checkpoint.reading import refuse_other_number
-from lightning_decentral.shared.checkpoint.saving import Worker
+from lightning_decentral.shared.checkpoint.saving import CheckpointedStrategy
 from lightning_decentral.shared.checkpoint.worker import Checkpoints
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.worker_state import KEY
@@ -40,7 +40,7 @@ WHOLE = ("state_dict", STATES, KEY)
 """Entries that a pipeline merges from its stages; the rest of a checkpoint is any worker's."""
 
 
-class StageWorker(Worker, Protocol):
+class StageWorker(CheckpointedStrategy, Protocol):
     """Members that a pipeline's checkpoints need of the strategy, in addition to those that all checkpoints need."""
 
     plans: SlicePlanner
@@ -84,7 +84,7 @@ class PipelineCheckpoints(Checkpoints):
         self.layout.refuse_changed(together=True)
         # What is resumed goes on as this run does: a checkpoint has the last stage's for all.
         self.layout.share_buffers(self._stage.root_device)
-        bond, apart = self._stage.bond, self._mean_model.apart
+        bond, apart = self._stage.bond, self._mean_model.diverged
         keeps = (apart or bond.keeps) and STATES in checkpoint
         path, identity = self._saving.agree(filepath, storage_options)
         mark = self._saving.mark(identity if keeps else "", path)
@@ -105,7 +105,7 @@ class PipelineCheckpoints(Checkpoints):
         return self._joined(checkpoint, parts, mark, self.layout) if parts else {}
 
     def _of_mean(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-        if not self._mean_model.apart:
+        if not self._mean_model.diverged:
             return checkpoint
         return {**checkpoint, **self._means({"state_dict": checkpoint["state_dict"]})}
 
@@ -164,7 +164,7 @@ class PipelineCheckpoints(Checkpoints):
             for optimizer, state in zip(self._stage.optimizers, own[STATES], strict=True):
                 optimizer.load_state_dict(state)
                 _optimizer_to_device(optimizer, self._stage.root_device)
-            self._mean_model.apart = True
+            self._mean_model.diverged = True
         self._stage.bond.load_state_dict(own[KEY]["bond"])
 
     def load_optimizers(self, checkpoint: Mapping[str, Any], layout: Ownership) -> None:

@@ -26,11 +26,9 @@ from lightning_decentral.pipeline.training_step import moved
 from lightning_decentral.pipeline.wire.ownership import Ownership
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
-from lightning_decentral.shared.nonfinite import GradientCheck, NonFinite
-from lightning_decentral.shared.plan.arguments import at_least, checked
-from lightning_decentral.shared.plan.seam import StrategyType
+from lightning_decentral.shared.plan.arguments import StrategyType, at_least, checked
 from lightning_decentral.shared.plan.timeline import Span
-from lightning_decentral.shared.updates import Unfollowed
+from lightning_decentral.shared.updates import GradientCheck, NonFinite, Unfollowed
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
 from lightning_decentral.shared.wire.mean import mean
 from lightning_decentral.shared.wire.objects import gather_objects
@@ -93,7 +91,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
         self.replicas, self.bond = replicas or AverageGradients(), Bond()
         self.nonfinite, self.gradient_check = nonfinite, GradientCheck(nonfinite)
         self.plans = SlicePlanner(self.schedule, microbatches)  # by what was measured
-        self.checkpoints = PipelineCheckpoints(self, self.mean_model, self._attendance.join_groups)
+        self.checkpoints = PipelineCheckpoints(self, self.mean_model, self._group.join_groups)
         self.evaluation, self.followed = StageEvaluation(self), Unfollowed(self._replaced)
         self._deferred, self._updates, self._wanted = Deferred(), 0, 0
         self._groups: StageGroups | None = None
@@ -159,7 +157,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
 
     def place(self, fitting: bool) -> None:
         module = self._module
-        if (wire := self._attendance.join_groups()) is not None:
+        if (wire := self._group.join_groups()) is not None:
             self._groups = self._groups or StageGroups(wire, self.layout, self.root_device)
             check_same_model(module, wire.roll)
             built = [t for t in (*module.parameters(), *module.buffers()) if not t.is_meta]  # the others: drawn alike
@@ -197,7 +195,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
             self.bond = self._groups.bond(self.replicas)
             self.mean_model.hidden = self.bond.note
             peers = range(self.stage, self.world_size, self.num_stages)
-            self.bond.prepare(self.optimizers, self._module, partial(self._attendance.layouts, peers=peers))
+            self.bond.prepare(self.optimizers, self._module, partial(self._group.layouts, peers=peers))
             self.bond.guard(self.gradient_check, getattr(self.precision_plugin, "scaler", None))
 
     # ---- a step -----------------------------------------------------------------------------------------------------
@@ -209,7 +207,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
         assert self._stage is not None
         roll = None if self.wire is None else self.wire.roll
         self._wanted = self._updates + 1
-        with self._attendance.coordination.waiting:  # one stage for the others, all of the step
+        with self._group.coordination.waiting:  # one stage for the others, all of the step
             return self._stage.step(self.precision_plugin, self.microbatches, self.root_device, roll, args, kwargs)
 
     def _replaced(self) -> None:
@@ -266,7 +264,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
         if self._totals is not None:
             self._totals.close()
         self.bond.release()
-        self.bond, self.mean_model.apart = Bond(), False
+        self.bond, self.mean_model.diverged = Bond(), False
         if self._stage is not None and not self.alone:
             self._module.zero_grad()
             self._stage.holdings.give_back(self.root_device)

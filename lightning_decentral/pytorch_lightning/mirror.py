@@ -26,13 +26,13 @@ _IMPORT = re.compile(r"^(\s*(?:from|import)\s+)(lightning[\w.]*)", re.MULTILINE)
 
 
 def use() -> None:
-    """From now on imports find what is mirrored; a second call changes nothing."""
+    """Let imports find what is mirrored from now on; a second call changes nothing."""
     if not any(isinstance(finder, Mirror) for finder in sys.meta_path):
         sys.meta_path.insert(0, Mirror())
 
 
 def renamed(module: str) -> str:
-    """What a mirrored module imports where the text says `module`.
+    """Return what a mirrored module imports where the text has `module`.
 
     lightning.pytorch.callbacks -> pytorch_lightning.callbacks
     lightning_decentral.shared.workers -> lightning_decentral.pytorch_lightning.shared.workers

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
-    from lightning_decentral.shared.loggers import Rows as Rows
+    from lightning_decentral.gossip.report import Rows as Rows
     from lightning_decentral.shared.loggers import WandbPerWorker as WandbPerWorker
     from lightning_decentral.shared.plan.data_parallel import DataParallel as DataParallel
     from lightning_decentral.shared.plan.forecast import Cluster as Cluster

@@ -33,7 +33,7 @@ class Application:
     build_model: Callable[[DictConfig, dict[str, int]], LightningModule]
     unlogged: tuple[str, ...] = ()
 
-    def compose(self, words: Sequence[str]) -> DictConfig:
+    def compose(self, overrides: Sequence[str]) -> DictConfig:
         """The configuration that these overrides on the command line make."""
         # Read here: a command's help needs neither Hydra nor what Lightning reads.
         from hydra import compose, initialize_config_module
@@ -41,14 +41,14 @@ class Application:
         from lightning_decentral.shared.errors import refuse_mistyped
 
         with initialize_config_module(self.module, version_base="1.3"):
-            cfg = compose(self.name, list(words))
+            cfg = compose(self.name, list(overrides))
         refuse_mistyped(cfg)
         return cfg
 
-    def choice(self, words: Sequence[str], group: str) -> str:
+    def choice(self, overrides: Sequence[str], group: str) -> str:
         """Name of the group's file that these overrides take; empty where there is no such group."""
         from hydra import compose, initialize_config_module
 
         with initialize_config_module(self.module, version_base="1.3"):
-            cfg = compose(self.name, list(words), return_hydra_config=True)
+            cfg = compose(self.name, list(overrides), return_hydra_config=True)
         return str(cfg.hydra.runtime.choices.get(group) or "")

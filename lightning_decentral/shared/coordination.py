@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_decentral.shared.updates import Rounds, Updates
 from lightning_decentral.shared.wire.agreement import RollCall, Uneven
 from lightning_decentral.shared.wire.meeting import waits
-from lightning_decentral.shared.wire.meeting.notices import Presence
+from lightning_decentral.shared.wire.meeting.notices import Heartbeat
 from lightning_decentral.shared.wire.meeting.stopping import StopAgreement
 from lightning_decentral.shared.wire.meeting.waits import Backlog, Rescue, Wait, Waits
 from lightning_decentral.shared.wire.pending import raise_lost
@@ -67,33 +67,27 @@ class FitCoordinator(Uncoordinated):
     Args:
         of: whose rounds they are.
         stop: of this fit.
-        presence: whose thread looks after it.
+        heartbeat: whose thread looks after it.
         name: of this fit, another one for each.
     """
 
     def __init__(
-        self,
-        wire: Wire,
-        trainer: Trainer,
-        of: Rounds,
-        stop: StopAgreement,
-        presence: Presence,
-        name: str,
+        self, wire: Wire, trainer: Trainer, of: Rounds, stop: StopAgreement, heartbeat: Heartbeat, name: str
     ) -> None:
         self._of, self._met, self._open, self._calling = of, 0, True, False
-        self._stop, self._presence, self._rank = stop, presence, wire.roll.rank
+        self._stop, self._heartbeat, self._rank = stop, heartbeat, wire.roll.rank
         self._since: float | None = None  # by the monotonic clock, a wait for others; None: this host waits for nobody
         self.waiting = self
         self._roll = RollCall(
             wire.roll, wire.store, of.rounds, of.wanted, self._take_part, lambda: self._met, name, stop.left_after
         )
         self._queued, self._backlog = wire.world.queued, Backlog(wire.world.queued)
-        self._rescue = Rescue(presence, self._backlog.since, abort_nccl, stop.patience_seconds)
+        self._rescue = Rescue(heartbeat, self._backlog.since, abort_nccl, stop.patience_seconds)
         self.updating = self._updates = Updates(of)
         self._loops = LoopPatches(trainer, stop, self._roll, self._updates)
-        self._waits = Waits(presence.notices, self._wait)
-        presence.listen(stop.look)
-        presence.listen(self._waits.look)
+        self._waits = Waits(heartbeat.board, self._wait)
+        heartbeat.listen(stop.look)
+        heartbeat.listen(self._waits.look)
 
     @property
     def agreed(self) -> bool:
@@ -126,10 +120,9 @@ class FitCoordinator(Uncoordinated):
 
     def _wait(self) -> Wait | None:
         """This worker's wait for others where it has lasted for long; otherwise None."""
-        since = self._since
-        if since is None or time.monotonic() - since < waits.LONG_SECONDS:
+        if (since := self._since) is None or time.monotonic() - since < waits.LONG_SECONDS:
             return None
-        return Wait(self._met, self._calling, self._presence.phase())
+        return Wait(self._met, self._calling, self._heartbeat.phase())
 
     def tick(self) -> None:
         if self._queued:  # a host waits in the calls themselves
@@ -145,8 +138,8 @@ class FitCoordinator(Uncoordinated):
         """Lightning's own methods again. `agreed` stays: how the fit ended decides who may still meet."""
         if self._open:
             self._open = False
-            self._presence.forget(self._stop.look)
-            self._presence.forget(self._waits.look)
+            self._heartbeat.forget(self._stop.look)
+            self._heartbeat.forget(self._waits.look)
             self._rescue.close()
             self._roll.close()
             self._loops.restore()
@@ -221,18 +214,15 @@ class LoopPatches:
 
     def _end_batch(self, inner: Callable[[Any], None], fetcher: Any) -> None:
         loop, self._took = self._trainer.fit_loop.epoch_loop, True
-        ends = self._ends()
-        self._updates.batch(last=ends)
+        # No batch follows: there is none, or this worker stops early, alone or with the others.
+        early = self._trainer.should_stop and self._trainer.fit_loop._can_stop_early
+        ends = loop.batch_progress.is_last_batch or early
+        self._updates.moved.batch(last=ends)
         if ends:  # before `inner`, which may validate, where all workers meet
             self._call_roll(lambda: loop._should_check_val_fx(fetcher) and not loop._skip_next_val)
         else:
             self._epoch_ended = False
         inner(fetcher)
-
-    def _ends(self) -> bool:
-        """Return whether no batch follows: there is none, or this worker stops early, alone or with the others."""
-        loop = self._trainer.fit_loop
-        return loop.epoch_loop.batch_progress.is_last_batch or (self._trainer.should_stop and loop._can_stop_early)
 
     def _set_up_data(self, inner: Callable[[], None]) -> None:
         loop = self._trainer.fit_loop
@@ -281,7 +271,7 @@ class LoopPatches:
         self._stop_if_agreed(None)  # before a validation, in which those that stopped would be missing
         trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
         stops = trainer.should_stop and trainer.fit_loop._can_stop_early
-        ends = stops or _reached(loop)
+        ends = stops or (loop.max_steps != -1 and loop.global_step >= loop.max_steps)  # it has taken all of `max_steps`
         trainer.should_stop, all_end = self._roll.anyone(trainer.should_stop, ends)
         if all_end and not ends:
             # Fewer batches, so fewer steps than another, which is at max_steps, or past the min_steps of an early end.
@@ -299,8 +289,3 @@ class LoopPatches:
         trainer.fit_loop.epoch_loop.val_loop.run()
         trainer.training = True
         trainer._logger_connector._first_loop_iter = first
-
-
-def _reached(loop: Any) -> bool:
-    """Return whether this worker has taken all of `max_steps`."""
-    return bool(loop.max_steps != -1 and loop.global_step >= loop.max_steps)

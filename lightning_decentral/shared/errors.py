@@ -84,8 +84,8 @@ def refuse_missing(cfg: DictConfig) -> None:
     """ValueError for values that must be given, each by the override that gives it."""
     # Asked before all work: an error in instantiating names the place of a node that is handed to another one.
     if missing := list(_missing(cfg)):
-        words = " ".join(f"{key}=..." for key in missing)
-        raise ValueError(f"{' and '.join(missing)} must be given: add {words} to the command")
+        overrides = " ".join(f"{key}=..." for key in missing)
+        raise ValueError(f"{' and '.join(missing)} must be given: add {overrides} to the command")
 
 
 def _missing(node: Any, place: str = "") -> Iterator[str]:

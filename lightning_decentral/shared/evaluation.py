@@ -144,7 +144,7 @@ class Evaluation:
     def arrive(self) -> None:
         """Land what is in flight; the mean of the workers for all where training ends at it. Collective."""
         self._of.health.check_equal()
-        if self._of.mean_model.apart:
+        if self._of.mean_model.diverged:
             self._of.settle()
             if self._of.ends_at_mean:
                 self._of.mean_model.take(*of_mean([self._of._module]))

@@ -1,4 +1,4 @@
-"""Loggers in addition to Lightning's own: a Weights & Biases run per worker, and rows kept in memory for the report."""
+"""Logger in addition to Lightning's own: a Weights & Biases run per worker."""
 
 import uuid
 from argparse import Namespace
@@ -86,41 +86,3 @@ class WandbPerWorker(Logger):
         self._settings.update(_convert_json_serializable(_sanitize_callable_params(_convert_params(params))))
         if self._run is not None:
             self._run.config.update(self._settings, allow_val_change=True)
-
-
-class Rows(Logger):
-    """Keeps worker 0's logged metrics in memory, one row per step.
-
-    Args:
-        directory: where Lightning puts checkpoints if no other logger has a folder.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__()
-        self._directory = directory
-        self._rows: dict[int, dict[str, float]] = {}
-
-    @property
-    def name(self) -> str:
-        return ""
-
-    @property
-    def version(self) -> str:
-        return ""
-
-    @property
-    def save_dir(self) -> str:
-        return str(self._directory)
-
-    @property
-    def rows(self) -> list[dict[str, float]]:
-        """Rows in order of steps; the key "step" is first."""
-        return [{"step": step, **self._rows[step]} for step in sorted(self._rows)]
-
-    @rank_zero_only
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        if step is not None:
-            self._rows.setdefault(step, {}).update(metrics)
-
-    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """Ignore hyperparameters."""

@@ -1,4 +1,4 @@
-"""Workers that find, notice and leave each other: one worker's `Attendance`, a part of every strategy with several.
+"""Workers that find, watch and leave each other: one worker's `WorkerGroup`, a part of every strategy with several.
 
 It has the groups over which they communicate. Knows no method. What a worker waits for in a fit is counted and named by
 `FitCoordinator`.
@@ -23,7 +23,7 @@ from lightning_decentral.shared.refusals import refuse_backend
 from lightning_decentral.shared.updates import Rounds
 from lightning_decentral.shared.wire.meeting.comparison import Layout, Layouts, TrainingComparison
 from lightning_decentral.shared.wire.meeting.groups import connect, make_world
-from lightning_decentral.shared.wire.meeting.notices import Notices, Presence
+from lightning_decentral.shared.wire.meeting.notices import Heartbeat, StatusBoard
 from lightning_decentral.shared.wire.meeting.rendezvous import Meeting, group_failed
 from lightning_decentral.shared.wire.meeting.stopping import StopAgreement
 from lightning_decentral.shared.wire.meeting.waits import Backlog, Rescue
@@ -46,7 +46,7 @@ BLOCKS = {"NCCL_MAX_P2P_NCHANNELS": "8"}
 of the device each, also while a neighbour is late (nccl#1656, nccl#1598)."""
 
 
-class Watched(Uncoordinated):
+class WatchedDevice(Uncoordinated):
     """Coordination where nobody stops or ends together: in set-up, and in a validation or test by itself.
 
     A device that waits for a lost worker is freed, as in a fit.
@@ -56,9 +56,9 @@ class Watched(Uncoordinated):
         seconds: that a worker waits for another.
     """
 
-    def __init__(self, queued: bool, presence: Presence, seconds: float) -> None:
+    def __init__(self, queued: bool, heartbeat: Heartbeat, seconds: float) -> None:
         self._backlog = Backlog(queued)
-        self._rescue = Rescue(presence, self._backlog.since, abort_nccl, seconds)
+        self._rescue = Rescue(heartbeat, self._backlog.since, abort_nccl, seconds)
 
     def meet(self, call: Callable[[], Result]) -> Result:
         self._rescue.check()
@@ -71,7 +71,7 @@ class Watched(Uncoordinated):
         self._rescue.close()
 
 
-class Attending(Protocol):
+class GroupedStrategy(Protocol):
     """Strategy whose worker takes part in the meeting."""
 
     cluster_environment: ClusterEnvironment | None
@@ -89,7 +89,7 @@ class Attending(Protocol):
     def num_processes(self) -> int: ...
 
 
-class Attendance:
+class WorkerGroup:
     """One worker's, of one strategy; a new meeting for each fit, validation, test.
 
     Args:
@@ -104,14 +104,14 @@ class Attendance:
         ValueError: no time to wait.
     """
 
-    def __init__(self, of: Attending, timeout: timedelta) -> None:
+    def __init__(self, of: GroupedStrategy, timeout: timedelta) -> None:
         if timeout <= timedelta(0):
             raise ValueError(f"timeout must be positive, got {timeout}: {TIMEOUT} is the default")
         self._of, self.timeout = of, timeout
         self.ready = self._saving = False
         self.coordination = Uncoordinated()
-        self._presence: Presence | None = None
-        self._notices: Notices | None = None
+        self._heartbeat: Heartbeat | None = None
+        self._board: StatusBoard | None = None
         self._stop: StopAgreement | None = None
         self._store: Any = None
         self._fits = self._compared = 0
@@ -155,11 +155,11 @@ class Attendance:
         else:
             _init_dist_connection(environment, of.process_group_backend, **self._settings)
         if connected():
-            board = own_connection("notices")
+            connection = own_connection("notices")
             # The store counts its meetings, not the process, which may have met others before (a pool's, an actor's).
-            self._store = prefixed(board, str(board.add(f"meetings/{rank}", 1)))
-            self._notices = Notices(self._store, rank, size, _hosted())
-            self._presence = Presence(self._notices, self.phase)
+            self._store = prefixed(connection, str(connection.add(f"meetings/{rank}", 1)))
+            self._board = StatusBoard(self._store, rank, size, _hosted())
+            self._heartbeat = Heartbeat(self._board, self.phase)
 
     @property
     def _settings(self) -> dict[str, Any]:
@@ -171,7 +171,7 @@ class Attendance:
         assert environment is not None
         assert backend is not None
         met = meeting.store()
-        agree = partial(Notices(met, meeting.rank, meeting.size).agree, timeout=self.timeout)
+        agree = partial(StatusBoard(met, meeting.rank, meeting.size).agree, timeout=self.timeout)
         init = partial(_init_dist_connection, environment, backend, **self._settings)
         try:
             make_world(met, init, agree, self.timeout)
@@ -182,10 +182,11 @@ class Attendance:
         """The strategy's `wire`, made where there is none. Collective."""
         if self._of.wire is None and connected():
             # After the last fit there is no board.
-            agree = bool if self._notices is None else partial(self._notices.agree, timeout=self.timeout)
+            agree = bool if self._board is None else partial(self._board.agree, timeout=self.timeout)
             self._of.wire = connect(self._of.root_device, self.timeout, agree=agree)
-            if self._presence is not None:
-                self.coordination = Watched(self._of.wire.world.queued, self._presence, self.timeout.total_seconds())
+            if self._heartbeat is not None:
+                queued, seconds = self._of.wire.world.queued, self.timeout.total_seconds()
+                self.coordination = WatchedDevice(queued, self._heartbeat, seconds)
         return self._of.wire
 
     def leave_groups(self, alone: bool) -> None:
@@ -209,25 +210,23 @@ class Attendance:
         """Coordinate the fit with the other workers from now on, until `coordination.close`."""
         if self._of.wire is None:
             return
-        assert self._notices is not None
-        assert self._presence is not None
-        notices, presence = self._notices, self._presence
-        place = notices.rank, notices.size, self.timeout.total_seconds()
-        self._stop = stop = StopAgreement(self._store, notices.read, *place, presence.wake)
+        assert self._board is not None
+        assert self._heartbeat is not None
+        board, heartbeat = self._board, self._heartbeat
+        place = board.rank, board.size, self.timeout.total_seconds()
+        self._stop = stop = StopAgreement(self._store, board.read, *place, heartbeat.wake)
         self.coordination.close()  # set-up was watched
         name = f"fit-{self._fits}"  # the store still has what earlier fits wrote
-        self.coordination = FitCoordinator(self._of.wire, trainer, of, stop, presence, name)
+        self.coordination = FitCoordinator(self._of.wire, trainer, of, stop, heartbeat, name)
         self._fits += 1
 
     def layouts(self, layout: Callable[[], Layout], peers: Sequence[int] = ()) -> TrainingComparison:
         """Comparison of what workers train, with these ranks, or all. Every worker makes as many, in one order."""
-        if self._notices is None or self._presence is None:
+        if self._board is None or self._heartbeat is None:
             return TrainingComparison()
-        peers = peers or range(self._notices.size)
+        peers = peers or range(self._board.size)
         self._compared, name = self._compared + 1, f"layouts-{self._compared}-{peers[0]}"
-        return Layouts(
-            self._notices, self._presence, peers, name, layout, self.timeout, lambda: self.coordination.rests
-        )
+        return Layouts(self._board, self._heartbeat, peers, name, layout, self.timeout, lambda: self.coordination.rests)
 
     @property
     def alone(self) -> bool:
@@ -240,23 +239,23 @@ class Attendance:
     def leave(self, error: BaseException) -> None:
         """Report to the others why this worker ends, unless all have agreed to; a bare report of a lost peer gets the
         reason in place."""
-        if self._presence is not None and not self.coordination.agreed:
-            self._presence.leave(error)
+        if self._heartbeat is not None and not self.coordination.agreed:
+            self._heartbeat.leave(error)
 
     def close(self, alone: bool) -> None:
         """The end of the meeting; unless an exception has taken this worker away, worker 0 waits for the others."""
         self.coordination.close()
-        if self._presence is not None and self._notices is not None:
-            self._presence.close()
+        if self._heartbeat is not None and self._board is not None:
+            self._heartbeat.close()
             if not alone:
                 with suppress(RuntimeError):  # the store is gone, as is whom there would be to wait for
-                    self._say_goodbye(self._notices.rank, self._notices.size)
+                    self._say_goodbye(self._board.rank, self._board.size)
             # Trainer and strategy refer to each other: what they hold waits for Python's collector, and an open
             # connection with it.
-            self._notices.close()
+            self._board.close()
             if self._stop is not None:
                 self._stop.close()
-        self._presence = self._notices = self._store = self._stop = None
+        self._heartbeat = self._board = self._store = self._stop = None
         self.ready = self._saving = False
 
     def _say_goodbye(self, rank: int, size: int) -> None:

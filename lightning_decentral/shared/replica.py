@@ -157,10 +157,10 @@ class ReplicaStrategy(WorkersStrategy):
     def place(self, fitting: bool) -> None:
         before, self._trained = self._trained, self._module if fitting else self._trained
         if before is not None and before is not self._module and not self.checkpoints.resuming:
-            self.mean_model.apart = False  # another module than the one that a fit left diverged
-        if not self.starts_on_host or self.mean_model.apart:  # a mean is of tensors on the device
+            self.mean_model.diverged = False  # another module than the one that a fit left diverged
+        if not self.starts_on_host or self.mean_model.diverged:  # a mean is of tensors on the device
             self.model_to_device()
-        self._attendance.join_groups()
+        self._group.join_groups()
         self._equalize(fitting)
         self.health.look(self._module.buffers())
         self.arrange()
@@ -175,7 +175,7 @@ class ReplicaStrategy(WorkersStrategy):
         check_same_model(module, self.wire.roll)
         if fitting and self.checkpoints.resuming:  # each from what it restored
             return
-        if self.mean_model.apart:  # as the fit before left them
+        if self.mean_model.diverged:  # as the fit before left them
             self.mean_model.take(*of_mean([module]))
         start_from_worker_0([*module.parameters(), *module.buffers()], self.wire.world, self.root_device)
 
@@ -208,18 +208,18 @@ class ReplicaStrategy(WorkersStrategy):
         return of_mean([self._module, *copies])
 
     def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        wire = self._attendance.join_groups()  # again, where a checkpoint is saved after the fit
+        wire = self._group.join_groups()  # again, where a checkpoint is saved after the fit
         assert wire is not None
         world, share = wire.world, self.share()
         return self.meet(lambda: mean(tensors, world, share))
 
     def replica_group(self) -> Transport | None:
-        wire = self._attendance.join_groups()
+        wire = self._group.join_groups()
         return None if wire is None else wire.world
 
     @property
     def shows_mean(self) -> bool:
-        return self.mean_model.apart and self.evaluate == "mean"
+        return self.mean_model.diverged and self.evaluate == "mean"
 
     @property
     def ends_at_mean(self) -> bool:

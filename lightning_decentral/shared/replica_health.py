@@ -36,7 +36,6 @@ WHY = {
     "worker by itself (a validation that updates them, say) or on one alone",
 }
 
-
 ROUNDING = 1e-4
 """Part of a tensor's largest magnitude: workers that average exactly in every step differ by less."""
 OTHER_MODELS = (
@@ -87,7 +86,7 @@ class ReplicaHealth:
         self.left_out = 0
         self._of = of
         self._gathered = False  # whether a gather with gradients was looked at
-        self._told: dict[str, float] = {}  # the largest difference that was reported
+        self._reported: dict[str, float] = {}  # the largest difference that was reported
         self._constants: dict[int, Tensor] = {}
 
     def look(self, buffers: Iterable[Tensor]) -> None:
@@ -106,7 +105,9 @@ class ReplicaHealth:
         every = [*tensors, *carried]
         self._check_same_tensors(every)
         sick: dict[int, Ailment] = self._of.meet(lambda: ailing(every, over, devices, self._constants.values()))
-        self._agree(every, {self._number(r, over): ailment for r, ailment in sick.items()}, over.size // devices)
+        stride = self._of.world_size // over.size  # between two replicas there may be workers of other stages
+        by_worker = {r * stride + self._of.global_rank % stride: ailment for r, ailment in sick.items()}
+        self._agree(every, by_worker, over.size // devices)
         source = devices * next(worker for worker in range(over.size // devices) if worker not in sick)
         values: list[Tensor] = self._of.meet(lambda: of_worker(source, carried, over)) if carried else []
         if not sick:
@@ -128,7 +129,7 @@ class ReplicaHealth:
         named = self._of.gather({name(number): form for number, form in enumerate(forms)})
         found = _difference(self._by(self._same_stage(), named))
         raise RuntimeError(
-            f"the workers' models have come apart: {found}: register, prune and change types on every worker alike"
+            f"the workers' models have diverged: {found}: register, prune and change types on every worker alike"
         )
 
     def _agree(self, tensors: Sequence[Tensor], sick: Mapping[int, Ailment], workers: int) -> None:
@@ -136,7 +137,11 @@ class ReplicaHealth:
         self.left_out += len(sick)
         names = self._names(tensors)
         # Where nobody is left, all end alike.
-        reports = self._of.gather([none_sound(sick, workers, names), self._said(names, sick)])
+        mine = [
+            f"worker {worker} is left out of the mean model: its {names(ailment.tensor)} {ailment}"
+            for worker, ailment in sick.items()
+        ]
+        reports = self._of.gather([none_sound(sick, workers, names), mine])
         if problems := [problem for problem, _ in reports if problem]:
             raise FloatingPointError(problems[0])
         for line in dict.fromkeys(line for _, lines in reports for line in lines):
@@ -169,21 +174,17 @@ class ReplicaHealth:
         if of_group is None:
             return
         named = self._alike()
-        told = self._of.gather([bits(named), rates(self._of.optimizers)])
-        self._check_same_rates(self._by(of_group, [own for _, own in told]))
-        if all(len(set(members.values())) == 1 for members in self._by(of_group, [own for own, _ in told])):
-            return
-        self._check_same_tensors(list(named.values()))
-        found = [one for rows in self._grouped(of_group, looks(named)) for one in unequal(rows)]
-        self._judge(sorted(found, key=lambda one: -one.deviation))
-
-    @staticmethod
-    def _check_same_rates(groups: Sequence[Mapping[int, Mapping[str, str]]]) -> None:
-        if found := _difference(groups):
+        reports = self._of.gather([bits(named), rates(self._of.optimizers)])
+        if found := _difference(self._by(of_group, [own for _, own in reports])):
             raise RuntimeError(
                 f"{found}, and all must take the same updates: set it alike on all workers (for ReduceLROnPlateau log "
                 "with sync_dist=True)"
             )
+        if all(len(set(members.values())) == 1 for members in self._by(of_group, [own for own, _ in reports])):
+            return
+        self._check_same_tensors(list(named.values()))
+        differing = [one for rows in self._grouped(of_group, looks(named)) for one in unequal(rows)]
+        self._judge(sorted(differing, key=lambda one: -one.deviation))
 
     def gathers(self, gradients: bool) -> bool:
         """`gradients`; a warning, once, where rows of other models come with them. Collective, as what follows is."""
@@ -238,8 +239,8 @@ class ReplicaHealth:
     @staticmethod
     def _by(of_group: Callable[[int], int], every: Sequence[Any]) -> list[dict[int, Any]]:
         groups: dict[int, dict[int, Any]] = {}
-        for rank, said in enumerate(every):
-            groups.setdefault(of_group(rank), {})[rank] = said
+        for rank, value in enumerate(every):
+            groups.setdefault(of_group(rank), {})[rank] = value
         return list(groups.values())
 
     def _judge(self, found: Sequence[Unequal]) -> None:
@@ -260,14 +261,9 @@ class ReplicaHealth:
         self._say("buffers", [one for one in found if one.name not in trained])
 
     def _say(self, kind: str, found: Sequence[Unequal]) -> None:
-        if found and found[0].deviation > 2 * self._told.get(kind, -1.0):
-            self._told[kind] = found[0].deviation
+        if found and found[0].deviation > 2 * self._reported.get(kind, -1.0):
+            self._reported[kind] = found[0].deviation
             rank_zero_warn(f"{found[0]}, one of {len(found)} {kind} that differ between workers. {WHY[kind]}")
-
-    def _number(self, replica: int, over: Transport) -> int:
-        """The worker that has this number among the replicas: there may be others between them, of other stages."""
-        stride = self._of.world_size // over.size
-        return replica * stride + self._of.global_rank % stride
 
     def _names(self, tensors: Sequence[Tensor]) -> Callable[[int], str]:
         module = self._of.lightning_module
@@ -281,13 +277,6 @@ class ReplicaHealth:
             return f"a tensor of shape {tuple(tensor.shape)}"
 
         return name
-
-    @staticmethod
-    def _said(names: Callable[[int], str], sick: Mapping[int, Ailment]) -> list[str]:
-        return [
-            f"worker {worker} is left out of the mean model: its {names(ailment.tensor)} {ailment}"
-            for worker, ailment in sick.items()
-        ]
 
 
 def _difference(groups: Iterable[Mapping[int, Mapping[str, str]]]) -> str:

@@ -50,7 +50,7 @@ PATIENCE = timedelta(minutes=30)
 describe_by_repr(torch.dtype, torch.device, torch.Size)
 
 
-class Worker(Protocol):
+class ComparedStrategy(Protocol):
     """Strategy whose settings are compared."""
 
     own: ClassVar[Sequence[str]]
@@ -70,7 +70,7 @@ class SameSettings:
         ValueError: at each of them, on every worker, the same line with the first difference.
     """
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: ComparedStrategy) -> None:
         self._worker = worker
         self._asked = True
 

@@ -1,4 +1,6 @@
-"""Updates that a strategy doesn't see: by a replaced optimizer, past the strategy, or without any optimizer.
+"""Updates of the optimizers: their gradients before, whatever moves parameters past the strategy afterwards.
+
+Gradients that hold NaN or infinity are judged before the update, where all workers take the same ones.
 
 What a method does after an update (a round, say) follows `optimizer_step`. Whatever else moves parameters is found: a
 step by a hook of torch's optimizers, at once; everything else where an epoch ends, or after `LOOK_BATCHES`, by numbers
@@ -6,15 +8,110 @@ of each parameter that have changed while no round was counted.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
+from lightning.fabric.plugins.precision import Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from lightning_decentral.shared.compute.device import AsyncRead
+from lightning_decentral.shared.compute.health import scale
 from lightning_decentral.shared.wire.fsdp import local
+
+NonFinite = Literal["stop", "skip"]
+
+
+class Unchecked:
+    """Gradients are each worker's own affair, or a loss scaler's.
+
+    Attributes:
+        nonfinite: what becomes of a step whose gradients hold NaN or infinity.
+        skipped: steps taken without an update so far.
+    """
+
+    nonfinite: str = "stop"
+    skipped = 0
+
+    def after(self, closure: Callable[[], Any], optimizer: Optimizer, precision: Precision) -> Callable[[], Any]:
+        """The closure, and behind it a judgement of its gradients, before the update."""
+        return closure
+
+    def of_step(self, given: dict[str, Any], optimizer: Optimizer, precision: Precision) -> dict[str, Any]:
+        """Arguments that a user's loop gives `optimizer.step`: gradients are there already, or come by its closure."""
+        if given.get("closure") is not None:
+            return {**given, "closure": self.after(given["closure"], optimizer, precision)}
+        self.after(lambda: None, optimizer, precision)()
+        return given
+
+
+class BeforeUpdate(Unchecked):
+    """Nothing is judged; `call` is given the optimizer once its gradients are there, before the update.
+
+    What is thawed within the step is known by then, and no parameter has moved yet.
+    """
+
+    def __init__(self, call: Callable[[Optimizer], None]) -> None:
+        self._call = call
+
+    def after(self, closure: Callable[[], Any], optimizer: Optimizer, precision: Precision) -> Callable[[], Any]:
+        def called() -> Any:
+            output = closure()
+            self._there(optimizer, precision)
+            return output
+
+        return called
+
+    def _there(self, optimizer: Optimizer, precision: Precision) -> None:
+        self._call(optimizer)
+
+
+class GradientCheck(BeforeUpdate):
+    """Gradients that are equal on all workers are judged alike on all of them: nobody has to be asked, none waits.
+
+    Args:
+        nonfinite: "stop" raises a FloatingPointError on all workers: at once on the host, one step later on a device,
+            which nobody waits for. "skip" takes the step without an update, and worker 0 reports it; a device is waited
+            for.
+        settle: given the optimizer once its gradients are there, before they are judged.
+
+    Raises:
+        ValueError: another value.
+    """
+
+    def __init__(self, nonfinite: NonFinite, settle: Callable[[Optimizer], None] | None = None) -> None:
+        if nonfinite not in ("stop", "skip"):
+            raise ValueError(f"nonfinite must be 'stop' or 'skip', got {nonfinite!r}")
+        self.nonfinite, self._settle = nonfinite, settle
+        self._last: AsyncRead | None = None
+
+    def _there(self, optimizer: Optimizer, precision: Precision) -> None:
+        if self._settle is not None:
+            self._settle(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not parameters or getattr(precision, "scaler", None):
+            return  # a scaler's first steps overflow, and it skips them by itself
+        gradients = [p.grad.coalesce().values() if p.grad.is_sparse else p.grad for p in parameters]
+        found = AsyncRead(torch.isfinite(scale(gradients)))
+        last: AsyncRead | None = found
+        if self.nonfinite == "stop" and not found.on_host:  # judged by the next step: nobody waits for a device
+            last, self._last = self._last, found
+        if last is None or last.read():
+            return
+        if self.nonfinite == "stop":
+            raise FloatingPointError(
+                "the gradients hold NaN or infinity on all workers: lower the learning rate, clip gradients "
+                "(gradient_clip_val), find the operation with detect_anomaly=True, or leave out such steps with "
+                "nonfinite='skip'"
+            )
+        # Without gradients an optimizer leaves parameters and their state alone; zeros would still decay them.
+        for parameter in parameters:
+            parameter.grad = None
+        self.skipped += 1
+        rank_zero_warn(f"the gradients of a step hold NaN or infinity: no worker updates ({self.skipped} skipped)")
+
 
 LOOK_BATCHES = 128
 """Batches between looks within a long epoch."""
@@ -33,24 +130,21 @@ class Follows(Protocol):
         """Parameters that move by rounds, and the number of rounds."""
 
 
-def taken_by_anybody() -> None:
-    """Gradients are averaged, whichever optimizer takes them."""
-
-
 class Unfollowed:
-    """Nothing moves by rounds; `replaced` is called where optimizers are others than before."""
+    """Nothing moves by rounds; `replaced` is called where optimizers are others than before, if it matters whose."""
 
-    def __init__(self, replaced: Callable[[], None] = taken_by_anybody) -> None:
+    def __init__(self, replaced: Callable[[], None] | None = None) -> None:
         self._replaced = replaced
 
     def replaced(self) -> None:
-        self._replaced()
+        if self._replaced is not None:
+            self._replaced()
 
     def mixed(self) -> Sequence[Mixed]:
         return ()
 
 
-class Trained(Protocol):
+class FollowedStrategy(Protocol):
     """Strategy whose updates are followed."""
 
     @property
@@ -63,7 +157,7 @@ class Trained(Protocol):
     def lightning_module(self) -> Any: ...
 
 
-class Rounds(Trained, Protocol):
+class Rounds(FollowedStrategy, Protocol):
     """Strategy that reports its rounds, one number for each optimizer (`RollCall` documents what they are for)."""
 
     def rounds(self) -> list[int]:
@@ -82,7 +176,7 @@ IN_LOOP = ("what fabric.setup returned", "the optimizer that it was given")
 
 
 class Updates:
-    """Updates of one fit. Use it as a context around the steps that the strategy takes.
+    """Updates of one fit. Use it as a context around the steps that the strategy takes; `moved` is asked each batch.
 
     Args:
         steps: (what to step, what not).
@@ -91,10 +185,10 @@ class Updates:
         RuntimeError: where an optimizer, or a part of one, steps past the strategy.
     """
 
-    def __init__(self, of: Trained, steps: tuple[str, str] = IN_TRAINER) -> None:
+    def __init__(self, of: FollowedStrategy, steps: tuple[str, str] = IN_TRAINER) -> None:
         self._of, self._inside, self._steps = of, False, steps
         self._known = list(of.optimizers)
-        self._moved = Moved(of)
+        self.moved = Moved(of)
         # Of all optimizers of the process: what steps may be a part of another, or nobody's.
         self._hook = register_optimizer_step_post_hook(self._stepped)
 
@@ -110,10 +204,6 @@ class Updates:
     def close(self) -> None:
         self._hook.remove()
 
-    def batch(self, last: bool) -> None:
-        """Check after each batch; `last` of its epoch."""
-        self._moved.batch(last)
-
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
         if self._inside:
             return
@@ -122,19 +212,15 @@ class Updates:
             raise RuntimeError(
                 f"{name} stepped past the strategy, so that its parameters are never averaged: step {step}, not {bare}"
             )
+        own = {id(group) for group in optimizer.param_groups}
+        sharing = (o for o in self._of.optimizers if any(id(group) in own for group in o.param_groups))
         # Where replicas take the same updates gradients have been averaged: they stay equal.
-        if self._of.drifts and (whole := _whole(optimizer, self._of.optimizers)):
+        if self._of.drifts and (whole := next((type(o).__name__ for o in sharing), "")):
             raise RuntimeError(
                 f"{name} stepped past the strategy as a part of {whole}, so that its parameters are never averaged: "
                 f"make it one update, step(closure) of {step}, in which {whole} calls its parts"
             )
-        self._moved.past = name
-
-
-def _whole(part: Optimizer, optimizers: Sequence[Optimizer]) -> str:
-    """Name of the optimizer that the part shares groups of parameters with; empty: of none."""
-    own = {id(group) for group in part.param_groups}
-    return next((type(o).__name__ for o in optimizers if any(id(group) in own for group in o.param_groups)), "")
+        self.moved.past = name
 
 
 class Moved:
@@ -148,13 +234,14 @@ class Moved:
             warning.
     """
 
-    def __init__(self, of: Trained) -> None:
+    def __init__(self, of: FollowedStrategy) -> None:
         self._of, self.past = of, ""
         self._batches, self._looks = 0, 0
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
         self._before = self._now()
 
     def batch(self, last: bool) -> None:
+        """Check after each batch; `last` of its epoch."""
         self._batches += 1
         if last or self._batches >= LOOK_BATCHES:
             self._look()
@@ -165,26 +252,23 @@ class Moved:
         moved = {p: now for p, now in self._before.items() if p in before and before[p][1] != now[1]}
         unseen = [p for p, (rounds, _) in moved.items() if rounds >= 0 and rounds == before[p][0]]
         self._looks = self._looks + 1 if unseen else 0
+        names = {p: name for name, p in self._of.lightning_module.named_parameters()}
         if unseen:
-            self._tell(
-                f"{self._name(unseen[0])} moved in the last {self._batches} batches while no round was counted, so "
-                "that the workers drift apart: update it by step() of what self.optimizers() returns, once after "
+            line = (
+                f"{names[unseen[0]]} moved in the last {self._batches} batches while no round was counted, so "
+                "that the workers diverge: update it by step() of what self.optimizers() returns, once after "
                 "whatever else writes to it"
             )
-        never = [self._name(p) for p, (rounds, _) in moved.items() if rounds < 0]
-        if never and never[0] not in self._said:
-            self._said.add(never[0])
+            if self.past or self._looks > 1:
+                raise RuntimeError(f"{self.past} stepped past the strategy: {line}" if self.past else line)
+            rank_zero_warn(line)
+        never = [names[p] for p, (rounds, _) in moved.items() if rounds < 0]
+        if never and never[0] not in self._reported:
+            self._reported.add(never[0])
             rank_zero_warn(
                 f"{never[0]}, one of {len(never)}, moves and no optimizer of the trainer has it, so that it's each "
                 "worker's own until the mean is taken: give it to an optimizer, or average it where you write to it"
             )
-
-    def _tell(self, line: str) -> None:
-        if self.past:
-            raise RuntimeError(f"{self.past} stepped past the strategy: {line}")
-        if self._looks > 1:
-            raise RuntimeError(line)
-        rank_zero_warn(line)
 
     @torch.no_grad()
     def _now(self) -> Mapping[nn.Parameter, tuple[int, tuple[int, ...]]]:
@@ -196,10 +280,6 @@ class Moved:
         rows = torch.stack([_numbers(local(p)).to(local(parameters[0]).device) for p in parameters])
         bits: list[list[int]] = rows.view(torch.int64).tolist()  # NaN is NaN
         return {p: (rounds.get(p, -1), tuple(row)) for p, row in zip(parameters, bits, strict=True)}
-
-    def _name(self, parameter: nn.Parameter) -> str:
-        named: dict[nn.Parameter, str] = {p: name for name, p in self._of.lightning_module.named_parameters()}
-        return named[parameter]
 
 
 def _numbers(tensor: Tensor) -> Tensor:

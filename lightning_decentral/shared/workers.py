@@ -1,6 +1,6 @@
 """The base of all strategies with several workers: set-up, a step, when the mean model is shown; no DDP wrapper.
 
-Its parts: `Attendance` (who is there), `SameSettings`, `MeanModel`, `Evaluation`, `ReplicaHealth`, `Checkpoints`.
+Its parts: `WorkerGroup` (who is there), `SameSettings`, `MeanModel`, `Evaluation`, `ReplicaHealth`, `Checkpoints`.
 """
 
 from abc import abstractmethod
@@ -22,17 +22,15 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_decentral.shared.checkpoint.launching import launched_by
 from lightning_decentral.shared.checkpoint.reading import of_this_model
-from lightning_decentral.shared.checkpoint.worker import Checkpoints
+from lightning_decentral.shared.checkpoint.worker import Checkpoints, launched_by
 from lightning_decentral.shared.coordination import Result
 from lightning_decentral.shared.evaluation import Evaluation
-from lightning_decentral.shared.meeting import TIMEOUT, Attendance
-from lightning_decentral.shared.nonfinite import Unchecked
+from lightning_decentral.shared.meeting import TIMEOUT, WorkerGroup
 from lightning_decentral.shared.refusals import StartMethod, named, own_device, refuse_sync_batch_norm, refuse_unknown
 from lightning_decentral.shared.replica_health import ReplicaHealth
 from lightning_decentral.shared.settings import SameSettings
-from lightning_decentral.shared.updates import Follows, Unfollowed
+from lightning_decentral.shared.updates import Follows, Unchecked, Unfollowed
 from lightning_decentral.shared.wire.agreement import uneven
 from lightning_decentral.shared.wire.mean import MeanModel, of_mean
 from lightning_decentral.shared.wire.objects import broadcast_world, gather_rows, gather_world, reduce_alike
@@ -62,6 +60,7 @@ class WorkersStrategy(DDPStrategy):
     checkpoints: Checkpoints
     wire: Wire | None = None
     root_device = property(own_device)
+    __repr__ = named
     gradient_check = Unchecked()
     followed: Follows = Unfollowed()
     own: ClassVar[Sequence[str]] = ()
@@ -85,12 +84,9 @@ class WorkersStrategy(DDPStrategy):
         parts = accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
         settings: dict[str, Any] = {"process_group_backend": process_group_backend, "timeout": timeout}
         super().__init__(*parts, **settings, start_method=start_method)
-        self._attendance = Attendance(self, timeout)
+        self._group = WorkerGroup(self, timeout)
         self._same, self.health, self.evaluation = SameSettings(self), ReplicaHealth(self), Evaluation(self)
         self.mean_model = MeanModel(self.health.mean, self.shown)  # methods: a spawned process gets all this pickled
-
-    def __repr__(self) -> str:
-        return named(self)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -169,7 +165,7 @@ class WorkersStrategy(DDPStrategy):
         reset_seed()
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
-        self._attendance.come()
+        self._group.come()
         self._same.plan()
 
     def setup(self, trainer: Trainer) -> None:
@@ -191,8 +187,8 @@ class WorkersStrategy(DDPStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
             self.prepare(self.wire)
             self.checkpoints.resume()
-            self._attendance.coordinate(trainer, self)
-        self._attendance.ready = True
+            self._group.coordinate(trainer, self)
+        self._group.ready = True
 
     def convert(self, module: nn.Module) -> nn.Module:
         return self.precision_plugin.convert_module(module)
@@ -201,7 +197,7 @@ class WorkersStrategy(DDPStrategy):
 
     def meet(self, call: Callable[[], Result]) -> Result:
         """Run what waits for other workers; for parts that are made before a fit is coordinated."""
-        return self._attendance.coordination.meet(call)
+        return self._group.coordination.meet(call)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if not self.alone:
@@ -211,7 +207,7 @@ class WorkersStrategy(DDPStrategy):
         return self.meet(lambda: broadcast_world(obj, src))
 
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
-        return self.meet(partial(reduce_alike, super().reduce, self._attendance.phase, tensor, group, reduce_op))
+        return self.meet(partial(reduce_alike, super().reduce, self._group.phase, tensor, group, reduce_op))
 
     def gather(self, value: Any) -> list[Any]:
         return self.meet(lambda: gather_world(value))
@@ -223,12 +219,12 @@ class WorkersStrategy(DDPStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """The user's update, exactly as in one process; then what the method does after it."""
-        coordination = self._attendance.coordination
+        coordination = self._group.coordination
         with coordination.updating:
             checked = self.gradient_check.after(closure, optimizer, self.precision_plugin)
             output = super().optimizer_step(optimizer, checked, model, **kwargs)
         if self.wire is not None:
-            self.mean_model.apart = self.drifts  # not before: up to the first update all are equal
+            self.mean_model.diverged = self.drifts  # not before: up to the first update all are equal
             with coordination.waiting:
                 self.advance(optimizer)
                 coordination.tick()
@@ -243,7 +239,7 @@ class WorkersStrategy(DDPStrategy):
     @property
     def shows_mean(self) -> bool:
         """True where the mean is evaluated, not what this worker has."""
-        return self.mean_model.apart
+        return self.mean_model.diverged
 
     @property
     def ends_at_mean(self) -> bool:
@@ -266,7 +262,7 @@ class WorkersStrategy(DDPStrategy):
         self.evaluation.arrive()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        with self._attendance.saving():
+        with self._group.saving():
             self.health.check_equal()
             self.checkpoints.save(checkpoint, filepath, storage_options)
 
@@ -287,17 +283,17 @@ class WorkersStrategy(DDPStrategy):
 
     @property
     def alone(self) -> bool:
-        return self._attendance.alone
+        return self._group.alone
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        self._attendance.leave(exception)
+        self._group.leave(exception)
 
     def teardown(self) -> None:
         alone = self.alone
-        self._attendance.coordination.close()
+        self._group.coordination.close()
         self.evaluation.close()
         self.release()
-        self._attendance.leave_groups(alone)
+        self._group.leave_groups(alone)
         super().teardown()
-        self._attendance.close(alone)
+        self._group.close(alone)

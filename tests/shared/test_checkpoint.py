@@ -72,7 +72,7 @@ def two_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def checkpoints(worker: Worker) -> ReplicaCheckpoints:
     mean_model = MeanModel(lambda tensors: [t + 1 for t in tensors])
-    mean_model.apart = True
+    mean_model.diverged = True
     return ReplicaCheckpoints(worker, mean_model, worker, WholeModel())
 
 
@@ -252,7 +252,7 @@ def test_only_tensors_and_plain_values_are_loaded_unless_asked_otherwise(tmp_pat
     path = saved(tmp_path, Worker(), hyper_parameters=odd)
     names = f"{timedelta.__module__}.timedelta, {PurePosixPath.__module__}.PurePosixPath, {Drawn.__module__}.Drawn"
     assert refusal(path) == (
-        f"the checkpoint {path} holds {names} beside tensors and plain values: if you trust the file pass "
+        f"the checkpoint {path} holds {names} in addition to tensors and plain values: if you trust the file pass "
         "weights_only=False, or name these to torch.serialization.add_safe_globals"
     )
     assert isinstance(checkpoints(Worker()).load(path, False)["hyper_parameters"]["object"], Drawn)
@@ -267,9 +267,9 @@ def test_objects_are_named_in_a_file_of_an_older_format_and_where_the_file_canno
 
     path, worker = tmp_path / "old.ckpt", Worker()
     torch.save({"time": timedelta(1)}, path, _use_new_zipfile_serialization=False)
-    assert "holds datetime.timedelta beside" in refusal(path)
+    assert "holds datetime.timedelta in addition to" in refusal(path)
     worker.checkpoint_io = Elsewhere()
-    with pytest.raises(ValueError, match=r"shop:a.ckpt holds datetime.timedelta beside"):
+    with pytest.raises(ValueError, match=r"shop:a.ckpt holds datetime.timedelta in addition to"):
         checkpoints(worker).load("shop:a.ckpt", None)
 
 

@@ -75,8 +75,8 @@ def fit(party: Party, stop: Any) -> FitCoordinator:
     wire: Any = SimpleNamespace(roll=SimpleNamespace(rank=0), store=store, world=SimpleNamespace(queued=False))
     trainer: Any = SimpleNamespace()
     quiet = dict.fromkeys(("listen", "forget", "when_orphaned"), lambda _: None)
-    presence: Any = SimpleNamespace(notices=None, **quiet)
-    settings: Any = {"stop": stop, "presence": presence, "name": "fit-0"}
+    heartbeat: Any = SimpleNamespace(board=None, **quiet)
+    settings: Any = {"stop": stop, "heartbeat": heartbeat, "name": "fit-0"}
     return FitCoordinator(wire, trainer, party, **settings)
 
 

@@ -147,7 +147,7 @@ def test_models_that_have_come_apart_are_neither_averaged_nor_taken_for_equal(st
     """Also where replicas take the same updates, and only what is saved, by worker 0, is compared."""
     for outcome in crew(2, fit_and_save, strategy, Net, Grows(), seconds=40):
         assert re.match(
-            r"RuntimeError: the workers' models have come apart: worker 1 has \S+ .* where worker 0 has no ",
+            r"RuntimeError: the workers' models have diverged: worker 1 has \S+ .* where worker 0 has no ",
             outcome.error,
         )
 

@@ -27,7 +27,7 @@ from lightning_decentral import (
 from lightning_decentral.gossip import AllReduce, PushSum
 from lightning_decentral.pipeline import Given
 from lightning_decentral.shared import meeting
-from lightning_decentral.shared.meeting import Attendance
+from lightning_decentral.shared.meeting import WorkerGroup
 from lightning_decentral.shared.wire.meeting import notices
 from lightning_decentral.shared.wire.pending import PeerLost
 from tests.crew import crew
@@ -152,7 +152,7 @@ def test_workers_on_a_device_without_float64_are_refused_before_they_meet() -> N
     place: Any = SimpleNamespace(global_rank=lambda: 0, world_size=lambda: 2)
     of: Any = SimpleNamespace(cluster_environment=place, root_device=torch.device("mps"), process_group_backend="gloo")
     with pytest.raises(ValueError, match="float64, which mps devices don't have: train with accelerator='cpu'"):
-        Attendance(of, timedelta(minutes=5)).come()
+        WorkerGroup(of, timedelta(minutes=5)).come()
 
 
 @pytest.mark.parametrize(("given", "found"), [(None, "8"), ("16", "16")])
@@ -166,7 +166,7 @@ def test_nccl_has_few_blocks_for_messages_unless_the_user_says_how_many(
     place: Any = SimpleNamespace(global_rank=lambda: 0, world_size=lambda: 1)
     of: Any = SimpleNamespace(cluster_environment=place, root_device=torch.device("cuda"), process_group_backend="nccl")
     with mock.patch.object(meeting, "_init_dist_connection"):
-        Attendance(of, timedelta(minutes=5)).come()
+        WorkerGroup(of, timedelta(minutes=5)).come()
     assert os.environ["NCCL_MAX_P2P_NCHANNELS"] == found
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_decentral.shared.nonfinite import GradientCheck, NonFinite
+from lightning_decentral.shared.updates import GradientCheck, NonFinite
 
 PLAIN: Any = SimpleNamespace()
 SCALED: Any = SimpleNamespace(scaler=object())

@@ -56,7 +56,7 @@ class Worker(test_checkpoint.Worker):
 
     def checkpoints(self) -> ReplicaCheckpoints:
         mean_model = MeanModel(self.mean_of)
-        mean_model.apart = True
+        mean_model.diverged = True
         return ReplicaCheckpoints(self, mean_model, self, WholeModel())
 
 

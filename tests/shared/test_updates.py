@@ -61,8 +61,8 @@ def test_what_moves_with_a_round_is_no_news(party: Party, watch: Updates, said: 
     for _ in range(3):
         move(party, "mixed")
         party.rounds += 1
-        watch.batch(last=True)
-    watch.batch(last=True)
+        watch.moved.batch(last=True)
+    watch.moved.batch(last=True)
     assert not said
 
 
@@ -71,21 +71,21 @@ def test_what_moves_without_a_round_is_named_once_and_then_refused(
     party: Party, watch: Updates, said: list[str], by: str
 ) -> None:
     move(party, "mixed", by)
-    watch.batch(last=False)
+    watch.moved.batch(last=False)
     assert not said
-    watch.batch(last=True)
+    watch.moved.batch(last=True)
     (line,) = said
     assert line.startswith("mixed moved in the last 2 batches while no round was counted")
     assert "\n" not in line
     move(party, "mixed", by)
     with pytest.raises(RuntimeError, match="mixed moved in the last 1 batches"):
-        watch.batch(last=True)
+        watch.moved.batch(last=True)
 
 
 def test_a_long_epoch_is_looked_at_within(party: Party, watch: Updates, said: list[str]) -> None:
     for _ in range(module.LOOK_BATCHES):
         move(party, "mixed")
-        watch.batch(last=False)
+        watch.moved.batch(last=False)
     assert len(said) == 1
 
 
@@ -94,7 +94,7 @@ def test_an_optimizer_of_nobody_is_named(party: Party, watch: Updates) -> None:
     parameter.grad = torch.ones(3)
     SGD([parameter], lr=0.1).step()
     with pytest.raises(RuntimeError, match="SGD stepped past the strategy: mixed moved"):
-        watch.batch(last=True)
+        watch.moved.batch(last=True)
 
 
 def test_inner_steps_that_an_update_with_a_round_follows_are_right(
@@ -105,14 +105,14 @@ def test_inner_steps_that_an_update_with_a_round_follows_are_right(
     parameter.grad = torch.ones(3)
     SGD([parameter], lr=0.1).step()
     party.rounds += 1
-    watch.batch(last=True)
+    watch.moved.batch(last=True)
     assert not said
 
 
 def test_what_no_optimizer_has_and_moves_is_named_once(party: Party, watch: Updates, said: list[str]) -> None:
     for _ in range(2):
         move(party, "own")
-        watch.batch(last=True)
+        watch.moved.batch(last=True)
     assert len(said) == 1
     assert said[0].startswith("own, one of 1, moves and no optimizer of the trainer has it")
 
@@ -120,7 +120,7 @@ def test_what_no_optimizer_has_and_moves_is_named_once(party: Party, watch: Upda
 def test_nan_that_stays_doesnt_move(party: Party, said: list[str]) -> None:
     party.lightning_module["mixed"].data.fill_(torch.nan)
     watch = Updates(party)
-    watch.batch(last=True)
+    watch.moved.batch(last=True)
     watch.close()
     assert not said
 

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
-from lightning_decentral.shared.meeting import Attendance
+from lightning_decentral.shared.meeting import WorkerGroup
 from lightning_decentral.shared.wire import plain
 from tests import simulated
 from tests.simulated import CUDA, fsdp
@@ -48,7 +48,7 @@ SETTINGS: dict[str, Any] = {"process_group_backend": "gloo"}
 @contextmanager
 def device(seed: int) -> Iterator[None]:
     """Within, this process has one, on which Trainers and FSDP compute."""
-    unbound = mock.patch.object(Attendance, "_settings", UNBOUND)
+    unbound = mock.patch.object(WorkerGroup, "_settings", UNBOUND)
     with fsdp.door(), simulated.device(seed), unbound, mock.patch.object(plain, "_down", _down):
         yield
 

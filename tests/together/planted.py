@@ -23,8 +23,8 @@ from lightning_decentral.partial.compute import search
 from lightning_decentral.pipeline.wire.ownership import Ownership
 from lightning_decentral.shared.compute import buckets, layout
 from lightning_decentral.shared.compute.layout import Place
-from lightning_decentral.shared.nonfinite import BeforeUpdate
 from lightning_decentral.shared.replica_health import ReplicaHealth
+from lightning_decentral.shared.updates import BeforeUpdate
 from lightning_decentral.shared.wire import health, pipeline_replicas
 from lightning_decentral.shared.wire.averaging import gradient_average, residuals
 from lightning_decentral.shared.wire.averaging.equal_replicas import RunningBuffers

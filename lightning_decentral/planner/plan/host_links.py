@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightning_decentral.shared.plan.text import text_of
+from lightning_decentral.shared.plan.arguments import text_of
 
 FORMAT = "lightning_decentral hosts"
 VERSION = 1

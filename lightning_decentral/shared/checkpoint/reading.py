@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_decentral.shared.checkpoint import store
-from lightning_decentral.shared.checkpoint.saving import Worker, line, store_of
+from lightning_decentral.shared.checkpoint.saving import CheckpointedStrategy, line, store_of
 from lightning_decentral.shared.compute import cuda, worker_state
 from lightning_decentral.shared.compute.worker_state import KEY
 
@@ -33,7 +33,7 @@ class Reading:
         worker: whose it is.
     """
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: CheckpointedStrategy) -> None:
         self._worker = worker
 
     def read(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
@@ -188,8 +188,8 @@ def _said(path: str | Path, reason: str) -> str:
 
 def _distrusted(path: str | Path, found: Iterable[str]) -> str:
     return (
-        f"the checkpoint {os.fspath(path)} holds {', '.join(found)} beside tensors and plain values: if you trust the "
-        "file pass weights_only=False, or name these to torch.serialization.add_safe_globals"
+        f"the checkpoint {os.fspath(path)} holds {', '.join(found)} in addition to tensors and plain values: if "
+        "you trust the file pass weights_only=False, or name these to torch.serialization.add_safe_globals"
     )
 
 

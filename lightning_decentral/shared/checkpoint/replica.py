@@ -8,7 +8,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_decentral.shared.checkpoint.saving import Worker
+from lightning_decentral.shared.checkpoint.saving import CheckpointedStrategy
 from lightning_decentral.shared.checkpoint.worker import OF_MODELS, Checkpoints, Progress
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.worker_state import KEY
@@ -69,7 +69,9 @@ class ReplicaCheckpoints(Checkpoints):
         held: how this device holds its worker's model.
     """
 
-    def __init__(self, worker: Worker, mean_model: MeanModel, progress: Progress, held: WholeModel) -> None:
+    def __init__(
+        self, worker: CheckpointedStrategy, mean_model: MeanModel, progress: Progress, held: WholeModel
+    ) -> None:
         super().__init__(worker, mean_model)
         self.held = held
         self._progress = progress
@@ -113,8 +115,7 @@ class ReplicaCheckpoints(Checkpoints):
     def _save_own(self, checkpoint: dict[str, Any], path: str, identity: str, storage_options: Any) -> None:
         # Own values, though the mean may stand in their place; an average that a callback holds is swapped, too.
         states = {key: self._mean_model.own(checkpoint[key]) for key in OF_MODELS if key in checkpoint}
-        apart = self._given(states) if self._worker.drifts else {}
-        means = self._means(apart)
+        means = self._means(self._given(states) if self._worker.drifts else {})
         if not self._full(checkpoint):
             self._saving.commit(self.held.whole({**checkpoint, **means}), None, path, identity, storage_options)
             return
@@ -129,7 +130,7 @@ class ReplicaCheckpoints(Checkpoints):
             "progress": self._progress.progress_state(),
             "random": worker_state.random_state(),
             "mid_epoch": self.mid_epoch(),
-            "apart": self._mean_model.apart,
+            "apart": self._mean_model.diverged,
         }
 
     def load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
@@ -175,7 +176,7 @@ class ReplicaCheckpoints(Checkpoints):
         )
         self._random = None
         if self._restored is not None and self._source is not None:
-            self._restored, self._mean_model.apart = None, False
+            self._restored, self._mean_model.diverged = None, False
             self.held.take(self._module, self._reading.read(*self._source)["state_dict"])
         return False
 
@@ -184,7 +185,7 @@ class ReplicaCheckpoints(Checkpoints):
             self._say_what_is_lost()
         if self._restored is not None:
             self.held.resume()
-            self._mean_model.apart = self._restored["apart"]
+            self._mean_model.diverged = self._restored["apart"]
             self._random = self._restored["random"], self._restored["mid_epoch"]
         self._resume_random()
 

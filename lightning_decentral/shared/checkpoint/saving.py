@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 
 import lightning_decentral
 from lightning_decentral.shared.checkpoint import store
-from lightning_decentral.shared.checkpoint.store import Durable, Entrusted, Store
+from lightning_decentral.shared.checkpoint.store import CheckpointStore, Durable, Entrusted
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.worker_state import KEY
 
 
-class Worker(Protocol):
+class CheckpointedStrategy(Protocol):
     """Strategy that checkpoints are of: Lightning's own attributes, and whether its workers may meet."""
 
     @property
@@ -48,7 +48,7 @@ class Worker(Protocol):
     def changeable(self) -> dict[str, str]: ...
 
 
-def store_of(worker: Worker, path: str | Path, storage_options: Any = None) -> Store:
+def store_of(worker: CheckpointedStrategy, path: str | Path, storage_options: Any = None) -> CheckpointStore:
     """Lightning's own way of writing to a local file system is made durable; any other is left as it is."""
     io = worker.checkpoint_io
     plain = type(io) is TorchCheckpointIO and storage_options is None and _is_local_file_protocol(path)
@@ -68,7 +68,7 @@ class Saving:
         worker: whose they are.
     """
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: CheckpointedStrategy) -> None:
         self._worker = worker
         self._stale: list[str] = []  # files of earlier saves, which the present one replaces
         self._before: dict[str, str] = {}  # the identity of the last save under a path
@@ -89,7 +89,7 @@ class Saving:
         self._stale = self._found(place, path, identity, orphans)
         return path, identity
 
-    def _found(self, place: Store, path: str, identity: str, orphans: list[str]) -> list[str]:
+    def _found(self, place: CheckpointStore, path: str, identity: str, orphans: list[str]) -> list[str]:
         # Listed before anybody can have begun the next save, so that its files are never taken for old ones.
         files = [f for name in ("", *orphans) for f in store.listed(store.folder(path, name))]
         before = self._before.get(path)
@@ -150,7 +150,7 @@ class Saving:
             self._replace(place)
 
     @staticmethod
-    def _put(place: Store, content: dict[str, Any], path: str, identity: str) -> None:
+    def _put(place: CheckpointStore, content: dict[str, Any], path: str, identity: str) -> None:
         place.write(worker_state.sealed(content) if place.sealed and KEY in content else content, path, identity)
         if path.endswith(".state"):
             place.settle(path)  # before anything names it
@@ -171,7 +171,7 @@ class Saving:
             return f"worker {self._worker.global_rank} can't write {file} ({reason})"
         return None
 
-    def _replace(self, place: Store) -> None:
+    def _replace(self, place: CheckpointStore) -> None:
         for file in self._stale:
             try:
                 place.remove(file)

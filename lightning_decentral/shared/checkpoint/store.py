@@ -93,7 +93,7 @@ def prune(place: str) -> None:
             os.rmdir(folder)
 
 
-class Store(ABC):
+class CheckpointStore(ABC):
     """Writes and removes the files of a save."""
 
     sealed: ClassVar[bool]
@@ -122,7 +122,7 @@ class Store(ABC):
         return []
 
 
-class Durable(Store):
+class Durable(CheckpointStore):
     """Written next to the target, flushed to the disk, then renamed: a reader finds the old file or the new one."""
 
     sealed, kept = True, 1
@@ -159,7 +159,7 @@ class Durable(Store):
         return [p for p in listed(os.path.dirname(path)) if _PARTIAL.fullmatch(os.path.basename(p))]
 
 
-class Entrusted(Store):
+class Entrusted(CheckpointStore):
     """Store that leaves writing to a CheckpointIO plugin: at once or later (asynchronously), here or elsewhere.
 
     The workers' files of the save before are kept: the plain file that names them may still be the one that is read.

@@ -11,18 +11,23 @@ number of workers continues bit for bit on CPU; on another number all start from
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.trainer.call import _interrupt
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import _TunerExitException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_decentral.shared.checkpoint import store
 from lightning_decentral.shared.checkpoint.reading import Reading
-from lightning_decentral.shared.checkpoint.saving import Saving, Worker
+from lightning_decentral.shared.checkpoint.saving import CheckpointedStrategy, Saving
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.carried import carried
 from lightning_decentral.shared.wire.mean import MeanModel, mean_of_states
@@ -55,7 +60,7 @@ class Checkpoints(ABC):
         mean_model: what the plain file holds where workers diverge.
     """
 
-    def __init__(self, worker: Worker, mean_model: MeanModel) -> None:
+    def __init__(self, worker: CheckpointedStrategy, mean_model: MeanModel) -> None:
         self._worker, self._mean_model = worker, mean_model
         self._random: tuple[dict[str, Any], bool] | None = None  # restored, and whether within an epoch
         self._saving, self._reading = Saving(worker), Reading(worker)
@@ -143,3 +148,43 @@ class Checkpoints(ABC):
         if self._random is not None and self._random[1]:
             worker_state.set_random_state(self._random[0])
         self._random = None
+
+
+# ---- forked and spawned workers that an exception ends -------------------------------------------------------------
+
+
+def launched_by(strategy: Strategy, start_method: str) -> Any:
+    """The strategy's launcher; of forked or spawned workers one without a file of the untrained model."""
+    if start_method == "popen":
+        return strategy.launcher
+    return WorkersLauncher(strategy, start_method=start_method)  # type: ignore[arg-type]
+
+
+class WorkersLauncher(_MultiProcessingLauncher):
+    """Runs a fit, validation or test in processes of its own: callbacks see an exception there, where the trained model
+    is. Lightning itself calls `on_exception` in the process that started them alone, whose model was never trained."""
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        vars(self._strategy).pop("save_checkpoint", None)
+        try:
+            return super().launch(partial(_run, trainer, function), *args, trainer=trainer, **kwargs)
+        except BaseException:
+            # On the instance, over the method of its class: the workers have saved, or couldn't.
+            vars(self._strategy)["save_checkpoint"] = _save_nothing
+            raise
+
+
+def _run(trainer: Trainer | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a function in a worker, as Lightning does where no process has to be started."""
+    try:
+        return function(*args, **kwargs)
+    except _TunerExitException:
+        raise
+    except BaseException as error:
+        if trainer is not None:
+            _interrupt(trainer, error)
+        raise
+
+
+def _save_nothing(*args: Any, **kwargs: Any) -> None:
+    """This process has the model that its workers began with."""

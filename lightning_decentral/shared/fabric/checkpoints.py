@@ -13,14 +13,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_decentral.shared.checkpoint.reading import Reading
-from lightning_decentral.shared.checkpoint.saving import Saving, Worker
+from lightning_decentral.shared.checkpoint.saving import CheckpointedStrategy, Saving
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.carried import carried
 from lightning_decentral.shared.compute.worker_state import KEY
 from lightning_decentral.shared.wire.mean import MeanModel, mean_of_states
 
 
-class LoopWorker(Worker, Protocol):
+class LoopWorker(CheckpointedStrategy, Protocol):
     """Interface asked of a strategy in addition to what every worker's checkpoints ask."""
 
     checkpoint_io: CheckpointIO
@@ -53,10 +53,10 @@ class FabricCheckpoints:
         path, identity = self._saving.agree(path, storage_options)
         modules = [key for key, value in state.items() if isinstance(value, nn.Module)]
         own = {**converted, **{key: self._mean_model.own(converted[key]) for key in modules}}
-        apart = modules if self._worker.drifts else []
+        diverging = modules if self._worker.drifts else []
         of_all = {
             **own,
-            **{key: mean_of_states(own[key], self._mean_model.mean_of, carried(state[key])) for key in apart},
+            **{key: mean_of_states(own[key], self._mean_model.mean_of, carried(state[key])) for key in diverging},
         }
         if not (self._worker.keeps and _trains(state)):
             self._saving.commit(of_all, None, path, identity, storage_options)
@@ -71,7 +71,7 @@ class FabricCheckpoints:
             "rank": self._worker.global_rank,
             "progress": self._worker.progress_state(),
             "random": worker_state.random_state(),
-            "apart": self._mean_model.apart,
+            "apart": self._mean_model.diverged,
         }
 
     @contextmanager
@@ -96,10 +96,10 @@ class FabricCheckpoints:
 
     def _go_on(self, kept: Mapping[str, Any] | None) -> None:
         if kept is None:
-            self._mean_model.apart = False
+            self._mean_model.diverged = False
             self._worker.restart()
             return
-        self._mean_model.apart = kept["apart"]
+        self._mean_model.diverged = kept["apart"]
         self._worker.load_progress_state(kept["progress"])
         worker_state.set_random_state(kept["random"])
 

@@ -1,20 +1,22 @@
-"""Progress of a user's own loop, as its calls show it: whose turn it is, and that gradients are only accumulated.
-
-Short, as a loop of one's own calls little.
-"""
+"""Progress of a user's own loop, as its calls show it: which step this is, which optimizer steps, who else is there."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from datetime import timedelta
+from typing import Any, Protocol
 
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_decentral.shared.meeting import GroupedStrategy, WorkerGroup
+from lightning_decentral.shared.updates import IN_LOOP, FollowedStrategy, Updates
+from lightning_decentral.shared.wire.meeting.comparison import Layout, TrainingComparison
+
 LOOK_STEPS = 100
 """Steps between comparisons of all buffers, to find those that change: a user's own loop doesn't report epochs."""
 
 
-class Turn:
+class OptimizerTurns:
     """Updates of one optimizer each, in the order in which they come: those that are set up and step no more have none.
 
     Attributes:
@@ -44,3 +46,56 @@ class Accumulating(_BackwardSyncControl):
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         return self._strategy.accumulating(module) if enabled else nullcontext()
+
+
+class Looping(GroupedStrategy, FollowedStrategy, Protocol):
+    """Interface asked of a strategy whose loop is the user's."""
+
+    def rounds(self) -> list[int]: ...
+
+
+class FabricWorkerGroup(WorkerGroup):
+    """Says at which step of the user's loop this worker is."""
+
+    def __init__(self, of: Looping, timeout: timedelta) -> None:
+        super().__init__(of, timeout)
+        self._loop = of
+        self._updates: Updates | None = None
+        self._set_up: list[object] = []
+        self.set_ups = TrainingComparison()
+        """Asked where something is set up, in the middle of a loop, too."""
+
+    def phase(self) -> str:
+        return f"step {self._loop.rounds()[0] + 1}" if self.ready else "set-up"
+
+    def begin(self) -> None:
+        """There is a world."""
+        self.ready, self.set_ups = True, self.layouts(self._in_order)
+
+    def setting_up(self, one: object) -> None:
+        """A module, or an optimizer. Collective.
+
+        Raises:
+            RuntimeError: another worker sets up something else, or goes on without; on all.
+        """
+        self._set_up.append(one)
+        self.set_ups.changed()
+
+    def _in_order(self) -> Layout:
+        return {f"set-up {number}": type(one).__name__ for number, one in enumerate(self._set_up)}
+
+    def watch(self) -> None:
+        """Watch, until `rest`, that no optimizer steps past the strategy where rounds follow its updates."""
+        if self._updates is None and self._loop.drifts:
+            self._updates = Updates(self._loop, IN_LOOP)
+
+    def rest(self) -> None:
+        """The loop has ended."""
+        if self._updates is not None:
+            self._updates.close()
+        self._updates = None
+
+    @property
+    def updating(self) -> AbstractContextManager[Any]:
+        self.set_ups.begin()
+        return self._updates or nullcontext()

@@ -21,15 +21,13 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_decentral.shared.compute.layout import ModelLayout, lay_states
 from lightning_decentral.shared.coordination import Result
-from lightning_decentral.shared.fabric.attendance import FabricAttendance
 from lightning_decentral.shared.fabric.checkpoints import FabricCheckpoints
-from lightning_decentral.shared.fabric.loop import Accumulating, Turn
+from lightning_decentral.shared.fabric.loop import Accumulating, FabricWorkerGroup, OptimizerTurns
 from lightning_decentral.shared.meeting import TIMEOUT
-from lightning_decentral.shared.nonfinite import Unchecked
 from lightning_decentral.shared.refusals import StartMethod, own_device, refuse_sync_batch_norm, refuse_unknown
 from lightning_decentral.shared.replica_health import ReplicaHealth
 from lightning_decentral.shared.settings import compare, of_method, of_optimizers, of_place, versions
-from lightning_decentral.shared.updates import Unfollowed
+from lightning_decentral.shared.updates import Unchecked, Unfollowed
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
 from lightning_decentral.shared.wire.fsdp import refuse_sharded
 from lightning_decentral.shared.wire.mean import MeanModel, mean, of_mean
@@ -80,9 +78,9 @@ class FabricWorkers(DDPStrategy):
         parts = accelerator, parallel_devices, cluster_environment, checkpoint_io, precision
         super().__init__(*parts, **settings, start_method=start_method)
         self.modules, self.optimizers = list[nn.Module](), list[Optimizer]()
-        self.steps, self._turn, self._shown = 0, Turn(), False
+        self.steps, self._turn, self._shown = 0, OptimizerTurns(), False
         self.model_layout, self.health = ModelLayout(), ReplicaHealth(self)
-        self.mean_model, self._attendance = MeanModel(self.health.mean), FabricAttendance(self, timeout)
+        self.mean_model, self._group = MeanModel(self.health.mean), FabricWorkerGroup(self, timeout)
         self._checkpoints, self._backward_sync_control = FabricCheckpoints(self, self.mean_model), Accumulating(self)
 
     def __repr__(self) -> str:
@@ -140,10 +138,10 @@ class FabricWorkers(DDPStrategy):
         reset_seed()
         self._set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
-        self._attendance.come()
-        compare({**versions(), **of_method(self, self.precision), **of_place(self)}, self._attendance.timeout, "set-up")
-        self._attendance.join_groups()
-        self._attendance.begin()
+        self._group.come()
+        compare({**versions(), **of_method(self, self.precision), **of_place(self)}, self._group.timeout, "set-up")
+        self._group.join_groups()
+        self._group.begin()
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
         """The module itself: equal on all workers from here on, worker 0's."""
@@ -151,8 +149,12 @@ class FabricWorkers(DDPStrategy):
         refuse_sync_batch_norm(type(self), module, asked=False)
         if self.wire is not None:
             with self._telling():
-                self._attendance.setting_up(module)
-                self._meet_again(module)
+                self._group.setting_up(module)
+                averaged, carried = of_mean(self.modules)
+                if self.mean_model.diverged and {*module.parameters()} & {*averaged}:
+                    self.settle()  # workers that have trained some of it, and have diverged, begin at their mean
+                    self.mean_model.take(averaged, carried)
+                    self.restart()
                 check_same_model(module, self.wire.roll)
                 start_from_worker_0([*module.parameters(), *module.buffers()], self.wire.world, self.root_device)
                 self.health.look(module.buffers())
@@ -160,22 +162,14 @@ class FabricWorkers(DDPStrategy):
         self.modules = [*dict.fromkeys([*self.modules, module])]
         return module
 
-    def _meet_again(self, module: nn.Module) -> None:
-        """Workers that have trained some of it, and have diverged, begin at their mean."""
-        averaged, carried = of_mean(self.modules)
-        if self.mean_model.apart and {*module.parameters()} & {*averaged}:
-            self.settle()
-            self.mean_model.take(averaged, carried)
-            self.restart()
-
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         self.optimizers = [*dict.fromkeys([*self.optimizers, optimizer])]
         if self.wire is not None:
             with self._telling():
-                self._attendance.setting_up(optimizer)
-                compare(of_optimizers([optimizer]), self._attendance.timeout, "the optimizers")
+                self._group.setting_up(optimizer)
+                compare(of_optimizers([optimizer]), self._group.timeout, "the optimizers")
                 self.adopt(optimizer)
-                self._attendance.watch()
+                self._group.watch()
         return optimizer
 
     # ---- a step -----------------------------------------------------------------------------------------------------
@@ -184,15 +178,15 @@ class FabricWorkers(DDPStrategy):
         """The user's update, exactly as in one process; then what the method does after it."""
         if self._shown:
             raise RuntimeError(f"{MEAN_STANDS}: step behind `with strategy.mean():`")
-        self._attendance.set_ups.begin()  # not by an override of `backward`, which would refuse `loss.backward()`
+        self._group.set_ups.begin()  # not by an override of `backward`, which would refuse `loss.backward()`
         if isinstance(optimizer, LBFGS) and self.wire is not None and not self.drifts:
             kwargs["closure"] = partial(self._mean_loss, kwargs["closure"])
-        with self._attendance.updating:
+        with self._group.updating:
             output = super().optimizer_step(optimizer, **self.gradient_check.of_step(kwargs, optimizer, self.precision))
         self._turn.step(optimizer)
-        self._attendance.set_ups.done()
+        self._group.set_ups.done()
         if self.wire is not None:
-            self.mean_model.apart = self.drifts
+            self.mean_model.diverged = self.drifts
             with self._telling():
                 self.advance(optimizer)
         self.steps += self._turn.begun
@@ -208,7 +202,7 @@ class FabricWorkers(DDPStrategy):
         try:
             yield
         except BaseException as error:
-            self._attendance.leave(error)
+            self._group.leave(error)
             raise
 
     # ---- the mean of the workers ------------------------------------------------------------------------------------
@@ -224,7 +218,7 @@ class FabricWorkers(DDPStrategy):
         there. Collective: all workers enter it after the same step."""
         if self._shown:
             raise RuntimeError(f"{MEAN_STANDS} already")
-        if self.mean_model.apart:
+        if self.mean_model.diverged:
             with self._telling():
                 self.mean_model.show(*of_mean(self.modules))
         self._shown = True
@@ -236,11 +230,11 @@ class FabricWorkers(DDPStrategy):
 
     def finish(self) -> None:
         """x_i <- the mean of the workers, after what is in flight has landed. Collective; the last call of a loop."""
-        self._attendance.rest()
+        self._group.rest()
         if self.wire is not None:
             with self._telling():
                 self.health.check_equal()
-                if self.mean_model.apart:
+                if self.mean_model.diverged:
                     self.settle()
                     self.mean_model.take(*of_mean(self.modules))
                 self.barrier()  # nobody leaves while another still receives from it

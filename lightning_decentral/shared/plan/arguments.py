@@ -4,13 +4,20 @@
 
 A part may be given by its name (`topology="ring"`); integers and lists of numpy, torch and Hydra become Python's.
 Annotations are read at the first construction, a later one costs microseconds. Ranges are the constructors' own.
+
+An option may choose the class that a strategy is made of (`StrategyType`), so that gossip and pipelines serve options
+of layers above them, which they don't import:
+
+    GossipStrategy(elastic=Elastic())    ->    Elastic().strategy(GossipStrategy)(elastic=Elastic())
 """
 
 import functools
 import inspect
+from abc import ABC, ABCMeta, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
+from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from lightning_decentral.shared.plan.kinds import ArgumentKind, Mismatch, kind_of
@@ -136,3 +143,50 @@ def shown(value: Any) -> str:
     """repr in one short line; of a class its name."""
     text = " ".join((value.__name__ if inspect.isclass(value) else repr(value)).split())
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def text_of(path: str | Path, remedy: str) -> str:
+    """The contents, without a byte order mark.
+
+    Args:
+        remedy: what to do instead, such as "give a trace".
+
+    Raises:
+        ValueError: it can't be read, or isn't UTF-8.
+    """
+    try:
+        return Path(path).read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise ValueError(f"{path} can't be read ({error.strerror}): {remedy}") from None
+    except UnicodeDecodeError as error:
+        byte = f"byte {error.start + 1} is 0x{error.object[error.start]:02x}"
+        raise ValueError(f"{path} is no UTF-8 text ({byte}): save it as UTF-8, or {remedy}") from None
+
+
+class ChoosesStrategy(ABC):
+    """An option that chooses the class of the strategy that it is given to."""
+
+    @abstractmethod
+    def strategy(self, cls: type) -> type:
+        """The class to make: this one, or another with the same constructor. ValueError for one that it can't serve."""
+
+
+class Elasticity(ChoosesStrategy):
+    """An option under which workers come and go."""
+
+
+class StrategyType(ABCMeta):
+    """The type of strategies whose options may choose their class."""
+
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        made: type = cls
+        for option in options.values():
+            if isinstance(option, ChoosesStrategy):
+                made = option.strategy(made)
+        return type.__call__(made, *args, **options)
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """Signature of the constructor, which `__call__` would hide from `inspect` and from command lines."""
+        parameters = list(inspect.signature(cls.__init__).parameters.values())  # type: ignore[misc]
+        return inspect.Signature(parameters[1:])

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_decentral.shared.plan.text import text_of
+from lightning_decentral.shared.plan.arguments import text_of
 
 FORMAT = "lightning_decentral profile"
 VERSION = 1
@@ -52,8 +52,8 @@ class BlockCost:
 class RoundWork:
     """Device work of a round of gossip other than the wire: to copy or encode, decode, mix and correct.
 
-    seconds = round_seconds + heard message_seconds                                  0 where nothing is received
-            + bytes of the parameters (own_seconds_per_byte + heard heard_seconds_per_byte)
+    seconds = round_seconds + received message_seconds                                  0 where nothing is received
+            + bytes of the parameters (own_seconds_per_byte + received heard_seconds_per_byte)
 
     Args:
         codec: the repr of what encodes, `Plain()` for messages as they are.
@@ -81,19 +81,19 @@ class RoundWork:
                 f"a round with {self.codec} can't take {self.round_seconds} s and {self.message_seconds} s a message"
             )
 
-    def seconds_per_byte(self, heard: int) -> float:
+    def seconds_per_byte(self, received: int) -> float:
         """Seconds per byte of the parameters of a round that receives from so many neighbours."""
-        return self.own_seconds_per_byte + heard * self.heard_seconds_per_byte if heard else 0.0
+        return self.own_seconds_per_byte + received * self.heard_seconds_per_byte if received else 0.0
 
-    def seconds(self, parameter_bytes: float, heard: int) -> float:
+    def seconds(self, parameter_bytes: float, received: int) -> float:
         """Seconds of a round that receives from so many neighbours."""
-        fixed = self.round_seconds + heard * self.message_seconds if heard else 0.0
-        return fixed + parameter_bytes * self.seconds_per_byte(heard)
+        fixed = self.round_seconds + received * self.message_seconds if received else 0.0
+        return fixed + parameter_bytes * self.seconds_per_byte(received)
 
     def times(self, factor: float) -> "RoundWork":
         """The same work with all of its seconds times a factor."""
-        own, heard = factor * self.own_seconds_per_byte, factor * self.heard_seconds_per_byte
-        return RoundWork(self.codec, own, heard, factor * self.round_seconds, factor * self.message_seconds)
+        own, received = factor * self.own_seconds_per_byte, factor * self.heard_seconds_per_byte
+        return RoundWork(self.codec, own, received, factor * self.round_seconds, factor * self.message_seconds)
 
 
 @dataclass(frozen=True)

@@ -155,14 +155,14 @@ class MeanModel:
         shown: what a worker gives to it for its tensors.
 
     Attributes:
-        apart: whether the workers differ.
+        diverged: whether the workers differ.
         hidden: called where it has left a model, with the tensors that keep what was written to them meanwhile.
     """
 
     def __init__(self, mean_of: MeanOf, shown: Shown = list) -> None:
         self.mean_of, self._shown = mean_of, shown
         self.hidden: Callable[[Sequence[Tensor]], Any] = bool
-        self.apart = False
+        self.diverged = False
         self._swap: Swap | None = None
 
     def show(self, tensors: Sequence[Tensor], carried: Sequence[Tensor] = ()) -> None:
@@ -198,7 +198,7 @@ class MeanModel:
         Yields a function that marks parameters as written to stay. Buffers that change stay by themselves.
         """
         shown = self._swap is not None
-        if self.apart and not shown:
+        if self.diverged and not shown:
             self.show(tensors, carried)
         yield lambda changed: None if self._swap is None else self._swap.keep(changed)
         if not shown:
@@ -211,7 +211,7 @@ class MeanModel:
     def take(self, tensors: Sequence[Tensor], carried: Sequence[Tensor] = ()) -> None:
         """x_i <- mean, on all workers. Collective."""
         self._swapped(tensors, carried)  # never undone
-        self.apart = False
+        self.diverged = False
 
     def own(self, state: dict[str, Any]) -> dict[str, Any]:
         """This worker's own part of a state_dict, also while the mean is shown."""

@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.deterministic import Plain
 from lightning_decentral.shared.compute.modules import same
-from lightning_decentral.shared.plan.arguments import checked
-from lightning_decentral.shared.plan.seam import ChoosesStrategy
+from lightning_decentral.shared.plan.arguments import ChoosesStrategy, checked
 from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas
 from lightning_decentral.shared.wire.averaging.residuals import scale_of
 from lightning_decentral.shared.wire.compressed_mean import FlatMean, mean_by, refuse_estimates

@@ -38,9 +38,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from lightning_decentral.shared.plan.arguments import text_of
 from lightning_decentral.shared.plan.linear_partition import linear_partition, piece_sums
 from lightning_decentral.shared.plan.profile import BlockCost, Model, read
-from lightning_decentral.shared.plan.text import text_of
 from lightning_decentral.sweep.plan.dispatch import Queue, WorkPiece, refuse_one_name_for_two
 from lightning_decentral.sweep.plan.gangs import Gang, of_depths
 from lightning_decentral.sweep.plan.spase import Table

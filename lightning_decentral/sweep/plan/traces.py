@@ -18,8 +18,8 @@ from math import isfinite
 from pathlib import Path
 from random import Random
 
+from lightning_decentral.shared.plan.arguments import text_of
 from lightning_decentral.shared.plan.profile import Profile
-from lightning_decentral.shared.plan.text import text_of
 from lightning_decentral.sweep.plan.dispatch import Queue, WorkPiece
 
 PIECES = 20

@@ -23,12 +23,12 @@ def floats(module: nn.Module) -> list[Tensor]:
 def test_the_mean_is_shown_and_taken_back_bit_for_bit() -> None:
     mean_model, module = worker(3.0, 5.0)
     before = [t.detach().clone() for t in floats(module)]
-    mean_model.apart = True
+    mean_model.diverged = True
     mean_model.show(floats(module))
     assert all(torch.equal(t, (b + 8) / 3) for t, b in zip(floats(module), before, strict=True))
     mean_model.hide()
     assert all(torch.equal(t, b) for t, b in zip(floats(module), before, strict=True))
-    assert mean_model.apart
+    assert mean_model.diverged
 
 
 def test_a_state_dict_is_the_workers_own_while_the_mean_is_shown() -> None:
@@ -45,11 +45,11 @@ def test_a_state_dict_is_the_workers_own_while_the_mean_is_shown() -> None:
 
 def test_taken_for_good_nobody_is_apart() -> None:
     mean_model, module = worker(1.0)
-    mean_model.apart = True
+    mean_model.diverged = True
     before = module[0].weight.detach().clone()
     mean_model.take(floats(module))
     assert torch.equal(module[0].weight, (before + 1) / 2)
-    assert not mean_model.apart
+    assert not mean_model.diverged
 
 
 def test_hiding_what_was_never_shown_or_was_given_away_changes_nothing() -> None:

@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_decentral.shared.plan.described import first_difference
-from lightning_decentral.shared.wire.meeting.notices import LOOK_SECONDS, Notices, Presence
+from lightning_decentral.shared.wire.meeting.notices import LOOK_SECONDS, Heartbeat, StatusBoard
 from lightning_decentral.shared.wire.pending import PeerLost
 
 LONGEST_PAUSE = 0.05
@@ -173,7 +173,7 @@ class Layouts(TrainingComparison):
     """One worker's, in one fit.
 
     Args:
-        presence: whose thread answers.
+        heartbeat: whose thread answers.
         peers: those that average with this worker, itself included.
         name: of this fit, and of these peers, in the store.
         layout: what this worker trains now.
@@ -183,23 +183,23 @@ class Layouts(TrainingComparison):
 
     def __init__(
         self,
-        notices: Notices,
-        presence: Presence,
+        board: StatusBoard,
+        heartbeat: Heartbeat,
         peers: Sequence[int],
         name: str,
         layout: Callable[[], Layout],
         timeout: timedelta,
         rests: Callable[[], bool] = bool,
     ) -> None:
-        self._notices, self._presence, self._rests = notices, presence, rests
+        self._board, self._heartbeat, self._rests = board, heartbeat, rests
         self._peers, self._name, self._layout, self._timeout = peers, name, layout, timeout
         self._averages, self._changes, self._begun = 0, 0, -1
         self._now = self._settled = layout()
         self._answered: set[str] = set()
-        presence.listen(self._look)
+        heartbeat.listen(self._look)
 
     def close(self) -> None:
-        self._presence.forget(self._look)
+        self._heartbeat.forget(self._look)
 
     def begin(self) -> None:
         self._settled, self._begun = self._now, self._averages
@@ -214,34 +214,34 @@ class Layouts(TrainingComparison):
         change, self._now = f"{self._averages}.{self._changes}", self._layout()
         self._changes += 1
         self._answer(change, self._now)
-        self._presence.wake()
+        self._heartbeat.wake()
         end = time.monotonic() + self._timeout.total_seconds()
-        for rank in (rank for rank in self._peers if rank != self._notices.rank):
+        for rank in (rank for rank in self._peers if rank != self._board.rank):
             if found := first_difference(self._now, self._answer_of(rank, change, end), sign=" "):
                 raise RuntimeError(
-                    f"worker {self._notices.rank} has {found[0]} where worker {rank} has {found[1]}: freeze, thaw, add "
+                    f"worker {self._board.rank} has {found[0]} where worker {rank} has {found[1]}: freeze, thaw, add "
                     "and replace parameters and optimizers on every worker in the same step"
                 )
 
     def _answer(self, change: str, layout: Layout) -> None:
         self._answered.add(change)
-        self._notices.tell(f"{self._name}/{change}", json.dumps(dict(layout)))
+        self._board.tell(f"{self._name}/{change}", json.dumps(dict(layout)))
 
     def _answer_of(self, rank: int, change: str, end: float) -> Layout:
         ask = 0.0
-        while (found := self._notices.read(f"{self._name}/{change}/{rank}", _read)) is None:
+        while (found := self._board.read(f"{self._name}/{change}/{rank}", _read)) is None:
             if time.monotonic() > ask:
-                self._notices.put(f"{self._name}/asked", change)
+                self._board.put(f"{self._name}/asked", change)
                 ask = time.monotonic() + ASK_SECONDS
-            if rank in self._notices.look() or time.monotonic() > end:
-                raise PeerLost(f"worker {self._notices.rank} lost worker {rank}")
+            if rank in self._board.look() or time.monotonic() > end:
+                raise PeerLost(f"worker {self._board.rank} lost worker {rank}")
             time.sleep(LOOK_SECONDS)
         layout: Layout = found
         return layout
 
     def _look(self) -> bool:
         """Answer, in a thread, for a worker that began without the change; True while it may still come to it."""
-        change: str | None = self._notices.read(f"{self._name}/asked", _change)
+        change: str | None = self._board.read(f"{self._name}/asked", _change)
         if change is None or change in self._answered:
             return False
         if int(change.split(".")[0]) > self._begun and not self._rests():

@@ -1,4 +1,4 @@
-"""Notices that workers give each other outside of all groups, through the store: that they live, and why they end.
+"""A status board that workers share outside of all groups, through the store: that they live, and why they end.
 
     beat/<rank>    a number that grows while the process runs, every BEAT_SECONDS
     ended/<rank>   {"reason": one line, "phase": where, "lost": whether only because another was lost}
@@ -58,7 +58,7 @@ class Ending:
         return cls(**row)
 
 
-class Notices:
+class StatusBoard:
     """The board of one meeting of all workers.
 
     Args:
@@ -184,7 +184,7 @@ CUT_OFF = (
 )
 
 
-class Presence:
+class Heartbeat:
     """One worker's place on the board: a thread beats and reads, since a worker that waits is blocked in a message.
 
     Args:
@@ -194,12 +194,12 @@ class Presence:
         freed: its device waited for a lost worker and was freed: whatever error comes of it, that loss is the cause.
     """
 
-    def __init__(self, notices: Notices, phase: Callable[[], str]) -> None:
-        self.notices, self.phase, self.freed = notices, phase, False
+    def __init__(self, board: StatusBoard, phase: Callable[[], str]) -> None:
+        self.board, self.phase, self.freed = board, phase, False
         self._listeners: list[Callable[[], bool]] = []
         self._orphaned: list[Callable[[], None]] = []
         self._woken, self._closed = threading.Event(), False
-        self._thread = threading.Thread(target=self._run, name="lightning_decentral-presence", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="lightning_decentral-heartbeat", daemon=True)
         self._thread.start()
 
     def listen(self, listener: Callable[[], bool]) -> None:
@@ -227,8 +227,8 @@ class Presence:
             beaten = float("-inf")
             while not self._closed:
                 if time.monotonic() - beaten >= BEAT_SECONDS:
-                    self.notices.beat()
-                    self.notices.look()
+                    self.board.beat()
+                    self.board.look()
                     beaten = time.monotonic()
                 busy = sum(listener() for listener in [*self._listeners])  # all of them, also behind a busy one
                 self._woken.wait(BEAT_SECONDS / 20 if busy else BEAT_SECONDS)
@@ -242,16 +242,16 @@ class Presence:
         answers = True
         if lost:
             head = one_line(error).split(" (")[0].split(":")[0] if isinstance(error, PeerLost) else None
-            answers, blamed = within(STORE_SECONDS, self.notices.blame)
+            answers, blamed = within(STORE_SECONDS, self.board.blame)
             cause = (blamed or ALL_LIVE) if answers else CUT_OFF
-            error.args = (f"{head or f'worker {self.notices.rank} lost the others'} in {phase}: {cause}",)
+            error.args = (f"{head or f'worker {self.board.rank} lost the others'} in {phase}: {cause}",)
         reason = one_line(error) if lost else f"{type(error).__name__}: {one_line(error)}"
         if answers and within(STORE_SECONDS, lambda: self._end(Ending(reason[:LONGEST_REASON], phase, lost)))[0]:
-            time.sleep(LINGER_SECONDS if self.notices.rank == 0 else 0)
+            time.sleep(LINGER_SECONDS if self.board.rank == 0 else 0)
 
     def _end(self, ending: Ending) -> None:
         with suppress(RuntimeError):  # the store is gone: so is who could read it
-            self.notices.end(ending)
+            self.board.end(ending)
 
 
 def within(seconds: float, call: Callable[[], Any]) -> tuple[bool, Any]:

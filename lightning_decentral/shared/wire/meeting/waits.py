@@ -18,7 +18,7 @@ A rescue, since NCCL notifies nobody of a loss, and the host may stand anywhere:
              thread, which the host comes to at the end of its round
 
 Until then the host stands in whatever needs the device next: a read, the user's `.item()`, a full queue of launches.
-There no Python of its thread runs, hence the thread that reads the notices. By gloo the host waits and is notified.
+There no Python of its thread runs, hence the thread that reads the board. By gloo the host waits and is notified.
 """
 
 import json
@@ -32,7 +32,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from lightning_decentral.shared.compute import cuda
-from lightning_decentral.shared.wire.meeting.notices import ALL_LIVE, Notices, Presence
+from lightning_decentral.shared.wire.meeting.notices import ALL_LIVE, Heartbeat, StatusBoard
 from lightning_decentral.shared.wire.pending import PeerLost
 
 LONG_SECONDS = 30.0
@@ -66,8 +66,8 @@ class Waits:
         mine: what this worker has waited in for `LONG_SECONDS`; None where it hasn't.
     """
 
-    def __init__(self, notices: Notices, mine: Callable[[], Wait | None]) -> None:
-        self._notices, self._mine = notices, mine
+    def __init__(self, board: StatusBoard, mine: Callable[[], Wait | None]) -> None:
+        self._board, self._mine = board, mine
         self._told: Wait | None = None
         self._warned = -1
 
@@ -75,14 +75,14 @@ class Waits:
         """Called again and again by a thread; never in a hurry."""
         mine = self._mine()
         if mine != self._told:
-            self._notices.tell("waits", "null" if mine is None else json.dumps(asdict(mine)))
+            self._board.tell("waits", "null" if mine is None else json.dumps(asdict(mine)))
             self._told = mine
         elif mine is not None and mine.calls > self._warned:  # not at once: a number that others wrote may be old
             self._compare(mine)
         return False
 
     def _compare(self, mine: Wait) -> None:
-        found = [self._notices.read(f"waits/{rank}", _maybe) for rank in range(self._notices.size)]
+        found = [self._board.read(f"waits/{rank}", _maybe) for rank in range(self._board.size)]
         waiting = [wait for wait in found if wait is not None]
         if len(waiting) < len(found) or not _apart(waiting):
             return
@@ -159,18 +159,18 @@ class Rescue:
 
     def __init__(
         self,
-        presence: Presence,
+        heartbeat: Heartbeat,
         behind: Callable[[], float | None],
         abort: Callable[[], None],
         timeout: float,
         end: Callable[[int], object] = os._exit,
     ) -> None:
-        self._presence, self._behind, self._abort, self._timeout, self._end = presence, behind, abort, timeout, end
+        self._heartbeat, self._behind, self._abort, self._timeout, self._end = heartbeat, behind, abort, timeout, end
         self._beats: dict[int, tuple[int | None, float]] = {}
         self._lost: str | None = None
         self._closed = threading.Event()
-        presence.listen(self._look)
-        presence.when_orphaned(self._look_on)
+        heartbeat.listen(self._look)
+        heartbeat.when_orphaned(self._look_on)
 
     def check(self) -> None:
         """Raises:
@@ -182,13 +182,13 @@ class Rescue:
     def close(self) -> None:
         if not self._closed.is_set():
             self._closed.set()
-            self._presence.forget(self._look)
+            self._heartbeat.forget(self._look)
 
     def _look(self) -> bool:
         behind = self._seconds()
         if behind < GRACE_SECONDS:
             self._beats = {}
-        elif self._presence.notices.look() or self._silent() or behind > self._timeout:
+        elif self._heartbeat.board.look() or self._silent() or behind > self._timeout:
             self._free()
         return False
 
@@ -204,17 +204,17 @@ class Rescue:
 
     def _silent(self) -> bool:
         """Return whether another has written no beat for long."""
-        notices, now = self._presence.notices, time.monotonic()
-        for rank in range(notices.size):
-            beat = notices.read(f"beat/{rank}", int)
+        board, now = self._heartbeat.board, time.monotonic()
+        for rank in range(board.size):
+            beat = board.read(f"beat/{rank}", int)
             if rank not in self._beats or self._beats[rank][0] != beat:
                 self._beats[rank] = beat, now
-        return any(now - since > LOST_SECONDS for rank, (_, since) in self._beats.items() if rank != notices.rank)
+        return any(now - since > LOST_SECONDS for rank, (_, since) in self._beats.items() if rank != board.rank)
 
     def _free(self) -> None:
-        notices = self._presence.notices
-        self._presence.freed = True
-        self._lost = f"worker {notices.rank} lost the others: {notices.blame() or ALL_LIVE}"
+        board = self._heartbeat.board
+        self._heartbeat.freed = True
+        self._lost = f"worker {board.rank} lost the others: {board.blame() or ALL_LIVE}"
         # Before the host can come back: its own error then may name whom a kernel left in the middle.
         print(self._lost, file=sys.stderr, flush=True)
         threading.Thread(target=self._end_if_it_stands, name="lightning_decentral-rescue", daemon=True).start()

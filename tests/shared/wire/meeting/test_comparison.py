@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_decentral.shared.wire.meeting.comparison import Layouts, check_same_settings
-from lightning_decentral.shared.wire.meeting.notices import Notices
+from lightning_decentral.shared.wire.meeting.notices import StatusBoard
 from lightning_decentral.shared.wire.pending import PeerLost
 from tests.shared.wire.meeting.test_stopping import Store
 
@@ -148,12 +148,12 @@ class Present:
 class Worker:
     def __init__(self, store: Store, rank: int, seconds: float = 5.0) -> None:
         self.has = {"head": "trained"}
-        self.presence: Any = Present()
+        self.heartbeat: Any = Present()
         peers, timeout = range(2), timedelta(seconds=seconds)
-        self.layouts = Layouts(Notices(store, rank, 2), self.presence, peers, "fit", lambda: self.has, timeout)
+        self.layouts = Layouts(StatusBoard(store, rank, 2), self.heartbeat, peers, "fit", lambda: self.has, timeout)
 
     def look(self) -> bool:
-        (listener,) = self.presence.listeners
+        (listener,) = self.heartbeat.listeners
         return listener()
 
 
@@ -224,7 +224,7 @@ def test_nobody_waits_for_ever() -> None:
 def test_who_has_left_looks_no_more() -> None:
     one, _ = pair()
     one.layouts.close()
-    assert one.presence.listeners == []
+    assert one.heartbeat.listeners == []
 
 
 def test_whoever_has_left_the_round_behind_says_what_it_had() -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lightning_decentral.shared.wire.meeting import groups
 from lightning_decentral.shared.wire.meeting.groups import TRIES, connected_to_all, make_world
-from lightning_decentral.shared.wire.meeting.notices import Notices
+from lightning_decentral.shared.wire.meeting.notices import StatusBoard
 from lightning_decentral.shared.wire.pending import PeerLost
 from lightning_decentral.shared.wire.transport import GlooTransport
 from tests.world import world
@@ -74,7 +74,7 @@ def test_a_group_with_a_stranger_is_made_again(disturbed: int) -> None:
     store, strangers = dist.HashStore(), []
 
     def worker(group: dist.ProcessGroupGloo) -> tuple[bool, int]:
-        board, tries = Notices(dist.PrefixStore("board", store), group.rank(), SIZE), [0]
+        board, tries = StatusBoard(dist.PrefixStore("board", store), group.rank(), SIZE), [0]
 
         def make() -> GlooTransport:
             tries[0] += 1

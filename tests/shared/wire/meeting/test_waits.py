@@ -12,7 +12,7 @@ import torch
 from lightning_decentral.shared import meeting
 from lightning_decentral.shared.compute.device import AsyncRead
 from lightning_decentral.shared.wire.meeting import notices, waits
-from lightning_decentral.shared.wire.meeting.notices import Ending, Notices, Presence
+from lightning_decentral.shared.wire.meeting.notices import Ending, Heartbeat, StatusBoard
 from lightning_decentral.shared.wire.meeting.waits import Backlog, Rescue, Wait, Waits
 from lightning_decentral.shared.wire.pending import PeerLost
 from lightning_decentral.shared.wire.transport import Message
@@ -27,7 +27,7 @@ TRAINING = Wait(4, False, "step 8")
 def said(*found: Wait | None) -> list[str]:
     """What workers that wait so say, each at most once, after three looks."""
     store = Store()
-    every = [Waits(Notices(store, rank, len(found)), lambda wait=wait: wait) for rank, wait in enumerate(found)]  # type: ignore[misc]
+    every = [Waits(StatusBoard(store, rank, len(found)), lambda wait=wait: wait) for rank, wait in enumerate(found)]  # type: ignore[misc]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
@@ -68,7 +68,7 @@ def test_other_waits_are_nobodys_mistake(found: tuple[Wait | None, ...]) -> None
 def test_what_no_worker_wrote_is_not_believed() -> None:
     store = Store()
     store.set("waits/1", '{"calls": "many"}')
-    waits = Waits(Notices(store, 0, 2), lambda: CALLING)
+    waits = Waits(StatusBoard(store, 0, 2), lambda: CALLING)
     waits.look()
     with pytest.warns(UserWarning, match="ignored a value at waits/1"):
         waits.look()
@@ -88,20 +88,20 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def watched(board: Notices, backlog: Backlog, abort: Callable[[], None], timeout: float = 60.0) -> Iterator[Rescue]:
-    presence = Presence(board, lambda: "step 3")
-    freeing = Rescue(presence, backlog.since, abort, timeout, end=ended.append)
+def watched(board: StatusBoard, backlog: Backlog, abort: Callable[[], None], timeout: float = 60.0) -> Iterator[Rescue]:
+    heartbeat = Heartbeat(board, lambda: "step 3")
+    freeing = Rescue(heartbeat, backlog.since, abort, timeout, end=ended.append)
     try:
         yield freeing
     finally:
         freeing.close()
-        presence.close()
+        heartbeat.close()
 
 
 ended: list[int] = []
 
 
-def stands_in_a_read(make: Make, board: Notices, timeout: float = 60.0) -> str:
+def stands_in_a_read(make: Make, board: StatusBoard, timeout: float = 60.0) -> str:
     """What worker 0 is told, whose neighbour never sends."""
     heard, backlog = torch.zeros(4, device=CUDA), Backlog(True)
     with watched(board, backlog, make.aborted.set, timeout) as freeing:
@@ -114,11 +114,11 @@ def stands_in_a_read(make: Make, board: Notices, timeout: float = 60.0) -> str:
         return str(found.value)
 
 
-def of_two(other: Callable[[Notices], None], timeout: float = 60.0) -> str:
+def of_two(other: Callable[[StatusBoard], None], timeout: float = 60.0) -> str:
     store = Store()
 
     def worker(make: Make, engine: Engine) -> str:
-        board = Notices(store, make.hosts.rank, 2)
+        board = StatusBoard(store, make.hosts.rank, 2)
         if make.hosts.rank == 0:
             return stands_in_a_read(make, board, timeout)
         make()
@@ -138,7 +138,7 @@ def test_the_host_comes_back_when_the_other_is_silent() -> None:
 
 
 def test_the_host_comes_back_after_the_timeout_where_all_live() -> None:
-    def beats(board: Notices) -> None:
+    def beats(board: StatusBoard) -> None:
         for _ in range(40):
             board.beat()
             time.sleep(0.02)
@@ -152,14 +152,14 @@ def test_a_validation_of_its_own_is_watched_like_a_fit(monkeypatch: pytest.Monke
     store = Store()
 
     def worker(make: Make, engine: Engine) -> list[str]:
-        board, found = Notices(store, make.hosts.rank, 2), list[str]()
+        board, found = StatusBoard(store, make.hosts.rank, 2), list[str]()
         if make.hosts.rank:
             make()
             board.end(Ending("ValueError: no luck", "validation", False))
             return found
         monkeypatch.setattr(meeting, "abort_nccl", make.aborted.set)
-        heard, presence = torch.zeros(4, device=CUDA), Presence(board, lambda: "validation")
-        watching = meeting.Watched(True, presence, 60.0)
+        heard, heartbeat = torch.zeros(4, device=CUDA), Heartbeat(board, lambda: "validation")
+        watching = meeting.WatchedDevice(True, heartbeat, 60.0)
 
         def mean() -> None:
             _, (receive,) = make().exchange([], [Message(1, heard, 0)])
@@ -172,7 +172,7 @@ def test_a_validation_of_its_own_is_watched_like_a_fit(monkeypatch: pytest.Monke
                 watching.meet(lambda: found.append("called"))
             found.append(str(lost.value))
         watching.close()
-        presence.close()
+        heartbeat.close()
         return found
 
     said = "worker 0 lost the others: worker 1 ended: ValueError: no luck (in validation)"
@@ -180,13 +180,13 @@ def test_a_validation_of_its_own_is_watched_like_a_fit(monkeypatch: pytest.Monke
 
 
 def test_an_error_of_what_the_freed_device_left_is_that_loss() -> None:
-    board, error = Notices(Store(), 0, 2), FloatingPointError("worker 0: its parameters hold NaN")
-    other = Notices(board._store, 1, 2)
+    board, error = StatusBoard(Store(), 0, 2), FloatingPointError("worker 0: its parameters hold NaN")
+    other = StatusBoard(board._store, 1, 2)
     other.end(Ending("ValueError: no luck", "step 3", False))
-    presence = Presence(board, lambda: "step 3")
-    presence.freed = True
-    presence.leave(error)
-    presence.close()
+    heartbeat = Heartbeat(board, lambda: "step 3")
+    heartbeat.freed = True
+    heartbeat.leave(error)
+    heartbeat.close()
     assert str(error) == "worker 0 lost the others in step 3: worker 1 ended: ValueError: no luck (in step 3)"
 
 
@@ -218,7 +218,7 @@ class MortalStore(Store):
 
 def test_the_host_comes_back_when_the_store_ends_with_its_worker() -> None:
     store, aborted = MortalStore(), threading.Event()
-    with watched(Notices(store, 1, 2), Behind(), aborted.set) as freeing:  # type: ignore[arg-type]
+    with watched(StatusBoard(store, 1, 2), Behind(), aborted.set) as freeing:  # type: ignore[arg-type]
         store.gone = True
         assert aborted.wait(10)
         with pytest.raises(PeerLost, match="worker 0, which has the store, left no word"):
@@ -228,8 +228,8 @@ def test_the_host_comes_back_when_the_store_ends_with_its_worker() -> None:
 def test_a_process_whose_host_does_not_come_back_ends() -> None:
     ended.clear()
     store, aborted = Store(), threading.Event()
-    Notices(store, 1, 2).end(Ending("ValueError: no luck", "step 3", False))
-    with watched(Notices(store, 0, 2), Behind(), aborted.set):  # type: ignore[arg-type]
+    StatusBoard(store, 1, 2).end(Ending("ValueError: no luck", "step 3", False))
+    with watched(StatusBoard(store, 0, 2), Behind(), aborted.set):  # type: ignore[arg-type]
         assert aborted.wait(10)
         end = time.monotonic() + 10
         while not ended and time.monotonic() < end:
@@ -238,8 +238,8 @@ def test_a_process_whose_host_does_not_come_back_ends() -> None:
 
 
 def test_a_device_that_is_only_slow_is_left_alone() -> None:
-    aborted, board = threading.Event(), Notices(store := Store(), 0, 2)
-    other = Presence(Notices(store, 1, 2), lambda: "step 3")
+    aborted, board = threading.Event(), StatusBoard(store := Store(), 0, 2)
+    other = Heartbeat(StatusBoard(store, 1, 2), lambda: "step 3")
     with watched(board, Behind(), aborted.set) as freeing:  # type: ignore[arg-type]
         assert not aborted.wait(0.6)
         freeing.check()
