@@ -8,7 +8,6 @@ from tests.docs.pages import PAGES, name
 SETTINGS = {
     "CONTRIBUTING.md": ["about 0.1 s"],
     "docs/causal-models.md": ["`transformers` 5.23.0"],
-    "docs/choosing.md": ["16.8 MB of parameters, a simulated accelerator of 0.3 s", "is 3 times slower"],
     "docs/cluster.md": ["1.046 times its bytes", "take 1.007"],  # 1 + 66 / 1448, 1 + 66 / 8934
     "docs/codecs.md": ["at 10% and 1%", "about 0.4 arrives"],
     "docs/from-ddp.md": ["Lightning 2.6.5's tests"],
