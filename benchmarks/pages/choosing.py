@@ -25,7 +25,7 @@ Row = dict[str, str]
 
 
 def rows(name: str) -> Iterator[Row]:
-    """Of all tables of a report of results, each by its own headings; what stands before a table is `title`."""
+    """Yield the rows of all tables of a report, each by its own headings; `title` is what stands before a table."""
     title, heads = "", []
     for line in report(name).splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -59,7 +59,7 @@ def pipeline() -> str:
 
 
 def by_rate(recipe: str, what: str, page: str = "") -> list[Row]:
-    """Of the table with this title, of the page with this in its name."""
+    """Return the table with this title on the page with this in its name."""
     hosts = {"8-hosts-": 8, "16-hosts-": 16}.get(page, 4)
     found = rows(f"loss-per-second-{page}2-cores")
     return [row for row in found if row["title"].startswith(f"{recipe}, {hosts} hosts: {what}")]
@@ -75,17 +75,6 @@ def stragglers() -> str:
     """Times faster than ddp where one of eight hosts at a time is three times slower."""
     slow = [row for row in rows("cluster-speed-2-cores") if row["straggler or model"] == "3"]
     return markdown(tuple(row["method"] for row in slow), [[row["times faster than ddp"] for row in slow]])
-
-
-def seconds_to_a_target() -> str:
-    """To a target that all methods reach, and the score of the last step."""
-    body = []
-    for row in rows("cluster-accuracy-2-cores"):
-        recipe, steps = row["title"].partition(":")[0], row["title"].partition(" steps")[0].split()[-1]
-        target = {"resnet": "0.97", "gpt": "1.45", "larger-gpt": "2.5"}[recipe]
-        last = next(value for head, value in row.items() if head.endswith("at the end"))
-        body.append([recipe, steps, target, row["method"], row[target].partition(" (")[0], last])
-    return markdown(("recipe", "steps", "target", "method", "reached after", "at the end"), body)
 
 
 def times_sooner(recipe: str, page: str, method: str, rate: str) -> str:
@@ -108,7 +97,7 @@ def trained(words: str) -> str:
 
 
 def questions() -> str:
-    """What to type by the first question that is answered with yes, one number for it, and why."""
+    """Return the table of questions: a command, a number and a reason for the first that is answered with yes."""
     slow = {row["method"]: row for row in rows("cluster-speed-2-cores") if row["straggler or model"] == "3"}
     equal = {(row["recipe"], row["run"]): row["mean ± deviation"] for row in rows("quality-2-cores")}
     body = [
@@ -126,7 +115,8 @@ def questions() -> str:
          trained("recipe=gpt strategy=gossip strategy/elastic=elastic +strategy/elastic/asynchronous=asynchronous "
                  "trainer=cpu trainer.devices=4"),
          uneven(), "[nobody waits](elastic.md#when-nobody-should-wait): what has come is mixed"],
-        ["a worker that is slower now and then", trained("recipe=gpt strategy=gossip strategy.delay=4 strategy.combine.rate=0.4 trainer.devices=4"),
+        ["a worker that is slower now and then",
+         trained("recipe=gpt strategy=gossip strategy.delay=4 strategy.combine.rate=0.4 trainer.devices=4"),
          f"{slow['gossip, delay 4']['times faster than ddp']} times as many steps in a second as `ddp`",
          "a message has [four steps](gossip.md) to arrive"],
         ["a network that `ddp` waits for", "the table below, by its rate", "", "fewer bytes, or hidden ones"],
@@ -143,7 +133,7 @@ CODED = "gossip, int4 differences, Muon"
 
 
 def links() -> str:
-    """What to type by the rate of the links and the size of a batch: the soonest at the loss of `ddp` with AdamW."""
+    """Return the table of links: the method that is the soonest at the loss of `ddp` with AdamW, by rate and model."""
     gossip, ddp = f"experiment=gossip_muon {DIFFERENCES} {LARGE}", "strategy=ddp optimizer=muon"
     few, short = "fewest bytes: one round in 8 steps, 4 bits a number", "in 4 bits, and mixes in every step"
     wide, whole = "8 bits hide behind a step that is longer", "replicas stay equal, in 8 bits"
@@ -160,7 +150,8 @@ def links() -> str:
          (times_sooner("larger-gpt", "larger-gpt-", GOSSIP, "200mbit"), GOSSIP), GOSSIP, wide),
         ("200mbit", "images, a transformer", f"recipe=vit experiment=gossip_muon {FOUR}",
          (times_sooner("vit", "digits-", GOSSIP, "200mbit"), GOSSIP), GOSSIP, wide),
-        ("200mbit", "images, a ResNet", f"recipe=resnet strategy=gossip strategy/codec=int8 optimizer=accum_adamw {FOUR}",
+        ("200mbit", "images, a ResNet",
+         f"recipe=resnet strategy=gossip strategy/codec=int8 optimizer=accum_adamw {FOUR}",
          (times_sooner("resnet", "digits-", ACCUM, "200mbit"), ACCUM), ACCUM, wide),
         ("1gbit", "text", f"recipe=gpt {ddp} {LARGE} {FOUR}", of_all("", "1gbit", False),
          "ddp, Muon, fp16 hook; gpt-1024-tokens", "codes cost more time than they save"),

@@ -20,6 +20,7 @@ MADE_BY = {
     "cluster-accuracy": "network.accuracy",
     "cluster-speed": "network.speed",
     "convergence": "quality.convergence",
+    "faults": "faults.table",
     "first-hour": "gpu.first_hour",
     "gpu": "gpu.report",
     "jigsaw": "sweep.jigsaw",
@@ -57,7 +58,7 @@ def report(name: str) -> str:
 
 
 def names() -> list[str]:
-    """Of the results that have a report."""
+    """Return the names of results that have a report."""
     return [path.stem for path in sorted(RESULTS.glob("*.json")) if maker(path.stem)]
 
 

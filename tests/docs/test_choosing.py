@@ -88,7 +88,7 @@ def times(table: str) -> list[tuple[str, str, float]]:
 
 
 def test_what_a_row_names_is_ahead_of_the_strongest_of_the_other_side() -> None:
-    """That it is the soonest of its own side the table itself asserts, of text; of images it is but for outer rounds."""
+    """The table asserts that a row of text is the soonest of its side; of images it is so but for outer rounds."""
     found = times(choosing.links())
     assert all(sooner > 1 for *_, sooner in found)
     assert [("strategy=ddp" in command) for links, command, _ in found if links == "1 Gb/s"] == [True]
@@ -114,7 +114,7 @@ def test_where_a_worker_is_slow_now_and_then_more_delay_is_ahead() -> None:
 
 
 def test_what_the_methods_cost_in_loss() -> None:
-    """Least on four hosts is `ddp` with Muon, then averages of gradients; gossip and outer rounds, more on more hosts."""
+    """`ddp` with Muon ends lowest, then averages of gradients; gossip is behind, by more on more hosts."""
     for page in ("", "owners-"):
         found = losses("gpt", page)
         order = sorted(found, key=found.__getitem__)
@@ -138,3 +138,12 @@ def test_what_the_page_says_of_outer_rounds_on_images() -> None:
     images = [command for _, command, _ in times(choosing.links()) if "recipe=gpt" not in command]
     assert len(images) == 2
     assert not any("outer" in command for command in images)
+
+
+def test_how_far_behind_ddp_the_methods_of_the_page_why_end() -> None:
+    found, page = losses("gpt", "owners-"), (ROOT / "docs" / "why.md").read_text()
+    for start, method in (("[compressed", choosing.COMPRESSED), ("[gossip", choosing.GOSSIP), ("[outer", OUTER)):
+        (row,) = [line for line in page.splitlines() if line.startswith(f"| {start}")]
+        assert row.rstrip(" |").endswith(f" {found[method] - found['ddp, Muon']:.3f}")
+    ours = ("gossip", "compressed", "outer", "streamed")
+    assert all(loss > found["ddp, Muon"] for method, loss in found.items() if method.startswith(ours))
