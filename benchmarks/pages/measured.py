@@ -101,18 +101,6 @@ def unequal_data() -> str:
     )
 
 
-def partial() -> str:
-    heads = ("depth", "step time / ddp", "saved / full", "bytes / ddp")
-    return markdown(heads, [[row[head] for head in heads] for row in rows("partial-cost-2-cores")])
-
-
-def sweeps() -> str:
-    found = result("sweep-2-cores.json")["two simulated devices"]
-    names = ("seconds", "bound_seconds", "joblib_seconds", "sequential_seconds")
-    body = [[title, *(f"{row[name]:.2f}" for name in names)] for title, row in found.items()]
-    return markdown(("six members", "seconds", "bound", "joblib", "one after the other"), body)
-
-
 def faults() -> str:
     ends = [row["outcome"] for row in result("faults-2-cores.json")["rows"]]
     return markdown(("end", "faults"), [[end, str(ends.count(end))] for end in sorted(set(ends))])
@@ -254,7 +242,7 @@ def device() -> str:
 
 TABLES = (
     quality, overhead, memory, slow_network, stragglers, forecasts, unequal_data, pipeline,
-    partial, sweeps, faults, elastic,
+    faults, elastic,
 )  # fmt: skip
 ELASTIC, NOTES = (beside,), (changing, aged, device)
 

@@ -16,7 +16,6 @@ SETTINGS = {
         "within 7 % of the measured seconds",
         "more than 5 % are in the right order",
         "7 to 12 % below it",
-        "To 95 % of the bound",
         "a step is 0.03 s of sleep",
     ],
     "docs/optimizers.md": [
