@@ -155,7 +155,7 @@ def markdown(found: Sequence[Found]) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("`", "'")
+    return text.replace("|", "\u2223").replace("`", "'")
 
 
 def written(page: str, found: Sequence[Found], about: str) -> str:
