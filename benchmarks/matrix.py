@@ -6,7 +6,7 @@
 
 Each part builds wheel and sdist, makes an environment, and installs requirements and wheel. Outside the checkout it
 trains two gossiping processes from the wheel, then from the sdist. Last, it runs the quick tests of the wheel with that
-environment's packages. `results/matrix.json` gets a row for each part; `--write` puts the rows on docs/index.md.
+environment's packages. `results/matrix.json` gets a row for each part; `--write` puts the rows into CONTRIBUTING.md.
 
 The newest part takes pre-releases of hydra-core, lightning and torch: what they change is known before their users meet
 it. The quick part is continuous integration's: it lays Hydra's newest version, pre-releases included, over this
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
-RESULTS, PAGE = ROOT / "benchmarks" / "results" / "matrix.json", ROOT / "docs" / "index.md"
+RESULTS, PAGE = ROOT / "benchmarks" / "results" / "matrix.json", ROOT / "CONTRIBUTING.md"
 BEGIN, END = "<!-- matrix: begin -->", "<!-- matrix: end -->"
 EXTRAS = ("recipes", "plot", "sweeps", "schedule")
 TOOLS = ["pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100", "psutil>=5.9", "peft>=0.13"]

@@ -28,6 +28,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from common.paths import RESULTS
 
@@ -39,7 +40,7 @@ from rich.console import Console
 from common.hardware import description, sentence, slug
 from faults.row import Place, Row
 from faults.rows import rows
-from faults.runs import TRACEBACK, Outcome
+from faults.runs import GOES_ON, LINE, TRACEBACK, Outcome
 from faults.worker import TIMEOUT_SECONDS
 
 BEGIN, END = "<!-- faults: begin -->", "<!-- faults: end -->"
@@ -101,8 +102,51 @@ def _forked(row: Row, place: Place, result: Path) -> int:
 # ---- pages -----------------------------------------------------------------------------------------------------------
 
 
+KINDS = {
+    "a worker dies or hangs": ("a worker ends", r"killed|SIGSTOP", "worker 1 killed in a step",
+                               "killed or stopped (SIGSTOP), from before the meeting to the end of the fit"),
+    "a worker raises": ("a worker ends", "raises", "worker 1 raises in a step", "an exception at the same moments"),
+    "a run is stopped": ("a run is stopped", "", "", "Ctrl-C or SIGTERM at one worker or all: no error, all end"),
+    "numbers": ("numbers", "", "nan in a parameter of worker 1 before an update",
+                "NaN, infinity or 1e30 in a parameter or buffer of one worker"),
+    "files": ("files", "", "last.ckpt with one bit flipped",
+              "checkpoints damaged, missing, mixed up or of another kind; full disks; killed while saving"),
+    "settings that differ": ("settings that differ", "", "delay 0 beside 1",
+                             "another option, model, precision or version on one worker"),
+    "data": ("data", "", "3 batches beside 4", "fewer batches on one worker, or none"),
+    "ports": ("ports", "", "a web server listens there", "another program or job has the port; garbage sent to it"),
+    "places": ("places", "", "worker 1 with MASTER_ADDR that nobody knows", "wrong addresses, interfaces and ranks"),
+    "one worker alone": ("one worker alone", "", "worker 1 calls log with sync_dist",
+                         "one worker makes a collective call, or changes a tensor, that the others don't"),
+    "sweeps": ("sweeps", "", "", "garbage at a sweep's socket; the sweep killed: its members end"),
+    "input": ("input", "", "GossipStrategy(delay=1.5)", "options, words and commands of a wrong kind"),
+}  # fmt: skip
+"""{kind: (group, its faults, the one that is the example, what was done)}"""
+
+
+def by_kind(found: Sequence[Found]) -> str:
+    """The table of the page: faults counted by kind and end, and the line that one of them left."""
+    lines = [
+        "| kind | what was done | faults | go on | one line | for example |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for kind, (group, faults, example, done) in KINDS.items():
+        here = [one for one in found if one.group == group and re.search(faults, one.fault)]
+        said = next((f"`{_cell(one.said)}`" for one in here if one.fault == example and one.said), "")
+        ends = [sum(one.outcome == end for one in here) for end in (GOES_ON, LINE)]
+        lines.append(f"| {kind} | {done} | {len(here)} | {ends[0]} | {ends[1]} | {said} |")
+    return "\n".join(lines)
+
+
+def page(content: dict[str, Any]) -> str:
+    """The whole table, as a report."""
+    hardware = ", ".join(f"{key} {value}" for key, value in content["hardware"].items())
+    found = [Found(**row) for row in content["rows"]]
+    return f"# What happens when something goes wrong\n\n{hardware}.\n\n{markdown(found)}\n"
+
+
 def markdown(found: Sequence[Found]) -> str:
-    """The table of a page."""
+    """Every fault in a row."""
     lines = ["| fault | strategy | what happened | seconds |", "| --- | --- | --- | --- |"]
     for one in found:
         what = one.outcome + (f": `{_cell(one.said)}`" if one.said else "")
@@ -111,7 +155,7 @@ def markdown(found: Sequence[Found]) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("`", "'")
+    return text.replace("|", "\u2223").replace("`", "'")
 
 
 def written(page: str, found: Sequence[Found], about: str) -> str:
@@ -120,7 +164,7 @@ def written(page: str, found: Sequence[Found], about: str) -> str:
     if not rest:
         raise ValueError(f"the page has no line {BEGIN}")
     lines = textwrap.fill(about, 118, break_long_words=False, break_on_hyphens=False)
-    return f"{head}{BEGIN}\n{lines}\n\n{markdown(found)}\n{END}{rest.partition(END)[2]}"
+    return f"{head}{BEGIN}\n{lines}\n\n{by_kind(found)}\n{END}{rest.partition(END)[2]}"
 
 
 def raw(path: Path) -> tuple[dict[str, str], list[Found]]:

@@ -13,14 +13,13 @@ from typing import Any
 from common.paths import RESULTS
 from pages.reports import report
 
-METHODS = ("ddp", "ddp, 4 MB buckets", "gossip", "gossip, int8")
-RATES = ("200mbit", "400mbit", "1gbit")
 WRITTEN = {"10mbit": "10 Mb/s", "50mbit": "50 Mb/s", "200mbit": "200 Mb/s", "1gbit": "1 Gb/s"}
-SIZES = ("2", "4", "8", "16")
-EQUAL_STEPS = (
-    ("resnet", "ddp"), ("resnet", "gossip"), ("gpt", "ddp"), ("gpt", "gossip"), ("gpt", "ddp, AccumAdamW"),
-    ("gpt", "gossip, AccumAdamW"),
-)  # fmt: skip
+PEERS = ("ddp", "torchft", "decent-dp")
+"""Names of methods that aren't this package's begin so."""
+LOSS = "1.358"
+"""What `ddp` with AdamW has in the end, on `gpt`; a test compares it."""
+LARGE = "data.batch_size=16"
+DIFFERENCES = "strategy/codec=difference_compression strategy/codec@strategy.codec.inner=int4 optimizer.lr=3e-2"
 
 Row = dict[str, str]
 
@@ -59,15 +58,6 @@ def pipeline() -> str:
     return f"{one / sliced:.2f} times one process, in 8 slices over two stages"
 
 
-def sooner(recipe: str, method: str) -> str:
-    (found,) = (
-        row["times faster than ddp to the last"]
-        for row in rows("cluster-accuracy-2-cores")
-        if row["title"].startswith(f"{recipe}:") and row["method"] == method
-    )
-    return f"{found} times sooner at the target than `ddp`"
-
-
 def by_rate(recipe: str, what: str, page: str = "") -> list[Row]:
     """Return the table with this title on the page with this in its name."""
     hosts = {"8-hosts-": 8, "16-hosts-": 16}.get(page, 4)
@@ -75,60 +65,10 @@ def by_rate(recipe: str, what: str, page: str = "") -> list[Row]:
     return [row for row in found if row["title"].startswith(f"{recipe}, {hosts} hosts: {what}")]
 
 
-def at_rate(method: str, rate: str) -> str:
-    (found,) = (row[rate] for row in by_rate("gpt", "times sooner than `ddp`") if row["method"] == method)
-    return f"{found} times sooner at `ddp`'s loss"
-
-
 def uneven() -> str:
     found = result("elastic-uneven-2-cores.json")["uneven"]["rows"]
     waits, not_waiting = (found[f"uneven, {order}"]["seconds"] for order in ("waits", "asynchronous"))
-    return f"{waits / not_waiting:.2f} times the steps in a second, where one of four is three times slower"
-
-
-def questions() -> str:
-    """Return the table of questions: what to type at the first yes, and one number for it."""
-    slow = {row["method"]: row for row in rows("cluster-speed-2-cores") if row["straggler or model"] == "3"}
-    equal = {(row["recipe"], row["run"]): row["mean ± deviation"] for row in rows("quality-2-cores")}
-    speed, accuracy, text = (
-        f"`{name}-2-cores.json`" for name in ("cluster-speed", "cluster-accuracy", "loss-per-second")
-    )
-    compared = f"accuracy {equal['resnet', 'ddp']} at equal steps, gossip {equal['resnet', 'gossip']}"
-    body = [
-        ["many trainings, few devices", "`hydra/launcher=shard_parallel`", sweep(), "`sweep-2-cores.json`"],
-        ["a model larger than the one device", "`strategy=spilled`", "2 forwards a block; no seconds yet",
-         "[its guide](spilled.md#what-it-costs)"],
-        ["a causal model larger than each device", "`strategy=token_pipeline`", pipeline(),
-         "`token-pipeline-width-512-*.json`"],
-        ["workers that come and go", "`GossipStrategy(elastic=Elastic(...))`",
-         "10 s of silence and a worker counts as dead", "[its guide](elastic.md)"],
-        ["workers that stay slower than others", "`GossipStrategy(elastic=Elastic(asynchronous=Asynchronous()))`",
-         uneven(), "`elastic-uneven-2-cores.json`"],
-        ["workers that are slower now and then", "`strategy=gossip strategy.delay=4`",
-         f"{slow['gossip, delay 4']['times faster than ddp']} times faster steps than `ddp`", speed],
-        ["links of 400 Mb/s or less, images", "`strategy=gossip strategy/codec=int8`", sooner("resnet", "gossip, int8"),
-         accuracy],
-        ["links of 50 Mb/s or less, text", "`experiment=outer_muon`",
-         f"at 50 Mb/s {at_rate('outer rounds of 8, int4, Muon', '50mbit')}", text],
-        ["the same links, a lower loss at the end", "`experiment=gossip_muon`",
-         f"at 50 Mb/s {at_rate('gossip, int8, Muon', '50mbit')}", text],
-        ["links of 200 Mb/s, text, equal replicas", "`experiment=compressed_muon`",
-         at_rate("compressed, int8, Muon", "200mbit"), text],
-        ["none of these", "`strategy=ddp`", compared, "`quality-2-cores.json`"],
-    ]  # fmt: skip
-    return markdown(("first yes", "type", "one number", "from"), body)
-
-
-def steps_on_links() -> str:
-    """Seconds of a step by rate, then by the number of hosts; a dash where nothing was measured."""
-    found = {
-        (row["hosts"], row["rate"], row["method"]): row["s per step"]
-        for row in rows("cluster-speed-2-cores")
-        if row["straggler or model"] == "1"
-    }
-    places = [("8", rate) for rate in RATES] + [(size, "200mbit") for size in SIZES if size != "8"]
-    body = [[size, rate, *(found.get((size, rate, m), "-") for m in METHODS)] for size, rate in places]
-    return markdown(("hosts", "rate", *METHODS), body)
+    return f"{waits / not_waiting:.2f} times the steps in a second, one of four workers three times slower"
 
 
 def stragglers() -> str:
@@ -137,115 +77,93 @@ def stragglers() -> str:
     return markdown(tuple(row["method"] for row in slow), [[row["times faster than ddp"] for row in slow]])
 
 
-def seconds_to_a_target() -> str:
-    """Return the table of seconds to a target that all methods reach, and the score of the last step."""
-    body = []
-    for row in rows("cluster-accuracy-2-cores"):
-        recipe, steps = row["title"].partition(":")[0], row["title"].partition(" steps")[0].split()[-1]
-        target = {"resnet": "0.97", "gpt": "1.45", "larger-gpt": "2.5"}[recipe]
-        last = next(value for head, value in row.items() if head.endswith("at the end"))
-        body.append([recipe, steps, target, row["method"], row[target].partition(" (")[0], last])
-    return markdown(("recipe", "steps", "target", "method", "reached after", "at the end"), body)
+def times_sooner(recipe: str, page: str, method: str, rate: str) -> str:
+    """Seconds of the soonest peer over the method's, to the loss that `ddp` with AdamW has in the end; same batches."""
+    found = {row["method"]: row.get(rate) or "" for row in by_rate(recipe, "times sooner than `ddp` ", page)}
+    peers = (float(times) for name, times in found.items() if name.startswith(PEERS) and times[:1].isdigit())
+    return f"{float(found[method]) / max(peers):.2f}"
 
 
-def body_by_rate(recipe: str, page: str) -> tuple[list[str], list[list[str]]]:
-    """(rates, rows): loss at the end, and times sooner than `ddp` at the loss that it has in the end, by rate."""
-    losses = {}
-    for row in by_rate(recipe, "", page):
-        if "MB sent per step" in row:
-            (losses[row["method"]],) = (cell for head, cell in row.items() if head.endswith("at the end"))
-    found = by_rate(recipe, "times sooner than `ddp` ", page)
-    rates = [head for head in found[0] if head.endswith("bit")]
-    return rates, [[r["method"], losses[r["method"]], *(r[rate] or "not reached" for rate in rates)] for r in found]
+def of_all(page: str, rate: str, ours: bool) -> tuple[str, str]:
+    """(times sooner, method): of the soonest of ours over the soonest peer, or the other way round, at `LOSS`."""
+    found = {row["soonest"]: row[rate] for row in by_rate("gpt", "seconds to a loss", page) if row["loss"] == LOSS}
+    sides = ("of ours", "peer") if ours else ("peer", "of ours")
+    (seconds, method), (others, _) = (found[side].split(" s (", 1) for side in sides)
+    return found["times sooner"] if ours else f"{float(others) / float(seconds):.2f}", method.rstrip(")")
 
 
-def text_by_rate(recipe: str, page: str = "") -> str:
-    rates, body = body_by_rate(recipe, page)
-    return markdown(("method", "loss at the end", *(WRITTEN[rate] for rate in rates)), body)
+def trained(words: str) -> str:
+    return f"`python recipes/train.py {words}`"
 
 
-def gpt_by_rate() -> str:
-    return text_by_rate("gpt")
+def questions() -> str:
+    """Return the table of questions: a command, a number and a reason for the first that is answered with yes."""
+    slow = {row["method"]: row for row in rows("cluster-speed-2-cores") if row["straggler or model"] == "3"}
+    equal = {(row["recipe"], row["run"]): row["mean ± deviation"] for row in rows("quality-2-cores")}
+    body = [
+        ["many trainings, few devices",
+         trained("-m recipe=vit optimizer.lr=1e-3,3e-4 hydra/launcher=shard_parallel hydra.launcher.devices=2"),
+         sweep(), "[one computes](sweeps.md) while another loads"],
+        ["a model larger than the one device", trained("recipe=gpt strategy=spilled strategy.memory_bytes=5000000"),
+         "2 forwards a block", "[parameters stay](spilled.md) on the host"],
+        ["a causal model larger than each device", trained("recipe=gpt strategy=token_pipeline trainer.devices=2"),
+         pipeline(), "[stages](token-pipeline.md) work on slices of one sequence at once"],
+        ["workers that come and go",
+         trained("recipe=gpt strategy=gossip strategy/elastic=elastic trainer=cpu trainer.devices=4"),
+         "10 s of silence and a worker counts as dead", "[the others](elastic.md) go on without it"],
+        ["a worker that stays slower than others",
+         trained("recipe=gpt strategy=gossip strategy/elastic=elastic +strategy/elastic/asynchronous=asynchronous "
+                 "trainer=cpu trainer.devices=4"),
+         uneven(), "[nobody waits](elastic.md#when-nobody-should-wait): what has come is mixed"],
+        ["a worker that is slower now and then",
+         trained("recipe=gpt strategy=gossip strategy.delay=4 strategy.combine.rate=0.4 trainer.devices=4"),
+         f"{slow['gossip, delay 4']['times faster than ddp']} times as many steps in a second as `ddp`",
+         "a message has [four steps](gossip.md) to arrive"],
+        ["a network that `ddp` waits for", "the table below, by its rate", "", "fewer bytes, or hidden ones"],
+        ["none of these", trained("recipe=vit strategy=ddp trainer.devices=4"),
+         f"accuracy of `resnet` {equal['resnet', 'ddp']} after equal steps, gossip {equal['resnet', 'gossip']}",
+         "the all-reduce hides behind the backward"],
+    ]  # fmt: skip
+    return markdown(("first yes", "type", "one number", "why"), body)
 
 
-OUTER = (
-    "ddp", "ddp, Muon, fp16 hook", "ddp, Muon, fp16 hook, accumulating 4", "torchft's DiLoCo, Muon",
-    "gossip, int8, Muon", "gossip, int4 differences, Muon", "compressed, int8, Muon",
-)  # fmt: skip
+OUTER, COMPRESSED = "outer rounds of 8, int4, Muon", "compressed, int8, Muon"
+GOSSIP, ACCUM = "gossip, int8, Muon", "gossip, int8, AccumAdamW"
+CODED = "gossip, int4 differences, Muon"
 
 
-def outer_by_rate() -> str:
-    """Outer rounds whose codes owners add up, beside some of the methods."""
-    rates, found = body_by_rate("gpt", "owners-")
-    body = [row for row in found if row[0] in OUTER or "outer" in row[0]]
-    return markdown(("method", "loss at the end", *(WRITTEN[rate] for rate in rates)), body)
+def links() -> str:
+    """Return the table of links: the method that is the soonest at the loss of `ddp` with AdamW, by rate and model."""
+    gossip, ddp = f"experiment=gossip_muon {DIFFERENCES} {LARGE}", "strategy=ddp optimizer=muon"
+    few, short = "fewest bytes: one round in 8 steps, 4 bits a number", "in 4 bits, and mixes in every step"
+    wide, whole = "8 bits hide behind a step that is longer", "replicas stay equal, in 8 bits"
+    chosen = [
+        ("10mbit", "text", f"recipe=gpt experiment=outer_muon {FOUR}", of_all("owners-", "10mbit", True), OUTER, few),
+        ("10mbit", "text, batches of 16", f"recipe=gpt {gossip} {FOUR}", of_all("", "10mbit", True), CODED, short),
+        ("50mbit", "text", f"recipe=gpt experiment=outer_muon {FOUR}", of_all("owners-", "50mbit", True), OUTER, few),
+        ("50mbit", "text, batches of 16", f"recipe=gpt {gossip} {FOUR}", of_all("", "50mbit", True), CODED, short),
+        ("200mbit", "text", f"recipe=gpt {ddp} trainer.accumulate_grad_batches=4 {FOUR}",
+         of_all("owners-", "200mbit", False), "ddp, Muon, fp16 hook, accumulating 4", "its hook halves the bytes"),
+        ("200mbit", "text, batches of 16", f"recipe=gpt experiment=compressed_muon {LARGE} {FOUR}",
+         of_all("", "200mbit", True), COMPRESSED, whole),
+        ("200mbit", "text, a larger model", f"recipe=gpt experiment=gossip_muon {WIDER} {FOUR}",
+         (times_sooner("larger-gpt", "larger-gpt-", GOSSIP, "200mbit"), GOSSIP), GOSSIP, wide),
+        ("200mbit", "images, a transformer", f"recipe=vit experiment=gossip_muon {FOUR}",
+         (times_sooner("vit", "digits-", GOSSIP, "200mbit"), GOSSIP), GOSSIP, wide),
+        ("200mbit", "images, a ResNet",
+         f"recipe=resnet strategy=gossip strategy/codec=int8 optimizer=accum_adamw {FOUR}",
+         (times_sooner("resnet", "digits-", ACCUM, "200mbit"), ACCUM), ACCUM, wide),
+        ("1gbit", "text", f"recipe=gpt {ddp} {LARGE} {FOUR}", of_all("", "1gbit", False),
+         "ddp, Muon, fp16 hook; gpt-1024-tokens", "codes cost more time than they save"),
+    ]  # fmt: skip
+    assert all(best.startswith(method) for *_, (_, best), method, _ in chosen), chosen
+    body = [[WRITTEN[rate], what, trained(words), times, why] for rate, what, words, (times, _), _, why in chosen]
+    return markdown(("links", "model", "type", "times sooner", "why"), body)
 
 
-def larger_batch_by_rate() -> str:
-    return text_by_rate("gpt-1024-tokens")
-
-
-def larger_model_by_rate() -> str:
-    return text_by_rate("larger-gpt", "larger-gpt-")
-
-
-def eight_hosts_by_rate() -> str:
-    return text_by_rate("gpt", "8-hosts-")
-
-
-def sixteen_hosts_by_rate() -> str:
-    return text_by_rate("gpt", "16-hosts-")
-
-
-def other_text_by_rate() -> str:
-    return text_by_rate("sympy")
-
-
-IMAGES = (
-    "ddp", "ddp, fp16 hook", "ddp, AccumAdamW, fp16 hook", "ddp, Muon, fp16 hook", "torchft's DiLoCo, Muon",
-    "gossip, int8, AccumAdamW", "gossip, int8, Muon", "compressed, int8, Muon", "outer rounds of 8, int4, Muon",
-    "streamed outer rounds of 8, int4, Muon",
-)  # fmt: skip
-
-
-def images_by_rate() -> str:
-    """Some of the methods."""
-    body = []
-    for recipe in ("vit", "resnet"):
-        rates, found = body_by_rate(recipe, "digits-")
-        body += [[recipe, *row] for row in found if row[0] in IMAGES]
-    return markdown(("recipe", "method", "loss at the end", *(WRITTEN[rate] for rate in rates)), body)
-
-
-def strongest_peer() -> str:
-    """The soonest of ours, in batches of either size, at the loss that forms of `ddp` have in the end."""
-    body = []
-    for recipe in ("gpt", "gpt-1024-tokens"):
-        for row in by_rate(recipe, "times sooner at the loss that each peer"):
-            if row["peer"] in ("ddp", "ddp, Muon", "ddp, Muon, fp16 hook"):
-                body.append([recipe, row["peer"], row["its loss"], *(row[rate] for rate in WRITTEN)])
-    return markdown(("recipe", "peer", "its loss", *WRITTEN.values()), body)
-
-
-def soonest_of_all() -> str:
-    """Seconds to a loss of the soonest peer and the soonest of ours, in batches of either size and longer schedules."""
-    found = by_rate("gpt", "seconds to a loss")
-    body = [[row["loss"], row["soonest"], *(row[rate] for rate in WRITTEN)] for row in found]
-    return markdown(("loss", "soonest", *WRITTEN.values()), body)
-
-
-def at_equal_steps() -> str:
-    """Three seeds, four workers."""
-    found = {(row["recipe"], row["run"]): row for row in rows("quality-2-cores")}
-    body = [[*key, found[key]["metric"], found[key]["mean ± deviation"]] for key in EQUAL_STEPS]
-    return markdown(("recipe", "run", "metric", "mean ± deviation"), body)
-
-
-TABLES = (
-    questions, steps_on_links, stragglers, seconds_to_a_target, at_equal_steps, gpt_by_rate, outer_by_rate,
-    larger_batch_by_rate, larger_model_by_rate, eight_hosts_by_rate, sixteen_hosts_by_rate, other_text_by_rate,
-    images_by_rate, strongest_peer, soonest_of_all,
-)  # fmt: skip
+FOUR = "trainer.devices=4"
+WIDER = "model.config.n_embd=128 model.config.n_layer=4"
+TABLES = (questions, links)
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from common.paths import ROOT
 from elastic.aged import compared
-from pages.choosing import markdown, result, rows, seconds_to_a_target, stragglers
+from pages.choosing import markdown, result, rows, stragglers
 
 QUALITY = (
     ("vit", "ddp"), ("vit", "gossip"), ("resnet", "ddp"), ("resnet", "gossip"), ("gpt", "ddp"), ("gpt", "gossip"),
@@ -99,18 +99,6 @@ def unequal_data() -> str:
     return markdown(
         ("rule", "graph", "delay", *heads), [[*key, *(found[key][head] for head in heads)] for key in RULES]
     )
-
-
-def partial() -> str:
-    heads = ("depth", "step time / ddp", "saved / full", "bytes / ddp")
-    return markdown(heads, [[row[head] for head in heads] for row in rows("partial-cost-2-cores")])
-
-
-def sweeps() -> str:
-    found = result("sweep-2-cores.json")["two simulated devices"]
-    names = ("seconds", "bound_seconds", "joblib_seconds", "sequential_seconds")
-    body = [[title, *(f"{row[name]:.2f}" for name in names)] for title, row in found.items()]
-    return markdown(("six members", "seconds", "bound", "joblib", "one after the other"), body)
 
 
 def faults() -> str:
@@ -253,8 +241,8 @@ def device() -> str:
 
 
 TABLES = (
-    quality, overhead, memory, slow_network, stragglers, forecasts, seconds_to_a_target, unequal_data, pipeline,
-    partial, sweeps, faults, elastic,
+    quality, overhead, memory, slow_network, stragglers, forecasts, unequal_data, pipeline,
+    faults, elastic,
 )  # fmt: skip
 ELASTIC, NOTES = (beside,), (changing, aged, device)
 

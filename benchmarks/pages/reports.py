@@ -20,6 +20,7 @@ MADE_BY = {
     "cluster-accuracy": "network.accuracy",
     "cluster-speed": "network.speed",
     "convergence": "quality.convergence",
+    "faults": "faults.table",
     "first-hour": "gpu.first_hour",
     "gpu": "gpu.report",
     "jigsaw": "sweep.jigsaw",

@@ -1,4 +1,4 @@
-"""The script of docs/index.md: `python docs/examples/laptop.py`."""
+"""A whole program, two processes on a laptop: `python docs/examples/laptop.py`."""
 
 import lightning as L
 import torch

@@ -98,21 +98,6 @@ def slices() -> Any:
     return bars(panels, "times one process", 7)
 
 
-def depth() -> Any:
-    found = rows(measured.partial())
-    heads = [head for head in found[0] if head != "depth"]
-    return bars({head: {f"depth {row['depth']}": number(row[head]) for row in found} for head in heads}, "times ddp")
-
-
-def devices() -> Any:
-    found = rows(measured.sweeps())
-    heads = [head for head in found[0] if head != "six members"]
-    panels = {
-        row["six members"]: {head: number(row[head]) for head in ("bound", *heads[:1], *heads[2:])} for row in found
-    }
-    return bars(panels, "seconds", 11)
-
-
 def faults() -> Any:
     return bars({"what the others do": {r["end"]: number(r["faults"]) for r in rows(measured.faults())}}, "faults", 6)
 
@@ -132,7 +117,7 @@ def lost() -> Any:
     return figure
 
 
-PICTURES = (quality, overhead, network, slow, forecasts, unequal, slices, depth, devices, faults, lost)
+PICTURES = (quality, overhead, network, slow, forecasts, unequal, slices, faults, lost)
 
 
 def draw(folder: Any) -> None:

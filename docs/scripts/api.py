@@ -58,8 +58,13 @@ def table(face: str) -> str:
     for public, inner, there in sorted(imported(tree)):
         text = said(inner, there)
         shown = f"`{text}`" if formula(text) else text
-        lines.append(f"| `{public}` | {shown.replace('|', chr(92) + '|')} |")
+        lines.append(f"| `{public}` | {bars(shown)} |")
     return f"## `{module}`\n\n" + "\n".join(lines)
+
+
+def bars(text: str) -> str:
+    """The text with other signs for bars, which end a cell: escaped, their backslashes show in code."""
+    return text.replace("||", "‖").replace(" | ", " or ").replace("|", "\u2223")
 
 
 def whole(face: str) -> str:

@@ -11,7 +11,6 @@ from pathlib import Path
 DOCS = Path(__file__).parents[1]
 EXAMPLES = DOCS / "examples"
 PAGES = {
-    "laptop": "index",
     "gossip": "gossip",
     "compressed": "compressed",
     "partial_backprop": "partial-backprop",

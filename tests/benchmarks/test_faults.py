@@ -9,9 +9,10 @@ import pytest
 
 from faults.rows import rows
 from faults.runs import CORRUPT, GOES_ON, HANGS, LINE, TRACEBACK, Process, Run, judged
-from faults.table import BEGIN, END, RESULTS, about_of, markdown, merged, options, raw, written
+from faults.table import BEGIN, END, KINDS, RESULTS, about_of, by_kind, markdown, merged, options, raw, written
 from faults.worker import record_of
 from lightning_decentral.shared.errors import MissingExtra
+from pages.reports import report
 from tests.docs.pages import ROOT
 
 PAGE = ROOT / "docs" / "faults.md"
@@ -21,9 +22,26 @@ def test_the_page_shows_the_raw_results() -> None:
     (path,) = RESULTS.glob("faults-*.json")
     hardware, found = raw(path)
     text = PAGE.read_text()
-    assert text.partition(BEGIN)[2].partition(END)[0].strip().endswith(markdown(found))
+    assert text.partition(BEGIN)[2].partition(END)[0].strip().endswith(by_kind(found))
     assert all(f"{key} {value}" in " ".join(text.split()) for key, value in hardware.items())
     assert path.name in text
+
+
+def test_the_page_is_short_and_its_kinds_hold_every_fault_once() -> None:
+    found = raw(RESULTS / "faults-2-cores.json")[1]
+    cells = [line.split(" | ") for line in by_kind(found).splitlines()[2:]]
+    assert len(cells) == len(KINDS) == 12
+    assert sum(int(row[2]) for row in cells) == len(found)
+    assert all(int(row[2]) == int(row[3]) + int(row[4]) for row in cells)
+    examples = [(group, example) for group, _, example, _ in KINDS.values() if example]
+    assert {(one.group, one.fault) for one in found} >= set(examples)
+    assert len(PAGE.read_text().split()) <= 880
+
+
+def test_the_report_has_every_fault() -> None:
+    found = raw(RESULTS / "faults-2-cores.json")[1]
+    assert markdown(found) in report("faults-2-cores")
+    assert all(f"| {one.fault.replace('|', '/')} | {one.strategy} |" in markdown(found) for one in found)
 
 
 def test_every_row_is_another_one_and_stands_in_the_table() -> None:
@@ -82,7 +100,7 @@ def test_the_table_goes_between_the_marks_and_nothing_else_changes() -> None:
     _, found = raw(path)
     page = f"before\n{BEGIN}\nold\n{END}\nafter\n"
     new = written(page, found[:2], "about")
-    assert new.startswith(f"before\n{BEGIN}\nabout\n\n| fault |")
+    assert new.startswith(f"before\n{BEGIN}\nabout\n\n| kind |")
     assert new.endswith(f"{END}\nafter\n")
     assert written(new, found[:2], "about") == new
     with pytest.raises(ValueError, match="has no line"):

@@ -58,6 +58,10 @@ def test_the_script_of_a_guide_is_the_page_s(name: str) -> None:
     assert written == examples.text(name), "python docs/scripts/examples.py --write"
 
 
+def test_a_laptop(tmp_path: Path) -> None:
+    assert "workers: 2" in finish([Script(EXAMPLES / "laptop.py", folder=tmp_path)])
+
+
 def test_two_machines(tmp_path: Path) -> None:
     scripts = []
     for rank in "01":

@@ -40,6 +40,13 @@ def test_rows_of_a_table_have_equally_many_cells(page: Path) -> None:
     assert torn_rows("| a | b |\n| --- | --- |\n| c | d | e |\n") == ["| c | d | e |"]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_tables_show_no_backslash_before_a_bar(page: Path) -> None:
+    """In code it would be seen."""
+    rows = [line for line in outside_fences(page.read_text()) if line.startswith("|")]
+    assert not [line for line in rows if "\\|" in line]
+
+
 def test_what_is_long_is_found() -> None:
     assert long_sentences(f"{THIRTY}.\n\n- {THIRTY}\n  word: word.\n") == [f"{THIRTY} word: word."]
     assert not long_sentences(f"# {THIRTY} word\n\n| {THIRTY} word |\n\n```text\n{THIRTY} word\n```\n")
