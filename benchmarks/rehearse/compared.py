@@ -30,11 +30,11 @@ from torch.utils.data import DataLoader, Subset
 from common.hardware import description, slug
 from common.paths import RESULTS
 from common.quiet_recipe import built, composed
-from lightning_decentral.planner.rehearsal.batches import data_of, shared_out
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.evaluation import HeldOutEvaluation
 from lightning_decentral.planner.rehearsal.loop import LoopSettings
 from lightning_decentral.planner.rehearsal.search import MARKS, Point, SearchCourse, reached, search, smoothed
+from lightning_decentral.planner.rehearsal.worker import copies_of, data_of
 from network.accuracy import EXAMPLES, Recipe
 from rehearse import asleep
 from rehearse.seconds import HOSTS, METHODS_HERE, PLACES, RATES, REAL, RECIPES, SEED, Place, forecasts, measure
@@ -51,11 +51,11 @@ def crew_of(
     """(module, data, what makes the crew at a learning rate)."""
     cfg = composed([*recipe.words, *words], SEED)
     data, module, _ = built(cfg)
-    batches, epoch = shared_out(data_of(data), hosts)
+    batches = copies_of(data_of(data))
     used = strategy or instantiate(cfg.strategy, _convert_="all")
 
     def make(rate: float) -> Crew:
-        loop = LoopSettings(cfg.trainer.gradient_clip_val, rate, epoch, recipe.steps)
+        loop = LoopSettings(cfg.trainer.gradient_clip_val, rate, recipe.steps)
         return Crew(module, batches, used, hosts, recipe.steps, loop=loop)
 
     return module, data, make
