@@ -42,6 +42,7 @@ predicts the first token. Such calls need `sdpa`, where the class has it, or pad
 | --- | --- | --- | --- | --- |"""
 MOST = 100
 """Characters of a reason."""
+ALONE = "another reason: `python benchmarks/pipeline.py causal_models NAME`"
 
 
 def tried(name: str) -> tuple[str, str, Verdict]:
@@ -74,7 +75,7 @@ def table(names: list[str]) -> str:
         print(kind, verdict.refused, file=sys.stderr, flush=True)
     others = {kind: why for kind, why in others.items() if kind not in sliced}
     head = HEAD.format(version=transformers.__version__, sliced=len(sliced), all=len(sliced) + len(others))
-    return "\n".join([head, *grouped(sliced), "\n## Refused\n\n| why | classes |\n| --- | --- |", *grouped(others)])
+    return "\n".join([head, *grouped(sliced), "\n## Refused\n\n| why | classes |\n| --- | --- |", *refused(others)])
 
 
 def grouped(verdicts: dict[str, str]) -> list[str]:
@@ -84,6 +85,12 @@ def grouped(verdicts: dict[str, str]) -> list[str]:
         classes.setdefault(verdicts[kind], []).append(f"`{kind}`")
     rows = sorted(classes.items(), key=lambda row: (-len(row[1]), row[0]))
     return [f"| {verdict} | {', '.join(kinds)} |" for verdict, kinds in rows]
+
+
+def refused(verdicts: dict[str, str]) -> list[str]:
+    """The same of reasons; those of one class each share a row."""
+    alone = {kind for kind, why in verdicts.items() if list(verdicts.values()).count(why) == 1}
+    return grouped({kind: ALONE if kind in alone else why for kind, why in verdicts.items()})
 
 
 def shortened(why: str) -> str:

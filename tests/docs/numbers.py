@@ -107,9 +107,22 @@ def rules() -> Iterator[str]:
     yield f"up to {max(lost):.1f} under `QuasiGlobalMomentum`"
     ring, all_reduce = accuracy["gossip", "ring", "0"], accuracy["all-reduce", "complete", "0"]
     yield f"(a ring: {ring:.0f} % where all-reduce has {all_reduce:.0f} %)"
+    transformer = table("quality-rules")
+    names = {
+        name.partition("(")[0].partition(", Every")[0]: row for name, row in transformer.items() if "(rate" not in name
+    }
+    yield from (f"`{name}` {float(row[2].split()[0]):.3f}" for name, row in names.items())
+
+
+def outer_rounds() -> Iterator[str]:
     runs = result("tuning")["runs"]
     ddp, coded = runs["ddp, Muon | 0.02 | 0.8"], runs["gossip, int8, Muon | 0.02 | 0.9"]
     yield f"`ddp` with Muon has {ddp:.3f}, gossip with `Int8` {coded:.3f}"
+    losses = result("variants")["losses"]
+    ways = {"null, null": "with None and None", "0.7, 0.5": "with 0.7 and 0.5", "0.7, 0.9": "with 0.7 and 0.9"}
+    short, exact = ([losses[f"rounds, Every, {way}{more}"] for way in ways] for more in ("", ", after 40 exact steps"))
+    yield ", ".join(f"{loss:.3f} {said}" for loss, said in zip(short, ways.values(), strict=True))
+    yield "these are {:.3f}, {:.3f} and {:.3f}".format(*exact)
 
 
 def optimizers() -> Iterator[str]:
@@ -243,10 +256,11 @@ FROM_RESULTS = {
     "docs/codecs.md": codecs,
     "docs/gossip.md": gossip,
     "docs/optimizers.md": optimizers,
+    "docs/outer-rounds.md": outer_rounds,
     "docs/partial-backprop.md": partial,
     "docs/rehearse.md": rehearse,
     "docs/rules.md": rules,
     "docs/scheduling.md": scheduling,
     "docs/sweeps.md": sweeps,
-    "docs/token-pipeline.md": pipelines,
+    "docs/pipeline-models.md": pipelines,
 }

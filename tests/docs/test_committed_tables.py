@@ -8,6 +8,7 @@ import pytest
 
 from lightning_decentral import gossip
 from lightning_decentral.planner.rehearsal.answer import BEYOND_ERROR, OF_FORECAST
+from loss.methods import best
 from pages.choosing import result
 from pages.reports import report
 from tests.docs.pages import ROOT
@@ -28,16 +29,23 @@ def rows(text: str) -> list[list[str]]:
     [
         ("partial-backprop.md", "partial-cost-2-cores"),
         ("partial-backprop.md", "partial-memory-2-cores"),
-        ("partial-backprop.md", "partial-accuracy-2-cores"),
         ("codecs.md", "quality-codec-2-cores"),
-        ("rules.md", "quality-rules-2-cores"),
-        ("optimizers.md", "tuning-2-cores"),
     ],
 )
 def test_a_page_holds_the_whole_table(name: str, results: str) -> None:
     found = rows(report(results))
     assert len(found) > 4
     assert all(row in rows(page(name)) for row in found)
+
+
+def test_the_best_of_each_method() -> None:
+    chosen = best(result("tuning-2-cores.json")["runs"])
+    head, _, *shown = rows(page("optimizers.md").partition("**Rates.**")[2].partition("\n## ")[0])
+    assert head == ["method", "best rate", "momentum", "test loss"]
+    assert len(shown) > 7
+    for method, *cells in shown:
+        loss, rate, momentum = chosen[method]
+        assert cells == [f"{rate:g}", f"{momentum:g}", f"{loss:.3f}"]
 
 
 def exported(codec: str) -> bool:
@@ -52,11 +60,12 @@ def test_codecs() -> None:
     assert [(name, *map(float, numbers)) for name, *numbers in cells] == measured
 
 
-def test_products_of_muon() -> None:
-    measured = [
-        [str(cell) for cell in list(row.values())[1:]] for row in result("newton-schulz-2-cores.json")["summary"]
-    ]
-    assert [row[1:] for row in rows(page("optimizers.md")) if row[1:] in measured] == measured
+def test_what_partial_backprop_loses() -> None:
+    """Rows of `ddp` and of the default, of each recipe."""
+    measured = [row for row in rows(report("partial-accuracy-2-cores")) if len(row) == 7]
+    shown = [row for row in rows(page("partial-backprop.md")) if row in measured]
+    assert [row[0] for row in shown if row[1] == "ddp"] == ["vit", "resnet", "gpt"]
+    assert [row[0] for row in shown].count("gpt") == 3
 
 
 def test_sweeps() -> None:
@@ -130,15 +139,6 @@ def test_momentum_that_rises() -> None:
         before = [curves[f"gpt 4 {seed}"][stays[way]]["scores"][-1] for seed in range(3)]
         after = [losses[f"warm-up, {best[way]}{seed}"] for seed in ("", ", seed 1", ", seed 2")]
         assert shown[title] == [f"{mean(some):.3f} ± {stdev(some):.3f}" for some in (before, after)]
-
-
-def test_outer_rounds_by_their_numbers() -> None:
-    losses = result("variants-2-cores.json")["losses"]
-    shown = {(row[0][1:].partition("(")[0], row[1]): row[2:] for row in rows(page("rules.md")) if len(row) == 4}
-    for name in (name for name in losses if name.startswith("rounds") and "exact" not in name):
-        topology, numbers = name.removeprefix("rounds, ").split(", ", 1)
-        found = shown[topology, numbers.replace("null", "None")]
-        assert found == [f"{losses[name]:.3f}", f"{losses[f'{name}, after 40 exact steps']:.3f}"]
 
 
 def test_muon_on_digits() -> None:

@@ -25,8 +25,8 @@ SETTINGS = {
         "from 0.8 to 0.95 beside the momentum that is best",
         "(0.9, 0.999) become (0.656, 0.996). Left at 0.9",  # betas to the fourth power
     ],
+    "docs/outer-rounds.md": ["0.1 is the first tenth"],
     "docs/partial-backprop.md": [
-        "over 70% of them lie in the last",  # tests/partial/compute/test_cut.py
         "keeps 47% of the saved activations and sends 95% of the gradients",  # printed by the command in front of it
     ],
     "docs/plan.md": [
@@ -46,7 +46,6 @@ SETTINGS = {
         "a sleep of 0.1 s",
         "here of a target of 2.2",
     ],
-    "docs/rules.md": ["0.1 is the first tenth"],
     "docs/scheduling.md": ["of some 35 ms, two of them 1.5 s late", "the makespan is within 10 %", "6/5 = 1.2"],
     "docs/spilled.md": ["takes 0.9 of the memory"],
     "docs/tutorial.md": ["A model of 0.94 MB"],
