@@ -111,9 +111,9 @@ def _two_valued(tensor: Tensor) -> bool:
 def _patient(member: Participant) -> Callable[[int], int]:
     """Make a count of members still there: it waits where fewer gave something, as a death isn't known at once."""
 
-    def there(heard: int) -> int:
-        end = time.monotonic() + 2 * member.worker.membership.state.times.dead_after
-        while len(member.present()) > heard and time.monotonic() < end:
+    def there(received: int) -> int:
+        end = time.monotonic() + 2 * member.worker.lobby_client.state.times.dead_after
+        while len(member.present()) > received and time.monotonic() < end:
             time.sleep(LOOK_SECONDS)
         return len(member.present())
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_decentral.elastic import loops
 from lightning_decentral.elastic.checks import (
-    Given,
+    JoinCheck,
     Part,
     elastic_rule,
     part_of,
@@ -27,11 +27,11 @@ from lightning_decentral.elastic.checks import (
     refuse_remembering,
     settings_of,
 )
-from lightning_decentral.elastic.joining import Joining
+from lightning_decentral.elastic.joining import Joining, refuse_combined
 from lightning_decentral.elastic.late_tensors import LateTensors, refuse_pruning
 from lightning_decentral.elastic.launcher import at_its_lobby
 from lightning_decentral.elastic.plan.calendar import Calendar
-from lightning_decentral.elastic.plan.settings import ElasticSettings
+from lightning_decentral.elastic.plan.view import ElasticSettings
 from lightning_decentral.elastic.watched import WatchedProcess
 from lightning_decentral.elastic.wire.island_participants import member_of
 from lightning_decentral.elastic.wire.participant import Participant
@@ -92,7 +92,7 @@ class ElasticRun(WatchedProcess):
         self._watched = ExitStack()
         self._late: LateTensors | None = None
         self._described: dict[str, str] = {}
-        self._given = Given({}, {})
+        self._given = JoinCheck({}, {})
 
     def comes(self) -> Participant:
         lobby, seconds = at_its_lobby(self.elastic), self._attendance.timeout.total_seconds()
@@ -149,7 +149,7 @@ class ElasticRun(WatchedProcess):
         if self._joining.planned:
             trainer.fit_loop._combined_loader = None  # Lightning gets it anew, when it is known who trains
         own = present(self._module, self.optimizers)
-        self._given = Given(settings_of(self, trainer), self._described, own, self.part)
+        self._given = JoinCheck(settings_of(self, trainer), self._described, own, self.part)
         self._member, self._early = self._early or self.comes(), None
         plan = self.topology.placed(1), self.weights, self._member.worker, self.codec
         self._exchange = ElasticExchange(*plan, order=self.elastic.asynchronous)
@@ -238,7 +238,7 @@ class ElasticRun(WatchedProcess):
         super().on_train_start()
         assert self._member is not None
         assert self._member.calendar is not None
-        loops.refuse_combined(self._module.trainer, self._member.calendar)
+        refuse_combined(self._module.trainer, self._member.calendar)
         self._updates = Updates(self) if self.wire is None else None  # an island's devices have theirs
         self._late = LateTensors(self.watched_module)
         for watching in (self._late, self._updates):

@@ -7,13 +7,8 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from lightning_decentral.elastic.loops import (
-    agreed_states,
-    refuse_combined,
-    refuse_other_calendar,
-    refuse_several_lengths,
-    restored,
-)
+from lightning_decentral.elastic.joining import refuse_combined, refuse_other_calendar, refuse_several_lengths
+from lightning_decentral.elastic.loops import agreed_states, restored
 from lightning_decentral.elastic.plan.calendar import Calendar
 
 

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_decentral.elastic.remembered import remember, remembered
+from lightning_decentral.elastic.loops import remember, remembered
 from lightning_decentral.shared.wire.plain import pack
 from tests.tiny import QUIET
 

@@ -13,8 +13,7 @@ from typing import Any, cast
 
 from lightning_decentral.elastic.compute.gathered import of_each
 from lightning_decentral.elastic.plan.dealing import Indices
-from lightning_decentral.elastic.plan.settings import ElasticSettings
-from lightning_decentral.elastic.plan.view import View, view_of
+from lightning_decentral.elastic.plan.view import ElasticSettings, View, view_of
 from lightning_decentral.elastic.wire.endpoint import Endpoint, Refuses, nothing
 from lightning_decentral.elastic.wire.participant import Participant
 from lightning_decentral.elastic.wire.rounds.exchange import ElasticExchange
@@ -69,11 +68,11 @@ class Leading(DeviceParticipant):
     def __init__(
         self, elastic: ElasticSettings, seconds: float, over: Transport, batches: int, refuses: Refuses = nothing
     ) -> None:
-        self._over, self._told, self._batches = over, 0, batches
+        self._over, self._shared, self._batches = over, 0, batches
         super().__init__(elastic, seconds, batches, refuses)
-        self._tell(lambda: self.worker.name)
+        self._share(lambda: self.worker.name)
 
-    def _tell(self, call: Callable[[], Any]) -> Any:
+    def _share(self, call: Callable[[], Any]) -> Any:
         try:
             value = call()
         except Exception as error:
@@ -83,13 +82,13 @@ class Leading(DeviceParticipant):
         return value
 
     def founds(self) -> bool:
-        return bool(self._tell(super().founds))
+        return bool(self._share(super().founds))
 
     def as_founded(self, value: Any) -> Any:
-        return self._tell(partial(super().as_founded, value))
+        return self._share(partial(super().as_founded, value))
 
     def healed(self) -> Any:
-        return self._tell(super().healed)
+        return self._share(super().healed)
 
     def begin(self, copy: Callable[[], Any], until: int = 0) -> int:
         def copied() -> Any:
@@ -98,28 +97,28 @@ class Leading(DeviceParticipant):
 
         began = partial(super().begin, copied, until)
 
-        def told() -> dict[str, Any]:
+        def state() -> dict[str, Any]:
             left_out = began()
             Participant._listen(self)
             self.knows()  # before the others are given it
             assert self.view is not None
-            new = [dict(vars(view)) for number, view in self._views.items() if number > self._told]
-            self._told = max(self._views)
+            new = [dict(vars(view)) for number, view in self._views.items() if number > self._shared]
+            self._shared = max(self._views)
             # Of a newcomer that was away it sends more at once (`agreed`).
             state = {"view": self.view.number, "round": self.round, "entered": self.entered is not None}
             return {**state, "views": new, "present": self.present(), "left_out": left_out}
 
-        return int(self._tell(told)["left_out"])
+        return int(self._share(state)["left_out"])
 
     def agreed(self, own: Callable[[], Any]) -> Any:
-        return self._tell(partial(super().agreed, own))
+        return self._share(partial(super().agreed, own))
 
     def _together(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
-        return self._tell(lambda: self._meet(value, made))
+        return self._share(lambda: self._meet(value, made))
 
     def of_first(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
         found = list[Any]()
-        self._tell(lambda: found.append(self._meet(value, made)))
+        self._share(lambda: found.append(self._meet(value, made)))
         return found[0]
 
 
@@ -132,53 +131,53 @@ class Following(DeviceParticipant):
         self._over, self._batches = over, batches
         self._hold(elastic, seconds, batches)
         self._present: list[str] = []
-        there = SimpleNamespace(name=self._hear(), membership=SimpleNamespace(lobby=elastic.lobby))
+        there = SimpleNamespace(name=self._receive(), lobby_client=SimpleNamespace(lobby=elastic.lobby))
         self.worker = cast(Endpoint, there)  # of which only this is asked
 
-    def _hear(self, copy: Callable[[], Any] = lambda: None) -> Any:
-        while "copy" in (said := broadcast_world(None)):
+    def _receive(self, copy: Callable[[], Any] = lambda: None) -> Any:
+        while "copy" in (message := broadcast_world(None)):
             copy()
-        if "error" in said:
-            raise RuntimeError(f"the first device of this worker ended: {said['error']}")
-        return said["value"]
+        if "error" in message:
+            raise RuntimeError(f"the first device of this worker ended: {message['error']}")
+        return message["value"]
 
     def founds(self) -> bool:
-        return bool(self._hear())
+        return bool(self._receive())
 
     def as_founded(self, value: Any) -> Any:
-        return self._hear()
+        return self._receive()
 
     def healed(self) -> Any:
-        value = self._hear()
+        value = self._receive()
         self._know(value)
         return value
 
     def begin(self, copy: Callable[[], Any], until: int = 0) -> int:
-        told = self._hear(copy)
-        new = {view["number"]: view_of(view) for view in told["views"]}
-        self.view = new.get(told["view"]) or self._views[told["view"]]
-        self.entered = self.view if told["entered"] else None
-        self.round = self.next_round = told["round"]
-        self._present, self._met = told["present"], 0
+        found = self._receive(copy)
+        new = {view["number"]: view_of(view) for view in found["views"]}
+        self.view = new.get(found["view"]) or self._views[found["view"]]
+        self.entered = self.view if found["entered"] else None
+        self.round = self.next_round = found["round"]
+        self._present, self._met = found["present"], 0
         for view in new.values():
-            self._hear_of(view)
-        return int(told["left_out"])
+            self._learn_of(view)
+        return int(found["left_out"])
 
     def _firsts(self, number: int) -> list[int]:
         """The first device has passed them on."""
         return []
 
-    def _all_told(self, view: View) -> bool:
+    def _all_reported(self, view: View) -> bool:
         return True
 
     def agreed(self, own: Callable[[], Any]) -> Any:
-        return self._hear()
+        return self._receive()
 
     def _together(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
-        return self._hear()
+        return self._receive()
 
     def of_first(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
-        self._hear()
+        self._receive()
         return value
 
     def present(self) -> list[str]:

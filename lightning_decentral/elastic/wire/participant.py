@@ -13,11 +13,9 @@ from functools import partial
 from itertools import takewhile
 from typing import Any, TypeVar
 
-from lightning_decentral.elastic.compute.alike import Unlike, named, of_alike
-from lightning_decentral.elastic.compute.gathered import of_each
-from lightning_decentral.elastic.plan.settings import ElasticSettings
-from lightning_decentral.elastic.plan.view import Times, View, weight_of
-from lightning_decentral.elastic.plan.watch import Watch
+from lightning_decentral.elastic.compute.gathered import Unlike, named, of_alike, of_each
+from lightning_decentral.elastic.plan.chronicle import Watch
+from lightning_decentral.elastic.plan.view import ElasticSettings, Times, View, weight_of
 from lightning_decentral.elastic.wire.course import Course
 from lightning_decentral.elastic.wire.endpoint import Endpoint, Refuses, nothing
 from lightning_decentral.elastic.wire.rounds.exchange import ElasticExchange
@@ -85,9 +83,9 @@ class Participant(Course):
             found = call(self._seconds)
         except TimeoutError as error:
             raise self._late(error) from None
-        least, told = self._elastic.workers[0], self.worker.membership.state.least
-        if told != least:
-            raise ValueError(f"the lobby was told {told} workers at least, this worker {least}: give both one number")
+        least, lobbys = self._elastic.workers[0], self.worker.lobby_client.state.least
+        if lobbys != least:
+            raise ValueError(f"the lobby has {lobbys} workers at least, this worker {least}: give both one number")
         return found
 
     def _late(self, error: TimeoutError) -> TimeoutError:
@@ -127,9 +125,9 @@ class Participant(Course):
         self.left_out += left_out
         self.entered = self.view if self.view != before else None
         self.round = self.next_round = round
-        self.worker.assembly.begins((round, -1))
+        self.worker.collective.begins((round, -1))
         self._began, self._met = time.monotonic(), 0
-        self._hear_of(self.view)
+        self._learn_of(self.view)
         self._watch.began(len(self.present()), self.most())
         return left_out
 
@@ -173,16 +171,16 @@ class Participant(Course):
         if self.view.number == 1:
             found = self._asked(self._older)
             found = own() if found is None else found
-            self.worker.assembly.keep(1, found)  # a member that loses the oldest asks the next one
+            self.worker.collective.keep(1, found)  # a member that loses the oldest asks the next one
             return found
         newcomers = set(self.view.members) - set(self.view.before)
         if self.worker.name in newcomers:
             return self._asked(partial(self._present_but, newcomers))
-        return self.worker.assembly.keep(self.view.number, own()) if newcomers else None
+        return self.worker.collective.keep(self.view.number, own()) if newcomers else None
 
     def _asked(self, whom: Callable[[], list[str]]) -> Any:
         assert self.view is not None
-        found = self.worker.assembly.kept(self.view.number, whom, self._seconds)
+        found = self.worker.collective.kept(self.view.number, whom, self._seconds)
         if found is None and (silent := whom()):
             raise RuntimeError(
                 f"{', '.join(silent)} didn't say within {self._seconds:g} s what the run is: give the strategy a "
@@ -223,7 +221,7 @@ class Participant(Course):
     def present(self) -> list[str]:
         """Members that are reached, the oldest first."""
         assert self.view is not None
-        lost, state, own = self.worker.mesh.lost, self.worker.membership.state, self.worker.name
+        lost, state, own = self.worker.mesh.lost, self.worker.lobby_client.state, self.worker.name
         return [n for n in self.view.members if n == own or not (n in lost or state.without(self.view, n))]
 
     def together(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
@@ -248,7 +246,7 @@ class Participant(Course):
         key, self._met = (self.round, self._met), self._met + 1
         name = named(value, made)
         given = [name, value], of_alike(name, made), self.present, self._seconds
-        theirs, result = self.worker.assembly.meet(key, *given)
+        theirs, result = self.worker.collective.meet(key, *given)
         try:
             self.worker.sure(self._seconds)  # who slept meanwhile has one of its own, and would save it over the run's
         except TimeoutError as error:

@@ -2,6 +2,10 @@
 
 The first device mixes whole parameters with other members, on its host. What the others do is here: take them, or give
 shards of them and get shards back.
+
+    every device    shards -> the first one's host      `WholeBucket.adopt`
+    the first       a round, as ever                    `Mixer`
+    every device    shards <- the first one's host      `WholeBucket.store`
 """
 
 from collections.abc import Callable, Sequence
@@ -13,20 +17,62 @@ from torch.optim import Optimizer
 
 from lightning_decentral.elastic.compute.gathered import means_of
 from lightning_decentral.elastic.wire.participant import Participant
-from lightning_decentral.elastic.wire.rounds.devices import FirstMixer, OtherMixer
 from lightning_decentral.elastic.wire.rounds.wholes import WholeBucket, Wholes
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.healing import Healing, first_poisoned
 from lightning_decentral.gossip.wire.exchange import Exchange
 from lightning_decentral.gossip.wire.island import Island
-from lightning_decentral.gossip.wire.mixer import Mixer
+from lightning_decentral.gossip.wire.mixer import Flat, Mixer
 from lightning_decentral.gossip.wire.optimizer_mixer import healing
 from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.shared.compute.buckets import Bucket, HostBucket
 from lightning_decentral.shared.compute.layout.packing import pack
 from lightning_decentral.shared.wire.agreement import start_from_worker_0
 from lightning_decentral.shared.wire.fsdp import is_sharded
-from lightning_decentral.shared.wire.transport import Wire
+from lightning_decentral.shared.wire.transport import Transport, Wire
+
+
+class FirstMixer(Mixer):
+    """Mixer of the first device, which notifies the others where it was healed: what they keep may be poisoned, too.
+
+    Args:
+        over: the devices of the member, for a number on the host.
+    """
+
+    def __init__(self, combine: Combine, exchange: Exchange[Any], delay: int, over: Transport) -> None:
+        self._over = over
+        super().__init__([], combine, exchange, delay)
+
+    def step(self, learning_rate: float = 1.0, rounds: int = 1) -> None:
+        super().step(learning_rate, rounds)
+        self._over.broadcast(torch.tensor([self.healing.healed])).wait()
+
+
+class OtherMixer(Mixer):
+    """Mixer of another device: it gives its shards to the first one and mixes nothing. As `FirstMixer`."""
+
+    def __init__(self, combine: Combine, exchange: Exchange[Any], delay: int, over: Transport) -> None:
+        self._over = over
+        super().__init__([], combine, exchange, delay)
+
+    def extend(self, buckets: Sequence[Flat]) -> None:
+        self.buckets += buckets
+
+    def step(self, learning_rate: float = 1.0, rounds: int = 1) -> None:
+        for bucket in self.buckets:
+            bucket.adopt()
+        healed = torch.zeros(1, dtype=torch.int64)
+        self._over.broadcast(healed).wait()
+        before, self.healing.healed = self.healing.healed, int(healed)
+        if self.healing.healed > before:
+            self.healing.forget()
+
+    def mixing(self) -> dict[str, float]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Do nothing: the state is the first device's."""
+
 
 Mean = Callable[[Sequence[Tensor]], list[Tensor]]
 
@@ -78,7 +124,7 @@ class Holding:
         return list(of_devices)
 
 
-class Copies(Holding):
+class CopiedHolding(Holding):
     """Each device has the whole: the others take the first one's parameters after its round."""
 
     def __init__(self, device: torch.device, member: Participant, wire: Wire) -> None:
@@ -89,7 +135,7 @@ class Copies(Holding):
         start_from_worker_0(parameters, self._wire.world, self._device)
 
 
-class Shards(Holding):
+class ShardedHolding(Holding):
     """Each device has some rows of each parameter: the first one's host has them all during a round or a mean."""
 
     def __init__(self, device: torch.device, member: Participant, wire: Wire) -> None:
@@ -134,7 +180,7 @@ def holding(island: Island, device: torch.device, member: Participant, wire: Wir
     """
     if wire is None:
         return Holding(device)
-    return (Shards if island.shards > 1 else Copies)(device, member, wire)
+    return (ShardedHolding if island.shards > 1 else CopiedHolding)(device, member, wire)
 
 
 def mean_and_bytes(mean_of: Mean, tensors: Sequence[Tensor], carried: Sequence[Tensor]) -> list[Tensor]:

@@ -22,7 +22,7 @@ from lightning_decentral.shared.wire.transport import Message, Transport
 
 
 @dataclass
-class Arriving:
+class IncomingMessage:
     """A message under way to this member.
 
     Args:
@@ -66,7 +66,7 @@ class Post(ABC):
         """{rank: (round, its messages)} of those of whom a whole round has come that wasn't taken yet."""
 
 
-class Links(Transport, Post):
+class ViewTransport(Transport, Post):
     """Sends and receives among the members of a view. There are no collectives.
 
     Args:
@@ -110,7 +110,7 @@ class Links(Transport, Post):
 
     def _receive(self, message: Message, slot: int) -> Pending:
         source, view, round = self._view.members[message.peer], self._view, self.round
-        return Arriving(
+        return IncomingMessage(
             self._worker.mesh,
             Slot(source, view.key, round, slot),
             message.tensor,

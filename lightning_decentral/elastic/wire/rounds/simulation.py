@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.elastic.plan.asynchronous import Asynchronous
-from lightning_decentral.elastic.wire.rounds.asynchronous import AsynchronousExchange
+from lightning_decentral.elastic.wire.rounds.exchange import AsynchronousExchange
 from lightning_decentral.elastic.wire.rounds.links import Post
 from lightning_decentral.elastic.wire.sockets.frames import raw_bytes
 from lightning_decentral.gossip.compute.combine.gossip import Gossip

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from lightning_decentral.elastic.compute.gathered import means_of
 from lightning_decentral.elastic.wire.participant import Participant
-from lightning_decentral.elastic.wire.rounds.devices import FirstMixer, OtherMixer
-from lightning_decentral.elastic.wire.rounds.holding import Holding, Mean
+from lightning_decentral.elastic.wire.rounds.holding import FirstMixer, Holding, Mean, OtherMixer
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.wire.exchange import Exchange
 from lightning_decentral.gossip.wire.mixer import Mixer

@@ -121,7 +121,7 @@ class Door:
                     if key.fileobj is self._listening:
                         self._accept(selector)
                     else:
-                        self._hear(selector, key.fileobj)  # type: ignore[arg-type]
+                        self._receive(selector, key.fileobj)  # type: ignore[arg-type]
                 for late in [c for c, greeting in self._waiting.items() if greeting.until <= time.monotonic()]:
                     self._refuse(selector, late, "a guest that doesn't greet")
             for connection in list(self._waiting):
@@ -150,7 +150,7 @@ class Door:
         self._waiting[connection] = Greeting(time.monotonic() + GREETING_SECONDS)
         selector.register(connection, selectors.EVENT_READ)
 
-    def _hear(self, selector: selectors.BaseSelector, connection: socket.socket) -> None:
+    def _receive(self, selector: selectors.BaseSelector, connection: socket.socket) -> None:
         if connection not in self._waiting:
             return
         try:

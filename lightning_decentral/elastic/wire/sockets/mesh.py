@@ -82,7 +82,7 @@ class Mesh:
         self._newest: dict[str, socket.socket] = {}
         self._lines: dict[str, Line] = {}
         self._largest = GROWTH_BYTES
-        self._door = Door(host, {**serve, "rounds": self._hear})
+        self._door = Door(host, {**serve, "rounds": self._receive})
         self.place = self._door.place
 
     def send(self, to: str, place: str, key: int, round: int, slot: int, payload: memoryview) -> Sent:
@@ -159,7 +159,7 @@ class Mesh:
                 self._floor.pop(name, None)
                 self._drop(name, (sys.maxsize, 0))
             lines = [line for name in names if (line := self._lines.pop(name, None))]
-            connections = [heard for name in names if (heard := self._newest.pop(name, None))]
+            connections = [accepted for name in names if (accepted := self._newest.pop(name, None))]
             for line in lines:
                 line.put(None)
             self.changed.notify_all()
@@ -174,7 +174,7 @@ class Mesh:
             for line in self._lines.values():
                 line.put(None)
 
-    def _hear(self, connection: socket.socket) -> None:
+    def _receive(self, connection: socket.socket) -> None:
         hello = receive(connection)
         sender, first = str(hello["from"]), (int(hello["round"]), int(hello["slot"]))
         connection.settimeout(None)
@@ -193,9 +193,9 @@ class Mesh:
                     self._largest = max(self._largest, len(payload))
                     self.changed.notify_all()
         finally:
-            self._heard_last(sender, connection)
+            self._received_last(sender, connection)
 
-    def _heard_last(self, sender: str, connection: socket.socket) -> None:
+    def _received_last(self, sender: str, connection: socket.socket) -> None:
         with self.changed:
             newest = self._newest.get(sender) is connection
             if newest:
@@ -243,8 +243,8 @@ class Line(threading.Thread):
         if connection is None:
             return self.idle
         try:
-            heard, _, _ = select.select([connection], [], [], ENDED_SECONDS)
-            return bool(heard) and not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            readable, _, _ = select.select([connection], [], [], ENDED_SECONDS)
+            return bool(readable) and not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except (OSError, ValueError):
             return True
 

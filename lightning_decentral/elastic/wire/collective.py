@@ -30,7 +30,7 @@ KEPT_SECONDS = 0.05
 LEAVE_SECONDS = 10.0
 
 
-class Assembly:
+class Collective:
     """One member's part.
 
     Args:
@@ -147,8 +147,8 @@ class Assembly:
             connected(self._place(name), "meet", 5.0) as connection,
         ):
             send_value(connection, {"from": self.name, **question}, None)
-            words, result = receive_value(connection)
-            return bool(words["found"]), result, bool(words["over"])
+            header, result = receive_value(connection)
+            return bool(header["found"]), result, bool(header["over"])
         return False, None, False
 
     def _publish(self, key: Key, result: Any) -> None:
@@ -171,22 +171,22 @@ class Assembly:
 
     def serve(self, connection: socket.socket) -> None:
         """Take what a member gives, and answer it when there is a result; by nothing where there will be none."""
-        words = receive(connection)
+        header = receive(connection)
         connection.settimeout(UNREAD_SECONDS)
-        words, value = received(connection, words)
-        if "kept" in words:
+        header, value = received(connection, header)
+        if "kept" in header:
             number, kept = self._kept
-            found = number == words["kept"]
+            found = number == header["kept"]
             send_value(connection, {"found": found, "over": False}, kept if found else None)
             return
-        round, nth = words["key"]
+        round, nth = header["key"]
         key = int(round), int(nth)
-        if words.get("asks"):
+        if header.get("asks"):
             send_value(connection, {"found": key in self._results, "over": self._now > key}, self._results.get(key))
             return
         with self._changed:
             self._serving += 1
-            self._given.setdefault(key, {})[str(words["from"])] = value
+            self._given.setdefault(key, {})[str(header["from"])] = value
             self._changed.notify_all()
         try:
             if self._awaited(key):
