@@ -94,7 +94,7 @@ class Simulated:
 
 
 def asleep(seat: Seat, job: Job) -> list[tuple[float, float]]:
-    """When each grant began and ended."""
+    """Return when each grant began and ended."""
     grants: list[tuple[float, float]] = []
     for batch in range(job.batches):
         turn = TurnReport(batch / job.batches, (job.batches - batch) * job.device)
@@ -142,7 +142,8 @@ def lower_bound(jobs: Sequence[Job], devices: int) -> float:
 
 
 def handover() -> dict[str, float]:
-    """On one device two members take turns of 2 ms: from the end of one's grant to the beginning of the other's."""
+    """Measure the handover between two members that take turns of 2 ms on one device: from the end of one's grant to
+    the beginning of the other's."""
     grants = shared([Job(500, 0.002)] * 2, 1, RoundRobin(), 0.001)["grants"]
     waits = sorted(1e3 * (b[0] - a[1]) for a, b in pairwise(grants))
     return {
