@@ -15,19 +15,19 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 
-def means_of(given: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+def means_of(given: Sequence[Sequence[Tensor]]) -> list[Tensor]:  # [workers][places] -> [places]
     """Means by place, in float32 at least; what isn't floating point is the oldest's."""
     return [mean_of_place(rows) for rows in zip(*given, strict=True)]
 
 
-def mean_of_place(rows: Sequence[Tensor]) -> Tensor:
+def mean_of_place(rows: Sequence[Tensor]) -> Tensor:  # [workers] of one shape -> that shape
     first = rows[0]
     if not (first.is_floating_point() or first.is_complex()):
         return first
-    exact = torch.promote_types(first.dtype, torch.float32)
+    exact = torch.promote_types(first.dtype, torch.float32)  # sums of bfloat16 would lose the small ones
     total = torch.zeros_like(first, dtype=exact)
     for row in rows:
-        total.add_(row.to(exact) / len(rows))
+        total.add_(row.to(exact) / len(rows))  # divided first: a sum of large ones would overflow
     return total.to(first.dtype)
 
 
@@ -37,7 +37,7 @@ def first_of(given: Sequence[Any]) -> Any:
 
 def reduced(operation: str, given: Sequence[Tensor]) -> Tensor:
     """ValueError for an operation that isn't known."""
-    rows = torch.stack(list(given))
+    rows = torch.stack(list(given))  # [workers, ...]
     known: dict[str, Callable[[], Tensor]] = {
         "sum": lambda: rows.sum(0),
         "mean": lambda: rows.mean(0, dtype=None if rows.is_floating_point() else torch.float32),
@@ -106,7 +106,7 @@ def of_alike(name: str, made: Callable[[Sequence[Any]], Any]) -> Callable[[Seque
     """
 
     def of(given: Sequence[Any]) -> Any:
-        ((most, _),) = Counter(mine for mine, _ in given).most_common(1)
+        ((most, _),) = Counter(mine for mine, _ in given).most_common(1)  # of as many the first counted: the oldest's
         if most != name:
             raise Unlike(name, most)
         return [most, made([value for mine, value in given if mine == most])]

@@ -106,15 +106,13 @@ class LobbyState:
 
     def _decided(self, now: float) -> "LobbyState":
         """Settled, agreed, and a next view: in this order, as far as it comes."""
-        state = replace(self, settled=self.settled or self._all_known() or now - self.began > self.times.dead_after)
-        state = state._confirmed(now)
+        known = self.view is not None and self.guests.keys() >= set(self.members)
+        settled = self.settled or known or now - self.began > self.times.dead_after
+        state = replace(self, settled=settled)._confirmed(now)
         if not state.settled or (state.view and state.agreed < state.view.number):
             return state
         following = state._following(now)
         return replace(state, view=following)._confirmed(now) if following else state
-
-    def _all_known(self) -> bool:
-        return self.view is not None and all(name in self.guests for name in self.members)
 
     def _confirmed(self, now: float) -> "LobbyState":
         """The highest view may come into force when enough members of the one before know it: who comes later,
@@ -122,17 +120,13 @@ class LobbyState:
         if self.view is None:
             return self
         before = [name for name in self.view.before if not self._left(name)]
-        know = sum(self._knows(name) for name in before)
+        beats = [self.guests[name].beat for name in before if name in self.guests]
+        know = sum(self.view in (beat.view, beat.coming) for beat in beats)
         stay = sum(self._lives(name, now) for name in before if name in self.view.members)
-        enough = 2 * know > len(before) or know >= max(stay, self.bounds.needed(len(before)))
-        if not enough:
+        if 2 * know <= len(before) and know < max(stay, self.bounds.needed(len(before))):
             return self
         gone = frozenset(self.view.before) - frozenset(self.view.members)
         return replace(self, agreed=self.view.number, dismissed=self.dismissed | gone)
-
-    def _knows(self, name: str) -> bool:
-        guest = self.guests.get(name)
-        return guest is not None and self.view in (guest.beat.view, guest.beat.coming)
 
     def _following(self, now: float) -> View | None:
         """The next view; None: the present one stays."""
@@ -165,22 +159,14 @@ class LobbyState:
     def _allowed(self, wanted: tuple[str, ...], now: float) -> bool:
         """Return whether these may follow: more than half at once, fewer when the missing have long been silent."""
         stay, size = self._counted(now)
-        missing = [name for name in self.members if name not in wanted]
-        return (
-            stay > 0
-            and all(self._dead(name, now) for name in missing)
-            and self.bounds.may_follow(stay, size, len(wanted))
-        )
+        certain = all(self._dead(name, now) for name in self.members if name not in wanted)
+        return stay > 0 and certain and self.bounds.may_follow(stay, size, len(wanted))
 
     def _counted(self, now: float) -> tuple[int, int]:
         """(members that live, members that haven't left) of the last view that is agreed."""
-        agreed = self.view is None or self.agreed == self.view.number
-        members = [n for n in (self.members if agreed else self._before) if not self._left(n)]
+        last = self.members if self.view is None or self.agreed == self.view.number else self.view.before
+        members = [name for name in last if not self._left(name)]
         return sum(self._lives(name, now) for name in members), len(members)
-
-    @property
-    def _before(self) -> tuple[str, ...]:
-        return self.view.before if self.view else ()
 
     @property
     def members(self) -> tuple[str, ...]:

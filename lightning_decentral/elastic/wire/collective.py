@@ -44,7 +44,7 @@ class Collective:
         self._changed = threading.Condition()
         self._given: dict[Key, dict[str, Any]] = {}
         self._results: dict[Key, Any] = {}
-        self._now: Key = (-1, 0)
+        self._now: Key = (-1, 0)  # what this member meets for; what was before is over for it
         self._kept: tuple[int, Any] = (0, None)
         self._serving = 0
         self._closed = False
@@ -66,13 +66,13 @@ class Collective:
             seconds: until the result is made without those that haven't come.
         """
         self.begins(key)
-        end, failed = time.monotonic() + seconds, set[str]()
+        end, failed = time.monotonic() + seconds, set[str]()  # who has failed once isn't asked again
         while (first := next((n for n in members() if n not in failed), self.name)) != self.name:
             try:
                 result = self._ask(first, key, value, lambda first=first: first in members(), end + seconds)  # type: ignore[misc]
                 break
             except (OSError, ValueError, KeyError, TypeError):
-                failed.add(first)
+                failed.add(first)  # the next oldest has the result, or makes one
         else:
             result = self._preside(key, value, made, lambda: [n for n in members() if n not in failed], end)
         self._publish(key, result)
@@ -124,10 +124,10 @@ class Collective:
                     found, result, passed = self._found(name, {"key": list(key), "asks": True})
                     if found:
                         return result
-                    over |= {name} if passed else set()
+                    over |= {name} if passed else set()  # it is in a later round: it gives nothing any more
             if time.monotonic() > end:
                 break
-        oldest = [name for name in members() if name in given]
+        oldest = [name for name in members() if name in given]  # in the order of ages; then who left after it gave
         return made([given[name] for name in (*oldest, *sorted(set(given) - set(oldest)))])
 
     def _giving(self, key: Key, value: Any) -> dict[str, Any]:
@@ -154,7 +154,7 @@ class Collective:
     def _publish(self, key: Key, result: Any) -> None:
         with self._changed:
             self._results[key] = result
-            self._results = dict(sorted(self._results.items())[-KEPT:])
+            self._results = dict(sorted(self._results.items())[-KEPT:])  # who lost the oldest may still ask
             self._given = {other: given for other, given in self._given.items() if other > key}
             self._changed.notify_all()
 
@@ -166,13 +166,13 @@ class Collective:
             while not _readable(connection):
                 if not there() or time.monotonic() > end:
                     raise ConnectionResetError(f"{first} has ended")
-            connection.settimeout(None)
+            connection.settimeout(None)  # a large result may take long, and the oldest is there
             return receive_value(connection)[1]
 
     def serve(self, connection: socket.socket) -> None:
         """Take what a member gives, and answer it when there is a result; by nothing where there will be none."""
         header = receive(connection)
-        connection.settimeout(UNREAD_SECONDS)
+        connection.settimeout(UNREAD_SECONDS)  # the value may be large
         header, value = received(connection, header)
         if "kept" in header:
             number, kept = self._kept
@@ -185,7 +185,7 @@ class Collective:
             send_value(connection, {"found": key in self._results, "over": self._now > key}, self._results.get(key))
             return
         with self._changed:
-            self._serving += 1
+            self._serving += 1  # `close` waits for those to whom a result is promised
             self._given.setdefault(key, {})[str(header["from"])] = value
             self._changed.notify_all()
         try:
@@ -199,13 +199,13 @@ class Collective:
     def _awaited(self, key: Key) -> bool:
         with self._changed:
             while key not in self._results and self._now <= key and not self._closed:
-                self._changed.wait(1.0)
+                self._changed.wait(1.0)  # notified by `begins`, `_publish` and `close`
             return key in self._results
 
 
 def _readable(connection: socket.socket) -> bool:
     with suppress(TimeoutError):
-        if not connection.recv(1, socket.MSG_PEEK):
+        if not connection.recv(1, socket.MSG_PEEK):  # what comes stays to be read
             raise ConnectionResetError("the connection has ended")
         return True
     return False

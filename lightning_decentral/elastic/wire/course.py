@@ -42,7 +42,7 @@ class Course:
         self._missed: View | None = None
         self._dealings: dict[int, Dealing] = {}
         self._given: Mapping[int, Any] = {}
-        self._given_until = 0
+        self._given_until = 0  # views after this one aren't in the given dealings
 
     def given(self) -> dict[str, Any]:
         """The history that a newcomer is given. Call `knows` before where it begins to take part."""
@@ -115,7 +115,7 @@ class Course:
                     raise
                 time.sleep(LOOK_SECONDS)
                 continue
-            self._missed = None
+            self._missed = None  # known now
             for view in missed:
                 self._views[view.number] = view
                 for dealing in self._dealings.values():
@@ -148,7 +148,7 @@ class Course:
             ValueError: the members have other data.
             RuntimeError: nobody has sent this worker what was dealt before it came.
         """
-        dealing.seed = self.seed or 0
+        dealing.seed = self.seed or 0  # the run's: all deal alike
         before, given = self._dealings.get(place), self._given.get(place)
         if before is not None and before.kind == dealing.kind:
             dealing = before
@@ -169,7 +169,7 @@ class Course:
                 self._enter(dealing, view)
 
     def _shares(self, dealing: Dealing) -> Iterator[Any]:
-        calendar, last = self.calendar, -1
+        calendar, last = self.calendar, -1  # -1: nothing is drawn yet
         assert calendar is not None
         while last < 0 or (last + 1) % calendar.batches:
             # Loaders with processes of their own draw ahead of the rounds.

@@ -59,25 +59,25 @@ class Endpoint:
     ) -> None:
         self._donor, self.beginnings = Donor(self._given), Beginnings()
         self._refuses, self._refused = refuses, ""
-        self._set_up = threading.Event()
-        changed = threading.Condition()
+        self._set_up = threading.Event()  # before it is set nothing is fetched
+        changed = threading.Condition()  # one for all parts: who waits for one of them sees any of them
         self.collective = Collective("", place_of)
         served: dict[str, Callable[[socket.socket], None]] = {
-            "heal": self._heal,
+            "heal": self._donor.serve,
             "beat": self._met,
             "meet": self.collective.serve,
             "refuse": self._report_refused,
             "beginnings": self.beginnings.serve,
         }
         self.mesh = Mesh(host, "", served, changed)
-        name = name_of(title, secrets.token_hex(4), weight, self.mesh.place)
+        name = name_of(title, secrets.token_hex(4), weight, self.mesh.place)  # another start has another token
         self.name = self.mesh.name = self.collective.name = name
         self.lobby_client = LobbyClient(self.name, self.mesh.place, lobby, self._fetch, _ask, times, changed)
         self._value: Any = None
         self._view: View | None = None
         self._failed = ""
         self._say = Once()
-        self.lobby_client.start()
+        self.lobby_client.start()  # last: its updates use all of the above
 
     def founds(self, seconds: float) -> bool:
         """Return whether the run begins with this worker, as soon as that is known. As `healed`."""
@@ -96,7 +96,7 @@ class Endpoint:
                 found, none, given = asked(place_of(mine.donor), nth) if mine.donor else (False, False, None)
                 if found:
                     return self.beginnings.add(given)
-                if none:
+                if none:  # it can't be sent: every worker has its own
                     break
             if self.out:
                 raise ValueError(self.out)
@@ -112,10 +112,10 @@ class Endpoint:
             TimeoutError: nobody gave anything in so many seconds.
             ValueError: the lobby doesn't let this worker in, or it refuses what it would be given; and why.
         """
-        self.beginnings.close()
+        self.beginnings.close()  # who asks for more than there is uses its own from now on
         self._set_up.set()
         self._until(lambda: bool(self.lobby_client.state.mine.origin), seconds)
-        value, self._value = self._value, None
+        value, self._value = self._value, None  # its memory is the caller's to free
         return value
 
     def _until(self, holds: Callable[[], bool], seconds: float) -> None:
@@ -160,20 +160,10 @@ class Endpoint:
                     self._say_waiting(str(error))
                 continue
             self.mesh.begins(round)
-            self._enter(view)
+            if self._view is not None and self._view != view:
+                self.mesh.forget(set(self._view.members).difference(view.members))
+            self._view = view
             return view, round
-
-    def _enter(self, view: View) -> None:
-        if self._view is not None and self._view != view:
-            self.mesh.forget(set(self._view.members).difference(view.members))
-        self._view = view
-
-    def sure(self, seconds: float) -> None:
-        """Wait until this worker knows that it is a member still. TimeoutError where it isn't, or after `seconds`."""
-        self.lobby_client.sure(seconds)
-
-    def expects(self, view: View, round: int, peer: str) -> bool:
-        return self.lobby_client.state.expects(view, round, peer)
 
     @property
     def out(self) -> str:
@@ -182,16 +172,13 @@ class Endpoint:
 
     def leave(self) -> None:
         """Leave: nobody waits for it from now on."""
-        self.collective.close()
+        self.collective.close()  # first: results that were promised need the connections
         self.lobby_client.leave()
         self.mesh.close()
 
     def _given(self) -> tuple[str, int] | None:
         state = self.lobby_client.state
         return (state.mine.origin, state.mine.round) if state.serves else None
-
-    def _heal(self, connection: socket.socket) -> None:
-        self._donor.serve(connection)
 
     def _report_refused(self, connection: socket.socket) -> None:
         who, _, why = str(receive(connection)).partition(": ")
@@ -223,7 +210,7 @@ class Endpoint:
             if refused:
                 self._refused = refused
                 self.lobby_client.changed.notify_all()
-            elif self.lobby_client.state.mine.donor == donor:
+            elif self.lobby_client.state.mine.donor == donor:  # meanwhile the lobby may have given another one
                 self._value = value
                 self.lobby_client.step(lambda state, now: state.fetched(donor, origin, round, now))
 

@@ -45,14 +45,26 @@ class DeviceParticipant(Participant, ABC):
     _batches: int
 
     @abstractmethod
-    def _together(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
-        """`made` of what each member's first device gives."""
+    def _passed_on(self, call: Callable[[], Any]) -> Any:
+        """What `call` returns on the first device, on all of them; its error, too."""
+
+    def founds(self) -> bool:
+        return bool(self._passed_on(super().founds))
+
+    def as_founded(self, value: Any) -> Any:
+        return self._passed_on(partial(super().as_founded, value))
+
+    def healed(self) -> Any:
+        return self._passed_on(super().healed)
+
+    def agreed(self, own: Callable[[], Any]) -> Any:
+        return self._passed_on(partial(super().agreed, own))
 
     def together(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
-        return self._together(gather_objects(self._over, value), of_each(made))
+        return self.of_members(gather_objects(self._over, value), of_each(made))
 
     def of_members(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
-        return self._together(value, made)
+        return self._passed_on(partial(self._meet, value, made))
 
     def _listen(self) -> None:
         """Views are passed on before a round: so no device knows of one that another doesn't know."""
@@ -68,11 +80,11 @@ class Leading(DeviceParticipant):
     def __init__(
         self, elastic: ElasticSettings, seconds: float, over: Transport, batches: int, refuses: Refuses = nothing
     ) -> None:
-        self._over, self._shared, self._batches = over, 0, batches
+        self._over, self._newest, self._batches = over, 0, batches
         super().__init__(elastic, seconds, batches, refuses)
-        self._share(lambda: self.worker.name)
+        self._passed_on(lambda: self.worker.name)
 
-    def _share(self, call: Callable[[], Any]) -> Any:
+    def _passed_on(self, call: Callable[[], Any]) -> Any:
         try:
             value = call()
         except Exception as error:
@@ -81,44 +93,27 @@ class Leading(DeviceParticipant):
         broadcast_world({"value": value})
         return value
 
-    def founds(self) -> bool:
-        return bool(self._share(super().founds))
-
-    def as_founded(self, value: Any) -> Any:
-        return self._share(partial(super().as_founded, value))
-
-    def healed(self) -> Any:
-        return self._share(super().healed)
-
     def begin(self, copy: Callable[[], Any], until: int = 0) -> int:
         def copied() -> Any:
             broadcast_world({"copy": True})  # the others give their parts
             return copy()
 
-        began = partial(super().begin, copied, until)
-
-        def state() -> dict[str, Any]:
+        def state(began: Callable[[], int]) -> dict[str, Any]:
             left_out = began()
             Participant._listen(self)
             self.knows()  # before the others are given it
             assert self.view is not None
-            new = [dict(vars(view)) for number, view in self._views.items() if number > self._shared]
-            self._shared = max(self._views)
+            new = [dict(vars(view)) for number, view in self._views.items() if number > self._newest]
+            self._newest = max(self._views)
             # Of a newcomer that was away it sends more at once (`agreed`).
-            state = {"view": self.view.number, "round": self.round, "entered": self.entered is not None}
-            return {**state, "views": new, "present": self.present(), "left_out": left_out}
+            now = {"view": self.view.number, "round": self.round, "entered": self.entered is not None}
+            return {**now, "views": new, "present": self.present(), "left_out": left_out}
 
-        return int(self._share(state)["left_out"])
-
-    def agreed(self, own: Callable[[], Any]) -> Any:
-        return self._share(partial(super().agreed, own))
-
-    def _together(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
-        return self._share(lambda: self._meet(value, made))
+        return int(self._passed_on(partial(state, partial(super().begin, copied, until)))["left_out"])
 
     def of_first(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
         found = list[Any]()
-        self._share(lambda: found.append(self._meet(value, made)))
+        self._passed_on(lambda: found.append(self._meet(value, made)))  # its error alone: the value is large
         return found[0]
 
 
@@ -131,29 +126,26 @@ class Following(DeviceParticipant):
         self._over, self._batches = over, batches
         self._hold(elastic, seconds, batches)
         self._present: list[str] = []
-        there = SimpleNamespace(name=self._receive(), lobby_client=SimpleNamespace(lobby=elastic.lobby))
+        there = SimpleNamespace(name=self._received(), lobby_client=SimpleNamespace(lobby=elastic.lobby))
         self.worker = cast(Endpoint, there)  # of which only this is asked
 
-    def _receive(self, copy: Callable[[], Any] = lambda: None) -> Any:
+    def _received(self, copy: Callable[[], Any] = lambda: None) -> Any:
         while "copy" in (message := broadcast_world(None)):
             copy()
         if "error" in message:
             raise RuntimeError(f"the first device of this worker ended: {message['error']}")
         return message["value"]
 
-    def founds(self) -> bool:
-        return bool(self._receive())
-
-    def as_founded(self, value: Any) -> Any:
-        return self._receive()
+    def _passed_on(self, call: Callable[[], Any]) -> Any:
+        return self._received()
 
     def healed(self) -> Any:
-        value = self._receive()
+        value = self._received()
         self._know(value)
         return value
 
     def begin(self, copy: Callable[[], Any], until: int = 0) -> int:
-        found = self._receive(copy)
+        found = self._received(copy)
         new = {view["number"]: view_of(view) for view in found["views"]}
         self.view = new.get(found["view"]) or self._views[found["view"]]
         self.entered = self.view if found["entered"] else None
@@ -170,14 +162,8 @@ class Following(DeviceParticipant):
     def _all_reported(self, view: View) -> bool:
         return True
 
-    def agreed(self, own: Callable[[], Any]) -> Any:
-        return self._receive()
-
-    def _together(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
-        return self._receive()
-
     def of_first(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
-        self._receive()
+        self._received()
         return value
 
     def present(self) -> list[str]:

@@ -69,7 +69,7 @@ class LobbyClient:
     def step(self, step: Step) -> None:
         """The next state is what `step` makes of this one and the time; what follows from it is done."""
         with self.changed:
-            self._state, acts = step(self._state, clock.now())
+            self._state, acts = step(self._state, clock.now())  # pure: no lock is held while anything is sent
             self.changed.notify_all()
         for act in acts:
             self._do(act)
@@ -89,10 +89,10 @@ class LobbyClient:
         with self.changed:
             while True:
                 now, state = clock.now(), self._state
-                round = max(state.mine.round, at_least)
+                round = max(state.mine.round, at_least)  # late workers of asynchronous rounds leave some out
                 view = state.view_of(round)
                 if view is not None and not state.waits(now):
-                    self._state = state.begins(round, pace)
+                    self._state = state.begins(round, pace)  # under the lock: no update comes between
                     return view, round
                 if now > end or state.out:
                     raise TimeoutError(state.waits(now))
@@ -128,13 +128,13 @@ class LobbyClient:
         self._hang_up()
 
     def _end(self) -> None:
-        self._ended = True
+        self._ended = True  # the thread sees it within a quarter of a beat
         self._thread.join()
 
     def _run(self) -> None:
         while not self._ended:
             self.step(lambda state, now: state.ticked(now))
-            self._listen(self._state.times.beat / 4)
+            self._listen(self._state.times.beat / 4)  # often enough for beats that are due
 
     def _listen(self, seconds: float) -> None:
         if self._connection is None:
@@ -149,7 +149,7 @@ class LobbyClient:
         except (OSError, ValueError) as error:
             self._is_amiss(error)
             more, updates = b"", []
-        if not more:
+        if not more:  # the lobby has ended, or closed the connection
             self._hang_up()
         if updates:
             self.refused = self.trouble = ""
@@ -170,7 +170,7 @@ class LobbyClient:
     def _send(self, beat: Heartbeat) -> None:
         try:
             if self._connection is None:
-                self._frames = Frames()
+                self._frames = Frames()  # half a frame of the connection before is nothing
                 self._connection = connected(self.lobby, "lobby", self._state.times.beat)
             self._connection.settimeout(self._state.times.beat)
             self._connection.sendall(frame(asdict(beat)))

@@ -48,7 +48,7 @@ class LobbyServer:
         Args:
             ready: called with the port when it listens.
         """
-        server = await asyncio.start_server(self._guest, host, port)
+        server = await asyncio.start_server(self._guest, host, port)  # one thread: states change one after the other
         async with server:
             ready(server.sockets[0].getsockname()[1])
             while True:
@@ -71,12 +71,12 @@ class LobbyServer:
         finally:
             for name in [name for name, other in self._guests.items() if other is writer]:
                 del self._guests[name]
-                self._lobby = self._lobby.hung_up(name)
+                self._lobby = self._lobby.hung_up(name)  # dead after `times.ended` from now on
             writer.close()
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        frames, greeted = Frames(GREETING_BYTES), False
-        end = clock.now() + GREETING_SECONDS
+        frames, greeted = Frames(GREETING_BYTES), False  # of a stranger no more is read
+        end = clock.now() + GREETING_SECONDS  # a connection that doesn't greet holds a descriptor
         while more := await self._more(reader, end):
             for found in frames.feed(more):
                 if greeted:
@@ -95,7 +95,7 @@ class LobbyServer:
 
     def _receive(self, found: Any, writer: asyncio.StreamWriter) -> None:
         beat = read_heartbeat(found)
-        self._guests[beat.sender] = writer
+        self._guests[beat.sender] = writer  # the newest connection of that name
         self._next(*self._lobby.received(beat, clock.now()))
 
     def _next(self, lobby: LobbyState, updates: Outgoing) -> None:

@@ -123,10 +123,10 @@ class Participant(Course):
                 "new one"
             )
         self.left_out += left_out
-        self.entered = self.view if self.view != before else None
+        self.entered = self.view if self.view != before else None  # newcomers of this view need `agreed`
         self.round = self.next_round = round
-        self.worker.collective.begins((round, -1))
-        self._began, self._met = time.monotonic(), 0
+        self.worker.collective.begins((round, -1))  # nobody waits for it in an earlier round
+        self._began, self._met = time.monotonic(), 0  # calls are counted anew in each round
         self._learn_of(self.view)
         self._watch.began(len(self.present()), self.most())
         return left_out
@@ -173,7 +173,7 @@ class Participant(Course):
             found = own() if found is None else found
             self.worker.collective.keep(1, found)  # a member that loses the oldest asks the next one
             return found
-        newcomers = set(self.view.members) - set(self.view.before)
+        newcomers = set(self.view.members) - set(self.view.before)  # who was there before gives, they take
         if self.worker.name in newcomers:
             return self._asked(partial(self._present_but, newcomers))
         return self.worker.collective.keep(self.view.number, own()) if newcomers else None
@@ -243,12 +243,13 @@ class Participant(Course):
     def _meet(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
         if not self.live:
             return made([value])
-        key, self._met = (self.round, self._met), self._met + 1
-        name = named(value, made)
+        key, self._met = (self.round, self._met), self._met + 1  # the n-th call in a round is the same on all
+        name = named(value, made)  # sent along: who calls something else is found
         given = [name, value], of_alike(name, made), self.present, self._seconds
         theirs, result = self.worker.collective.meet(key, *given)
         try:
-            self.worker.sure(self._seconds)  # who slept meanwhile has one of its own, and would save it over the run's
+            # Who slept meanwhile has one of its own, and would save it over the run's.
+            self.worker.lobby_client.sure(self._seconds)
         except TimeoutError as error:
             raise _away(error) from None
         if theirs != name:

@@ -100,7 +100,7 @@ class Starter:
     ) -> None:
         self._command, self._members_of, self._environment, self._say = command, members, environment, say
         self._running: dict[int, WorkerProcess] = {}
-        self._due = [0.0] * workers
+        self._due = [0.0] * workers  # when each seat without a worker gets one
         self._count = self._hasty = 0
         self._well, self._code = False, 1
 
@@ -114,7 +114,7 @@ class Starter:
             with terminated_as_interrupted():
                 self._watch()
         finally:
-            self._due = []
+            self._due = []  # nobody takes a place any more
             self._end(self._running)
             self._watch()
         return 0 if self._well else self._code
@@ -144,7 +144,7 @@ class Starter:
         number, self._count = self._count, self._count + 1
         command, folder = self._command(number)
         taken = {worker.seat for worker in self._running.values()}
-        seat = min(set(range(len(taken) + 1)) - taken)
+        seat = min(set(range(len(taken) + 1)) - taken)  # a lost worker's place is the next one's
         own = {WORKER: number, SEAT: seat, STARTER: os.getpid(), "LOCAL_RANK": number}  # Lightning reads the last
         names = {name: str(value) for name, value in own.items()}
         process = subprocess.Popen(command, env={**os.environ, **self._environment, **names}, cwd=folder)
@@ -202,4 +202,4 @@ def _follow(starter: int) -> None:
             time.sleep(FOLLOW_SECONDS)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(LEAVE_SECONDS)
-    os._exit(1)
+    os._exit(1)  # it hangs in something that SIGTERM doesn't end

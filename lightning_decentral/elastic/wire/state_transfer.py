@@ -34,7 +34,7 @@ class Donor:
         self._asked = threading.Event()
         self._made = threading.Condition()
         self._copy: Any = None
-        self._turn = threading.Lock()
+        self._turn = threading.Lock()  # one copy at a time: it may be as large as the model with its optimizer
 
     def between_steps(self, copy: Callable[[], Any]) -> None:
         """The training thread calls this where its parameters, optimizer and counters belong together.
@@ -43,7 +43,7 @@ class Donor:
             copy: of all of it, which nobody changes afterwards.
         """
         if self._asked.is_set():
-            made = copy(), self._serves()
+            made = copy(), self._serves()  # outside of the lock: it takes long
             with self._made:
                 if self._asked.is_set():  # the one that asked may have gone meanwhile
                     self._copy = made
@@ -92,7 +92,7 @@ def fetched(place: str, seconds: float) -> tuple[Any, str, int]:
     """
     with connected(place, "heal", seconds) as connection:
         connection.settimeout(seconds)
-        while (header := receive(connection)) == ALIVE:
+        while (header := receive(connection)) == ALIVE:  # each resets the silence that counts as death
             pass
         try:
             header, value = received(connection, header)
@@ -135,7 +135,7 @@ class Beginnings:
         header, _ = receive_value(connection)
         place = int(header["nth"])
         over, found = self._over, self.given[place : place + 1]
-        none = over if not found else found[0] is None
+        none = over if not found else found[0] is None  # there won't be one, or it can't be sent
         send_value(connection, {"found": bool(found) and not none, "none": none}, found[0] if found else None)
 
 

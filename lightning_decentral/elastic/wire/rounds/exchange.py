@@ -65,7 +65,7 @@ class AsynchronousExchange(PeerExchange):
             self._sizes[first] = [HEADER * 8, *(t.numel() * t.element_size() for t in like)]
             self.pool.give(like)
         packets = self.coder.encode(message, self.neighbours(step).heard_by, step, first)
-        header = stated([step, self._elements], message, self.device).view(1, HEADER)
+        header = stated([step, self._elements], message, self.device).view(1, HEADER)  # (1, HEADER): its own alone
         return PeerMessages(self, step, first, message, header, packets, {})
 
     def depart(self, started: Sequence[PeerMessages], step: int) -> None:
@@ -78,14 +78,14 @@ class AsynchronousExchange(PeerExchange):
             self._take(part.step)
         begins = sum(len(sizes) for first, sizes in self._sizes.items() if first < part.first)
         part.buffers = self.coder.buffers(self._came, part.message, part.first)
-        headers = [part.said]
+        headers = [part.said]  # (1, HEADER) each: its own, then those that came
         for j, buffers in part.buffers.items():
             raw_header, *payload = self._came[j][begins : begins + len(self._sizes[part.first])]
             headers.append(_read(raw_header, torch.int64).clone().view(1, HEADER))
             headers[-1][0, ROUND] = part.step  # of which age it is, is judged already
             for tensor, raw in zip(buffers, payload, strict=True):
-                tensor.copy_(_read(raw, tensor.dtype).view(tensor.shape))
-        part.said = torch.cat(headers)
+                tensor.copy_(_read(raw, tensor.dtype).view(tensor.shape))  # into a buffer of the pool
+        part.said = torch.cat(headers)  # (1 + senders, HEADER)
         return super()._accepted(part)
 
     def _take(self, step: int) -> None:
@@ -125,10 +125,10 @@ class ForgivingExchange(PeerExchange):
         arrived = zip(part.receives(), part.incoming, strict=True)
         lost = {message.peer for message, pending in arrived if not pending.done()}
         for j in lost:
-            part.headers[j].copy_(part.header)
+            part.headers[j].copy_(part.header)  # judged as its own: it isn't refused
             self.pool.give(part.buffers[j])
         whole = {j: payload for j, payload in part.buffers.items() if j not in lost}
-        decoded = self.coder.decode(whole, part.message, part.first)
+        decoded = self.coder.decode(whole, part.message, part.first)  # {source: (elements,) of each bucket}
         # In the sources' order always, in which they are added up.
         return {j: decoded[j] if j in decoded else self._own(part) for j in part.buffers}
 
@@ -170,7 +170,7 @@ class ElasticExchange(Exchange[PeerMessages]):
         plan = self.topology, self.weights, links, CPU, self.codec, self.pool
         exchange = AsynchronousExchange(*plan, self.order) if self.order else ForgivingExchange(*plan)
         for admitted in self._admitted:
-            exchange.admit(*admitted)
+            exchange.admit(*admitted)  # rules were admitted before there was a view
         self.coder = exchange.coder
         self._views = [*self._views, view][-KEPT_VIEWS:]
         self._since.append((round, exchange, links))
@@ -212,7 +212,7 @@ class ElasticExchange(Exchange[PeerMessages]):
 
     def depart(self, started: Sequence[PeerMessages], step: int) -> None:
         exchange, links = self._of(step)
-        links.round = step
+        links.round = step  # which the frames of this round carry
         exchange.depart(started, step)
 
     def traffic(self) -> Traffic:

@@ -44,7 +44,7 @@ class FirstMixer(Mixer):
 
     def step(self, learning_rate: float = 1.0, rounds: int = 1) -> None:
         super().step(learning_rate, rounds)
-        self._over.broadcast(torch.tensor([self.healing.healed])).wait()
+        self._over.broadcast(torch.tensor([self.healing.healed])).wait()  # (1,): how often it was healed so far
 
 
 class OtherMixer(Mixer):
@@ -59,12 +59,12 @@ class OtherMixer(Mixer):
 
     def step(self, learning_rate: float = 1.0, rounds: int = 1) -> None:
         for bucket in self.buckets:
-            bucket.adopt()
-        healed = torch.zeros(1, dtype=torch.int64)
+            bucket.adopt()  # its shard goes to the first one's host
+        healed = torch.zeros(1, dtype=torch.int64)  # (1,), on the host
         self._over.broadcast(healed).wait()
         before, self.healing.healed = self.healing.healed, int(healed)
         if self.healing.healed > before:
-            self.healing.forget()
+            self.healing.forget()  # what this device keeps may be poisoned, too
 
     def mixing(self) -> dict[str, float]:
         return {}
@@ -131,7 +131,7 @@ class CopiedHolding(Holding):
         self.mixes, self._wire = member.leads, wire
 
     def mixed(self, parameters: Sequence[nn.Parameter]) -> None:
-        start_from_worker_0(parameters, self._wire.world, self._device)
+        start_from_worker_0(parameters, self._wire.world, self._device)  # a broadcast, as at the start of a fit
 
 
 class ShardedHolding(Holding):
@@ -155,17 +155,17 @@ class ShardedHolding(Holding):
         return Healing(most, lambda: first_poisoned(self._named(module)))
 
     def _named(self, module: nn.Module) -> list[tuple[str, Tensor]]:
-        names = {parameter: name for name, parameter in module.named_parameters()}
+        names = {parameter: name for name, parameter in module.named_parameters()}  # buckets know no names
         return [(names[p], w) for b in self._buckets for p, w in zip(b.parameters, b.wholes(), strict=True)]
 
     def mean_of(self, tensors: Sequence[Tensor], of_wholes: Mean) -> list[Tensor]:
         if not any(map(is_sharded, tensors)):
             return of_wholes(tensors)
-        means = self._member.of_first([self._wholes.whole(tensor) for tensor in tensors], means_of)
+        means = self._member.of_first([self._wholes.whole(tensor) for tensor in tensors], means_of)  # (all rows, ...)
         return [self._wholes.cut(mean, tensor) for mean, tensor in zip(means, tensors, strict=True)]
 
     def sums(self, of_devices: Sequence[Tensor]) -> list[Tensor]:
-        found = [number.clone() for number in of_devices]
+        found = [number.clone() for number in of_devices]  # scalars: the caller's stay what they are
         for number in found:
             self._wire.world.all_reduce(number).wait()
         return found
@@ -184,7 +184,7 @@ def holding(island: Island, device: torch.device, member: Participant, wire: Wir
 
 def mean_and_bytes(mean_of: Mean, tensors: Sequence[Tensor], carried: Sequence[Tensor]) -> list[Tensor]:
     """The means of `tensors`, then `carried`, which have no mean: as bytes they are the oldest's."""
-    as_bytes = [t.detach().contiguous().view(-1).view(torch.uint8) for t in carried]
-    found = mean_of([*tensors, *as_bytes])
-    values = zip(found[len(tensors) :], carried, strict=True)
+    as_bytes = [t.detach().contiguous().view(-1).view(torch.uint8) for t in carried]  # integers have no mean
+    found = mean_of([*tensors, *as_bytes])  # one meeting for both
+    values = zip(found[len(tensors) :], carried, strict=True)  # (bytes,) each
     return [*found[: len(tensors)], *(value.view(t.dtype).view(t.shape) for value, t in values)]
