@@ -88,13 +88,10 @@ def settings_of(strategy: Any, trainer: Trainer) -> dict[str, str]:
     """Settings that all members must have alike: {name: text}."""
     found = {**of_method(strategy, strategy.precision_plugin), **of_trainer(trainer), **of_callbacks(trainer)}
     found |= of_optimizers(strategy.optimizers, strategy.own)
-    alike = {name: text for name, text in found.items() if not _is_own(name)}
+    own = tuple(f"{name}." for name in OF_ONE_MEMBER)
+    alike = {name: text for name, text in found.items() if not f"{name}.".startswith(own)}
     plan = described(strategy.elastic.workers, "elastic.workers")
     return {**versions(), **alike, **plan, **described(strategy.elastic.asynchronous, "elastic.asynchronous")}
-
-
-def _is_own(name: str) -> bool:
-    return any(f"{name}.".startswith(f"{own}.") for own in OF_ONE_MEMBER)
 
 
 Part = dict[str, dict[str, Any]]

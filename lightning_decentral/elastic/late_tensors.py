@@ -80,7 +80,8 @@ class LateTensors:
     def _late(self) -> dict[str, str]:
         """{tensor that has come: its form, and a digest where it has no mean}."""
         named = _named(self._module)
-        rows, masks = carried(self._module), _masks_of(self._module)
+        rows, parts = carried(self._module), self._module.named_modules()
+        masks = {f"{prefix}.{n}".lstrip(".") for prefix, part in parts for n in part._buffers if _masks(part, n)}
         found = dict[str, str]()
         for name, tensor in named.items():
             if name not in self._first or name in masks:
@@ -97,11 +98,6 @@ def _named(module: nn.Module) -> dict[str, Tensor]:
 def _masks(module: nn.Module, name: str) -> bool:
     """Return whether the buffer is a mask by torch's convention, which may have been there before."""
     return name.endswith("_mask") and f"{name.removesuffix('_mask')}_orig" in module._parameters
-
-
-def _masks_of(module: nn.Module) -> set[str]:
-    parts = module.named_modules()
-    return {f"{prefix}.{n}".lstrip(".") for prefix, part in parts for n in part._buffers if _masks(part, n)}
 
 
 def _two_valued(tensor: Tensor) -> bool:

@@ -18,7 +18,7 @@ from hydra.core.utils import JobReturn
 from lightning_decentral.shared.compute.hardware import cores
 from lightning_decentral.shared.wire.meeting.interrupts import terminated_as_interrupted
 from lightning_decentral.sweep.member import MemberFailed, SweepMember, begin_record, failed, read_record, write_scores
-from lightning_decentral.sweep.plan.arbiter import Arbiter, Instruction, Orders, TurnReport
+from lightning_decentral.sweep.plan.arbiter import Arbiter, Instruction, TurnReport
 from lightning_decentral.sweep.plan.devices import environment
 from lightning_decentral.sweep.plan.policy import Score, Scoreboard, WatchedMember
 from lightning_decentral.sweep.processes import kill_group
@@ -110,7 +110,8 @@ class Sweep:
             for key, _ in self._selector.select(min(REFRESH_SECONDS, self.arbiter.rests_seconds(self.now))):
                 if self._selector.get_map().get(key.fd) is key:  # an event before it may have closed it
                     key.data(key.fileobj)
-            self._obey(self.arbiter.settle(self.now))
+            for name, order in self.arbiter.settle(self.now):
+                self.seats.write(name, {"order": order.value})
             if self.now - self._shown >= REFRESH_SECONDS:
                 self._look_around()
                 self._shown = self.now
@@ -186,10 +187,6 @@ class Sweep:
     def leave_seat(self, name: str) -> None:
         self.arbiter.give_back(name, self.arbiter.members[name].turn, self.now)
         self.arbiter.left(name)
-
-    def _obey(self, orders: Orders) -> None:
-        for name, order in orders:
-            self.seats.write(name, {"order": order.value})
 
     # ---- the end ----------------------------------------------------------------------------------------------------
 

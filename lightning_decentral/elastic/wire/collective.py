@@ -116,9 +116,14 @@ class Collective:
     def _preside(
         self, key: Key, value: Any, made: Callable[[Sequence[Any]], Any], members: Callable[[], list[str]], end: float
     ) -> Any:
-        over, given = set[str](), self._giving(key, value)
+        over = set[str]()
+        with self._changed:
+            given = self._given.setdefault(key, {})
+            given[self.name] = value
         while missing := [name for name in members() if name not in given and name not in over]:
-            if not self._waited(lambda: all(name in given for name in missing)):
+            with self._changed:
+                complete = self._changed.wait_for(lambda: all(name in given for name in missing), ASK_SECONDS)
+            if not complete:
                 # An older member may have given it the result, and have ended before all had it.
                 for name in missing:
                     found, result, passed = self._found(name, {"key": list(key), "asks": True})
@@ -129,16 +134,6 @@ class Collective:
                 break
         oldest = [name for name in members() if name in given]  # in the order of ages; then who left after it gave
         return made([given[name] for name in (*oldest, *sorted(set(given) - set(oldest)))])
-
-    def _giving(self, key: Key, value: Any) -> dict[str, Any]:
-        with self._changed:
-            given = self._given.setdefault(key, {})
-            given[self.name] = value
-            return given
-
-    def _waited(self, holds: Callable[[], bool]) -> bool:
-        with self._changed:
-            return self._changed.wait_for(holds, ASK_SECONDS)
 
     def _found(self, name: str, question: dict[str, Any]) -> tuple[bool, Any, bool]:
         """Ask a member: (whether it has what is asked for, that, whether it is beyond it)."""
@@ -189,18 +184,17 @@ class Collective:
             self._given.setdefault(key, {})[str(header["from"])] = value
             self._changed.notify_all()
         try:
-            if self._awaited(key):
-                send_value(connection, {}, self._results[key])
+            with self._changed:
+                # Notified by `begins`, `_publish` and `close`.
+                while key not in self._results and self._now <= key and not self._closed:
+                    self._changed.wait(1.0)
+                made, result = key in self._results, self._results.get(key)
+            if made:
+                send_value(connection, {}, result)
         finally:
             with self._changed:
                 self._serving -= 1
                 self._changed.notify_all()
-
-    def _awaited(self, key: Key) -> bool:
-        with self._changed:
-            while key not in self._results and self._now <= key and not self._closed:
-                self._changed.wait(1.0)  # notified by `begins`, `_publish` and `close`
-            return key in self._results
 
 
 def _readable(connection: socket.socket) -> bool:

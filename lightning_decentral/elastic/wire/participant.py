@@ -169,13 +169,14 @@ class Participant(Course):
         if self.entered is None:
             return None
         if self.view.number == 1:
-            found = self._asked(self._older)
+            # The oldest's, and of those that lose it the next one's: who is older than this worker is asked in order.
+            found = self._asked(lambda: [*takewhile(lambda name: name != self.worker.name, self.present())])
             found = own() if found is None else found
-            self.worker.collective.keep(1, found)  # a member that loses the oldest asks the next one
+            self.worker.collective.keep(1, found)
             return found
         newcomers = set(self.view.members) - set(self.view.before)  # who was there before gives, they take
         if self.worker.name in newcomers:
-            return self._asked(partial(self._present_but, newcomers))
+            return self._asked(lambda: [name for name in self.present() if name not in newcomers])
         return self.worker.collective.keep(self.view.number, own()) if newcomers else None
 
     def _asked(self, whom: Callable[[], list[str]]) -> Any:
@@ -187,12 +188,6 @@ class Participant(Course):
                 "longer timeout"
             )
         return found
-
-    def _older(self) -> list[str]:
-        return [*takewhile(lambda name: name != self.worker.name, self.present())]
-
-    def _present_but(self, some: set[str]) -> list[str]:
-        return [name for name in self.present() if name not in some]
 
     def ended(self) -> None:
         """The round that began is mixed."""

@@ -46,11 +46,11 @@ class OwnLobby:
         self._listens.wait()
 
     def _serve(self) -> None:
-        asyncio.run(self._server.serve("127.0.0.1", 0, self._ready))
+        def ready(port: int) -> None:
+            self.place = f"127.0.0.1:{port}"
+            self._listens.set()
 
-    def _ready(self, port: int) -> None:
-        self.place = f"127.0.0.1:{port}"
-        self._listens.set()
+        asyncio.run(self._server.serve("127.0.0.1", 0, ready))
 
     def members(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Members (of all views so far, of the present one without those that left)."""

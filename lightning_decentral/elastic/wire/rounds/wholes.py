@@ -140,7 +140,5 @@ class WholeBucket(Bucket):
 
     def wholes(self) -> list[Tensor]:
         """Views of `flat` for each parameter, in its shape."""
-        return [self.flat[offset : offset + p.numel()].view(p.shape) for p, offset in self._pairs()]
-
-    def _pairs(self) -> list[tuple[nn.Parameter, int]]:
-        return [*zip(self.parameters, self._offsets, strict=True)]
+        pairs = zip(self.parameters, self._offsets, strict=True)
+        return [self.flat[offset : offset + p.numel()].view(p.shape) for p, offset in pairs]
