@@ -125,10 +125,6 @@ class Seat:
         """Report that nothing of this member is on the device any more."""
         write(self._connection, {"say": "left"})
 
-    def close(self) -> None:
-        """The member needs no device again."""
-        self._connection.close()
-
     def _end(self, event: str, turn: TurnReport) -> None:
         self._before_seconds, self.held = self.worked_seconds, False
         write(self._connection, {"say": event, **asdict(turn)})
