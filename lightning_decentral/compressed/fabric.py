@@ -43,7 +43,7 @@ class Reduced:
             self.mean.guard(scale_of(scaler, strategy.root_device))
         self.gradients = GradientAverage(self.mean, hosts, strategy.waiting, bucket_bytes)
         self.equal = EqualReplicas()
-        self.equal.begin(module, wire, strategy._attendance.layouts, lambda: strategy.optimizers)
+        self.equal.begin(module, of_all(wire), strategy._attendance.layouts, lambda: strategy.optimizers)
         self.equal.join(self.gradients)
         self.watch()
 

@@ -14,17 +14,15 @@ from lightning_decentral.shared.compute.buckets import bucket_bytes_of, check_bu
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Int8
 from lightning_decentral.shared.compute.device import DeviceSteps
-from lightning_decentral.shared.compute.modules import same
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.nonfinite import GradientCheck, NonFinite, Unchecked
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import ReplicaStrategy
 from lightning_decentral.shared.updates import Unfollowed
-from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas
-from lightning_decentral.shared.wire.averaging.equal_replicas import of_all as of_all
+from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas, of_all
 from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage
 from lightning_decentral.shared.wire.averaging.residuals import scale_of
-from lightning_decentral.shared.wire.compressed_mean import Mean, mean_by, refuse_estimates
+from lightning_decentral.shared.wire.compressed_mean import FlatMean, mean_by, refuse_estimates
 from lightning_decentral.shared.wire.owners import InPlace, by_owners
 from lightning_decentral.shared.wire.transport import Transport, Wire
 
@@ -74,7 +72,7 @@ class CompressedStrategy(ReplicaStrategy):
         refuse_impossible(self.codec, bucket_bytes)
         refuse_estimates(orthogonal or self.codec)
         self._owners: Owners | None = None
-        self._mean: Mean | None = None
+        self._mean: FlatMean | None = None
         self._gradients: GradientAverage | None = None
         self._equal = EqualReplicas()
         self.followed = Unfollowed(self._replaced)
@@ -82,7 +80,9 @@ class CompressedStrategy(ReplicaStrategy):
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
     def prepare(self, wire: Wire | None) -> None:
-        self._equal.begin(self._module, wire, self._attendance.layouts, lambda: self.optimizers)
+        self._trainer = self._module.trainer
+        over = None if wire is None else of_all(wire)
+        self._equal.begin(self._module, over, self._attendance.layouts, lambda: self.optimizers)
         if wire is None:
             return
         hosts = wire.hosts(None)
@@ -99,7 +99,7 @@ class CompressedStrategy(ReplicaStrategy):
             self._owners = Owners(self.optimizers, self.orthogonal, of_all(wire), self.meet)
 
     def _where(self) -> tuple[int, int]:
-        return self._module.trainer.fit_loop.epoch_loop.batch_progress.total.ready, self._equal.updates or 0
+        return self._trainer.fit_loop.epoch_loop.batch_progress.total.ready, self._equal.updates or 0
 
     def _replaced(self) -> None:
         self._equal.replaced()
@@ -117,7 +117,7 @@ class CompressedStrategy(ReplicaStrategy):
     # ---- after an update --------------------------------------------------------------------------------------------
 
     def advance(self, optimizer: Optimizer) -> None:
-        self._equal.advance(self._module.trainer.current_epoch)
+        self._equal.advance(self._trainer.current_epoch)
 
     def rounds(self) -> list[int]:
         return self._equal.rounds()
@@ -164,7 +164,7 @@ class AveragedSteps(DeviceSteps):
     def train(self, module: Any, step: Callable[[], Any], redirect: Callable[[], Any]) -> Any:
         before, self._parameters = self._parameters, list(module.parameters())
         self._gradients.watch(self._parameters)  # some may have been unfrozen since the last step
-        if not same(before, self._parameters):
+        if list(map(id, before)) != list(map(id, self._parameters)):
             # A module that came while training: each worker has drawn another, maybe.
             self._take([p for p in self._parameters if p not in set(before)])
         return step()

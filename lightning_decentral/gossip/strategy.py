@@ -35,7 +35,7 @@ from lightning_decentral.shared.plan.seam import Elasticity, StrategyType
 from lightning_decentral.shared.replica import Evaluate, ReplicaStrategy
 from lightning_decentral.shared.updates import Mixed
 from lightning_decentral.shared.wire.mean import Swap
-from lightning_decentral.shared.wire.meeting.comparison import Trained
+from lightning_decentral.shared.wire.meeting.comparison import TrainedLayout
 from lightning_decentral.shared.wire.transport import Wire
 
 
@@ -164,7 +164,9 @@ class GossipStrategy(ReplicaStrategy, metaclass=StrategyType):
         self._matrices = WholeMatrices(self.optimizers, self.member)
         for optimizer in self.optimizers if wire is not None else []:
             self._mixers.adopt(optimizer)
-        self.member.compare(Trained(self._module.named_parameters, lambda: self.optimizers), self._attendance.layouts)
+        self.member.compare(
+            TrainedLayout(self._module.named_parameters, lambda: self.optimizers), self._attendance.layouts
+        )
         self._mixers.mixed.watch(self._module.named_parameters, self._attendance.layouts)
 
     def mixed(self) -> list[Mixed]:

@@ -22,7 +22,7 @@ from lightning_decentral.shared.fabric.loop import LOOK_STEPS
 from lightning_decentral.shared.fabric.strategy import FabricWorkers
 from lightning_decentral.shared.nonfinite import GradientCheck, NonFinite
 from lightning_decentral.shared.plan.arguments import checked
-from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas
+from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas, of_all
 
 
 class CutModule(nn.Module):
@@ -99,7 +99,9 @@ class FabricPartialBackpropStrategy(FabricWorkers):
         if len(shares) > 1:
             raise ValueError(f"{self.depth} asks for unequal batches, which only a Trainer hands out: use Staircase")
         self._module = module
-        self._equal.begin(module, self.wire, self._attendance.layouts, lambda: self.optimizers)
+        self._equal.begin(
+            module, None if self.wire is None else of_all(self.wire), self._attendance.layouts, lambda: self.optimizers
+        )
         return CutModule(module, self._cut)
 
     def adopt(self, optimizer: Optimizer) -> None:

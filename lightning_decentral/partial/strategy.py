@@ -24,7 +24,7 @@ from lightning_decentral.shared.nonfinite import GradientCheck, NonFinite
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import ReplicaStrategy
 from lightning_decentral.shared.updates import Unfollowed
-from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas
+from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas, of_all
 from lightning_decentral.shared.wire.transport import Wire
 
 KEY = "partial_backprop"
@@ -100,7 +100,9 @@ class PartialBackpropStrategy(ReplicaStrategy):
     def prepare(self, wire: Wire | None) -> None:
         """The cuts wait for the first batch."""
         refuse_unserved(self._module)
-        self._equal.begin(self._module, wire, self._attendance.layouts, lambda: self.optimizers)
+        self._equal.begin(
+            self._module, None if wire is None else of_all(wire), self._attendance.layouts, lambda: self.optimizers
+        )
 
     def _find_cuts(self, *batch: Any, **kwargs: Any) -> DepthController:
         run, wish = run_of(self._module.trainer, *batch, **kwargs), wished(self.cuts, self._saved)

@@ -23,7 +23,7 @@ from lightning_decentral.shared.wire.meeting import waits
 from lightning_decentral.shared.wire.meeting.notices import Presence
 from lightning_decentral.shared.wire.meeting.stopping import StopAgreement
 from lightning_decentral.shared.wire.meeting.waits import Backlog, Rescue, Wait, Waits
-from lightning_decentral.shared.wire.pending import Naming
+from lightning_decentral.shared.wire.pending import raise_lost
 from lightning_decentral.shared.wire.transport import Wire, abort_nccl
 
 Result = TypeVar("Result")
@@ -114,11 +114,15 @@ class FitCoordinator(Uncoordinated):
             return call()  # the fit has ended: nobody answers a roll call
         self._met, self._calling = self._met + 1, True
         try:
-            with self, Naming("the others", self._rank):
+            with self:
                 return call()
+        except RuntimeError as error:
+            raise_lost(error, "the others", self._rank)
+            raise
         finally:
             self._calling = False
-            self._backlog.mark()
+            if self._queued:
+                self._backlog.mark()
 
     def _wait(self) -> Wait | None:
         """This worker's wait for others where it has lasted for long; otherwise None."""

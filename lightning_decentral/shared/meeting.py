@@ -21,7 +21,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning_decentral.shared.coordination import FitCoordinator, Result, Uncoordinated
 from lightning_decentral.shared.refusals import refuse_backend
 from lightning_decentral.shared.updates import Rounds
-from lightning_decentral.shared.wire.meeting.comparison import Layout, Layouts, Unasked
+from lightning_decentral.shared.wire.meeting.comparison import Layout, Layouts, TrainingComparison
 from lightning_decentral.shared.wire.meeting.groups import connect, make_world
 from lightning_decentral.shared.wire.meeting.notices import Notices, Presence
 from lightning_decentral.shared.wire.meeting.rendezvous import Meeting, group_failed
@@ -219,10 +219,10 @@ class Attendance:
         self.coordination = FitCoordinator(self._of.wire, trainer, of, stop, presence, name)
         self._fits += 1
 
-    def layouts(self, layout: Callable[[], Layout], peers: Sequence[int] = ()) -> Layouts | Unasked:
+    def layouts(self, layout: Callable[[], Layout], peers: Sequence[int] = ()) -> TrainingComparison:
         """Comparison of what workers train, with these ranks, or all. Every worker makes as many, in one order."""
         if self._notices is None or self._presence is None:
-            return Unasked()
+            return TrainingComparison()
         peers = peers or range(self._notices.size)
         self._compared, name = self._compared + 1, f"layouts-{self._compared}-{peers[0]}"
         return Layouts(

@@ -19,13 +19,14 @@ from lightning_decentral.shared.wire.averaging.residuals import scale_of
 from lightning_decentral.shared.wire.compressed_mean import mean_by
 from lightning_decentral.shared.wire.health import mean_of_sound
 from lightning_decentral.shared.wire.mean import mean
-from lightning_decentral.shared.wire.meeting.comparison import Alike, Trained, Unasked
+from lightning_decentral.shared.wire.meeting.comparison import TrainedLayout, TrainingComparison
 from lightning_decentral.shared.wire.transport import Disjoint, Transport, Wire
 
 Mean = Callable[[Sequence[Tensor]], list[Tensor]]
 InPlace = Callable[[Sequence[Tensor]], None]
 Meet = Callable[[Callable[[], Any]], Any]
 Group = Callable[[Disjoint], Transport | None]
+MakeComparison = Callable[[TrainedLayout, Sequence[int]], TrainingComparison]
 
 
 class IslandMember(DeviceSteps):
@@ -77,7 +78,9 @@ class IslandMember(DeviceSteps):
     def arrange(self, module: nn.Module) -> None:
         """Prepare the module before the optimizers exist."""
 
-    def compare(self, trained: Trained, make: Callable[[Trained, Sequence[int]], Alike]) -> None:
+    def compare(
+        self, trained: TrainedLayout, make: Callable[[TrainedLayout, Sequence[int]], TrainingComparison]
+    ) -> None:
         """Check from now on that its devices go on training the same.
 
         Args:
@@ -123,9 +126,11 @@ class IslandMember(DeviceSteps):
 class Several(IslandMember):
     """One of several devices that train the same."""
 
-    layouts: Alike = Unasked()
+    layouts = TrainingComparison()
 
-    def compare(self, trained: Trained, make: Callable[[Trained, Sequence[int]], Alike]) -> None:
+    def compare(
+        self, trained: TrainedLayout, make: Callable[[TrainedLayout, Sequence[int]], TrainingComparison]
+    ) -> None:
         assert self._wire is not None
         first = self._wire.world.rank // self.devices * self.devices
         self.layouts = make(trained, range(first, first + self.devices))
@@ -167,7 +172,9 @@ class Averaging(Several):
         self._gradients.watch(list(module.parameters()))
         return step()
 
-    def compare(self, trained: Trained, make: Callable[[Trained, Sequence[int]], Alike]) -> None:
+    def compare(
+        self, trained: TrainedLayout, make: Callable[[TrainedLayout, Sequence[int]], TrainingComparison]
+    ) -> None:
         super().compare(trained, make)
         self._gradients.layouts = self.layouts
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_decentral.gossip.wire.mixer import MeanOfSound, Mixer
 from lightning_decentral.shared.compute.buckets import Bucket
-from lightning_decentral.shared.wire.meeting.comparison import Alike, Layout, MakeLayouts, Named, Unasked
+from lightning_decentral.shared.wire.meeting.comparison import Layout, MakeLayouts, Named, TrainingComparison
 
 Pack = Callable[[Sequence[nn.Parameter]], list[Bucket]]
 """Parameters as buckets, as their island packs them."""
@@ -54,7 +54,7 @@ class Mixed:
     """
 
     def __init__(self) -> None:
-        self._layouts: Alike = Unasked()
+        self._layouts = TrainingComparison()
         self._named: Named = tuple
         self.close()
 
@@ -71,7 +71,7 @@ class Mixed:
     def close(self) -> None:
         """Forget all; nobody is asked any more."""
         self._layouts.close()
-        self._layouts = Unasked()
+        self._layouts = TrainingComparison()
         self.by: dict[nn.Parameter, int] = {}
         self._since: dict[nn.Parameter, int] = {}
         self._optimizers = self._replaced = self._calls = 0

@@ -9,7 +9,7 @@ from lightning_decentral.partial.compute.trial import Decide, Trial, by_itself, 
 from lightning_decentral.partial.compute.verify import Judged, Verdict
 from lightning_decentral.partial.plan.cost import Balance, partition
 from lightning_decentral.shared.compute.block_cost import Run, parameter_bytes
-from lightning_decentral.shared.compute.modules import Chain, candidates, uncompiled
+from lightning_decentral.shared.compute.modules import BlockSequence, candidates, uncompiled
 from lightning_decentral.shared.plan.profile import BlockCost
 
 Cuts = str | int | Sequence[str]
@@ -28,7 +28,7 @@ class CutPlan:
     segment_of: dict[str, int]
     costs: tuple[BlockCost, ...]
     judged: tuple[Judged, ...]
-    chain: Chain | None = None
+    chain: BlockSequence | None = None
 
     @property
     def segments(self) -> int:
@@ -82,7 +82,7 @@ def search(
         return _found(Trial(copied, run_of(copied), decide), _likeliest(module), cuts, balance)
 
 
-def _found(trial: Trial, chains: Sequence[Chain], cuts: Cuts, balance: Balance) -> CutPlan:
+def _found(trial: Trial, chains: Sequence[BlockSequence], cuts: Cuts, balance: Balance) -> CutPlan:
     match cuts:
         case "blocks":
             return _between_all(trial, chains)
@@ -95,7 +95,7 @@ def _found(trial: Trial, chains: Sequence[Chain], cuts: Cuts, balance: Balance) 
     return plan(trial, list(cuts))
 
 
-def _likeliest(module: nn.Module) -> list[Chain]:
+def _likeliest(module: nn.Module) -> list[BlockSequence]:
     """Chains of which something is trained before those that are frozen: a teacher may look as its student does."""
     modules = dict(module.named_modules())
     return sorted(
@@ -104,7 +104,7 @@ def _likeliest(module: nn.Module) -> list[Chain]:
     )
 
 
-def _along_a_chain(trial: Trial, chains: Sequence[Chain], number: int | None, balance: Balance) -> CutPlan:
+def _along_a_chain(trial: Trial, chains: Sequence[BlockSequence], number: int | None, balance: Balance) -> CutPlan:
     trial.try_out()  # what is wrong with the step itself is not the chains' fault
     if number is None and _layers(trial.module) < 2:
         return _whole(trial)
@@ -134,7 +134,7 @@ class TooFewBlocks(ValueError):
     """More cuts than the chain has places for."""
 
 
-def _cut_chain(trial: Trial, chain: Chain, number: int | None, balance: Balance) -> CutPlan:
+def _cut_chain(trial: Trial, chain: BlockSequence, number: int | None, balance: Balance) -> CutPlan:
     """Cut so that the pieces balance; the first holds what comes before the chain, the last what comes after."""
     pieces = min(AUTO_SEGMENTS, len(chain.names)) if number is None else number + 1
     sizes = [parameter_bytes(trial.module.get_submodule(name).parameters()) for name in chain.names]
@@ -184,7 +184,7 @@ def joints(module: nn.Module, run_of: Callable[[nn.Module], Run]) -> tuple[str, 
         return _joints(Trial(copied, run_of(copied)), _likeliest(module))
 
 
-def _between_all(trial: Trial, chains: Sequence[Chain]) -> CutPlan:
+def _between_all(trial: Trial, chains: Sequence[BlockSequence]) -> CutPlan:
     names = _joints(trial, chains)
     if not names:
         raise ValueError(f"no chain of blocks to cut in {trial.name} between all blocks: give cuts=[names]")
@@ -194,7 +194,7 @@ def _between_all(trial: Trial, chains: Sequence[Chain]) -> CutPlan:
     return found if len(filled) == len(names) else plan(trial, filled)
 
 
-def _joints(trial: Trial, chains: Sequence[Chain]) -> tuple[str, ...]:
+def _joints(trial: Trial, chains: Sequence[BlockSequence]) -> tuple[str, ...]:
     entered = trial.entered()
     for chain in chains:
         if set(chain.names) <= set(entered) and _comes_apart(trial, chain.names[1:]):

@@ -166,7 +166,7 @@ class Reducer(Average):
     def close(self) -> None:
         """Take the hooks off the parameters."""
         self._launcher.watch(())
-        self._told = []  # nobody waits for the last answers
+        self._reported = []  # nobody waits for the last answers
 
     # ---- one backward -------------------------------------------------------------------------------------------
 
@@ -217,7 +217,7 @@ class Reducer(Average):
         flags = flag(gradients, torch.empty(len(gradients) + 1, dtype=torch.int32))
         flags[-1] = self.news()
         exchanged = self._hosts.all_reduce(flags)
-        self.tell(flags[-1], exchanged)
+        self.report(flags[-1], exchanged)
         for bucket in buckets:  # all under way before the first landing waits
             self.sent_bytes += sent_bytes(bucket.bytes, len(bucket.ranks), size)
             if len(bucket.ranks) < size:  # from the first of the contributors to all

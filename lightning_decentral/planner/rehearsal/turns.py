@@ -23,7 +23,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_decentral.shared.compute import cuda
-from lightning_decentral.shared.wire.in_process import Turn
+from lightning_decentral.shared.wire.in_process import ThreadTurn
 
 CPU = torch.device("cpu")
 Result = TypeVar("Result")
@@ -55,7 +55,7 @@ def same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
     return torch.equal(torch_a, torch_b) and np.array_equal(keys_a, keys_b) and (rest_a, others_a) == (rest_b, others_b)
 
 
-class OwnTurn(Turn):
+class OwnTurn(ThreadTurn):
     """A turn with what the process has once; threads begin with what it has when this is made."""
 
     def __init__(self, device: torch.device) -> None:
@@ -98,7 +98,7 @@ class OwnTurn(Turn):
 class WorkersBarrier:
     """All workers come, the last one makes the call, and all go on; an error of the call ends all."""
 
-    def __init__(self, turn: Turn, workers: int, call: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, turn: ThreadTurn, workers: int, call: Callable[[], None] = lambda: None) -> None:
         self._turn, self._barrier = turn, Barrier(workers, call)
 
     def __call__(self) -> None:
@@ -121,7 +121,7 @@ class Quota:
         allowed: so many in all.
     """
 
-    def __init__(self, turn: Turn, workers: int) -> None:
+    def __init__(self, turn: ThreadTurn, workers: int) -> None:
         self._turn, self._changed = turn, Condition()
         self.allowed, self._closed = 0, False
         self._taken: list[float] = [-1] * workers

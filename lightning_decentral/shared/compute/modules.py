@@ -16,7 +16,7 @@ CONTAINERS = (nn.Sequential, nn.ModuleList)
 
 
 @dataclass(frozen=True)
-class Chain:
+class BlockSequence:
     """Names of blocks in order of registration, all of one class, or plain layers of several."""
 
     kind: str
@@ -26,7 +26,7 @@ class Chain:
         return f"{len(self.names)} x {self.kind} ({self.names[0]} ... {self.names[-1]})"
 
 
-def candidates(module: nn.Module) -> list[Chain]:
+def candidates(module: nn.Module) -> list[BlockSequence]:
     """Chains of two or more blocks with parameters, the likeliest first.
 
     A block is a member of a Sequential or ModuleList, containers flattened: the layers of all stages are one chain.
@@ -40,7 +40,7 @@ def candidates(module: nn.Module) -> list[Chain]:
         if isinstance(modules.get(name.rpartition(".")[0]), CONTAINERS) and any(True for _ in block.parameters()):
             members[type(block)].append(name)
     outermost = {kind: [n for n in names if not _within(n, names)] for kind, names in members.items()}
-    found = [Chain(kind.__name__, tuple(names)) for kind, names in outermost.items() if len(names) > 1]
+    found = [BlockSequence(kind.__name__, tuple(names)) for kind, names in outermost.items() if len(names) > 1]
     found += [part for chain in found for part in _apart(chain, modules)]
     found += _plain_layers(modules, members)
     sizes = {chain: sum(p.numel() for name in chain.names for p in modules[name].parameters()) for chain in found}
@@ -49,7 +49,7 @@ def candidates(module: nn.Module) -> list[Chain]:
     return sorted(found, key=lambda chain: (sizes[chain] < enough, -len(chain.names), -sizes[chain]))
 
 
-def _apart(chain: Chain, modules: Mapping[str, nn.Module]) -> list[Chain]:
+def _apart(chain: BlockSequence, modules: Mapping[str, nn.Module]) -> list[BlockSequence]:
     """The chain's parts in the networks that its blocks come from; none where they are in one."""
     rows = [name.split(".") for name in chain.names]
     shared = next(i for i in count() if len({tuple(row[: i + 1]) for row in rows}) > 1)
@@ -58,17 +58,17 @@ def _apart(chain: Chain, modules: Mapping[str, nn.Module]) -> list[Chain]:
     parts: dict[str, list[str]] = defaultdict(list)
     for name, row in zip(chain.names, rows, strict=True):
         parts[row[shared]].append(name)
-    return [Chain(chain.kind, tuple(names)) for names in parts.values() if len(names) > 1]
+    return [BlockSequence(chain.kind, tuple(names)) for names in parts.values() if len(names) > 1]
 
 
-def _plain_layers(modules: Mapping[str, nn.Module], members: Mapping[type, list[str]]) -> list[Chain]:
+def _plain_layers(modules: Mapping[str, nn.Module], members: Mapping[type, list[str]]) -> list[BlockSequence]:
     """One chain of the layers without parts, whatever their classes, but for those inside of a block; or none."""
     blocks = [n for names in members.values() if len(names) > 1 for n in names if _has_parts(modules[n])]
     kinds = {kind: [n for n in names if not _has_parts(modules[n])] for kind, names in members.items()}
     layers = {name: kind for kind, names in kinds.items() for name in names if not _within(name, blocks)}
     if len(set(layers.values())) < 2:
         return []
-    return [Chain("layer", tuple(name for name in modules if name in layers))]
+    return [BlockSequence("layer", tuple(name for name in modules if name in layers))]
 
 
 def _has_parts(module: nn.Module) -> bool:

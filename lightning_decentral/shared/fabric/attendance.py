@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from lightning_decentral.shared.meeting import Attendance, Attending
 from lightning_decentral.shared.updates import IN_LOOP, Trained, Updates
-from lightning_decentral.shared.wire.meeting.comparison import Alike, Layout, Unasked
+from lightning_decentral.shared.wire.meeting.comparison import Layout, TrainingComparison
 
 
 class Looping(Attending, Trained, Protocol):
@@ -26,7 +26,7 @@ class FabricAttendance(Attendance):
         self._loop = of
         self._updates: Updates | None = None
         self._set_up: list[object] = []
-        self.set_ups: Alike = Unasked()
+        self.set_ups = TrainingComparison()
         """Asked where something is set up, in the middle of a loop, too."""
 
     def phase(self) -> str:

@@ -14,28 +14,28 @@ Source: error feedback on both sides, Tang et al. 1905.05957 (DoubleSqueeze); by
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_decentral.shared.compute.buckets import Pool
-from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.compute.codec.codec import Codec, Frame
 from lightning_decentral.shared.compute.codec.coded_parts import CodedParts, drop_if_sick
 from lightning_decentral.shared.compute.device import CallQueue, call_queue
 from lightning_decentral.shared.wire.averaging.residuals import Residual, Residuals, Row, SkippedUpdates
-from lightning_decentral.shared.wire.pending import Pending, Together
+from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Message, Transport
 
 
-class Mean(Protocol):
-    """Mean of flat tensors over workers.
+class FlatMean:
+    """Mean of flat tensors over workers; this one keeps nothing from one to the next.
 
     Attributes:
         sent_bytes: by this worker so far (its part of a collective).
     """
 
-    sent_bytes: int
+    sent_bytes: int = 0
 
     def start(self, flat: Tensor, place: int) -> Pending:
         """flat <- its mean over the workers, in place, after the wait. On every worker in the same order.
@@ -43,6 +43,7 @@ class Mean(Protocol):
         Args:
             place: of the tensor among those that are averaged in a step: what was rounded away is kept by it.
         """
+        raise NotImplementedError
 
     def lay(self, rows: Sequence[Row]) -> None:
         """Lay the tensors with these keys at the places from now on."""
@@ -66,13 +67,14 @@ class Mean(Protocol):
         Args:
             untaken: keys of tensors whose mean no update has taken.
         """
+        return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
 
 
 @dataclass
-class ExactMean:
+class ExactMean(FlatMean):
     """flat <- (1/n) sum_i flat_i by all-reduce."""
 
     over: Transport
@@ -86,29 +88,8 @@ class ExactMean:
         """flat <- its sum over the workers, after the wait."""
         return self.over.all_reduce(flat)
 
-    def lay(self, rows: Sequence[Row]) -> None:
-        """Nothing is kept."""
 
-    def put_back(self, flat: Tensor, place: int, unused: Collection[int]) -> None:
-        """Nothing is kept."""
-
-    def guard(self, scale: Callable[[], Tensor] | None, scaled: bool = True) -> None:
-        """Nothing is kept."""
-
-    def updated(self, keys: Callable[[], Collection[int]], skipped: bool) -> None:
-        """Nothing is kept."""
-
-    def forget(self) -> None:
-        """Nothing is kept."""
-
-    def state_dict(self, untaken: Collection[int] = ()) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing was kept."""
-
-
-def mean_by(codec: Codec, group: Callable[[], Transport], device: torch.device) -> Mean:
+def mean_by(codec: Codec, group: Callable[[], Transport], device: torch.device) -> FlatMean:
     """The mean that travels in a codec's payloads.
 
     Args:
@@ -132,7 +113,7 @@ def refuse_estimates(codec: Codec) -> None:
         )
 
 
-class CompressedMean:
+class CompressedMean(FlatMean):
     """The mean by parts, bucket by bucket, during the training: on threads of the host, on streams of a device.
 
     Everybody gets the NaN or infinity of one (a loss scaler that searches). Residuals of it are dropped; where such
@@ -158,7 +139,8 @@ class CompressedMean:
         self.sent_bytes = 0
         self.residuals = Residuals(self.parts)
         self._updates = SkippedUpdates(self.residuals)
-        self.guard, self.updated = self._updates.guard, self._updates.updated
+        # Onto the methods: nothing stands between a step and them.
+        self.guard, self.updated, self.forget = self._updates.guard, self._updates.updated, self.residuals.forget  # type: ignore[method-assign]
 
     def start(self, flat: Tensor, place: int) -> Pending:
         """Memory until landed: what `flat` holds once more, a worker's part of it, and half of it or less in codes."""
@@ -174,9 +156,6 @@ class CompressedMean:
     def put_back(self, flat: Tensor, place: int, unused: Collection[int]) -> None:
         self.residuals.put_back(place, flat, unused)
 
-    def forget(self) -> None:
-        self.residuals.forget()
-
     def state_dict(self, untaken: Collection[int] = ()) -> dict[str, Any]:
         self._updates.settle_scales()
         return {"codec": repr(self.codec), **self.residuals.state_dict(untaken), **self._updates.state_dict()}
@@ -191,17 +170,22 @@ class CompressedMean:
 
 @dataclass
 class InFlight:
-    """One tensor between start and landing."""
+    """One tensor between start and landing.
+
+    Attributes:
+        flats: every worker's part of `flat`, views.
+        received: {worker: (messages under way, codes that they fill)}.
+    """
 
     of: CompressedMean
-    flat: Tensor
+    flat: Tensor  # (elements,)
     place: int
     residual: Residual
     left: Any = None
     reduced: Any = None
+    flats: list[Tensor] = field(default_factory=list)
     sent: list[Pending] = field(default_factory=list)
-    heard: dict[int, tuple[Pending, list[Tensor]]] = field(default_factory=dict)
-    codes: list[Tensor] = field(default_factory=list)
+    received: dict[int, tuple[list[Pending], list[Tensor]]] = field(default_factory=dict)
     used: list[Tensor] = field(default_factory=list)
     round: int = 0
 
@@ -209,8 +193,9 @@ class InFlight:
         """Encode what others own, and send it to them."""
         parts = self.of.parts
         self.round, self.residual.rounds = self.residual.rounds, self.residual.rounds + 1
-        x = self.residual.add(self.flat)
-        mine, kept = self._mine(), parts.of(parts.rank, x)
+        x = self.residual.add(self.flat)  # (elements,)
+        self.flats = parts.views(self.flat)
+        mine, kept = self.flats[parts.rank], parts.of(parts.rank, x)
         mine.copy_(kept)
         kept.sub_(mine)  # it is not encoded: nothing of it is rounded away
         codes = parts.to_owners(x, self.of.codec.residual, self.round, self.place)
@@ -220,14 +205,16 @@ class InFlight:
     def reduce(self) -> None:
         """The mean of the own part, encoded and sent to all."""
         self.left.result()
-        parts, back, mine = self.of.parts, self.of.back, self._mine()
+        parts, back, mine = self.of.parts, self.of.back, self.flats[self.of.parts.rank]
         decoded = self.of.pool.take(mine)
         mine.mul_(parts.share)
-        for pending, codes in self.heard.values():
-            pending.wait()
-            parts.decode(codes, decoded)
+        for arriving, codes in self.received.values():
+            for pending in arriving:
+                pending.wait()
+            parts.codec.decode(codes, decoded, Frame())
             mine.add_(decoded, alpha=parts.share)
-        self._rest()
+        for pending in self.sent:  # its codes may be overwritten then
+            pending.wait()
         self.used.append(decoded)
         codes_of_all = parts.reduced(mine, self.residual.owned, self.round, self.place)
         others = [j for j in range(back.size) if j != back.rank]
@@ -236,42 +223,30 @@ class InFlight:
     def wait(self) -> None:
         """Decode what the owners of the other parts have sent."""
         self.reduced.result()
-        for owner, (pending, codes) in self.heard.items():
-            pending.wait()
+        for owner, (arriving, codes) in self.received.items():
+            for pending in arriving:
+                pending.wait()
             self.take(owner, codes)
-        self._rest()
+        for pending in self.sent:
+            pending.wait()
         # Only here: on a device what takes them next is behind this stream, not behind those of the other calls.
         self.of.pool.give(self.used)
-        self.used = []
+        self.used, self.sent, self.received = [], [], {}
 
     def take(self, owner: int, codes: list[Tensor]) -> None:
         """The mean of the owner's part, of its codes."""
-        self.of.parts.decode(codes, self.of.parts.of(owner, self.flat))
+        self.of.codec.decode(codes, self.flats[owner], Frame())
 
     def done(self) -> bool:
-        return bool(self.reduced.done()) and all(pending.done() for pending, _ in self.heard.values())
-
-    def _mine(self) -> Tensor:
-        return self.of.parts.of(self.of.over.rank, self.flat)
+        return bool(self.reduced.done()) and all(p.done() for arriving, _ in self.received.values() for p in arriving)
 
     def _exchange(self, over: Transport, out: Mapping[int, list[Tensor]], into: Mapping[int, list[Tensor]]) -> None:
-        sends = [Message(j, tensor, self._tag(i)) for j, row in out.items() for i, tensor in enumerate(row)]
-        receives = [Message(j, tensor, self._tag(i)) for j, row in into.items() for i, tensor in enumerate(row)]
+        first = 16 * self.place  # the tag of a place's first tensor: a payload has fewer than 16
+        sends = [Message(j, tensor, first + i) for j, row in out.items() for i, tensor in enumerate(row)]
+        receives = [Message(j, tensor, first + i) for j, row in into.items() for i, tensor in enumerate(row)]
         self.of.sent_bytes += sum(m.tensor.numel() * m.tensor.element_size() for m in sends)
         self.sent, arriving = over.exchange(sends, receives)
-        self.heard, rest = {}, iter(arriving)
-        for j, row in into.items():
-            self.heard[j] = Together([next(rest) for _ in row]), row
-        self.codes = [
-            code for row in {id(row): row for row in (*out.values(), *into.values())}.values() for code in row
-        ]
-
-    def _tag(self, part: int) -> int:
-        return 16 * self.place + part
-
-    def _rest(self) -> None:
-        """Wait until what was sent may be overwritten."""
-        for pending in self.sent:
-            pending.wait()
-        self.used += self.codes
-        self.sent, self.heard, self.codes = [], {}, []
+        rest = iter(arriving)
+        self.received = {j: ([next(rest) for _ in row], row) for j, row in into.items()}
+        rows = {id(row): row for row in (*out.values(), *into.values())}  # one that goes to several is one
+        self.used += [code for row in rows.values() for code in row]

@@ -17,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from lightning_decentral.shared.compute.layout import Place, dense_strides
-from lightning_decentral.shared.wire.meeting.comparison import Alike, Unasked
+from lightning_decentral.shared.wire.meeting.comparison import TrainingComparison
 from lightning_decentral.shared.wire.pending import Pending
 
 BUCKET_BYTES = 25 * 2**20  # DDP's
@@ -127,20 +127,20 @@ def at_the_end(loss: Tensor, call: Callable[[], None]) -> None:
 
 
 class Average:
-    """Base of averages of gradients, whose workers tell each other who used what, and whether they have news.
+    """Base of averages of gradients, whose workers report to each other who used what, and whether they have news.
 
     Attributes:
-        news: asked after each backward whether this worker has some; any worker's are known to all (`heard`).
+        news: asked after each backward whether this worker has some; any worker's are known to all (`any_news`).
         layouts: asked where what is trained has changed.
         under_way: True from a backward's begin until its gradients are averaged.
     """
 
     news: Callable[[], bool] = bool
-    layouts: Alike = Unasked()
+    layouts = TrainingComparison()
     under_way = False
 
     def __init__(self) -> None:
-        self._told: list[tuple[Tensor, Pending]] = []
+        self._reported: list[tuple[Tensor, Pending]] = []
 
     def enter(self) -> None:
         """Begin an average, which every worker must enter; again within the same one, nothing."""
@@ -152,16 +152,16 @@ class Average:
         self.under_way = False
         self.layouts.done()
 
-    def tell(self, news: Tensor, pending: Pending) -> None:
+    def report(self, news: Tensor, pending: Pending) -> None:
         """This many workers have news, as soon as the message has come."""
-        self._told = [*self._told[-31:], (news, pending)]
+        self._reported = [*self._reported[-31:], (news, pending)]
 
-    def heard(self) -> bool:
+    def any_news(self) -> bool:
         """Return whether any worker has had news since the last call; the same on all of them."""
-        told, self._told = self._told, []
-        for _, pending in told:
+        reported, self._reported = self._reported, []
+        for _, pending in reported:
             pending.wait()
-        return any(bool(news) for news, _ in told)
+        return any(bool(news) for news, _ in reported)
 
 
 Kind = TypeVar("Kind", bound=GradientBucket)
@@ -172,17 +172,18 @@ class Launcher(Generic[Kind]):
 
     Args:
         launch: starts a bucket's message.
-        first: called at the first gradient since `begin`.
+        first: called at the first gradient since `begin`, unless `begun` was set before.
 
     Attributes:
         paused: gradients are only accumulated meanwhile.
+        begun: whether a backward has begun since `begin`.
 
     Raises:
         RuntimeError: in the backward, where a gradient grows again after it was sent.
     """
 
     def __init__(self, launch: Callable[[Kind], None], first: Callable[[], None] = lambda: None) -> None:
-        self.paused = False
+        self.paused = self.begun = False
         self._launch, self._first = launch, first
         self._hooks: dict[nn.Parameter, tuple[RemovableHandle, Any]] = {}
         self._seen: list[tuple[torch.Size, torch.dtype]] = []
@@ -228,7 +229,7 @@ class Launcher(Generic[Kind]):
         """Prepare the backward whose gradients travel in these."""
         if self.buckets != (now := tuple(buckets)):
             self.buckets, self._of = now, {p: index for index, bucket in enumerate(now) for p in bucket.members}
-        self._launched, self._begun = 0, False
+        self._launched, self.begun = 0, False
         for bucket in buckets:
             bucket.waiting, bucket.pending = set(bucket.members), None
 
@@ -242,8 +243,8 @@ class Launcher(Generic[Kind]):
         index = self._of.get(parameter)
         if self.paused or index is None:
             return
-        if not self._begun:
-            self._begun = True
+        if not self.begun:
+            self.begun = True
             self._first()
         if index < self._launched:
             raise RuntimeError(

@@ -160,8 +160,8 @@ def mend_together(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(tensors), list(values))
 
 
-def _unsound(own: Tensor, beside: Tensor) -> bool:
-    return real(own) and not bool(sound(torch.stack([scale([local(own)]), scale([local(beside)])]))[0])
+def _unsound(own: Tensor, reference: Tensor) -> bool:
+    return real(own) and not bool(sound(torch.stack([scale([local(own)]), scale([local(reference)])]))[0])
 
 
 def none_sound(sick: Mapping[int, Ailment], workers: int, named: Callable[[int], str]) -> str:

@@ -1,8 +1,8 @@
 """A world of workers in one process: transports whose messages go from one worker's memory to another's.
 
-Each worker calls from a thread of its own, as it would from a process of its own, and one of them at a time (`Turn`):
-who waits for a message lets the next one go on. What a worker computes doesn't depend on who comes first. Sums are
-taken in the order of ranks; gloo's order is another from three workers on.
+Each worker calls from a thread of its own, as it would from a process of its own, and one of them at a time
+(`ThreadTurn`): who waits for a message lets the next one go on. What a worker computes doesn't depend on who comes
+first. Sums are taken in the order of ranks; gloo's order is another from three workers on.
 """
 
 from collections import defaultdict, deque
@@ -20,7 +20,7 @@ from lightning_decentral.shared.wire.pending import PeerLost, Pending
 from lightning_decentral.shared.wire.transport import Disjoint, Message, Transport, Wire
 
 
-class Turn:
+class ThreadTurn:
     """Turn of one thread at a time. Threads that run at once would take the interpreter from each other at each call
     of torch, which costs them more than a second processor gains."""
 
@@ -87,7 +87,7 @@ class Mailboxes:
     _waiting: dict[Hashable, Condition] = field(default_factory=dict, init=False)
     _closed: bool = field(default=False, init=False)
     _unwanted: set[Hashable] = field(default_factory=set, init=False)
-    turn: Turn = field(default_factory=Turn, init=False)
+    turn: ThreadTurn = field(default_factory=ThreadTurn, init=False)
 
     def lend(self, addresses: Sequence[Hashable], tensor: Tensor) -> Lent:
         """Lend the tensor to all of them, until it's settled."""

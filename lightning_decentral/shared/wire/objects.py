@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_decentral.shared.wire.plain import NotPlain, Packed, lengths, pack, unpack
+from lightning_decentral.shared.wire.plain import NotPlain, Serialized, lengths, pack, unpack
 from lightning_decentral.shared.wire.transport import Message, Transport, connected, everyone
 
 HEAD = 0
@@ -63,26 +63,26 @@ def broadcast_world(value: Any, source: int = 0) -> Any:
     if not connected():
         return value
     over = everyone()
-    mine, own = _packed(value, over.rank) if over.rank == source else (Packed(b"", []), Sizes(0, 0, 0))
+    mine, own = _packed(value, over.rank) if over.rank == source else (Serialized(b"", []), Sizes(0, 0, 0))
     size, _, refused = _sent(over, torch.tensor(own), source).tolist()
     head = _data(_sent(over, _tensor(mine.head) if over.rank == source else _empty(size), source))
     if refused:
         raise NotPlain(head.decode())
     payload = mine.payload if over.rank == source else list(map(_empty, lengths(head)))
     payload = [_sent(over, tensor, source) for tensor in payload]
-    return value if over.rank == source else unpack(Packed(head, payload))
+    return value if over.rank == source else unpack(Serialized(head, payload))
 
 
-def _packed(value: Any, rank: int) -> tuple[Packed, Sizes]:
+def _packed(value: Any, rank: int) -> tuple[Serialized, Sizes]:
     """Pack a value. In place of what can't be sent goes the reason why: the others wait for something."""
     try:
         found, refused = pack(value), 0
     except NotPlain as error:
-        found, refused = Packed(f"worker {rank} can't send what others wait for: {error}".encode(), []), 1
+        found, refused = Serialized(f"worker {rank} can't send what others wait for: {error}".encode(), []), 1
     return found, Sizes(len(found.head), sum(map(len, found.payload)), refused)
 
 
-def _everyones(over: Transport, own: Sizes, mine: Packed) -> list[Sizes]:
+def _everyones(over: Transport, own: Sizes, mine: Serialized) -> list[Sizes]:
     sizes = [Sizes(*row.tolist()) for row in _rows(over, torch.tensor(own))]
     if any(s.refused for s in sizes):
         reasons = gather_objects(over, mine.head.decode() if own.refused else "")
@@ -93,22 +93,22 @@ def _everyones(over: Transport, own: Sizes, mine: Packed) -> list[Sizes]:
 def _apart(row: Tensor, size: Sizes) -> Any:
     head, rest = _data(row[: size.head]), row[size.head : size.head + size.payload]
     # Copies: bytes in the middle of a row aren't aligned.
-    return unpack(Packed(head, [part.clone() for part in rest.split(lengths(head))]))
+    return unpack(Serialized(head, [part.clone() for part in rest.split(lengths(head))]))
 
 
-def _send(over: Transport, packed: Packed) -> None:
+def _send(over: Transport, packed: Serialized) -> None:
     for tag, part in enumerate((_tensor(packed.head), *packed.payload), HEAD):
         _done(over.exchange([Message(0, part.to(_place(over)), tag)], []))
 
 
-def _receive(over: Transport, source: int, head_bytes: int) -> Packed:
+def _receive(over: Transport, source: int, head_bytes: int) -> Serialized:
     def receive(size: int, tag: int) -> Tensor:
         part = _empty(size).to(_place(over))
         _done(over.exchange([], [Message(source, part, tag)]))
         return part.cpu()
 
     head = _data(receive(head_bytes, HEAD))
-    return Packed(head, [receive(n, tag) for tag, n in enumerate(lengths(head), HEAD + 1)])
+    return Serialized(head, [receive(n, tag) for tag, n in enumerate(lengths(head), HEAD + 1)])
 
 
 def gather_rows(over: Transport, tensor: Tensor, meet: Callable[[Callable[[], None]], Any]) -> Tensor:

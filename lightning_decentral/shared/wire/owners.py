@@ -54,8 +54,8 @@ def by_owners(change: InPlace, tensors: Sequence[Tensor], codec: Codec, over: Tr
     owned_by = owners([tuple(tensor.shape) for tensor in tensors], over.size)
     of = [[t for t, owner in zip(tensors, owned_by, strict=True) if owner == rank] for rank in range(over.size)]
     mine, others = of[over.rank], [rank for rank in range(over.size) if rank != over.rank]
-    heard = {rank: _payload(codec, of[rank]) for rank in others if of[rank]}
-    receives = [Message(rank, code, part) for rank, codes in heard.items() for part, code in enumerate(codes)]
+    received = {rank: _payload(codec, of[rank]) for rank in others if of[rank]}
+    receives = [Message(rank, code, part) for rank, codes in received.items() for part, code in enumerate(codes)]
     sends: list[Message] = []
     if mine:
         change(mine)
@@ -66,7 +66,7 @@ def by_owners(change: InPlace, tensors: Sequence[Tensor], codec: Codec, over: Tr
     leaving, arriving = over.exchange(sends, receives)
     for pending in arriving:
         pending.wait()
-    for rank, codes in heard.items():
+    for rank, codes in received.items():
         room = _room(of[rank])
         codec.decode(codes, room, Frame())
         _unpack(room, of[rank])
@@ -95,17 +95,17 @@ def row_counts(rows: int, devices: int) -> list[int]:
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def _travel(sent: Sequence[Sequence[Tensor]], heard: Sequence[Sequence[Tensor]], over: Transport) -> None:
+def _travel(sent: Sequence[Sequence[Tensor]], received: Sequence[Sequence[Tensor]], over: Transport) -> None:
     """[device]: what goes to it, and where what comes from it is put; both sides list them in the same order."""
     others = [device for device in range(over.size) if device != over.rank]
     sends = [Message(to, _flat(sent[to]), 0) for to in others if _elements(sent[to])]
-    receives = [Message(by, _room(heard[by]), 0) for by in others if _elements(heard[by])]
+    receives = [Message(by, _room(received[by]), 0) for by in others if _elements(received[by])]
     leaving, arriving = over.exchange(sends, receives)
-    for here, there in zip(sent[over.rank], heard[over.rank], strict=True):
+    for here, there in zip(sent[over.rank], received[over.rank], strict=True):
         there.copy_(here)
     for pending, message in zip(arriving, receives, strict=True):
         pending.wait()
-        _unpack(message.tensor, heard[message.peer])
+        _unpack(message.tensor, received[message.peer])
     for pending in leaving:
         pending.wait()
 

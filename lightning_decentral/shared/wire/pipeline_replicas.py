@@ -20,12 +20,12 @@ from lightning_decentral.shared.compute.codec.deterministic import Plain
 from lightning_decentral.shared.compute.modules import same
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.plan.seam import ChoosesStrategy
-from lightning_decentral.shared.wire.averaging.equal_replicas import RunningBuffers
+from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas
 from lightning_decentral.shared.wire.averaging.residuals import scale_of
-from lightning_decentral.shared.wire.compressed_mean import Mean, mean_by, refuse_estimates
-from lightning_decentral.shared.wire.gradients import flag, pack, parts, real, used
+from lightning_decentral.shared.wire.compressed_mean import FlatMean, mean_by, refuse_estimates
+from lightning_decentral.shared.wire.gradients import Average, flag, pack, parts, real, used
 from lightning_decentral.shared.wire.mean import mean
-from lightning_decentral.shared.wire.meeting.comparison import Alike, MakeLayouts, Trained, Unasked, unasked
+from lightning_decentral.shared.wire.meeting.comparison import MakeLayouts, unasked
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Transport
 
@@ -137,49 +137,41 @@ class _Replicated(Bond):
 
     def __init__(self, hosts: Transport, buffers: Transport) -> None:
         self._hosts, self._over_buffers = hosts, buffers
-        self._buffers: RunningBuffers | None = None
-        self._told: list[tuple[Tensor, Pending]] = []
-        self._layouts: Alike = Unasked()
+        self._equal, self._average = EqualReplicas(), Average()
         self._optimizers: Sequence[Optimizer] = ()
         self._trained: list[Tensor] = []
-        self._epoch = -1
 
     def prepare(self, optimizers: Sequence[Optimizer], module: nn.Module, layouts: MakeLayouts = unasked) -> None:
-        self._buffers = RunningBuffers(module, self._over_buffers)
         self._optimizers = optimizers
-        self._layouts = layouts(Trained(module.named_parameters, lambda: self._optimizers))
+        self._equal.begin(module, self._over_buffers, layouts, lambda: self._optimizers)
+        self._equal.join(self._average)
 
     def replaced(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
-        self._layouts.changed()
+        self._equal.replaced()
 
-    def _tell(self, own: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> tuple[Tensor, Pending]:
+    def _count(self, own: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> tuple[Tensor, Pending]:
         """Count, for each gradient, the replicas that have it; known once the sum is there. Collective."""
         before, self._trained = self._trained, list(parameters)
         if before and not same(before, self._trained):
-            self._layouts.changed()
-        self._layouts.begin()
+            self._average.layouts.changed()
+        self._average.enter()
         # The hosts report to each other who used what: none reads what its device computes.
-        told = torch.empty(len(own) + 1, dtype=torch.int32)
-        flags = flag(own, told[:-1])
-        told[-1] = self._buffers is not None and self._buffers.changed()
-        pending = self._hosts.all_reduce(told)  # with other numbers, sums would be of other lengths
-        self._told = [*self._told[-31:], (told, pending)]
+        sums = torch.empty(len(own) + 1, dtype=torch.int32)
+        flags = flag(own, sums[:-1])
+        sums[-1] = self._average.news()
+        pending = self._hosts.all_reduce(sums)  # with other numbers, sums would be of other lengths
+        self._average.report(sums[-1], pending)
         return flags, pending
 
     def updated(self, optimizer: Optimizer, epoch: int) -> None:
         """The first one's running statistics for all."""
-        told, self._told = self._told, []
-        for _, pending in told:
-            pending.wait()
-        # Once an epoch, look which further buffers have changed: comparing all takes time.
-        look, self._epoch = epoch != self._epoch or any(bool(flags[-1]) for flags, _ in told), epoch
-        if self._buffers is not None:
-            self._buffers.share(look)
+        if self._equal.updates is not None:
+            self._equal.advance(epoch)
 
     def release(self) -> None:
-        self._layouts.close()
-        self._buffers, self._layouts = None, Unasked()
+        self._equal.close()
+        self._average = Average()
 
 
 class _Averaging(_Replicated):
@@ -188,11 +180,11 @@ class _Averaging(_Replicated):
         self._over = over
 
     def gradients(self, own: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        some = used(own, *self._tell(own, parameters))
+        some = used(own, *self._count(own, parameters))
         pairs = zip(own, parameters, some, strict=True)
         filled = [torch.zeros_like(p) if gradient is None else gradient for gradient, p, one in pairs if one]
         means = iter(mean(filled, self._over))
-        self._layouts.done()
+        self._average.leave()
         return [next(means) if one else None for one in some]
 
 
@@ -201,7 +193,7 @@ class _CompressedAveraging(_Replicated):
 
     keeps = True
 
-    def __init__(self, by: Mean, device: torch.device, *others: Transport) -> None:
+    def __init__(self, by: FlatMean, device: torch.device, *others: Transport) -> None:
         super().__init__(*others)
         self._by, self._device = by, device
         self._check: Skips | None = None
@@ -226,16 +218,16 @@ class _CompressedAveraging(_Replicated):
 
     @torch.no_grad()
     def gradients(self, own: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        told = self._tell(own, parameters)
+        counts = self._count(own, parameters)
         kinds = sorted({p.dtype for p in parameters}, key=str)
         rows = [[i for i, p in enumerate(parameters) if p.dtype == kind] for kind in kinds]
         flats = self._started(own, parameters, rows)
-        some, found = used(own, *told), list(own)
+        some, found = used(own, *counts), list(own)
         for place, (row, flat) in enumerate(zip(rows, flats, strict=True)):
             self._by.put_back(real(flat), place, [number for number, i in enumerate(row) if not some[i]])
             for i, part in zip(row, parts(flat, [parameters[i] for i in row]), strict=True):
                 found[i] = torch.empty_like(parameters[i]).copy_(part) if some[i] else None
-        self._layouts.done()
+        self._average.leave()
         return found
 
     def _started(

@@ -25,7 +25,7 @@ PACKAGE = "lightning_decentral"
 AS_THEY_ARE = (type(None), bool, int, float, str)
 
 
-class Packed(NamedTuple):
+class Serialized(NamedTuple):
     """A value on its way."""
 
     head: bytes
@@ -38,7 +38,7 @@ class NotPlain(TypeError):
 
 
 @dataclass(frozen=True)
-class Kind:
+class Serializer:
     """A class of values: `parts` splits one into plain values, `build` puts it together."""
 
     name: str
@@ -57,20 +57,20 @@ def _scalar(parts: list[Any]) -> Any:
     return np.frombuffer(parts[1], dtype=np.dtype(parts[0]))[0]
 
 
-_PATH = Kind("path", os.fspath, Path)
-_SCALAR = Kind("scalar", lambda v: [v.dtype.str, v.tobytes()], _scalar)
-KINDS: dict[type, Kind] = {
-    tuple: Kind("tuple", list, tuple),
-    set: Kind("set", list, set),
-    frozenset: Kind("frozenset", list, frozenset),
-    dict: Kind("dict", lambda v: [list(item) for item in v.items()], dict),
-    OrderedDict: Kind("ordered", lambda v: [list(item) for item in v.items()], OrderedDict),
-    bytes: Kind("bytes", lambda v: base64.b64encode(v).decode(), lambda v: base64.b64decode(v, validate=True)),
-    complex: Kind("complex", lambda v: [v.real, v.imag], lambda v: complex(*v)),
-    timedelta: Kind("timedelta", lambda v: [v.days, v.seconds, v.microseconds], lambda v: timedelta(*v)),
-    torch.Size: Kind("size", list, torch.Size),
-    torch.dtype: Kind("dtype", lambda v: str(v).removeprefix("torch."), _dtype),
-    torch.device: Kind("device", str, torch.device),
+_PATH = Serializer("path", os.fspath, Path)
+_SCALAR = Serializer("scalar", lambda v: [v.dtype.str, v.tobytes()], _scalar)
+SERIALIZERS: dict[type, Serializer] = {
+    tuple: Serializer("tuple", list, tuple),
+    set: Serializer("set", list, set),
+    frozenset: Serializer("frozenset", list, frozenset),
+    dict: Serializer("dict", lambda v: [list(item) for item in v.items()], dict),
+    OrderedDict: Serializer("ordered", lambda v: [list(item) for item in v.items()], OrderedDict),
+    bytes: Serializer("bytes", lambda v: base64.b64encode(v).decode(), lambda v: base64.b64decode(v, validate=True)),
+    complex: Serializer("complex", lambda v: [v.real, v.imag], lambda v: complex(*v)),
+    timedelta: Serializer("timedelta", lambda v: [v.days, v.seconds, v.microseconds], lambda v: timedelta(*v)),
+    torch.Size: Serializer("size", list, torch.Size),
+    torch.dtype: Serializer("dtype", lambda v: str(v).removeprefix("torch."), _dtype),
+    torch.device: Serializer("device", str, torch.device),
     type(Path()): _PATH,
 }
 # What a call of `self.log` may name.
@@ -80,7 +80,7 @@ _NAMES = {function: name for name, function in _FUNCTIONS.items()}
 _OF_FUNCTIONS = set(map(type, _NAMES))
 
 
-def pack(value: object) -> Packed:
+def pack(value: object) -> Serialized:
     """The value's head and payload.
 
     Raises:
@@ -88,7 +88,7 @@ def pack(value: object) -> Packed:
     """
     payload: list[Tensor] = []
     tree = _down(value, "it", payload)
-    return Packed(json.dumps({"value": tree, "bytes": [len(p) for p in payload]}).encode(), payload)
+    return Serialized(json.dumps({"value": tree, "bytes": [len(p) for p in payload]}).encode(), payload)
 
 
 def lengths(head: bytes) -> list[int]:
@@ -102,7 +102,7 @@ def lengths(head: bytes) -> list[int]:
     raise _unreadable("lengths")
 
 
-def unpack(packed: Packed) -> Any:
+def unpack(packed: Serialized) -> Any:
     """The value; tensors are on the CPU.
 
     Raises:
@@ -124,8 +124,8 @@ def _down(value: Any, where: str, payload: list[Tensor]) -> Any:
         return value
     if kind is list:
         return [_down(part, f"{where}[{i}]", payload) for i, part in enumerate(value)]
-    if kind in KINDS:
-        return {KINDS[kind].name: _down(KINDS[kind].parts(value), where, payload)}
+    if kind in SERIALIZERS:
+        return {SERIALIZERS[kind].name: _down(SERIALIZERS[kind].parts(value), where, payload)}
     if kind in (Tensor, nn.Parameter):
         return {"tensor": _tensor(value.detach(), where, payload)}
     if kind is np.ndarray and value.dtype.kind in "biufc":
@@ -177,7 +177,7 @@ def _up(node: Any, payload: list[Tensor]) -> Any:
     return _BUILT[name](parts, payload)
 
 
-def _plainly(kind: Kind) -> Callable[[Any, list[Tensor]], Any]:
+def _plainly(kind: Serializer) -> Callable[[Any, list[Tensor]], Any]:
     return lambda parts, payload: kind.build(_up(parts, payload))
 
 
@@ -217,7 +217,7 @@ def _own_class(module: str, name: str) -> Any:
 
 
 _BUILT: dict[str, Callable[[Any, list[Tensor]], Any]] = {
-    **{kind.name: _plainly(kind) for kind in (*KINDS.values(), _SCALAR)},
+    **{kind.name: _plainly(kind) for kind in (*SERIALIZERS.values(), _SCALAR)},
     "tensor": _built_tensor,
     "array": _built_array,
     "function": lambda parts, _: _FUNCTIONS[parts],

@@ -15,7 +15,7 @@ from torch.torch_version import TorchVersion
 
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.wire.gradients import real
-from lightning_decentral.shared.wire.pending import Naming, Pending, StagedCopy, Together, Work
+from lightning_decentral.shared.wire.pending import Naming, Pending, StagedCopy, Together, Work, raise_lost
 
 _stores: Any = dist  # whose types leave them out
 LIBUV_LISTENS = TorchVersion(torch.__version__) >= "2.8"
@@ -85,8 +85,8 @@ class Transport(ABC):
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
         """tensor <- the source's tensor, in place."""
-        heard = "the others" if source == self.rank else f"worker {self._workers[source]}"
-        return Work(self.group.broadcast([real(tensor)], _root(dist.BroadcastOptions(), source)), heard, self._own)
+        peer = "the others" if source == self.rank else f"worker {self._workers[source]}"
+        return Work(self.group.broadcast([real(tensor)], _root(dist.BroadcastOptions(), source)), peer, self._own)
 
     def greet(self, timeout: timedelta) -> bool:
         """Return whether this worker receives from all others of a new group. Collective; on some it may fail alone."""
@@ -103,17 +103,20 @@ class GlooTransport(Transport):
 
     def greet(self, timeout: timedelta) -> bool:
         # Gloo takes any peer that sends a pair's number, a small integer, for the pair's other end; the true one waits.
-        heard, options = torch.empty(self.size, dtype=torch.int64), dist.AllToAllOptions()
+        greetings, options = torch.empty(self.size, dtype=torch.int64), dist.AllToAllOptions()
         options.timeout = timeout
         with suppress(RuntimeError):
-            self.group.alltoall_base(heard, torch.full_like(heard, self.rank), [], [], options).wait()
-            return heard.equal(torch.arange(self.size))
+            self.group.alltoall_base(greetings, torch.full_like(greetings, self.rank), [], [], options).wait()
+            return greetings.equal(torch.arange(self.size))
         return False
 
     def _post(self, start: Callable[..., Any], message: Message) -> Pending:
         peer = f"neighbour {self._workers[message.peer]}"
-        with Naming(peer, self._own):  # a broken connection may show here already
+        try:
             return Work(start([message.tensor], message.peer, message.tag), peer, self._own)
+        except RuntimeError as error:  # a broken connection may show here already
+            raise_lost(error, peer, self._own)
+            raise
 
 
 class NcclTransport(Transport):

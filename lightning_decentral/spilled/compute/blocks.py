@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_decentral.shared.compute.modules import Chain, candidates
+from lightning_decentral.shared.compute.modules import BlockSequence, candidates
 
 AUTO = "auto"
 
@@ -123,7 +123,7 @@ def _chained(root: nn.Module) -> list[str]:
     """Members of chains that don't overlap: of two that do, the outer one, unless one member holds over half of it."""
     sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in root.named_modules()}
 
-    def rank(chain: Chain) -> tuple[bool, int]:
+    def rank(chain: BlockSequence) -> tuple[bool, int]:
         members = [sizes[name] for name in chain.names]
         return 2 * max(members) > sum(members), chain.names[0].count(".")
 

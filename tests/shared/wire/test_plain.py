@@ -24,13 +24,13 @@ from lightning_decentral.pipeline.plan.schedule import Action, Kind
 from lightning_decentral.pipeline.plan.stage_cost import Link
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.plan.timeline import Span
-from lightning_decentral.shared.wire.plain import NotPlain, Packed, lengths, pack, unpack
+from lightning_decentral.shared.wire.plain import NotPlain, Serialized, lengths, pack, unpack
 
 
 def there_and_back(value: Any) -> Any:
     packed = pack(value)
     assert lengths(packed.head) == [len(p) for p in packed.payload]
-    return unpack(Packed(packed.head, [p.clone() for p in packed.payload]))
+    return unpack(Serialized(packed.head, [p.clone() for p in packed.payload]))
 
 
 def same(a: Any, b: Any) -> bool:
@@ -183,12 +183,12 @@ def head(tree: Any) -> bytes:
 ], ids=lambda garbage: repr(garbage[:60]))  # fmt: skip
 def test_garbage_is_one_clear_error(garbage: bytes) -> None:
     with pytest.raises(ValueError, match="what another worker sent can't be read"):
-        unpack(Packed(garbage, []))
+        unpack(Serialized(garbage, []))
 
 
 @given(st.binary(max_size=60))
 def test_any_bytes_are_a_value_or_that_error(data: bytes) -> None:
-    for read in (lengths, lambda head: unpack(Packed(head, []))):
+    for read in (lengths, lambda head: unpack(Serialized(head, []))):
         with suppress(ValueError):
             read(data)
 

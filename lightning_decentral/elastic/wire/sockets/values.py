@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.elastic.wire.sockets.frames import frame, raw_bytes, receive, receive_bytes
-from lightning_decentral.shared.wire.plain import Packed, lengths, pack, unpack
+from lightning_decentral.shared.wire.plain import Serialized, lengths, pack, unpack
 
 PIECE_BYTES = 256 * 2**10
 """The receiver may be far: small, so that what else it is sent gets its turn."""
@@ -75,7 +75,7 @@ def received(connection: socket.socket, header: Any) -> tuple[dict[str, Any], An
             found.add(piece)
     if receive(connection) != {"digest": found.text()}:
         raise ValueError("what came isn't what was sent: its digest differs")
-    return header, unpack(Packed(bytes(head), [_tensor(raw) for raw in payload]))
+    return header, unpack(Serialized(bytes(head), [_tensor(raw) for raw in payload]))
 
 
 def _tensor(raw: bytearray) -> Tensor:

@@ -22,7 +22,7 @@ from lightning_decentral.shared.nonfinite import Unchecked
 from lightning_decentral.shared.wire.agreement import start_from_worker_0
 from lightning_decentral.shared.wire.averaging.equal_replicas import of_all
 from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage
-from lightning_decentral.shared.wire.compressed_mean import CompressedMean, ExactMean, InFlight, Mean
+from lightning_decentral.shared.wire.compressed_mean import CompressedMean, ExactMean, FlatMean, InFlight
 from lightning_decentral.shared.wire.pending import Pending, Together
 from lightning_decentral.shared.wire.transport import Wire
 
@@ -98,7 +98,7 @@ class AveragingMember(ReplicaMember):
         wire = self._place.wire
         hosts = wire.hosts(None)
         assert hosts is not None
-        self._mean: Mean = CodedOfFirst(self._codec, wire) if self._codec.encodes else TotalOfFirst(of_all(wire))
+        self._mean: FlatMean = CodedOfFirst(self._codec, wire) if self._codec.encodes else TotalOfFirst(of_all(wire))
         self._gradients = GradientAverage(self._mean, hosts, lambda call: call(), self._bucket_bytes)
         self._equal.join(self._gradients)
         self._steps = AveragedSteps(self._gradients, self._module, self.check, lambda came: None)

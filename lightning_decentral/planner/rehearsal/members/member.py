@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule
 
 from lightning_decentral.planner.rehearsal.turns import CPU
 from lightning_decentral.shared.nonfinite import Unchecked
-from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas
+from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas, of_all
 from lightning_decentral.shared.wire.meeting.comparison import unasked
 from lightning_decentral.shared.wire.transport import Wire
 
@@ -96,7 +96,7 @@ class ReplicaMember(Member):
         self._module, self._place, self.check, self._equal = module, place, check, EqualReplicas()
 
     def begin(self) -> None:
-        self._equal.begin(self._module, self._place.wire, unasked, list)
+        self._equal.begin(self._module, of_all(self._place.wire), unasked, list)
 
     def mix(self) -> None:
         self._equal.advance(self._module.current_epoch)

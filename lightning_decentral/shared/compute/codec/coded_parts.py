@@ -8,7 +8,7 @@ A worker sends 2 (n - 1) / n times the bytes of its codes, as an all-reduce does
 others would take n - 1 times.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.codec.blocks import key
-from lightning_decentral.shared.compute.codec.codec import Codec, Frame, Payload
+from lightning_decentral.shared.compute.codec.codec import Codec, Frame, Payload, PayloadPart
 
 Encode = Callable[[Tensor, Payload, Frame], None]
 GRAIN = 256
@@ -38,7 +38,13 @@ class CodedParts:
     rank: int
     size: int
     pool: Pool
+    share: float = field(init=False)
+    """Weight of each worker in the mean: multiplied before the sum, which in half precision could overflow."""
     _spans: dict[int, list[tuple[int, int]]] = field(default_factory=dict, init=False)
+    _payloads: dict[tuple[int, torch.dtype], tuple[PayloadPart, ...]] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.share = 1 / self.size
 
     def spans(self, length: int) -> list[tuple[int, int]]:
         """(start, stop) of each worker's part of so many numbers."""
@@ -51,9 +57,14 @@ class CodedParts:
         """The owner's part, a view."""
         return message[slice(*self.spans(message.numel())[owner])]
 
+    def views(self, message: Tensor) -> list[Tensor]:
+        """Every worker's part, in order of rank."""
+        return [message[start:stop] for start, stop in self.spans(message.numel())]
+
     def payload(self, length: int, like: Tensor) -> list[Tensor]:
         """Buffers for the codes of a part of this length."""
-        parts = self.codec.checked_parts(length, like.dtype)
+        if (parts := self._payloads.get((length, like.dtype))) is None:
+            parts = self._payloads[length, like.dtype] = self.codec.checked_parts(length, like.dtype)
         return [self.pool.take_new(torch.Size([p.elements]), p.dtype, like.device) for p in parts]
 
     def to_owners(self, message: Tensor, encode: Encode, *noise: int) -> dict[int, list[Tensor]]:
@@ -62,9 +73,10 @@ class CodedParts:
         Args:
             noise: a number that differs from those of this worker's other means.
         """
-        parts = {owner: self.of(owner, message) for owner in range(self.size) if owner != self.rank}
         return {
-            owner: self._coded(part, encode, *noise, owner, TO_OWNER) for owner, part in parts.items() if part.numel()
+            owner: self._coded(part, encode, *noise, owner, TO_OWNER)
+            for owner, part in enumerate(self.views(message))
+            if owner != self.rank and part.numel()
         }
 
     def own(self, message: Tensor, encode: Encode, *noise: int) -> None:
@@ -77,12 +89,7 @@ class CodedParts:
     def from_others(self, message: Tensor) -> dict[int, list[Tensor]]:
         """{worker: buffers for its codes of the own part}."""
         mine = self.of(self.rank, message)
-        return {j: self.payload(mine.numel(), mine) for j in self._others() if mine.numel()}
-
-    @property
-    def share(self) -> float:
-        """Weight of each worker in the mean: multiplied before the sum, which in half precision could overflow."""
-        return 1 / self.size
+        return {j: self.payload(mine.numel(), mine) for j in range(self.size) if j != self.rank and mine.numel()}
 
     def reduced(self, mean: Tensor, owned: Tensor, *noise: int) -> list[Tensor]:
         """Codes of the mean;  mean <- r,  owned <- s - r, dropped where that isn't finite.
@@ -98,14 +105,11 @@ class CodedParts:
 
     def from_owners(self, message: Tensor) -> dict[int, list[Tensor]]:
         """{owner: buffers for its codes of the mean}."""
-        lengths = {j: self.of(j, message).numel() for j in self._others()}
-        return {j: self.payload(length, message) for j, length in lengths.items() if length}
+        lengths = [stop - start for start, stop in self.spans(message.numel())]
+        return {j: self.payload(n, message) for j, n in enumerate(lengths) if j != self.rank and n}
 
     def decode(self, codes: Sequence[Tensor], out: Tensor) -> None:
         self.codec.decode(codes, out, Frame())
-
-    def _others(self) -> Iterable[int]:
-        return (j for j in range(self.size) if j != self.rank)
 
     def _coded(self, message: Tensor, encode: Encode, *noise: int) -> list[Tensor]:
         payload = self.payload(message.numel(), message)

@@ -1,6 +1,5 @@
 """Quantization with rounding at random: `Int8` (the codec to copy); `Int4` and `Int2`, several numbers in a byte."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
 from typing import ClassVar
@@ -41,23 +40,21 @@ class Int8(Codec):
         return PayloadPart(length, torch.int8), PayloadPart(ceil(length / self.block), torch.float32)
 
     def encode(self, message: Tensor, payload: Payload, frame: Frame) -> None:
-        self._encode(message, payload, frame, False)
+        quantized, scales = payload
+        encode = int8_encode_ if message.device.type == "cuda" else _encode
+        encode(quantized, scales, message, self.block, frame.key, False)
 
     def replace(self, message: Tensor, payload: Payload, frame: Frame) -> None:
-        self._encode(message, payload, frame, True)
+        quantized, scales = payload
+        encode = int8_encode_ if message.device.type == "cuda" else _encode
+        encode(quantized, scales, message, self.block, frame.key, True)
 
     def residual(self, message: Tensor, payload: Payload, frame: Frame) -> None:
         if message.device.type == "cuda":
             super().residual(message, payload, frame)
-            return
-        quantized, scales = payload
-        for rows, codes, scale in _encoded(quantized, scales, message, self.block, frame.key):
-            rows.sub_(codes.mul_(scale).to(rows.dtype))  # while the codes are in the cache
-
-    def _encode(self, message: Tensor, payload: Payload, frame: Frame, replace: bool) -> None:
-        quantized, scales = payload
-        encode = int8_encode_ if message.device.type == "cuda" else _encode
-        encode(quantized, scales, message, self.block, frame.key, replace)
+        else:
+            quantized, scales = payload
+            _encode(quantized, scales, message, self.block, frame.key, False, residual=True)
 
     def decode(self, payload: Payload, out: Tensor, frame: Frame) -> None:
         quantized, scales = payload
@@ -65,17 +62,23 @@ class Int8(Codec):
         decode(out, quantized, scales, self.block)
 
 
-def _encoded(
-    quantized: Tensor, scales: Tensor, message: Tensor, block: int, key: int
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """(rows of the message, their codes as numbers, scale) of pieces that have been encoded."""
+def _encode(
+    quantized: Tensor,  # int8 (elements,)
+    scales: Tensor,  # float32 (blocks,)
+    message: Tensor,  # (elements,)
+    block: int,
+    key: int,
+    replace: bool,
+    residual: bool = False,
+) -> None:
+    """Encode; overwrite the message by what is decoded (`replace`), or by what of it is lost (`residual`)."""
     exact = torch.promote_types(message.dtype, torch.float32)
     # A function of rank, round, bucket and place: there is no generator to save.
     noise = dither(message.numel(), key, piece_length(block), message.device)
     largest = divisor(127, message.device)
     for start, stop, columns in pieces(message, block):
         rows = message[start:stop].view(-1, columns)
-        x = rows.to(exact)
+        x = rows.to(exact)  # (blocks of the piece, columns)
         scale = scales[start // block :][: x.shape[0]]
         # NaN and infinity go into the scale, so receivers see them.
         scale.copy_(torch.maximum(x.amax(1), x.amin(1).neg_())).div_(largest)
@@ -85,17 +88,19 @@ def _encoded(
         # floor(s + u) = round(s + u - 1/2)
         rounded.addcmul_(x, shared.reciprocal()).round_().clamp_(max=127)
         quantized[start:stop].copy_(rounded.view(-1))
-        yield rows, rounded, shared
-
-
-def _encode(quantized: Tensor, scales: Tensor, message: Tensor, block: int, key: int, replace: bool) -> None:
-    for rows, rounded, shared in _encoded(quantized, scales, message, block, key):
+        # While q is in the cache. A zero may have a sign that its receivers' has not.
         if replace:
-            # While q is in the cache. A zero may have a sign that its receivers' has not.
             torch.mul(rounded, shared, out=rows)
+        elif residual:
+            rows.sub_(rounded.mul_(shared).to(rows.dtype))
 
 
-def _decode(out: Tensor, quantized: Tensor, scales: Tensor, block: int) -> None:
+def _decode(
+    out: Tensor,  # (elements,)
+    quantized: Tensor,  # int8 (elements,)
+    scales: Tensor,  # float32 (blocks,)
+    block: int,
+) -> None:
     for start, stop, columns in pieces(out, block):
         scale = scales[start // block :][: (stop - start) // columns].unsqueeze(1)
         rows, exact = out[start:stop].view(-1, columns), torch.promote_types(out.dtype, torch.float32)
@@ -142,19 +147,18 @@ class Packed(Codec):
         return ceil(numbers * self.bits / 8)
 
     def encode(self, message: Tensor, payload: Payload, frame: Frame) -> None:
-        for _ in self._encoded(message, payload, frame):
-            pass
+        self._encode(message, payload, frame)
 
     def replace(self, message: Tensor, payload: Payload, frame: Frame) -> None:
-        for rows, codes, scale in self._encoded(message, payload, frame):
-            rows.copy_(codes.sub_(self.middle).mul_(scale))  # while the codes are in the cache
+        self._encode(message, payload, frame, replace=True)
 
     def residual(self, message: Tensor, payload: Payload, frame: Frame) -> None:
-        for rows, codes, scale in self._encoded(message, payload, frame):
-            rows.sub_(codes.sub_(self.middle).mul_(scale).to(rows.dtype))
+        self._encode(message, payload, frame, residual=True)
 
-    def _encoded(self, message: Tensor, payload: Payload, frame: Frame) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """(rows of the message, codes, scale) of pieces that have been encoded."""
+    def _encode(
+        self, message: Tensor, payload: Payload, frame: Frame, replace: bool = False, residual: bool = False
+    ) -> None:
+        """Encode; overwrite the message by what is decoded, or by what of it is lost."""
         exact = torch.promote_types(message.dtype, torch.float32)
         noise = dither(message.numel(), frame.key, piece_length(self.block), message.device)
         largest = divisor(self.largest, message.device)
@@ -168,7 +172,10 @@ class Packed(Codec):
             # floor(s + u) = round(s + u - 1/2)
             codes.addcmul_(x, shared.reciprocal()).add_(self.middle).round_().clamp_(0, 2**self.bits - 1)
             self._pack(codes, packed)
-            yield rows, codes, shared
+            if replace:  # while the codes are in the cache
+                rows.copy_(codes.sub_(self.middle).mul_(shared))
+            elif residual:
+                rows.sub_(codes.sub_(self.middle).mul_(shared).to(rows.dtype))
 
     def _places(self, payload: Payload, start: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
         """(bytes [rows, stride], scales [rows]) of a piece."""

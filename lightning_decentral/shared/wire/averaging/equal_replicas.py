@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_decentral.shared.wire.gradients import Average, parts
-from lightning_decentral.shared.wire.meeting.comparison import Alike, MakeLayouts, Trained, Unasked
+from lightning_decentral.shared.wire.meeting.comparison import MakeLayouts, TrainedLayout, TrainingComparison
 from lightning_decentral.shared.wire.objects import gather_objects
 from lightning_decentral.shared.wire.transport import Transport, Wire
 
@@ -109,15 +109,20 @@ class EqualReplicas:
     def __init__(self) -> None:
         self.updates: int | None = None
         self._buffers: RunningBuffers | None = None
-        self._layouts: Alike = Unasked()
+        self._layouts = TrainingComparison()
         self._average: Average | None = None
-        self._period = -1
+        self._period, self._sharing = -1, False
 
-    def begin(self, module: nn.Module, wire: Wire | None, layouts: MakeLayouts, optimizers: Optimizers) -> None:
-        """Collective; without a wire there is a single worker. `optimizers` are those of now, whenever it is called."""
+    def begin(self, module: nn.Module, over: Transport | None, layouts: MakeLayouts, optimizers: Optimizers) -> None:
+        """Begin to train. Collective.
+
+        Args:
+            over: carries buffers, for this alone; None: there is a single worker.
+            optimizers: those of now, whenever it is called.
+        """
         self.updates, self._period = 0, -1
-        self._buffers = None if wire is None else RunningBuffers(module, of_all(wire))
-        self._layouts = layouts(Trained(module.named_parameters, optimizers))
+        self._buffers = None if over is None else RunningBuffers(module, over)
+        self._layouts = layouts(TrainedLayout(module.named_parameters, optimizers))
 
     def join(self, average: Average) -> None:
         """Gradients are averaged by this from now on."""
@@ -126,7 +131,7 @@ class EqualReplicas:
 
     def close(self) -> None:
         self._layouts.close()
-        self.updates, self._buffers, self._layouts, self._average = None, None, Unasked(), None
+        self.updates, self._buffers, self._layouts, self._average = None, None, TrainingComparison(), None
 
     def replaced(self) -> None:
         """The optimizers are others than before. RuntimeError where they aren't on another worker."""
@@ -140,7 +145,7 @@ class EqualReplicas:
         """Updates that the others must take, too, before this worker can go on. From any thread."""
         # In this order: an update that ends meanwhile is then counted once, never twice.
         updates = self.rounds()
-        return [n + (self._average is not None and self._average.under_way) for n in updates]
+        return [n + (self._sharing or (self._average is not None and self._average.under_way)) for n in updates]
 
     def advance(self, period: int) -> None:
         """After an update. Collective.
@@ -152,8 +157,10 @@ class EqualReplicas:
         # Not each time: comparing all takes long.
         look, self._period = period != self._period, period
         if self._buffers is not None:
-            self._buffers.share((self._average is not None and self._average.heard()) or look)
-        self.updates += 1  # not before: who waits in `share` waits for this update, not for the next one
+            self._sharing = True  # who waits in `share` waits for this update, not for the next one
+            self._buffers.share((self._average is not None and self._average.any_news()) or look)
+            self._sharing = False
+        self.updates += 1
 
 
 def of_all(wire: Wire) -> Transport:

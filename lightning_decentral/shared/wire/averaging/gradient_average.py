@@ -11,41 +11,12 @@ from torch.optim import Optimizer
 
 from lightning_decentral.shared.compute.buckets import chunked
 from lightning_decentral.shared.wire.averaging.residuals import Row
-from lightning_decentral.shared.wire.compressed_mean import Mean
+from lightning_decentral.shared.wire.compressed_mean import FlatMean
 from lightning_decentral.shared.wire.gradients import UNSEEN, Average, GradientBucket, Launcher, flag, real, used
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Transport
 
 Place = tuple[int, int]
-
-
-class Met:
-    """Check whether the devices of one average were at the same place; known when the next comes, so that none waits.
-
-    Args:
-        sums: of a number for the place and of its square, to be summed over the devices.
-    """
-
-    def __init__(self, hosts: Transport, place: Place, sums: Tensor | None = None) -> None:
-        self._hosts, self._place, self._sums = hosts, place, sums
-        self._code = (place[0] + 37 * place[1]) % 1009  # squares of which any number of devices may be summed up
-        self.pending: Pending | None = None
-        if sums is not None:
-            sums[0], sums[1] = self._code, self._code**2
-
-    def check(self) -> None:
-        """RuntimeError where another device was elsewhere."""
-        if self.pending is None or self._sums is None:
-            return
-        self.pending.wait()
-        size = self._hosts.size
-        if self._sums.tolist() != [size * self._code, size * self._code**2]:
-            batches, updates = self._place
-            raise RuntimeError(
-                f"worker {self._hosts.rank} averaged gradients of its batch {batches} after {updates} updates, another "
-                "worker did elsewhere: one skipped optimizer.step(), or a batch. Let all workers take the same "
-                "updates (a step without gradients may return None)"
-            )
 
 
 class GradientAverage(Average):
@@ -71,7 +42,7 @@ class GradientAverage(Average):
 
     def __init__(
         self,
-        mean: Mean,
+        mean: FlatMean,
         hosts: Transport,
         meet: Callable[[Callable[[], None]], Any],
         bucket_bytes: int,
@@ -83,10 +54,13 @@ class GradientAverage(Average):
         self._flats: dict[GradientBucket, Tensor] = {}
         self._all: Sequence[nn.Parameter] = ()
         self._needed: list[nn.Parameter] = []
+        self._members: list[nn.Parameter] = []
         self._keys: dict[nn.Parameter, int] = {}
         self._open = self._lands = False
+        self._forms: list[tuple[torch.Size, torch.dtype]] = []
         self._averaged: dict[nn.Parameter, int] = {}  # since their last update: the version that it would change
-        self._where, self._last = where, Met(hosts, (0, 0))
+        self._where = where
+        self._last: tuple[Place, Tensor, Pending] | None = None
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> None:
         """Average these from the next backward pass on; those that are already cost a look-up."""
@@ -97,12 +71,14 @@ class GradientAverage(Average):
         """Watch also what may have been thawed since."""
         parameters = self._all
         needed = [p for p in parameters if p.requires_grad]
-        self._launcher.refuse_changed()
+        if [(p.shape, p.dtype) for p in self._members] != self._forms:
+            self._launcher.refuse_changed()
         if len(needed) == len(self._needed) and all(map(is_, needed, self._needed)):
             return  # without a hash of each, which is Python's
         self._needed = needed
         before = self._launcher.watched
-        members = [p for p in dict.fromkeys(parameters) if p.requires_grad or p in before]
+        self._members = members = [p for p in dict.fromkeys(parameters) if p.requires_grad or p in before]
+        self._forms = [(p.shape, p.dtype) for p in members]
         if self._launcher.watch(members):
             if before:
                 self.layouts.changed()
@@ -141,8 +117,8 @@ class GradientAverage(Average):
         return self._mean.state_dict(waiting)
 
     def close(self) -> None:
-        self._all, self._needed = (), []
-        self._told, self._last = [], Met(self._hosts, (0, 0))  # nobody waits for the last answers
+        self._all, self._needed, self._members, self._forms = (), [], [], []
+        self._reported, self._last = [], None  # nobody waits for the last answers
         self._launcher.watch(())
         self._launcher.begin(())
 
@@ -192,8 +168,9 @@ class GradientAverage(Average):
     def _land_after_backward(self) -> None:
         # At the loss or the first gradient: only within a backward can its end be waited for.
         if not self._lands:
-            self._lands = True
-            self.enter()
+            self._lands = self._launcher.begun = True
+            if not self.under_way:
+                self.enter()
             torch.autograd.Variable._execution_engine.queue_callback(self._land)
 
     def _land(self) -> None:
@@ -207,22 +184,46 @@ class GradientAverage(Average):
         buckets = self._launcher.buckets
         gradients = [gradient for bucket in buckets for gradient in bucket.gradients]
         # The hosts report to each other who used what: no host reads what its device computes.
-        self._last.check()
-        told = torch.empty(len(gradients) + 3, dtype=torch.int32)
-        flags = flag(gradients, told[:-3])
-        told[-3] = self.news()
-        self._last = Met(self._hosts, self._where(), told[-2:])
-        self._last.pending = self._hosts.all_reduce(told)
-        self.tell(told[-3], self._last.pending)
-        some = iter(used(gradients, flags, self._last.pending))
-        for place, bucket in enumerate(buckets):
+        sums = torch.empty(len(gradients) + 3, dtype=torch.int32)  # flags, news, place, its square
+        flags = flag(gradients, sums[:-3])
+        self._check_last()
+        sums[-3] = self.news()
+        place = self._where()
+        sums[-2] = code = _code(place)
+        sums[-1] = code**2
+        reported = self._hosts.all_reduce(sums)
+        self._last = place, sums[-2:], reported
+        self.report(sums[-3], reported)
+        some = iter(used(gradients, flags, reported))
+        for number, bucket in enumerate(buckets):
             assert bucket.pending is not None
             bucket.pending.wait()
             flat, by = self._flats.pop(bucket), [next(some) for _ in bucket.parameters]
             if not all(by):
-                self._mean.put_back(real(flat), place, [number for number, workers in enumerate(by) if not workers])
+                self._mean.put_back(real(flat), number, [i for i, workers in enumerate(by) if not workers])
             bucket.store(flat, by)
             self._averaged |= {p: p._version for p, workers in zip(bucket.parameters, by, strict=True) if workers}
         self._launcher.begin(buckets)
         self.leave()
         self._open = False
+
+    def _check_last(self) -> None:
+        """RuntimeError where devices were at different places in the last average: known now, so that none waits."""
+        if self._last is None:
+            return
+        place, sums, reported = self._last
+        reported.wait()
+        size, code = self._hosts.size, _code(place)
+        # n sum c^2 > (sum c)^2 unless all are equal.
+        if sums.tolist() != [size * code, size * code**2]:
+            batches, updates = place
+            raise RuntimeError(
+                f"worker {self._hosts.rank} averaged gradients of its batch {batches} after {updates} updates, another "
+                "worker did elsewhere: one skipped optimizer.step(), or a batch. Let all workers take the same "
+                "updates (a step without gradients may return None)"
+            )
+
+
+def _code(place: Place) -> int:
+    """A number for a place, of which squares of any number of devices may be summed up."""
+    return (place[0] + 37 * place[1]) % 1009

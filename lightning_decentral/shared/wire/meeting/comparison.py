@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -108,12 +108,12 @@ def _workers(ranks: list[int]) -> str:
 
 Layout = Mapping[str, str]
 Named = Callable[[], Iterable[tuple[str, nn.Parameter]]]
-MakeLayouts = Callable[[Callable[[], Layout]], "Layouts | Unasked"]
+MakeLayouts = Callable[[Callable[[], Layout]], "TrainingComparison"]
 ASK_SECONDS = 0.5
 """Period of asking again while answers are missing: of two that ask for different changes, one overwrites the other."""
 
 
-class Trained:
+class TrainedLayout:
     """{parameter or optimizer: its form} of one worker, and of what came while training, at which change.
 
     Args:
@@ -141,8 +141,8 @@ class Trained:
         return f", new at change {since}" if since else ""
 
 
-class Alike(Protocol):
-    """Protocol of a comparison that averages of gradients ask."""
+class TrainingComparison:
+    """Comparison of what is trained, which averages of gradients ask; this one is without other workers."""
 
     def changed(self) -> None:
         """This worker trains something else from the next average on: return when all do. Collective, in effect.
@@ -164,31 +164,12 @@ class Alike(Protocol):
         """Nobody asks any more."""
 
 
-class Unasked:
-    """Comparison without other workers."""
-
-    def changed(self) -> None:
-        """Nobody has to follow."""
-
-    def begin(self) -> None:
-        """Nobody asks."""
-
-    def done(self) -> None:
-        """Nobody asks."""
-
-    def settle(self) -> None:
-        """Nobody asks."""
-
-    def close(self) -> None:
-        """Nobody asks."""
-
-
-def unasked(_: Callable[[], Layout]) -> Unasked:
+def unasked(_: Callable[[], Layout]) -> TrainingComparison:
     """A `MakeLayouts` where there is nobody to compare with."""
-    return Unasked()
+    return TrainingComparison()
 
 
-class Layouts:
+class Layouts(TrainingComparison):
     """One worker's, in one fit.
 
     Args:

@@ -37,7 +37,7 @@ def greeting_timeout(timeout: timedelta | None) -> timedelta:
     return GREETING if timeout is None else min(GREETING, timeout / TRIES)
 
 
-def heard_by_all(make: Callable[[], Transport | None], timeout: timedelta | None, agree: Agree) -> Transport | None:
+def connected_to_all(make: Callable[[], Transport | None], timeout: timedelta | None, agree: Agree) -> Transport | None:
     """A group in which every member receives from every other, or several at once; None outside. Collective over all
     workers.
 
@@ -65,11 +65,11 @@ def make_world(met: Any, init: Callable[..., None], agree: Agree, timeout: timed
         init(store=prefixed(met, f"world/{next(tries)}"))  # keys that no earlier try has used
         return everyone()
 
-    heard_by_all(make, timeout, agree)
+    connected_to_all(make, timeout, agree)
 
 
 def connect(
-    device: torch.device, timeout: timedelta | None, backend: str | None = None, agree: Agree = lambda heard: heard
+    device: torch.device, timeout: timedelta | None, backend: str | None = None, agree: Agree = lambda fine: fine
 ) -> Wire:
     """New groups over the initialized world. Every worker must call it at the same point.
 
@@ -83,7 +83,7 @@ def connect(
             made = new_group(groups, by, timeout)
             return None if made is None else over(made)
 
-        own = heard_by_all(make, timeout, agree)
+        own = connected_to_all(make, timeout, agree)
         if own is not None:
             made_here.add(own)
         return own

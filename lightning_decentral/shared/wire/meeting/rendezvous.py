@@ -155,12 +155,12 @@ class Meeting:
 
     def _token(self, met: Any, end: float) -> str:
         own = os.environ.get(TOKEN, "")
-        word = f"closed {_digest('job', own)}" if own else f"open {secrets.token_hex(16)}"
+        state = f"closed {_digest('job', own)}" if own else f"open {secrets.token_hex(16)}"
         if self.rank == 0:
-            met.set("job", word)
+            met.set("job", state)
         self._wait(lambda: bool(met.check(["job"])), end, lambda: "worker 0")
         found = met.get("job").decode(errors="replace")
-        if (found != word) if own else not found.startswith("open "):
+        if (found != state) if own else not found.startswith("open "):
             raise MeetingFailed(
                 f"worker {self.rank} found another job at {self.place}, or one with another {TOKEN}: "
                 "set both MASTER_PORT and the token alike on all workers of a job"
@@ -241,9 +241,9 @@ class Meeting:
 def group_failed(store: Any, rank: int, error: RuntimeError) -> MeetingFailed:
     """Error to raise in place of the transport's raw text. The same line on all workers that still reach the store, of
     the first that couldn't make a group; the others only waited for it."""
-    said = re.sub(r"^\[[^]]*\]", "", str(error).partition("\n")[0]).strip()  # not where in gloo's sources
-    words = said or type(error).__name__
-    line = f"worker {rank} can't make a group ({words}): look at GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, at its "
+    text = re.sub(r"^\[[^]]*\]", "", str(error).partition("\n")[0]).strip()  # not where in gloo's sources
+    text = text or type(error).__name__
+    line = f"worker {rank} can't make a group ({text}): look at GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, at its "
     line += "network and at what the others say"
     with suppress(RuntimeError):  # the store is gone
         line = store.compare_set("failed", "", line).decode(errors="replace")

@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_decentral.shared.wire.averaging import equal_replicas
 from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas
-from lightning_decentral.shared.wire.meeting.comparison import Unasked, unasked
+from lightning_decentral.shared.wire.meeting.comparison import TrainingComparison, unasked
 
 
 class Shared:
@@ -27,7 +27,7 @@ class Shared:
         self.looks.append((look, self.equal.rounds()))
 
 
-class Compared(Unasked):
+class Compared(TrainingComparison):
     """Records what it is asked."""
 
     def __init__(self, *_: Any) -> None:
@@ -47,7 +47,7 @@ def equal(monkeypatch: pytest.MonkeyPatch) -> EqualReplicas:
     return Shared.equal
 
 
-WIRE: Any = SimpleNamespace(group=lambda _: object())
+OVER: Any = object()
 
 
 def test_updates_count_from_the_beginning_to_the_end(equal: EqualReplicas) -> None:
@@ -61,9 +61,9 @@ def test_updates_count_from_the_beginning_to_the_end(equal: EqualReplicas) -> No
 
 
 def test_buffers_are_looked_at_in_each_period_and_where_some_worker_has_news(equal: EqualReplicas) -> None:
-    equal.begin(nn.Linear(1, 1), WIRE, unasked, list)
+    equal.begin(nn.Linear(1, 1), OVER, unasked, list)
     equal.advance(0)
-    average: Any = SimpleNamespace(heard=lambda: equal.updates == 2)
+    average: Any = SimpleNamespace(any_news=lambda: equal.updates == 2)
     equal.join(average)
     assert average.news() is False
     for period in (0, 0, 0, 1):
@@ -74,9 +74,9 @@ def test_buffers_are_looked_at_in_each_period_and_where_some_worker_has_news(equ
 
 def test_what_is_trained_is_compared_until_the_end(equal: EqualReplicas) -> None:
     compared: Any = Compared()
-    equal.begin(nn.Linear(1, 1), WIRE, lambda _: compared, list)
+    equal.begin(nn.Linear(1, 1), OVER, lambda _: compared, list)
     equal.replaced()
-    average: Any = SimpleNamespace(heard=bool)
+    average: Any = SimpleNamespace(any_news=bool)
     equal.join(average)
     assert average.layouts is compared
     equal.close()

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_decentral.shared.wire.meeting import groups
-from lightning_decentral.shared.wire.meeting.groups import TRIES, heard_by_all, make_world
+from lightning_decentral.shared.wire.meeting.groups import TRIES, connected_to_all, make_world
 from lightning_decentral.shared.wire.meeting.notices import Notices
 from lightning_decentral.shared.wire.pending import PeerLost
 from lightning_decentral.shared.wire.transport import GlooTransport
@@ -87,7 +87,7 @@ def test_a_group_with_a_stranger_is_made_again(disturbed: int) -> None:
             return made
 
         try:
-            made = heard_by_all(make, TIMEOUT, lambda heard: board.agree(heard, TIMEOUT * 5))
+            made = connected_to_all(make, TIMEOUT, lambda fine: board.agree(fine, TIMEOUT * 5))
         except PeerLost:
             return False, tries[0]
         assert made is not None
