@@ -46,7 +46,7 @@ class DeviceParticipant(Participant, ABC):
 
     @abstractmethod
     def _passed_on(self, call: Callable[[], Any]) -> Any:
-        """What `call` returns on the first device, on all of them; its error, too."""
+        """Return on all devices what `call` returns on the first one; raise its error on all."""
 
     def founds(self) -> bool:
         return bool(self._passed_on(super().founds))

@@ -104,9 +104,8 @@ class Seat:
         """Returns with a grant: the present one while it is fresh, otherwise the next one, as the arbiter sees fit."""
         if not self.fresh:
             with standing_still():
-                self._end(
-                    "renew" if self.held else "request", turn
-                )  # one message returns a grant and asks for the next
+                # A renewal is one message: it returns a grant and asks for the next.
+                self._end("renew" if self.held else "request", turn)
                 self._await()
             self._since = time.perf_counter()
 
