@@ -15,7 +15,7 @@ from lightning_decentral.shared.checkpoint.worker import OF_MODELS, Checkpoints
 from lightning_decentral.shared.wire.mean import MeanModel
 
 
-class Whole(Protocol):
+class HeldModel(Protocol):
     """Model of a member as a device holds it."""
 
     @property
@@ -34,7 +34,7 @@ class ElasticCheckpoints(Checkpoints):
         held: how this device holds its member's model.
     """
 
-    def __init__(self, worker: CheckpointedStrategy, mean_model: MeanModel, held: Whole) -> None:
+    def __init__(self, worker: CheckpointedStrategy, mean_model: MeanModel, held: HeldModel) -> None:
         super().__init__(worker, mean_model)
         self.held = held
 
@@ -46,8 +46,8 @@ class ElasticCheckpoints(Checkpoints):
             self._saving.leave_out(filepath, "the devices of a worker")
             return
         states = {key: self._mean_model.own(checkpoint[key]) for key in OF_MODELS if key in checkpoint}
-        apart = self._given(states) if self._mean_model.diverged else {}
-        means = {**states, **self._means(apart)}
+        diverged = self._given(states) if self._mean_model.diverged else {}
+        means = {**states, **self._means(diverged)}
         self._saving.write_alone(self.held.whole({**checkpoint, **means}), filepath, storage_options)
 
     def load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Elastic methods: rules without sums over all workers, codecs that keep nothing, topologies of any number.
 
-And what all members of a run must have alike (`Given`).
+And what all members of a run must have alike (`JoinCheck`).
 """
 
 import json
@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_decentral.elastic.plan.settings import ElasticSettings
+from lightning_decentral.elastic.plan.view import ElasticSettings
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
 from lightning_decentral.gossip.compute.combine.rule import Rule
@@ -68,7 +68,7 @@ def refuse_remembering(codec: Codec, combine: Combine) -> None:
     """ValueError for a codec of which both ends of a link must know what was sent before."""
     if codec.remembers or not (codec.complete or combine.form.differences):
         raise ValueError(
-            f"{codec!r} doesn't go with elastic: it sends differences from what a neighbour heard before, and "
+            f"{codec!r} doesn't go with elastic: it sends differences from what a neighbour received before, and "
             "neighbours change; use Int8() or BFloat16()"
         )
 
@@ -88,19 +88,16 @@ def settings_of(strategy: Any, trainer: Trainer) -> dict[str, str]:
     """Settings that all members must have alike: {name: text}."""
     found = {**of_method(strategy, strategy.precision_plugin), **of_trainer(trainer), **of_callbacks(trainer)}
     found |= of_optimizers(strategy.optimizers, strategy.own)
-    alike = {name: text for name, text in found.items() if not _is_own(name)}
+    own = tuple(f"{name}." for name in OF_ONE_MEMBER)
+    alike = {name: text for name, text in found.items() if not f"{name}.".startswith(own)}
     plan = described(strategy.elastic.workers, "elastic.workers")
     return {**versions(), **alike, **plan, **described(strategy.elastic.asynchronous, "elastic.asynchronous")}
-
-
-def _is_own(name: str) -> bool:
-    return any(f"{name}.".startswith(f"{own}.") for own in OF_ONE_MEMBER)
 
 
 Part = dict[str, dict[str, Any]]
 
 
-class Given:
+class JoinCheck:
     """Settings and model of one worker, compared with the run's before it takes part.
 
         donor     its settings and model, as text, next to everything else that a newcomer takes

@@ -1,12 +1,19 @@
-"""Joining: where in set-up a worker becomes a member, and the examples that its loaders get from then on."""
+"""Joining: where in set-up a worker becomes a member, how long an epoch is, and the examples that each is dealt."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import count
+from typing import Any
 
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.data import _update_dataloader
+from torch.utils.data import DistributedSampler, Sampler
 
 from lightning_decentral.elastic import loops
-from lightning_decentral.elastic.plan.calendar import Calendar
+from lightning_decentral.elastic.plan.calendar import UNBOUNDED, Calendar, rounds_before
+from lightning_decentral.elastic.plan.dealing import Dealing
 from lightning_decentral.elastic.wire.participant import Participant
 
 
@@ -30,17 +37,17 @@ class Joining:
     def loader(self, member: Participant | None, trainer: Trainer, dataloader: object) -> object:
         """The loader with the examples that this worker is dealt; with the first one it joins."""
         if member is None:  # the module asks how many steps there will be
-            self.planned = loops.batches_of(trainer, dataloader, self.weights)
-            return loops.dealt(trainer, dataloader, self.planned, loops.nobody)
+            self.planned = batches_of(trainer, dataloader, self.weights)
+            return dealt(trainer, dataloader, self.planned, nobody)
         place = self._place_of(trainer)
         if member.round < 0:
             self._join(member, trainer, dataloader)
         assert member.calendar is not None
         if place and trainer.fit_loop._combined_loader is None:
-            own = loops.batches_of(trainer, dataloader, member.calendar.weights)
-            loops.refuse_several_lengths(own, member.calendar)
+            own = batches_of(trainer, dataloader, member.calendar.weights)
+            refuse_several_lengths(own, member.calendar)
         deals = partial(member.deals, place=place)
-        return loops.dealt(trainer, dataloader, member.calendar.batches, deals, self._weight)
+        return dealt(trainer, dataloader, member.calendar.batches, deals, self._weight)
 
     def _place_of(self, trainer: Trainer) -> int:
         """Place of the loader that is processed now among those that are combined, also where they are loaded again."""
@@ -51,15 +58,137 @@ class Joining:
 
     def _join(self, member: Participant, trainer: Trainer, dataloader: object) -> None:
         """Make this worker a member from here on."""
-        member.seed = loops.seed_of(dataloader) if member.seed is None else member.seed
+        member.seed = seed_of(dataloader) if member.seed is None else member.seed
         self._begin(lambda: self._calendar(member, trainer, dataloader))
         member.calendar = member.calendar or self._calendar(member, trainer, dataloader)
         assert member.view is not None
         if member.view.number == 1:
-            loops.refuse_other_calendar(self._calendar(member, trainer, dataloader), member.calendar)
-        loops.refuse_unplanned(self.planned, member.calendar)
+            refuse_other_calendar(self._calendar(member, trainer, dataloader), member.calendar)
+        refuse_unplanned(self.planned, member.calendar)
         if member.round or member.calendar.before or trainer.fit_loop.restarting:
             loops.go_to(trainer, member.calendar, member.round)
 
     def _calendar(self, member: Participant, trainer: Trainer, dataloader: object) -> Calendar:
-        return loops.calendar_of(trainer, dataloader, self.weights if self.planned else member.founders)
+        return calendar_of(trainer, dataloader, self.weights if self.planned else member.founders)
+
+
+def calendar_of(trainer: Trainer, dataloader: Any, weights: int) -> Calendar:
+    """Calendar of a run that begins now, or goes on from a checkpoint, with members of so much weight together."""
+    accumulated, loop = trainer.accumulate_grad_batches, trainer.fit_loop
+    batches = batches_of(trainer, dataloader, weights)
+    epoch: Any = loop.epoch_progress.current
+    batch = loop.epoch_loop.batch_progress
+    # Saved where an epoch's last batch was over, it may or may not have been counted.
+    begun = 0 if epoch.started == epoch.processed else batches if batch.is_last_batch else batch.current.completed
+    before = rounds_before(batches, accumulated, epoch.processed, begun)
+    return Calendar(max(1, batches), accumulated, before, loop.epoch_loop.global_step, weights)
+
+
+def batches_of(trainer: Trainer, dataloader: Any, weights: int) -> int:
+    """Number of batches of an epoch, as limit_train_batches leaves them."""
+    found = sized_len(dataloader)
+    batches = UNBOUNDED if found is None else found
+    if dealable(dataloader):
+        batches = -(-len(dataloader.dataset) // (weights * dataloader.batch_size))
+    limit = trainer.limit_train_batches
+    return min(batches, limit) if isinstance(limit, int) else int(batches * (1.0 if limit is None else limit))
+
+
+def _unlimited(trainer: Trainer, batches: int) -> int:
+    """The fewest of which limit_train_batches leaves so many: Lightning takes its share of what it is given."""
+    limit = trainer.limit_train_batches
+    share = 1.0 if limit is None or isinstance(limit, int) else limit
+    return next(n for n in count(int(batches / share)) if int(n * share) >= batches) if share > 0 else batches
+
+
+def refuse_unplanned(batches: int, calendar: Calendar) -> None:
+    """ValueError where schedules were made for epochs of another length than the run's; 0: they weren't."""
+    if batches and max(1, batches) != calendar.batches:
+        raise ValueError(
+            f"an epoch of this run has {calendar.batches} batches, and schedules here are for {batches}: give every "
+            "worker the same Elastic(workers=...) and data"
+        )
+
+
+def refuse_other_calendar(own: Calendar, calendar: Calendar) -> None:
+    """ValueError where this worker's data would make epochs of another length than the oldest's."""
+    if (own.batches, own.accumulated) != (calendar.batches, calendar.accumulated):
+        raise ValueError(
+            f"an epoch of the oldest worker has {calendar.batches} batches, {calendar.accumulated} in a step, and of "
+            f"this one {own.batches}, {own.accumulated} in a step: give every worker the same data and Trainer"
+        )
+
+
+def refuse_several_lengths(batches: int, calendar: Calendar) -> None:
+    """ValueError for a further loader that would make epochs of another length than the first."""
+    if max(1, batches) != calendar.batches:
+        raise ValueError(
+            f"loaders of {calendar.batches} and of {batches} batches don't go together in an elastic run, whose epochs "
+            "have one length: give loaders of one length, or one loader of pairs"
+        )
+
+
+def refuse_combined(trainer: Trainer, calendar: Calendar) -> None:
+    """ValueError where loaders are combined to an epoch of another length than each of them has."""
+    combined, batches = trainer.fit_loop._combined_loader, trainer.fit_loop.max_batches
+    if combined is not None and len(combined.flattened) > 1 and batches != calendar.batches:
+        raise ValueError(
+            f"{len(combined.flattened)} loaders make an epoch of {batches} batches, and an elastic run's has "
+            f"{calendar.batches}: combine them by mode='min_size' or 'max_size_cycle'"
+        )
+
+
+def dealable(dataloader: Any) -> bool:
+    """Return whether its examples are those that Lightning would give to each of several workers."""
+    return (
+        type(getattr(dataloader, "sampler", None)) is DistributedSampler
+        and getattr(dataloader, "batch_size", None) is not None
+    )
+
+
+def seed_of(dataloader: Any) -> int:
+    """Seed of the order of its examples."""
+    return int(dataloader.sampler.seed) if dealable(dataloader) else 0
+
+
+def dealt(
+    trainer: Trainer,
+    dataloader: Any,
+    batches: int,
+    dealing: Callable[[Dealing], Callable[[], Iterator[Any]]],
+    weight: int = 1,
+) -> Any:
+    """The same loader, whose examples are dealt among the members; any other is left as it is.
+
+    Args:
+        batches: of an epoch.
+        dealing: of whom it gets each batch's places.
+        weight: its batches have so many times the examples.
+    """
+    if not dealable(dataloader):
+        return dataloader
+    before, batch = dataloader.sampler, dataloader.batch_size
+    made = Dealing(len(dataloader.dataset), batch, before.shuffle, before.seed)
+    sampler = ElasticSampler(_unlimited(trainer, batches) * batch * weight, dealing(made))
+    found: Any = _update_dataloader(dataloader, sampler, mode=RunningStage.TRAINING)
+    found.batch_sampler.batch_size = batch * weight
+    return found
+
+
+def nobody(dealing: Dealing) -> Callable[[], Iterator[Any]]:
+    """Deals nothing: for a loader whose length alone is asked for."""
+    return ().__iter__
+
+
+class ElasticSampler(Sampler[int]):
+    """Places of examples, from where the run is to the end of its epoch."""
+
+    def __init__(self, length: int, ticks: Callable[[], Iterator[Any]]) -> None:
+        self._length, self._ticks = length, ticks
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[int]:
+        for places in self._ticks():
+            yield from places.tolist()

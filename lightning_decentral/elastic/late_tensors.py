@@ -80,7 +80,8 @@ class LateTensors:
     def _late(self) -> dict[str, str]:
         """{tensor that has come: its form, and a digest where it has no mean}."""
         named = _named(self._module)
-        rows, masks = carried(self._module), _masks_of(self._module)
+        rows, parts = carried(self._module), self._module.named_modules()
+        masks = {f"{prefix}.{n}".lstrip(".") for prefix, part in parts for n in part._buffers if _masks(part, n)}
         found = dict[str, str]()
         for name, tensor in named.items():
             if name not in self._first or name in masks:
@@ -99,11 +100,6 @@ def _masks(module: nn.Module, name: str) -> bool:
     return name.endswith("_mask") and f"{name.removesuffix('_mask')}_orig" in module._parameters
 
 
-def _masks_of(module: nn.Module) -> set[str]:
-    parts = module.named_modules()
-    return {f"{prefix}.{n}".lstrip(".") for prefix, part in parts for n in part._buffers if _masks(part, n)}
-
-
 def _two_valued(tensor: Tensor) -> bool:
     return bool(((tensor == 0) | (tensor == 1)).all())
 
@@ -111,9 +107,9 @@ def _two_valued(tensor: Tensor) -> bool:
 def _patient(member: Participant) -> Callable[[int], int]:
     """Make a count of members still there: it waits where fewer gave something, as a death isn't known at once."""
 
-    def there(heard: int) -> int:
-        end = time.monotonic() + 2 * member.worker.membership.state.times.dead_after
-        while len(member.present()) > heard and time.monotonic() < end:
+    def there(received: int) -> int:
+        end = time.monotonic() + 2 * member.worker.lobby_client.state.times.dead_after
+        while len(member.present()) > received and time.monotonic() < end:
             time.sleep(LOOK_SECONDS)
         return len(member.present())
 

@@ -14,8 +14,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _basic_subprocess_cmd, _hydra_subprocess_cmd
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_decentral.elastic.plan.settings import ElasticSettings
-from lightning_decentral.elastic.plan.view import Bounds, Times
+from lightning_decentral.elastic.plan.view import Bounds, ElasticSettings, Times
 from lightning_decentral.elastic.wire.starter import LOBBY, SEAT, STARTER, OwnLobby, Starter, follow
 
 

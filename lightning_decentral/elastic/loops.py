@@ -1,25 +1,27 @@
-"""An elastic worker in Lightning's loops: a newcomer's counters and schedules, the examples that each is dealt."""
+"""An elastic worker in Lightning's loops: a newcomer's counters and schedules, and what decides for all members.
 
-from collections.abc import Callable, Iterator, Sequence
+Some of that is in no state that Lightning saves: values of callbacks that save, and of logged metrics. A run that ends
+takes it along; a newcomer of one that goes on would save at other steps than the members do, in which all compute a
+mean (`remembered`).
+"""
+
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count
 from typing import Any
 
-from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer import call
-from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities.data import _update_dataloader
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import DistributedSampler, Sampler
 
-from lightning_decentral.elastic.plan.calendar import UNBOUNDED, Calendar, rounds_before
-from lightning_decentral.elastic.plan.dealing import Dealing
-from lightning_decentral.elastic.remembered import remember, remembered
+from lightning_decentral.elastic.plan.calendar import Calendar
+from lightning_decentral.shared.evaluation import callbacks_of
+from lightning_decentral.shared.plan.described import constructed
+from lightning_decentral.shared.settings import PLACES
 from lightning_decentral.shared.wire.plain import NotPlain
 from lightning_decentral.shared.wire.plain import pack as packed
 
@@ -28,134 +30,12 @@ NOTHING: dict[str, dict[str, Any]] = {"callbacks": {}, "plateaus": {}, "remember
 COUNTS = ("ready", "started", "processed", "completed")
 
 
-def calendar_of(trainer: Trainer, dataloader: Any, weights: int) -> Calendar:
-    """Calendar of a run that begins now, or goes on from a checkpoint, with members of so much weight together."""
-    accumulated, loop = trainer.accumulate_grad_batches, trainer.fit_loop
-    batches = batches_of(trainer, dataloader, weights)
-    epoch: Any = loop.epoch_progress.current
-    batch = loop.epoch_loop.batch_progress
-    # Saved where an epoch's last batch was over, it may or may not have been counted.
-    begun = 0 if epoch.started == epoch.processed else batches if batch.is_last_batch else batch.current.completed
-    before = rounds_before(batches, accumulated, epoch.processed, begun)
-    return Calendar(max(1, batches), accumulated, before, loop.epoch_loop.global_step, weights)
-
-
-def batches_of(trainer: Trainer, dataloader: Any, weights: int) -> int:
-    """Number of batches of an epoch, as limit_train_batches leaves them."""
-    found = sized_len(dataloader)
-    batches = UNBOUNDED if found is None else found
-    if dealable(dataloader):
-        batches = -(-len(dataloader.dataset) // (weights * dataloader.batch_size))
-    limit = trainer.limit_train_batches
-    return min(batches, limit) if isinstance(limit, int) else int(batches * (1.0 if limit is None else limit))
-
-
-def _unlimited(trainer: Trainer, batches: int) -> int:
-    """The fewest of which limit_train_batches leaves so many: Lightning takes its share of what it is given."""
-    limit = trainer.limit_train_batches
-    share = 1.0 if limit is None or isinstance(limit, int) else limit
-    return next(n for n in count(int(batches / share)) if int(n * share) >= batches) if share > 0 else batches
-
-
 def refuse_others(parameters: Sequence[Any]) -> None:
     """RuntimeError where an optimizer has lost parameters that it had."""
     raise RuntimeError(
         f"an optimizer has lost some of its {len(parameters)} parameters while training, which members mix on: keep "
         "them in its groups (freeze them with requires_grad_(False)), or train without elastic"
     )
-
-
-def refuse_unplanned(batches: int, calendar: Calendar) -> None:
-    """ValueError where schedules were made for epochs of another length than the run's; 0: they weren't."""
-    if batches and max(1, batches) != calendar.batches:
-        raise ValueError(
-            f"an epoch of this run has {calendar.batches} batches, and schedules here are for {batches}: give every "
-            "worker the same Elastic(workers=...) and data"
-        )
-
-
-def refuse_other_calendar(own: Calendar, calendar: Calendar) -> None:
-    """ValueError where this worker's data would make epochs of another length than the oldest's."""
-    if (own.batches, own.accumulated) != (calendar.batches, calendar.accumulated):
-        raise ValueError(
-            f"an epoch of the oldest worker has {calendar.batches} batches, {calendar.accumulated} in a step, and of "
-            f"this one {own.batches}, {own.accumulated} in a step: give every worker the same data and Trainer"
-        )
-
-
-def refuse_several_lengths(batches: int, calendar: Calendar) -> None:
-    """ValueError for a further loader that would make epochs of another length than the first."""
-    if max(1, batches) != calendar.batches:
-        raise ValueError(
-            f"loaders of {calendar.batches} and of {batches} batches don't go together in an elastic run, whose epochs "
-            "have one length: give loaders of one length, or one loader of pairs"
-        )
-
-
-def refuse_combined(trainer: Trainer, calendar: Calendar) -> None:
-    """ValueError where loaders are combined to an epoch of another length than each of them has."""
-    combined, batches = trainer.fit_loop._combined_loader, trainer.fit_loop.max_batches
-    if combined is not None and len(combined.flattened) > 1 and batches != calendar.batches:
-        raise ValueError(
-            f"{len(combined.flattened)} loaders make an epoch of {batches} batches, and an elastic run's has "
-            f"{calendar.batches}: combine them by mode='min_size' or 'max_size_cycle'"
-        )
-
-
-def dealable(dataloader: Any) -> bool:
-    """Return whether its examples are those that Lightning would give to each of several workers."""
-    return (
-        type(getattr(dataloader, "sampler", None)) is DistributedSampler
-        and getattr(dataloader, "batch_size", None) is not None
-    )
-
-
-def seed_of(dataloader: Any) -> int:
-    """Seed of the order of its examples."""
-    return int(dataloader.sampler.seed) if dealable(dataloader) else 0
-
-
-def dealt(
-    trainer: Trainer,
-    dataloader: Any,
-    batches: int,
-    dealing: Callable[[Dealing], Callable[[], Iterator[Any]]],
-    weight: int = 1,
-) -> Any:
-    """The same loader, whose examples are dealt among the members; any other is left as it is.
-
-    Args:
-        batches: of an epoch.
-        dealing: of whom it gets each batch's places.
-        weight: its batches have so many times the examples.
-    """
-    if not dealable(dataloader):
-        return dataloader
-    before, batch = dataloader.sampler, dataloader.batch_size
-    made = Dealing(len(dataloader.dataset), batch, before.shuffle, before.seed)
-    sampler = ElasticSampler(_unlimited(trainer, batches) * batch * weight, dealing(made))
-    found: Any = _update_dataloader(dataloader, sampler, mode=RunningStage.TRAINING)
-    found.batch_sampler.batch_size = batch * weight
-    return found
-
-
-def nobody(dealing: Dealing) -> Callable[[], Iterator[Any]]:
-    """Deals nothing: for a loader whose length alone is asked for."""
-    return ().__iter__
-
-
-class ElasticSampler(Sampler[int]):
-    """Places of examples, from where the run is to the end of its epoch."""
-
-    def __init__(self, length: int, ticks: Callable[[], Iterator[Any]]) -> None:
-        self._length, self._ticks = length, ticks
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __iter__(self) -> Iterator[int]:
-        for places in self._ticks():
-            yield from places.tolist()
 
 
 @contextmanager
@@ -281,3 +161,33 @@ def take(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     connector.restore_model()
     connector.restore_datamodule()
     connector.restore_callbacks()
+
+
+PLAIN = (type(None), bool, int, float, str)
+
+
+def remembered(trainer: Trainer) -> dict[str, dict[str, Any]]:
+    """The value for a newcomer: metrics by name, attributes of callbacks that save by their place among these."""
+    metrics = apply_to_collection(dict(trainer.callback_metrics), Tensor, lambda one: one.detach().to("cpu", copy=True))
+    return {"metrics": metrics, "savers": {str(place): of for place, of in enumerate(map(_of, _savers(trainer)))}}
+
+
+def remember(trainer: Trainer, given: dict[str, dict[str, Any]]) -> None:
+    """Take from a member's value metrics that aren't logged here yet, and the attributes of callbacks that save."""
+    known = trainer._logger_connector._callback_metrics
+    for name, metric in given["metrics"].items():
+        known.setdefault(name, metric.to(trainer.strategy.root_device) if isinstance(metric, Tensor) else metric)
+    for place, saver in enumerate(_savers(trainer)):
+        of = given["savers"].get(str(place), {})
+        vars(saver).update({name: value for name, value in of.items() if name in _of(saver)})
+
+
+def _savers(trainer: Trainer) -> list[Callback]:
+    return [callback for callback in callbacks_of(trainer) if isinstance(callback, Checkpoint)]
+
+
+def _of(callback: Callback) -> dict[str, Any]:
+    """Plain attributes, but for what it was constructed with, and places, which are each worker's own."""
+    given = constructed(callback, type(callback).__mro__[:-1])
+    own = {*given, *(f"_{name}" for name in given), *PLACES}
+    return {name: of for name, of in vars(callback).items() if name not in own and isinstance(of, PLAIN)}

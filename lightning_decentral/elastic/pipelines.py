@@ -37,14 +37,15 @@ def elastic_pipeline(strategy: type) -> type:
     return type(f"Elastic{strategy.__name__}", (ElasticPipeline, strategy), {})
 
 
-class JoinedStages:
-    """A whole checkpoint of a pipeline, without what only a fixed world can use.
+class StageCheckpoints(ElasticCheckpoints):
+    """Checkpoints of a pipeline's member: one plain file of the whole model, without what only a fixed world can use.
 
     Args:
         of: the checkpoints of the pipeline's strategy.
     """
 
-    def __init__(self, of: Any) -> None:
+    def __init__(self, worker: CheckpointedStrategy, mean_model: MeanModel, of: Any) -> None:
+        super().__init__(worker, mean_model, self)
         self._of = of
 
     @property
@@ -53,17 +54,9 @@ class JoinedStages:
 
     def whole(self, tree: dict[str, Any]) -> dict[str, Any]:
         """Checkpoint of all stages, on the first one. Collective."""
-        if self._of.layout is None:
+        if not self.spread:
             return tree
         return {name: value for name, value in self._of.whole(tree, {}).items() if name != KEY}
-
-
-class StageCheckpoints(ElasticCheckpoints):
-    """Checkpoints of a pipeline's member: one plain file of the whole model."""
-
-    def __init__(self, worker: CheckpointedStrategy, mean_model: MeanModel, of: Any) -> None:
-        super().__init__(worker, mean_model, JoinedStages(of))
-        self._of = of
 
     @property
     def layout(self) -> Any:

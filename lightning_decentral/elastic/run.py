@@ -14,24 +14,15 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from lightning_decentral.elastic import loops
-from lightning_decentral.elastic.checks import (
-    Given,
-    Part,
-    elastic_rule,
-    part_of,
-    present,
-    refuse_remembering,
-    settings_of,
-)
-from lightning_decentral.elastic.joining import Joining
+from lightning_decentral.elastic import checks, loops
+from lightning_decentral.elastic.joining import Joining, refuse_combined
 from lightning_decentral.elastic.late_tensors import LateTensors, refuse_pruning
 from lightning_decentral.elastic.launcher import at_its_lobby
 from lightning_decentral.elastic.plan.calendar import Calendar
-from lightning_decentral.elastic.plan.settings import ElasticSettings
+from lightning_decentral.elastic.plan.view import ElasticSettings
 from lightning_decentral.elastic.watched import WatchedProcess
 from lightning_decentral.elastic.wire.island_participants import member_of
 from lightning_decentral.elastic.wire.participant import Participant
@@ -77,11 +68,11 @@ class ElasticRun(WatchedProcess):
         """The constructor's values. ValueError for one that isn't served, by name."""
         check_numbers(delay, heals, bucket_bytes)
         self.elastic, self.topology, self.weights, self.codec = elastic, topology, weights, codec
-        self.combine = elastic_rule(rule, topology, weights, delay, elastic)
-        refuse_remembering(codec, self.combine)
+        self.combine = checks.elastic_rule(rule, topology, weights, delay, elastic)
+        checks.refuse_remembering(codec, self.combine)
         self.delay, self.bucket_bytes, self.heals = delay, bucket_bytes, heals
         self.mean_model = MeanModel(self._mean_and_carried, self.shown)
-        self.mean_model.hidden = self._hidden
+        self.mean_model.hidden = lambda written: self._mixers.note(written)
         self._held = Holding(torch.device("cpu"))
         self._mixers = Mixers(self._making)
         self._member: Participant | None = None
@@ -92,7 +83,7 @@ class ElasticRun(WatchedProcess):
         self._watched = ExitStack()
         self._late: LateTensors | None = None
         self._described: dict[str, str] = {}
-        self._given = Given({}, {})
+        self._given = checks.JoinCheck({}, {})
 
     def comes(self) -> Participant:
         lobby, seconds = at_its_lobby(self.elastic), self._group.timeout.total_seconds()
@@ -120,7 +111,7 @@ class ElasticRun(WatchedProcess):
     part = 0
     """Number of this device's part of the model among the worker's."""
 
-    def parts(self, own: Part) -> Sequence[Part]:
+    def parts(self, own: checks.Part) -> Sequence[checks.Part]:
         """The parts of this worker's model: one for each stage of a pipeline, else one. Collective in it."""
         return [own]
 
@@ -148,8 +139,8 @@ class ElasticRun(WatchedProcess):
             raise ValueError(f"elastic runs have one optimizer, this module has {len(self.optimizers)}")
         if self._joining.planned:
             trainer.fit_loop._combined_loader = None  # Lightning gets it anew, when it is known who trains
-        own = present(self._module, self.optimizers)
-        self._given = Given(settings_of(self, trainer), self._described, own, self.part)
+        own = checks.present(self._module, self.optimizers)
+        self._given = checks.JoinCheck(checks.settings_of(self, trainer), self._described, own, self.part)
         self._member, self._early = self._early or self.comes(), None
         plan = self.topology.placed(1), self.weights, self._member.worker, self.codec
         self._exchange = ElasticExchange(*plan, order=self.elastic.asynchronous)
@@ -171,7 +162,7 @@ class ElasticRun(WatchedProcess):
         if not self._held.mixes:
             return {}
         own = self._module.trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        whole, parts = self.whole(own), self.parts(part_of(self._module, self.optimizers))
+        whole, parts = self.whole(own), self.parts(checks.part_of(self._module, self.optimizers))
         if not self._member.leads:
             return {}
         rule = self._mixers.state_dict(lambda of: of.mixer.kept())
@@ -182,14 +173,14 @@ class ElasticRun(WatchedProcess):
         self._mixers = Mixers(self._making)
 
     def _making(self) -> Making:
-        pack = partial(self._held.pack, bucket_bytes=self.bucket_bytes)
-        return Making(self._made, self.model_layout.packing(pack), meet=loops.refuse_others)
+        def mixers() -> list[Mixer]:
+            assert self._exchange is not None
+            mixer = self._held.mixer(self.combine, self._exchange, self.delay)
+            mixer.healing = self._held.healing(self.heals, self._module)
+            return [mixer]
 
-    def _made(self) -> list[Mixer]:
-        assert self._exchange is not None
-        mixer = self._held.mixer(self.combine, self._exchange, self.delay)
-        mixer.healing = self._held.healing(self.heals, self._module)
-        return [mixer]
+        pack = partial(self._held.pack, bucket_bytes=self.bucket_bytes)
+        return Making(mixers, self.model_layout.packing(pack), meet=loops.refuse_others)
 
     # ---- a run ------------------------------------------------------------------------------------------------------
 
@@ -213,7 +204,7 @@ class ElasticRun(WatchedProcess):
         member.enter(exchange)
         self._rank_as(member.place if member.leads else 1)
         self._log_as_oldest(trainer)
-        parts = self.parts(part_of(self._module, self.optimizers))
+        parts = self.parts(checks.part_of(self._module, self.optimizers))
         state = member.agreed(lambda: self._state(member, calendar, parts))
         if state is not None:
             member.learn(state["run"])
@@ -223,7 +214,7 @@ class ElasticRun(WatchedProcess):
                 self._given.thaw(self._module, state)
 
     def _state(
-        self, member: Participant, calendar: Callable[[], Calendar] | None, parts: Sequence[Part]
+        self, member: Participant, calendar: Callable[[], Calendar] | None, parts: Sequence[checks.Part]
     ) -> dict[str, Any]:
         """State for the members that begin with this view."""
         if member.calendar is None and calendar is not None:
@@ -238,7 +229,7 @@ class ElasticRun(WatchedProcess):
         super().on_train_start()
         assert self._member is not None
         assert self._member.calendar is not None
-        loops.refuse_combined(self._module.trainer, self._member.calendar)
+        refuse_combined(self._module.trainer, self._member.calendar)
         self._updates = Updates(self) if self.wire is None else None  # an island's devices have theirs
         self._late = LateTensors(self.watched_module)
         for watching in (self._late, self._updates):
@@ -288,9 +279,6 @@ class ElasticRun(WatchedProcess):
     def settle(self) -> None:
         self._mixers.end()
         self._held.mixed(self.counted())  # where each worker's own model is handed back
-
-    def _hidden(self, written: Sequence[Tensor]) -> None:
-        self._mixers.note(written)
 
     def teardown(self) -> None:
         self._watched.close()

@@ -112,7 +112,10 @@ class Launch:
         if not self._members:  # the first batch; later ones may not have begun
             if not any(member.log.exists() for member in members):
                 raise ValueError(f"nothing to resume in {folder}: name the sweep's folder with hydra.sweep.dir=...")
-            self._before(folder / TRACE)
+            # The spans of the sweep so far stay in the chart; what is to come stands behind them.
+            if (folder / TRACE).exists():
+                self._spans = read_chrome_trace(folder / TRACE)
+                self._began -= max((span.finish for span in self._spans.values()), default=0.0)
         done = {}
         for member in members:
             read_scores(member, self._scores)
@@ -123,12 +126,6 @@ class Launch:
             else:
                 self._go_on(member)
         return done
-
-    def _before(self, trace: Path) -> None:
-        """Keep the spans of the chart of the sweep so far; what is to come stands behind them."""
-        if trace.exists():
-            self._spans = read_chrome_trace(trace)
-            self._began -= max((span.finish for span in self._spans.values()), default=0.0)
 
     def _go_on(self, member: SweepMember) -> None:
         # Lightning names a further one last-v1.ckpt: the youngest counts.

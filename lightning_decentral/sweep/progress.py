@@ -155,13 +155,10 @@ def _standing(member: SweepMember, outcome: JobReturn, board: Scoreboard) -> Ran
     if outcome.status is not JobStatus.COMPLETED:
         return RankedMember(member, outcome.status.name.lower(), None)
     status = "ended early" if member.name in board.verdicts else "completed"
-    score = board.best(member.name) if board.histories else _returned(outcome)
-    return RankedMember(member, status, score, outcome._return_value)
-
-
-def _returned(outcome: JobReturn) -> Score | None:
-    value = outcome._return_value
-    return Score(RETURNED, "min", 0, float(value)) if isinstance(value, (int, float)) else None
+    value, score = outcome._return_value, board.best(member.name)
+    if not board.histories and isinstance(value, (int, float)):
+        score = Score(RETURNED, "min", 0, float(value))
+    return RankedMember(member, status, score, value)
 
 
 def ranking(ranked: Sequence[RankedMember]) -> Table:

@@ -18,7 +18,7 @@ from hydra.core.utils import JobReturn
 from lightning_decentral.shared.compute.hardware import cores
 from lightning_decentral.shared.wire.meeting.interrupts import terminated_as_interrupted
 from lightning_decentral.sweep.member import MemberFailed, SweepMember, begin_record, failed, read_record, write_scores
-from lightning_decentral.sweep.plan.arbiter import Arbiter, Instruction, Orders, TurnReport
+from lightning_decentral.sweep.plan.arbiter import Arbiter, Instruction
 from lightning_decentral.sweep.plan.devices import environment
 from lightning_decentral.sweep.plan.policy import Score, Scoreboard, WatchedMember
 from lightning_decentral.sweep.processes import kill_group
@@ -110,16 +110,14 @@ class Sweep:
             for key, _ in self._selector.select(min(REFRESH_SECONDS, self.arbiter.rests_seconds(self.now))):
                 if self._selector.get_map().get(key.fd) is key:  # an event before it may have closed it
                     key.data(key.fileobj)
-            self._obey(self.arbiter.settle(self.now))
+            for name, order in self.arbiter.settle(self.now):
+                self.seats.write(name, {"order": order.value})
             if self.now - self._shown >= REFRESH_SECONDS:
-                self._look_around()
+                # A sentinel is silent while a process that the member left behind holds it open.
+                for name in [name for name, process in self.processes.items() if process.exitcode is not None]:
+                    self._ended(self.members[name])
+                self._watcher.show(self)
                 self._shown = self.now
-
-    def _look_around(self) -> None:
-        # A sentinel is silent while a process that the member left behind holds it open.
-        for name in [name for name, process in self.processes.items() if process.exitcode is not None]:
-            self._ended(self.members[name])
-        self._watcher.show(self)
 
     def _start(self, member: SweepMember) -> None:
         account = self.arbiter.join(member.name, member.width)
@@ -157,10 +155,17 @@ class Sweep:
         return name in self.processes
 
     def receive(self, name: str, message: Message) -> None:
+        def give_back() -> None:
+            self.arbiter.give_back(name, turn_of(message), self.now)
+
+        def renew() -> None:
+            give_back()
+            self.arbiter.request(name)
+
         events: dict[object, Callable[[], object]] = {
             "request": lambda: self.arbiter.request(name),
-            "renew": lambda: self._renew(name, turn_of(message)),
-            "release": lambda: self.arbiter.give_back(name, turn_of(message), self.now),
+            "renew": renew,
+            "release": give_back,
             "left": lambda: self.arbiter.left(name),
             "score": lambda: self._judge(name, score_of(message)),
         }
@@ -168,10 +173,6 @@ class Sweep:
         if not isinstance(event, str) or event not in events:
             raise ValueError(f"say={event!r:.40} means nothing")
         events[event]()
-
-    def _renew(self, name: str, turn: TurnReport) -> None:
-        self.arbiter.give_back(name, turn, self.now)
-        self.arbiter.request(name)
 
     def _judge(self, name: str, score: Score) -> None:
         """Judge a new score; a member that was ended before, and goes on from a checkpoint of then, stays ended."""
@@ -186,10 +187,6 @@ class Sweep:
     def leave_seat(self, name: str) -> None:
         self.arbiter.give_back(name, self.arbiter.members[name].turn, self.now)
         self.arbiter.left(name)
-
-    def _obey(self, orders: Orders) -> None:
-        for name, order in orders:
-            self.seats.write(name, {"order": order.value})
 
     # ---- the end ----------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 
 from lightning_decentral import TokenPipelineStrategy
-from lightning_decentral.elastic.checks import Given, settings_of
+from lightning_decentral.elastic.checks import JoinCheck, settings_of
 from lightning_decentral.gossip import (
     AllReduce,
     Asynchronous,
@@ -52,16 +52,16 @@ def given(
     trainer: Plan | None = None,
     model: Callable[[nn.Module], Any] = lambda net: net,
     **options: Any,
-) -> Given:
+) -> JoinCheck:
     """To a worker whose trainer, strategy and model are these."""
     net, strategy = nn.Conv2d(3, 4, 2), make(elastic or {}, **options)
     with_it = Trainer(**{**QUIET, "devices": 1, **(trainer or {})}, strategy=strategy)
     model(net)
     strategy.optimizers = [torch.optim.SGD(net.parameters(), lr=0.1)]
-    return Given(settings_of(strategy, with_it), described(net))
+    return JoinCheck(settings_of(strategy, with_it), described(net))
 
 
-def refusal(run: Given, worker: Given) -> str:
+def refusal(run: JoinCheck, worker: JoinCheck) -> str:
     """Over the wire."""
     return worker.refuses(unpack(pack({"given": run.sent()})))
 

@@ -87,11 +87,11 @@ def two_members(before: Callable[[nn.Module], Any] = lambda _: None) -> Iterator
 def asked(members: Sequence[tuple[nn.Module, LateTensors]], there: int = 2) -> list[str]:
     """What each is told; "" of one that doesn't ask."""
     rows: list[Any] = []
-    membership = SimpleNamespace(state=SimpleNamespace(times=SimpleNamespace(dead_after=0.01)))
+    lobby_client = SimpleNamespace(state=SimpleNamespace(times=SimpleNamespace(dead_after=0.01)))
 
     def told(late: LateTensors, answer: Callable[[Any, Any], Any]) -> str:
         member: Any = SimpleNamespace(
-            together=answer, present=lambda: ["w"] * there, worker=SimpleNamespace(membership=membership)
+            together=answer, present=lambda: ["w"] * there, worker=SimpleNamespace(lobby_client=lobby_client)
         )
         try:
             late.check(member)

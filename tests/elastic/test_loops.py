@@ -1,20 +1,20 @@
 """What a newcomer takes of Lightning's loops as it begins to take part."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from lightning_decentral.elastic.loops import (
-    agreed_states,
-    refuse_combined,
-    refuse_other_calendar,
-    refuse_several_lengths,
-    restored,
-)
+from lightning_decentral.elastic.joining import refuse_combined, refuse_other_calendar, refuse_several_lengths
+from lightning_decentral.elastic.loops import agreed_states, remember, remembered, restored
 from lightning_decentral.elastic.plan.calendar import Calendar
+from lightning_decentral.shared.wire.plain import pack
+from tests.tiny import QUIET
 
 
 def of(metrics: list[float]) -> Any:
@@ -57,3 +57,45 @@ def test_a_founder_with_other_data_than_the_oldest_is_refused() -> None:
     refuse_other_calendar(Calendar(20, before=3), Calendar(20))
     with pytest.raises(ValueError, match="oldest worker has 20 batches, 1 in a step, and of this one 21"):
         refuse_other_calendar(Calendar(21), Calendar(20))
+
+
+class Own(ModelCheckpoint):
+    """With a count of its own, in addition to Lightning's."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.counted = 0
+
+
+class Other(Callback):
+    """That doesn't save."""
+
+    counted = 0
+
+
+def trainer(folder: Path, *savers: ModelCheckpoint) -> Trainer:
+    other = Other()
+    other.counted = 0
+    return Trainer(**{**QUIET, "enable_checkpointing": True}, default_root_dir=folder, callbacks=[other, *savers])
+
+
+def test_what_a_saver_remembers_is_the_members_and_what_it_was_given_its_own(tmp_path: Path) -> None:
+    there, here = (
+        trainer(tmp_path, Own(tmp_path / name, save_last=True), ModelCheckpoint(tmp_path / name, monitor="x"))
+        for name in ("there", "here")
+    )
+    (_, first, second), (_, own, other) = there.callbacks[:3], here.callbacks[:3]
+    saved: Any = {"_last_checkpoint_saved": "a.ckpt", "_last_global_step_saved": 40, "counted": 3}
+    vars(first).update(saved)
+    vars(second)["_defer_save_until_validation"] = True
+    there._logger_connector._callback_metrics["score"] = torch.tensor(2.0)
+    there._logger_connector._callback_metrics["loss"] = torch.tensor(1.0)
+    here._logger_connector._callback_metrics["loss"] = torch.tensor(5.0)
+    given = remembered(there)
+    pack(given)  # it can be sent
+    remember(here, given)
+    assert {name: vars(own)[name] for name in saved} == saved
+    assert vars(other)["_defer_save_until_validation"]
+    assert not vars(own)["_defer_save_until_validation"]
+    assert own.dirpath == str(tmp_path / "here")  # type: ignore[attr-defined]
+    assert {name: float(one) for name, one in here.callback_metrics.items()} == {"score": 2.0, "loss": 5.0}

@@ -66,7 +66,7 @@ class Nights(World):
         for dead in [name for name, worker in self.workers.items() if not worker.alive][-RECENT - 3 : -RECENT]:
             self.workers[dead].state = State(self.workers[dead].state.mine, TIMES)
             self.workers[dead].frames.clear()
-        for record in (self.heard, self.broke, self.landed, self.log):
+        for record in (self.received, self.broke, self.landed, self.log):
             record.clear()
         newest = max((round for _, round in self.launched), default=0)
         self.launched = {key: view for key, view in self.launched.items() if key[1] > newest - 100}
@@ -84,7 +84,7 @@ class Nights(World):
         comes, course = name not in self.courses, self.courses.setdefault(name, Member(name))
         course.state.views, course.state.entered = state.views, state.entered
         course.view, course.next_round = view, state.mine.entered[-1][1]
-        course._hear_of(view)
+        course._learn_of(view)
         if not comes:
             if course.calendar is not None:  # else it still asks
                 course.batch()

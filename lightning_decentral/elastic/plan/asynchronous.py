@@ -1,15 +1,15 @@
 """Asynchronous gossip: nobody waits; a worker mixes what has come, the older the less.
 
-    x_i   <- x_i + rate sum_j a_j (heard_j - sent_i)
+    x_i   <- x_i + rate sum_j a_j (received_j - sent_i)
     a_j    = w_ij / (1 + damping age_j),     age_j = max(0, r_i - r_j)
 
 r_i is the round in which sent_i left, r_j the message's own, and w_ij the weight of j in that round. Rounds are a
 logical clock: a worker more than `behind` rounds later than what it received goes on in the newest of them.
 
-Stable for all ages. A worker's own part is its present x but for the last update, so x_i + sum_j a_j (heard_j - sent_i)
-is a convex combination of parameters, old and new, and an update. Where each keeps a share of its own, ages are bounded
-and news of each reaches all, such combinations contract geometrically to one value within what they began with. The
-mean isn't kept: a worker that others receive from less counts less.
+Stable for all ages. A worker's own part is its present x but for the last update, so
+x_i + sum_j a_j (received_j - sent_i) is a convex combination of parameters, old and new, and an update. Where each
+keeps a share of its own, ages are bounded and news of each reaches all, such combinations contract geometrically to one
+value within what they began with. The mean isn't kept: a worker that others receive from less counts less.
 
 Source: partially asynchronous agreement, Bertsekas and Tsitsiklis 1989, section 7.3; logical clocks, Lamport 1978.
 """
@@ -22,7 +22,7 @@ from lightning_decentral.gossip.plan.weights import Neighbours
 from lightning_decentral.shared.plan.arguments import at_least, checked
 
 
-class Heard(NamedTuple):
+class Arrival(NamedTuple):
     """A message that has come.
 
     Args:
@@ -56,13 +56,13 @@ class Asynchronous:
         at_least(0, "0 mixes all messages alike, 1 is usual", damping=self.damping)
         at_least(0, "0 leaves out every round that others have begun, 4 is usual", behind=self.behind)
 
-    def row(self, rank: int, round: int, heard: Sequence[Heard]) -> dict[int, float]:
+    def row(self, rank: int, round: int, arrivals: Sequence[Arrival]) -> dict[int, float]:
         """{j: a_j} of what has come, and what is left for this worker itself, first.
 
         Of several rounds of a graph that changes, messages together weigh at most what one round's do.
         """
-        shares = {h.source: h.at.row[h.source] / (1 + self.damping * max(0, round - h.round)) for h in heard}
-        most, total = max((1 - h.at.own for h in heard), default=0.0), sum(shares.values())
+        shares = {a.source: a.at.row[a.source] / (1 + self.damping * max(0, round - a.round)) for a in arrivals}
+        most, total = max((1 - a.at.own for a in arrivals), default=0.0), sum(shares.values())
         scale = min(1.0, most / total) if total else 1.0
         return {rank: 1 - scale * total, **{j: scale * share for j, share in shares.items()}}
 

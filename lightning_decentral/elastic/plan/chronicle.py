@@ -1,13 +1,65 @@
-"""Memory of a run's views: the newest ones, and of the others how many members came and went.
+"""Memory of a member: its last rounds (how long they took, who took part), and the run's views.
 
-Short, as it is one rule: a run of a thousand views keeps what one of a hundred keeps.
+Of the views it keeps the newest, and of the others how many members came and went: a run of a thousand views keeps
+what one of a hundred keeps.
 """
 
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
+from statistics import fmean, median
 
 from lightning_decentral.elastic.plan.view import View
-from lightning_decentral.elastic.plan.watch import came_and_went
+
+REMEMBERED, PACED = 100, 7
+
+
+class Watch:
+    """Rounds of one member, the last `REMEMBERED`."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=REMEMBERED)
+        self._shares: deque[float] = deque(maxlen=REMEMBERED)
+
+    def took(self, seconds: float) -> None:
+        """The round before, from its beginning to the next one's."""
+        self._seconds.append(seconds)
+
+    def began(self, present: int, most: int) -> None:
+        """A round begins with so many of so many workers."""
+        self._shares.append(present / most)
+
+    @property
+    def pace(self) -> float:
+        """Seconds that a round takes now, whatever a single one waited for; 0: unknown, as there were too few."""
+        # No median: on slow links some rounds wait for several, and most take next to nothing. A view that begins as
+        # many of these later would seem far ahead to everybody.
+        last = sorted(islice(reversed(self._seconds), PACED))
+        return fmean(last[:-1]) if len(last) == PACED else 0.0
+
+    @property
+    def stall(self) -> float:
+        """Seconds by which the longest round was longer than is usual: what a death cost, or a validation."""
+        return max(self._seconds) - median(self._seconds) if self._seconds else 0.0
+
+    @property
+    def participation(self) -> float:
+        """Mean share of the workers that took part; 1 before the first round."""
+        return fmean(self._shares) if self._shares else 1.0
+
+
+def came_and_went(views: Iterable[View]) -> tuple[int, int, int]:
+    """Members that joined the first ones, that died or fell silent, and that left, up to the last of these views."""
+    later = [view for view in views if view.number > 1]
+    left = sum(len(view.left) for view in later)
+    went = sum(_but(view.before, view.members) for view in later)
+    return sum(_but(view.members, view.before) for view in later), went - left, left
+
+
+def _but(some: Collection[str], others: Collection[str]) -> int:
+    return len(set(some) - set(others))
+
 
 KEPT_VIEWS = 32
 HISTORY = 4
@@ -15,7 +67,7 @@ HISTORY = 4
 
 
 @dataclass(frozen=True)
-class Tally:
+class ViewCounts:
     """Counts over views that aren't remembered any more.
 
     Args:
@@ -27,16 +79,16 @@ class Tally:
     left: int = 0
     most: int = 0
 
-    def __add__(self, view: View) -> "Tally":
+    def __add__(self, view: View) -> "ViewCounts":
         came, lost, left = came_and_went([view])
-        return Tally(self.came + came, self.lost + lost, self.left + left, max(self.most, len(view.members)))
+        return ViewCounts(self.came + came, self.lost + lost, self.left + left, max(self.most, len(view.members)))
 
 
 class Missed(RuntimeError):
     """Views came and went that this worker missed."""
 
 
-def new(views: Mapping[int, View], view: View, firsts: Callable[[int], list[int]], told: bool = True) -> list[View]:
+def new(views: Mapping[int, View], view: View, firsts: Callable[[int], list[int]], complete: bool = True) -> list[View]:
     """The view, where it is new, with the one before it, where that wasn't known and has begun.
 
     A view that no member has begun made no difference: who joins and ends at once leaves some.
@@ -44,7 +96,7 @@ def new(views: Mapping[int, View], view: View, firsts: Callable[[int], list[int]
     Args:
         views: by number, that are remembered.
         firsts: a view's first rounds, as members remember them.
-        told: whether all of them have sent what they remember.
+        complete: whether all of them have sent what they remember.
 
     Raises:
         Missed: it isn't enough to know who was in the view before.
@@ -57,11 +109,11 @@ def new(views: Mapping[int, View], view: View, firsts: Callable[[int], list[int]
     assert before is not None
     between = range(before + 1, view.number)
     begun = {number: found for number in between if (found := firsts(number))}
-    if not begun and told and len(between) < HISTORY:
+    if not begun and complete and len(between) < HISTORY:
         return [view]
-    if set(begun) != {view.number - 1} or (len(between) > 1 and not told):
+    if set(begun) != {view.number - 1} or (len(between) > 1 and not complete):
         raise Missed(
-            f"this worker knows view {before}, is in view {view.number}, and hasn't been told who trained between "
+            f"this worker knows view {before}, is in view {view.number}, and doesn't know who trained between "
             "them: start it again, it joins as a new one"
         )
     missed = View(
@@ -70,7 +122,7 @@ def new(views: Mapping[int, View], view: View, firsts: Callable[[int], list[int]
     return [missed, view]
 
 
-def kept(views: Mapping[int, View], tally: Tally) -> tuple[dict[int, View], Tally]:
+def kept(views: Mapping[int, View], tally: ViewCounts) -> tuple[dict[int, View], ViewCounts]:
     """The newest of them, and the tally with the others."""
     numbers = sorted(views)
     for number in numbers[:-KEPT_VIEWS]:

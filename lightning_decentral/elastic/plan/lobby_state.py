@@ -1,6 +1,6 @@
 """The lobby: who lives, who may train together, who heals whom. It is in no step's way, and may end at any moment.
 
-    heard(beat, now), ticked(now) -> the next state, and a message for each of these workers
+    received(beat, now), ticked(now) -> the next state, and a message for each of these workers
 
 It remembers nothing that its workers don't send it: one that is started again waits until it has met the members of
 the highest view, or `dead_after`, and goes on from there.
@@ -10,17 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from lightning_decentral.elastic.plan.messages import Beat, Word
+from lightning_decentral.elastic.plan.messages import Heartbeat, LobbyUpdate
 from lightning_decentral.elastic.plan.view import Bounds, Times, View
 
-Words = list[tuple[str, Word]]
+Outgoing = list[tuple[str, LobbyUpdate]]
 
 
 @dataclass(frozen=True)
 class Guest:
     """A worker, as of its last beat."""
 
-    beat: Beat
+    beat: Heartbeat
     at: float
 
 
@@ -56,26 +56,26 @@ class LobbyState:
     settled: bool = False
     ended: frozenset[str] = frozenset()
 
-    def heard(self, beat: Beat, now: float) -> tuple["LobbyState", Words]:
-        """State after a beat, and a `Word` to its sender, or to all guests where the view changed."""
+    def received(self, beat: Heartbeat, now: float) -> tuple["LobbyState", Outgoing]:
+        """State after a beat, and a `LobbyUpdate` to its sender, or to all guests where the view changed."""
         known = self.guests.get(beat.sender)
         if known and known.beat.count >= beat.count:
             return self, []
         guests = {**self.guests, beat.sender: Guest(beat, now)}
         state = replace(self._doubting(now), guests=guests, came=self.came if known else now)
         state = replace(state, ended=self.ended - {beat.sender})._learnt(beat)._decided(now)
-        told = state.guests if (state.view, state.agreed) != (self.view, self.agreed) else [beat.sender]
-        return state, [(name, state.word(name, now)) for name in told]
+        receivers = state.guests if (state.view, state.agreed) != (self.view, self.agreed) else [beat.sender]
+        return state, [(name, state.update_for(name, now)) for name in receivers]
 
     def hung_up(self, name: str) -> "LobbyState":
         """State after its connection has ended: its process, too, unless it comes back soon."""
         return replace(self, ended=self.ended | {name}) if name in self.guests else self
 
-    def ticked(self, now: float) -> tuple["LobbyState", Words]:
+    def ticked(self, now: float) -> tuple["LobbyState", Outgoing]:
         """State after time alone has passed. Call it every `times.beat`."""
         state = self._doubting(now)._forgotten(now)._decided(now)
         changed = (state.view, state.agreed) != (self.view, self.agreed)
-        return state, [(name, state.word(name, now)) for name in state.guests if changed]
+        return state, [(name, state.update_for(name, now)) for name in state.guests if changed]
 
     def _doubting(self, now: float) -> "LobbyState":
         """Note when half of the members or more are silent: it may be the lobby that slept or was cut off. Then
@@ -83,7 +83,7 @@ class LobbyState:
         stay, size = self._counted(now)
         return replace(self, doubted=now) if 2 * stay <= size else self
 
-    def _learnt(self, beat: Beat) -> "LobbyState":
+    def _learnt(self, beat: Heartbeat) -> "LobbyState":
         """The highest view and the origin, as a lobby that was started again finds them."""
         view = self.view
         for other in (beat.view, beat.coming):
@@ -106,15 +106,13 @@ class LobbyState:
 
     def _decided(self, now: float) -> "LobbyState":
         """Settled, agreed, and a next view: in this order, as far as it comes."""
-        state = replace(self, settled=self.settled or self._all_heard() or now - self.began > self.times.dead_after)
-        state = state._confirmed(now)
+        known = self.view is not None and self.guests.keys() >= set(self.members)
+        settled = self.settled or known or now - self.began > self.times.dead_after
+        state = replace(self, settled=settled)._confirmed(now)
         if not state.settled or (state.view and state.agreed < state.view.number):
             return state
         following = state._following(now)
         return replace(state, view=following)._confirmed(now) if following else state
-
-    def _all_heard(self) -> bool:
-        return self.view is not None and all(name in self.guests for name in self.members)
 
     def _confirmed(self, now: float) -> "LobbyState":
         """The highest view may come into force when enough members of the one before know it: who comes later,
@@ -122,17 +120,13 @@ class LobbyState:
         if self.view is None:
             return self
         before = [name for name in self.view.before if not self._left(name)]
-        know = sum(self._knows(name) for name in before)
+        beats = [self.guests[name].beat for name in before if name in self.guests]
+        know = sum(self.view in (beat.view, beat.coming) for beat in beats)
         stay = sum(self._lives(name, now) for name in before if name in self.view.members)
-        enough = 2 * know > len(before) or know >= max(stay, self.bounds.needed(len(before)))
-        if not enough:
+        if 2 * know <= len(before) and know < max(stay, self.bounds.needed(len(before))):
             return self
         gone = frozenset(self.view.before) - frozenset(self.view.members)
         return replace(self, agreed=self.view.number, dismissed=self.dismissed | gone)
-
-    def _knows(self, name: str) -> bool:
-        guest = self.guests.get(name)
-        return guest is not None and self.view in (guest.beat.view, guest.beat.coming)
 
     def _following(self, now: float) -> View | None:
         """The next view; None: the present one stays."""
@@ -165,22 +159,14 @@ class LobbyState:
     def _allowed(self, wanted: tuple[str, ...], now: float) -> bool:
         """Return whether these may follow: more than half at once, fewer when the missing have long been silent."""
         stay, size = self._counted(now)
-        missing = [name for name in self.members if name not in wanted]
-        return (
-            stay > 0
-            and all(self._dead(name, now) for name in missing)
-            and self.bounds.may_follow(stay, size, len(wanted))
-        )
+        certain = all(self._dead(name, now) for name in self.members if name not in wanted)
+        return stay > 0 and certain and self.bounds.may_follow(stay, size, len(wanted))
 
     def _counted(self, now: float) -> tuple[int, int]:
         """(members that live, members that haven't left) of the last view that is agreed."""
-        agreed = self.view is None or self.agreed == self.view.number
-        members = [n for n in (self.members if agreed else self._before) if not self._left(n)]
+        last = self.members if self.view is None or self.agreed == self.view.number else self.view.before
+        members = [name for name in last if not self._left(name)]
         return sum(self._lives(name, now) for name in members), len(members)
-
-    @property
-    def _before(self) -> tuple[str, ...]:
-        return self.view.before if self.view else ()
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -273,18 +259,18 @@ class LobbyState:
             return ""
         if not stay:
             return (
-                f"no member of view {self.seen} is heard: end the lobby and all workers, and resume from a checkpoint"
+                f"no member of view {self.seen} is reached: end the lobby and all workers, and resume from a checkpoint"
             )
         more = self.bounds.may_follow(stay, size, most)
         needed = f"{self.bounds.least} workers" if more else f"{self.bounds.needed(size)} of them"
         remedy = f"mend the network, {'start workers, ' if more else ''}or start the lobby again with a lower minimum"
-        return f"{stay} of {size} members are heard, and {needed} are needed: {remedy}"
+        return f"{stay} of {size} members are reached, and {needed} are needed: {remedy}"
 
-    def word(self, name: str, now: float) -> Word:
+    def update_for(self, name: str, now: float) -> LobbyUpdate:
         """Make the message to this guest."""
         donor = self.donor(name, now)
-        return Word(
-            heard=self.guests[name].beat.count,
+        return LobbyUpdate(
+            acknowledged=self.guests[name].beat.count,
             view=self.view,
             agreed=self.agreed,
             gone=tuple(n for n in self.members if self.settled and self._dead(n, now)),

@@ -1,13 +1,13 @@
 """A worker between the lobby and its rounds: newcomer, healing, healed, member; and whether it may begin a round.
 
-told(word, now), met(beat, now), ticked(now), begins(round, now), ... -> the next state, and what is to be done
+notified(update, now), met(beat, now), ticked(now), begins(round, now), ... -> the next state, and what is to be done
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from lightning_decentral.elastic.plan.chronicle import HISTORY
-from lightning_decentral.elastic.plan.messages import Beat, History, Word
+from lightning_decentral.elastic.plan.messages import Heartbeat, History, LobbyUpdate
 from lightning_decentral.elastic.plan.view import Bounds, Times, View
 
 
@@ -16,7 +16,7 @@ class Send:
     """A beat, to the lobby (an empty name) or to a member."""
 
     to: str
-    beat: Beat
+    beat: Heartbeat
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class MemberState:
         agreed: the number of the highest view that may come into force.
         reached: the newest round that a member is known to have come to.
         views: those of `mine.entered` that are or will be in force, by number.
-        told_at: when the last beat was sent that the lobby has answered: it takes this worker for alive from then on,
-            however late its answer came.
+        acknowledged_at: when the last beat was sent that the lobby has answered: it takes this worker for alive from
+            then on, however late its answer came.
         asked: {count: when that beat was sent}
         sent_at: when it last sent beats.
         met_at: when beats of other members last came directly.
@@ -70,13 +70,13 @@ class MemberState:
         out: why it isn't a member any more; empty: it may be.
     """
 
-    mine: Beat
+    mine: Heartbeat
     times: Times
     least: int = 1
     agreed: int = 0
     reached: int = 0
     views: Mapping[int, View] = field(default_factory=dict)
-    told_at: float = float("-inf")
+    acknowledged_at: float = float("-inf")
     asked: Mapping[int, float] = field(default_factory=dict)
     sent_at: float = float("-inf")
     met_at: Mapping[str, float] = field(default_factory=dict)
@@ -90,35 +90,35 @@ class MemberState:
     def name(self) -> str:
         return self.mine.sender
 
-    def told(self, word: Word, now: float) -> tuple["MemberState", list[Act]]:
-        """Take a `Word` of the lobby."""
+    def notified(self, update: LobbyUpdate, now: float) -> tuple["MemberState", list[Act]]:
+        """Take a `LobbyUpdate` of the lobby."""
         if self.out:
             return self, []
-        if word.out:
+        if update.out:
             return self._expelled(
                 "the run went on without this worker, which was silent or has another run's parameters"
             )
-        if word.over and not self.mine.view:
+        if update.over and not self.mine.view:
             return self._expelled(
                 "all members of the run at this lobby have ended, and a lobby is for one run: start another one for "
                 "another fit"
             )
         state = replace(
             self,
-            told_at=max(self.told_at, self.asked.get(word.heard, float("-inf"))),
-            asked={count: at for count, at in self.asked.items() if count > word.heard},
-            gone=frozenset(word.gone),
-            paused=word.paused,
-            times=Times(word.dead_after),
-            least=word.least,
-            reached=max(self.reached, word.round),
-        )._knowing(word.view, word.agreed)
-        state, acts = state._entries(word.entered)._healing(word)
+            acknowledged_at=max(self.acknowledged_at, self.asked.get(update.acknowledged, float("-inf"))),
+            asked={count: at for count, at in self.asked.items() if count > update.acknowledged},
+            gone=frozenset(update.gone),
+            paused=update.paused,
+            times=Times(update.dead_after),
+            least=update.least,
+            reached=max(self.reached, update.round),
+        )._knowing(update.view, update.agreed)
+        state, acts = state._entries(update.entered)._healing(update)
         news = (state.mine.coming, state.mine.view) != (self.mine.coming, self.mine.view) or acts
         state, beats = state._beat(now) if news else (state, [])
         return state, [*acts, *beats]
 
-    def met(self, beat: Beat, now: float) -> tuple["MemberState", list[Act]]:
+    def met(self, beat: Heartbeat, now: float) -> tuple["MemberState", list[Act]]:
         """Take another member's beat: it lives, and may know a later view. One with a lobby answers one that asks."""
         if self.out:
             return self, []
@@ -196,7 +196,7 @@ class MemberState:
 
     def lonely(self, now: float) -> bool:
         """Return whether the lobby has been silent for so long that members ask each other."""
-        return now - self.told_at > self.times.alone
+        return now - self.acknowledged_at > self.times.alone
 
     def doubts(self, now: float) -> str:
         """Return why what it does may be none of the run's: a worker that the lobby doesn't reach, or that slept, can't
@@ -204,12 +204,12 @@ class MemberState:
         if self.out:
             return self.out
         view = self.mine.view
-        if view is None or now - self.told_at <= self.times.dead_after:
+        if view is None or now - self.acknowledged_at <= self.times.dead_after:
             return ""
-        heard = 1 + sum(now - self.met_at.get(n, float("-inf")) <= self.times.dead_after for n in self._others(view))
-        if Bounds(self.least, self.least).may_go_on_alone(heard, len(view.members)):
+        reached = 1 + sum(now - self.met_at.get(n, float("-inf")) <= self.times.dead_after for n in self._others(view))
+        if Bounds(self.least, self.least).may_go_on_alone(reached, len(view.members)):
             return ""
-        return f"neither the lobby nor enough members are heard: {heard} of {len(view.members)}"
+        return f"neither the lobby nor enough members are reached: {reached} of {len(view.members)}"
 
     def _others(self, view: View) -> list[str]:
         return [name for name in view.members if name != self.name]
@@ -263,13 +263,13 @@ class MemberState:
         newer = {name: history for name, history in found.items() if history[-1:] > self.entered.get(name, ())[-1:]}
         return replace(self, entered={**self.entered, **newer}) if newer else self
 
-    def _healing(self, word: Word) -> tuple["MemberState", list[Act]]:
+    def _healing(self, update: LobbyUpdate) -> tuple["MemberState", list[Act]]:
         mine = self.mine
-        if word.founder and not mine.origin:
+        if update.founder and not mine.origin:
             return replace(self, mine=replace(mine, origin=self.name, donor="")), []
-        if mine.origin or word.donor is None or word.donor[0] == mine.donor:
+        if mine.origin or update.donor is None or update.donor[0] == mine.donor:
             return self, []
-        donor, place = word.donor
+        donor, place = update.donor
         return replace(self, mine=replace(mine, donor=donor)), [Fetch(donor, place)]
 
     def _beat(self, now: float) -> tuple["MemberState", list[Act]]:

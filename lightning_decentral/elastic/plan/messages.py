@@ -1,13 +1,13 @@
 """Messages between a worker and the lobby: each time all there is to know, so a lost one costs nothing.
 
-    worker -> lobby, and member -> member where no lobby answers:    Beat
-    lobby  -> worker:                                                Word
+    worker -> lobby, and member -> member where no lobby answers:    Heartbeat
+    lobby  -> worker:                                                LobbyUpdate
 
 As JSON they are lists and objects of their fields; what isn't is refused.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from math import isfinite
 from typing import Any, TypeVar
 
@@ -17,8 +17,8 @@ History = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Beat:
-    """A worker's sign of life.
+class Heartbeat:
+    """A heartbeat of a worker: its sign of life.
 
     Args:
         sender: the name of this start of this worker; one that starts again has another.
@@ -54,11 +54,11 @@ class Beat:
 
 
 @dataclass(frozen=True)
-class Word:
+class LobbyUpdate:
     """Message from the lobby to a worker.
 
     Args:
-        heard: the count of its last beat that the lobby knows.
+        acknowledged: the count of its last beat that the lobby knows.
         view: the highest view.
         agreed: the number of the highest view that may come into force.
         gone: members that are silent, or have left.
@@ -73,7 +73,7 @@ class Word:
         dead_after: seconds, of the lobby's times.
     """
 
-    heard: int
+    acknowledged: int
     view: View | None
     agreed: int
     gone: tuple[str, ...]
@@ -88,19 +88,14 @@ class Word:
     dead_after: float
 
 
-def plain(message: Beat | Word) -> dict[str, Any]:
-    """Fields of a message by name, for JSON."""
-    return asdict(message)
+def read_heartbeat(found: Any) -> Heartbeat:
+    """Read a `Heartbeat` from JSON. ValueError unless it is what `asdict` makes of one."""
+    return _read(Heartbeat, found)
 
 
-def beat(found: Any) -> Beat:
-    """Read a `Beat` from JSON. ValueError unless it is what `plain` makes of one."""
-    return _read(Beat, found)
-
-
-def word(found: Any) -> Word:
-    """Read a `Word` from JSON. ValueError unless it is what `plain` makes of one."""
-    return _read(Word, found)
+def read_update(found: Any) -> LobbyUpdate:
+    """Read a `LobbyUpdate` from JSON. ValueError unless it is what `asdict` makes of one."""
+    return _read(LobbyUpdate, found)
 
 
 T = TypeVar("T")

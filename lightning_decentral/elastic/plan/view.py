@@ -1,4 +1,5 @@
-"""Views: the workers that train together, numbered; how many of the last view a new one needs; all times from one.
+"""Views: the workers that train together, numbered; the quorum of the last view that a new one needs; all times from
+one; and the settings of one worker.
 
     number   1, 2, 3, ...: rises with every view
     needed   min(n // 2 + 1, least) of the n members of the last view; of two, one
@@ -13,7 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_decentral.shared.plan.arguments import checked
+from lightning_decentral.elastic.plan.asynchronous import Asynchronous
+from lightning_decentral.shared.plan.arguments import at_least, checked
 
 
 def name_of(title: str, token: str, weight: int, place: str) -> str:
@@ -92,9 +94,9 @@ class Bounds:
         """Return whether a view of `wanted` members, `stay` of them from the last one of `size`, may follow it."""
         return 2 * stay > size or (stay >= self.needed(size) and wanted >= self.least)
 
-    def may_go_on_alone(self, heard: int, size: int) -> bool:
+    def may_go_on_alone(self, reached: int, size: int) -> bool:
         """Return whether members that reach each other, but no lobby, are sure that no view is made without them."""
-        return 2 * heard > size and size - heard < self.needed(size)
+        return 2 * reached > size and size - reached < self.needed(size)
 
 
 @checked
@@ -148,3 +150,19 @@ class Times:
     def rounds_in(self, seconds: float, pace: float) -> int:
         """Whole rounds; 0 where nobody knows how long they take."""
         return int(min(seconds / pace, 100_000)) if pace > 0 else 0
+
+
+@dataclass(frozen=True)
+class ElasticSettings:
+    """The value that `elastic.Elastic` is, for floors that know no strategies. Fields and errors: `Elastic`'s."""
+
+    lobby: str = ""
+    workers: tuple[int, int] = (2, 16)
+    dead_after: float = 10.0
+    host: str = ""
+    weight: int = 1
+    asynchronous: Asynchronous | None = None
+
+    def __post_init__(self) -> None:
+        Bounds(*self.workers), Times(self.dead_after)
+        at_least(1, "1 takes batches as the DataLoader makes them", weight=self.weight)

@@ -9,10 +9,9 @@ from functools import partial
 from typing import Any
 
 from lightning_decentral.elastic.plan.calendar import Calendar
-from lightning_decentral.elastic.plan.chronicle import Missed, Tally, kept, new
+from lightning_decentral.elastic.plan.chronicle import Missed, ViewCounts, came_and_went, kept, new
 from lightning_decentral.elastic.plan.dealing import Dealing, Indices
 from lightning_decentral.elastic.plan.view import View, view_of
-from lightning_decentral.elastic.plan.watch import came_and_went
 from lightning_decentral.elastic.wire.endpoint import Endpoint
 
 ASK_SECONDS, LOOK_SECONDS = 5.0, 0.05
@@ -39,11 +38,11 @@ class Course:
         self.calendar: Calendar | None = None
         self.seed: int | None = None
         self._views: dict[int, View] = {}
-        self._tally = Tally()
+        self._tally = ViewCounts()
         self._missed: View | None = None
         self._dealings: dict[int, Dealing] = {}
         self._given: Mapping[int, Any] = {}
-        self._given_until = 0
+        self._given_until = 0  # views after this one aren't in the given dealings
 
     def given(self) -> dict[str, Any]:
         """The history that a newcomer is given. Call `knows` before where it begins to take part."""
@@ -58,15 +57,15 @@ class Course:
 
     def learn(self, given: Mapping[str, Any]) -> None:
         """Take what a member has given, in the place of what this one knew."""
-        heard = self._views.values()
+        newer = self._views.values()
         self._views = {view["number"]: view_of(view) for view in given["views"]}
-        self._tally, self._missed = Tally(**given["tally"]), None
+        self._tally, self._missed = ViewCounts(**given["tally"]), None
         self.calendar = Calendar(**given["calendar"]) if given["calendar"] else None
         self.seed, self._given = given["seed"], given["dealings"]
         self._given_until = max(self._views, default=0)
-        for view in heard:
+        for view in newer:
             if view.number > self._given_until:
-                self._hear_of(view)
+                self._learn_of(view)
 
     def so_far(self) -> list[View]:
         """Views up to the one in force, by their numbers: the newest."""
@@ -84,10 +83,10 @@ class Course:
 
     def _listen(self) -> None:
         """Views that are known by now, though not all are in force."""
-        for _, view in sorted(dict(self.worker.membership.state.views).items()):
-            self._hear_of(view)
+        for _, view in sorted(dict(self.worker.lobby_client.state.views).items()):
+            self._learn_of(view)
 
-    def _hear_of(self, view: View) -> None:
+    def _learn_of(self, view: View) -> None:
         try:
             found = self._new(view)
         except Missed:
@@ -103,7 +102,7 @@ class Course:
         """It, and what was missed before it. Missed where nobody has sent that."""
         before = {number: known for number, known in self._views.items() if number < view.number}
         known = self._views if view is not self._missed else before
-        return new(known, view, self._firsts, self._all_told(view))
+        return new(known, view, self._firsts, self._all_reported(view))
 
     def knows(self) -> None:
         """Wait for what members send of views that were missed. Missed where they don't."""
@@ -116,20 +115,20 @@ class Course:
                     raise
                 time.sleep(LOOK_SECONDS)
                 continue
-            self._missed = None
+            self._missed = None  # known now
             for view in missed:
                 self._views[view.number] = view
                 for dealing in self._dealings.values():
                     self._enter(dealing, view)
 
-    def _all_told(self, view: View) -> bool:
+    def _all_reported(self, view: View) -> bool:
         """Return whether all others have sent which views they have begun, up to this one."""
-        entered, others = self.worker.membership.state.entered, set(view.members) - {self.worker.name}
+        entered, others = self.worker.lobby_client.state.entered, set(view.members) - {self.worker.name}
         return all(any(number >= view.number for number, _ in entered.get(name, ())) for name in others)
 
     def _firsts(self, number: int) -> list[int]:
         """The first rounds of a view that this worker wasn't sent, as members remember them."""
-        histories = self.worker.membership.state.entered.values()
+        histories = self.worker.lobby_client.state.entered.values()
         return [first for history in histories for of, first in history if of == number]
 
     def _enter(self, dealing: Dealing, view: View) -> None:
@@ -149,7 +148,7 @@ class Course:
             ValueError: the members have other data.
             RuntimeError: nobody has sent this worker what was dealt before it came.
         """
-        dealing.seed = self.seed or 0
+        dealing.seed = self.seed or 0  # the run's: all deal alike
         before, given = self._dealings.get(place), self._given.get(place)
         if before is not None and before.kind == dealing.kind:
             dealing = before
@@ -170,7 +169,7 @@ class Course:
                 self._enter(dealing, view)
 
     def _shares(self, dealing: Dealing) -> Iterator[Any]:
-        calendar, last = self.calendar, -1
+        calendar, last = self.calendar, -1  # -1: nothing is drawn yet
         assert calendar is not None
         while last < 0 or (last + 1) % calendar.batches:
             # Loaders with processes of their own draw ahead of the rounds.

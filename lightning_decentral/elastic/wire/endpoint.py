@@ -1,4 +1,4 @@
-"""An elastic worker's parts on one machine: its membership, its connections, its healing.
+"""An elastic worker's parts on one machine: its client of the lobby, its connections, its state transfer.
 
 worker = Endpoint("10.0.0.1:29400", "10.0.0.7")
 worker.founds()                              whether the run begins with it; then `as_founded`, while it is set up
@@ -13,17 +13,17 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
-from lightning_decentral.elastic.plan.messages import Beat, beat, plain
+from lightning_decentral.elastic.plan.messages import Heartbeat, read_heartbeat
 from lightning_decentral.elastic.plan.view import Times, View, name_of, place_of
-from lightning_decentral.elastic.wire.assembly import Assembly
-from lightning_decentral.elastic.wire.beginnings import Beginnings, asked
-from lightning_decentral.elastic.wire.healing import Donor, fetched
-from lightning_decentral.elastic.wire.membership import Membership
+from lightning_decentral.elastic.wire.collective import Collective
+from lightning_decentral.elastic.wire.lobby_client import LobbyClient
 from lightning_decentral.elastic.wire.sockets.door import Once
 from lightning_decentral.elastic.wire.sockets.frames import connected, frame, receive
 from lightning_decentral.elastic.wire.sockets.mesh import Mesh
+from lightning_decentral.elastic.wire.state_transfer import Beginnings, Donor, asked, fetched
 
 AGAIN_SECONDS = 0.05
 """Seconds between two questions for what isn't decided yet."""
@@ -59,30 +59,30 @@ class Endpoint:
     ) -> None:
         self._donor, self.beginnings = Donor(self._given), Beginnings()
         self._refuses, self._refused = refuses, ""
-        self._set_up = threading.Event()
-        changed = threading.Condition()
-        self.assembly = Assembly("", place_of)
+        self._set_up = threading.Event()  # before it is set nothing is fetched
+        changed = threading.Condition()  # one for all parts: who waits for one of them sees any of them
+        self.collective = Collective("", place_of)
         served: dict[str, Callable[[socket.socket], None]] = {
-            "heal": self._heal,
+            "heal": self._donor.serve,
             "beat": self._met,
-            "meet": self.assembly.serve,
-            "refuse": self._hear_of_refused,
+            "meet": self.collective.serve,
+            "refuse": self._report_refused,
             "beginnings": self.beginnings.serve,
         }
         self.mesh = Mesh(host, "", served, changed)
-        name = name_of(title, secrets.token_hex(4), weight, self.mesh.place)
-        self.name = self.mesh.name = self.assembly.name = name
-        self.membership = Membership(self.name, self.mesh.place, lobby, self._fetch, _ask, times, changed)
+        name = name_of(title, secrets.token_hex(4), weight, self.mesh.place)  # another start has another token
+        self.name = self.mesh.name = self.collective.name = name
+        self.lobby_client = LobbyClient(self.name, self.mesh.place, lobby, self._fetch, _ask, times, changed)
         self._value: Any = None
         self._view: View | None = None
         self._failed = ""
         self._say = Once()
-        self.membership.start()
+        self.lobby_client.start()  # last: its updates use all of the above
 
     def founds(self, seconds: float) -> bool:
         """Return whether the run begins with this worker, as soon as that is known. As `healed`."""
-        self._until(lambda: bool(self.membership.state.mine.origin or self.membership.state.mine.donor), seconds)
-        return bool(self.membership.state.mine.origin)
+        self._until(lambda: bool(self.lobby_client.state.mine.origin or self.lobby_client.state.mine.donor), seconds)
+        return bool(self.lobby_client.state.mine.origin)
 
     def as_founded(self, value: Any, seconds: float) -> Any:
         """Return the n-th value of the worker with whom the run began, in the n-th call; its own there.
@@ -91,12 +91,12 @@ class Endpoint:
             TimeoutError: nobody has sent it in so many seconds.
         """
         nth, end = len(self.beginnings.given), time.monotonic() + seconds
-        while not (mine := self.membership.state.mine).origin:
+        while not (mine := self.lobby_client.state.mine).origin:
             with suppress(OSError, ValueError, KeyError, TypeError):
                 found, none, given = asked(place_of(mine.donor), nth) if mine.donor else (False, False, None)
                 if found:
                     return self.beginnings.add(given)
-                if none:
+                if none:  # it can't be sent: every worker has its own
                     break
             if self.out:
                 raise ValueError(self.out)
@@ -112,14 +112,14 @@ class Endpoint:
             TimeoutError: nobody gave anything in so many seconds.
             ValueError: the lobby doesn't let this worker in, or it refuses what it would be given; and why.
         """
-        self.beginnings.close()
+        self.beginnings.close()  # who asks for more than there is uses its own from now on
         self._set_up.set()
-        self._until(lambda: bool(self.membership.state.mine.origin), seconds)
-        value, self._value = self._value, None
+        self._until(lambda: bool(self.lobby_client.state.mine.origin), seconds)
+        value, self._value = self._value, None  # its memory is the caller's to free
         return value
 
     def _until(self, holds: Callable[[], bool], seconds: float) -> None:
-        of, soon = self.membership, min(seconds, self.membership.state.times.dead_after)
+        of, soon = self.lobby_client, min(seconds, self.lobby_client.state.times.dead_after)
         if not self._decided(holds, soon):
             self._say_waiting(self._why_waiting())
             if not self._decided(holds, seconds - soon):
@@ -128,12 +128,12 @@ class Endpoint:
             raise ValueError(self._refused or of.refused or self.out)
 
     def _decided(self, holds: Callable[[], bool], seconds: float) -> bool:
-        of = self.membership
+        of = self.lobby_client
         with of.changed:
             return of.changed.wait_for(lambda: holds() or bool(of.refused or self._refused or self.out), seconds)
 
     def _why_waiting(self) -> str:
-        of, donor = self.membership, self.membership.state.mine.donor
+        of, donor = self.lobby_client, self.lobby_client.state.mine.donor
         heals = f"{donor} hasn't healed it" if donor else "no member has healed this worker"
         return of.state.paused or of.trouble or self._failed or heals
 
@@ -146,60 +146,47 @@ class Endpoint:
         get a `copy` of that.
 
         Raises:
-            TimeoutError: as `Membership.begin`.
+            TimeoutError: as `LobbyClient.begin`.
         """
         began = time.monotonic()
         while True:
             self._donor.between_steps(copy)  # also while it waits: for the newcomer, perhaps
             try:
-                view, round = self.membership.begin(pace, self.membership.state.times.beat, at_least)
+                view, round = self.lobby_client.begin(pace, self.lobby_client.state.times.beat, at_least)
             except TimeoutError as error:
-                if self.membership.state.out or time.monotonic() > began + seconds:
+                if self.lobby_client.state.out or time.monotonic() > began + seconds:
                     raise
-                if time.monotonic() > began + self.membership.state.times.dead_after:
+                if time.monotonic() > began + self.lobby_client.state.times.dead_after:
                     self._say_waiting(str(error))
                 continue
             self.mesh.begins(round)
-            self._enter(view)
+            if self._view is not None and self._view != view:
+                self.mesh.forget(set(self._view.members).difference(view.members))
+            self._view = view
             return view, round
-
-    def _enter(self, view: View) -> None:
-        if self._view is not None and self._view != view:
-            self.mesh.forget(set(self._view.members).difference(view.members))
-        self._view = view
-
-    def sure(self, seconds: float) -> None:
-        """Wait until this worker knows that it is a member still. TimeoutError where it isn't, or after `seconds`."""
-        self.membership.sure(seconds)
-
-    def expects(self, view: View, round: int, peer: str) -> bool:
-        return self.membership.state.expects(view, round, peer)
 
     @property
     def out(self) -> str:
         """Reason why this worker comes back under another name, as a newcomer; empty: it needn't."""
-        return self.membership.state.out
+        return self.lobby_client.state.out
 
     def leave(self) -> None:
         """Leave: nobody waits for it from now on."""
-        self.assembly.close()
-        self.membership.leave()
+        self.collective.close()  # first: results that were promised need the connections
+        self.lobby_client.leave()
         self.mesh.close()
 
     def _given(self) -> tuple[str, int] | None:
-        state = self.membership.state
+        state = self.lobby_client.state
         return (state.mine.origin, state.mine.round) if state.serves else None
 
-    def _heal(self, connection: socket.socket) -> None:
-        self._donor.serve(connection)
-
-    def _hear_of_refused(self, connection: socket.socket) -> None:
+    def _report_refused(self, connection: socket.socket) -> None:
         who, _, why = str(receive(connection)).partition(": ")
         self._say(why, f"a worker can't join, {who}: {why}")
 
     def _met(self, connection: socket.socket) -> None:
-        found = beat(receive(connection))
-        self.membership.step(lambda state, now: state.met(found, now))
+        found = read_heartbeat(receive(connection))
+        self.lobby_client.step(lambda state, now: state.met(found, now))
 
     def _fetch(self, donor: str, place: str) -> None:
         args = (donor, place)
@@ -207,25 +194,25 @@ class Endpoint:
 
     def _fetch_from(self, donor: str, place: str) -> None:
         self._set_up.wait()  # a member that isn't set up would hold up the others
-        if self.membership.state.mine.donor != donor:
+        if self.lobby_client.state.mine.donor != donor:
             return
         try:
-            value, origin, round = fetched(place, self.membership.state.times.dead_after)
+            value, origin, round = fetched(place, self.lobby_client.state.times.dead_after)
         except (OSError, ValueError, KeyError, TypeError) as error:
             self._failed = f"healing at {donor} failed: {error}"
             self._say(self._failed, self._failed)
-            self.membership.step(lambda state, now: state.failed(donor, now))
+            self.lobby_client.step(lambda state, now: state.failed(donor, now))
             return
         refused = self._refuses(value)
         if refused:
             _say_refused(place, f"{self.name}: {refused}")
-        with self.membership.changed:
+        with self.lobby_client.changed:
             if refused:
                 self._refused = refused
-                self.membership.changed.notify_all()
-            elif self.membership.state.mine.donor == donor:
+                self.lobby_client.changed.notify_all()
+            elif self.lobby_client.state.mine.donor == donor:  # meanwhile the lobby may have given another one
                 self._value = value
-                self.membership.step(lambda state, now: state.fetched(donor, origin, round, now))
+                self.lobby_client.step(lambda state, now: state.fetched(donor, origin, round, now))
 
 
 def _say_refused(place: str, why: str) -> None:
@@ -234,11 +221,11 @@ def _say_refused(place: str, why: str) -> None:
         connection.sendall(frame(why))
 
 
-def _ask(to: str, said: Beat) -> None:
+def _ask(to: str, beat: Heartbeat) -> None:
     """Send a beat on a thread: a member that is gone must not hold up the beats of others."""
 
     def send() -> None:
         with suppress(OSError), connected(place_of(to), "beat", 1.0) as connection:
-            connection.sendall(frame(plain(said)))
+            connection.sendall(frame(asdict(beat)))
 
     threading.Thread(target=send, name="lightning_decentral-asks", daemon=True).start()

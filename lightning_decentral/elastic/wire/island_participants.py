@@ -13,8 +13,7 @@ from typing import Any, cast
 
 from lightning_decentral.elastic.compute.gathered import of_each
 from lightning_decentral.elastic.plan.dealing import Indices
-from lightning_decentral.elastic.plan.settings import ElasticSettings
-from lightning_decentral.elastic.plan.view import View, view_of
+from lightning_decentral.elastic.plan.view import ElasticSettings, View, view_of
 from lightning_decentral.elastic.wire.endpoint import Endpoint, Refuses, nothing
 from lightning_decentral.elastic.wire.participant import Participant
 from lightning_decentral.elastic.wire.rounds.exchange import ElasticExchange
@@ -46,14 +45,26 @@ class DeviceParticipant(Participant, ABC):
     _batches: int
 
     @abstractmethod
-    def _together(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
-        """`made` of what each member's first device gives."""
+    def _passed_on(self, call: Callable[[], Any]) -> Any:
+        """Return on all devices what `call` returns on the first one; raise its error on all."""
+
+    def founds(self) -> bool:
+        return bool(self._passed_on(super().founds))
+
+    def as_founded(self, value: Any) -> Any:
+        return self._passed_on(partial(super().as_founded, value))
+
+    def healed(self) -> Any:
+        return self._passed_on(super().healed)
+
+    def agreed(self, own: Callable[[], Any]) -> Any:
+        return self._passed_on(partial(super().agreed, own))
 
     def together(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
-        return self._together(gather_objects(self._over, value), of_each(made))
+        return self.of_members(gather_objects(self._over, value), of_each(made))
 
     def of_members(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
-        return self._together(value, made)
+        return self._passed_on(partial(self._meet, value, made))
 
     def _listen(self) -> None:
         """Views are passed on before a round: so no device knows of one that another doesn't know."""
@@ -69,11 +80,11 @@ class Leading(DeviceParticipant):
     def __init__(
         self, elastic: ElasticSettings, seconds: float, over: Transport, batches: int, refuses: Refuses = nothing
     ) -> None:
-        self._over, self._told, self._batches = over, 0, batches
+        self._over, self._newest, self._batches = over, 0, batches
         super().__init__(elastic, seconds, batches, refuses)
-        self._tell(lambda: self.worker.name)
+        self._passed_on(lambda: self.worker.name)
 
-    def _tell(self, call: Callable[[], Any]) -> Any:
+    def _passed_on(self, call: Callable[[], Any]) -> Any:
         try:
             value = call()
         except Exception as error:
@@ -82,44 +93,27 @@ class Leading(DeviceParticipant):
         broadcast_world({"value": value})
         return value
 
-    def founds(self) -> bool:
-        return bool(self._tell(super().founds))
-
-    def as_founded(self, value: Any) -> Any:
-        return self._tell(partial(super().as_founded, value))
-
-    def healed(self) -> Any:
-        return self._tell(super().healed)
-
     def begin(self, copy: Callable[[], Any], until: int = 0) -> int:
         def copied() -> Any:
             broadcast_world({"copy": True})  # the others give their parts
             return copy()
 
-        began = partial(super().begin, copied, until)
-
-        def told() -> dict[str, Any]:
+        def state(began: Callable[[], int]) -> dict[str, Any]:
             left_out = began()
             Participant._listen(self)
             self.knows()  # before the others are given it
             assert self.view is not None
-            new = [dict(vars(view)) for number, view in self._views.items() if number > self._told]
-            self._told = max(self._views)
+            new = [dict(vars(view)) for number, view in self._views.items() if number > self._newest]
+            self._newest = max(self._views)
             # Of a newcomer that was away it sends more at once (`agreed`).
-            state = {"view": self.view.number, "round": self.round, "entered": self.entered is not None}
-            return {**state, "views": new, "present": self.present(), "left_out": left_out}
+            now = {"view": self.view.number, "round": self.round, "entered": self.entered is not None}
+            return {**now, "views": new, "present": self.present(), "left_out": left_out}
 
-        return int(self._tell(told)["left_out"])
-
-    def agreed(self, own: Callable[[], Any]) -> Any:
-        return self._tell(partial(super().agreed, own))
-
-    def _together(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
-        return self._tell(lambda: self._meet(value, made))
+        return int(self._passed_on(partial(state, partial(super().begin, copied, until)))["left_out"])
 
     def of_first(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
         found = list[Any]()
-        self._tell(lambda: found.append(self._meet(value, made)))
+        self._passed_on(lambda: found.append(self._meet(value, made)))  # its error alone: the value is large
         return found[0]
 
 
@@ -132,53 +126,44 @@ class Following(DeviceParticipant):
         self._over, self._batches = over, batches
         self._hold(elastic, seconds, batches)
         self._present: list[str] = []
-        there = SimpleNamespace(name=self._hear(), membership=SimpleNamespace(lobby=elastic.lobby))
+        there = SimpleNamespace(name=self._received(), lobby_client=SimpleNamespace(lobby=elastic.lobby))
         self.worker = cast(Endpoint, there)  # of which only this is asked
 
-    def _hear(self, copy: Callable[[], Any] = lambda: None) -> Any:
-        while "copy" in (said := broadcast_world(None)):
+    def _received(self, copy: Callable[[], Any] = lambda: None) -> Any:
+        while "copy" in (message := broadcast_world(None)):
             copy()
-        if "error" in said:
-            raise RuntimeError(f"the first device of this worker ended: {said['error']}")
-        return said["value"]
+        if "error" in message:
+            raise RuntimeError(f"the first device of this worker ended: {message['error']}")
+        return message["value"]
 
-    def founds(self) -> bool:
-        return bool(self._hear())
-
-    def as_founded(self, value: Any) -> Any:
-        return self._hear()
+    def _passed_on(self, call: Callable[[], Any]) -> Any:
+        return self._received()
 
     def healed(self) -> Any:
-        value = self._hear()
+        value = self._received()
         self._know(value)
         return value
 
     def begin(self, copy: Callable[[], Any], until: int = 0) -> int:
-        told = self._hear(copy)
-        new = {view["number"]: view_of(view) for view in told["views"]}
-        self.view = new.get(told["view"]) or self._views[told["view"]]
-        self.entered = self.view if told["entered"] else None
-        self.round = self.next_round = told["round"]
-        self._present, self._met = told["present"], 0
+        found = self._received(copy)
+        new = {view["number"]: view_of(view) for view in found["views"]}
+        self.view = new.get(found["view"]) or self._views[found["view"]]
+        self.entered = self.view if found["entered"] else None
+        self.round = self.next_round = found["round"]
+        self._present, self._met = found["present"], 0
         for view in new.values():
-            self._hear_of(view)
-        return int(told["left_out"])
+            self._learn_of(view)
+        return int(found["left_out"])
 
     def _firsts(self, number: int) -> list[int]:
         """The first device has passed them on."""
         return []
 
-    def _all_told(self, view: View) -> bool:
+    def _all_reported(self, view: View) -> bool:
         return True
 
-    def agreed(self, own: Callable[[], Any]) -> Any:
-        return self._hear()
-
-    def _together(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
-        return self._hear()
-
     def of_first(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
-        self._hear()
+        self._received()
         return value
 
     def present(self) -> list[str]:

@@ -3,10 +3,11 @@
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
-from lightning_decentral.elastic.plan.lobby_state import LobbyState, Words
-from lightning_decentral.elastic.plan.messages import beat, plain
+from lightning_decentral.elastic.plan.lobby_state import LobbyState, Outgoing
+from lightning_decentral.elastic.plan.messages import read_heartbeat
 from lightning_decentral.elastic.plan.view import Bounds, Times, View
 from lightning_decentral.elastic.wire.sockets import clock
 from lightning_decentral.elastic.wire.sockets.door import GREETING_SECONDS, Once
@@ -47,7 +48,7 @@ class LobbyServer:
         Args:
             ready: called with the port when it listens.
         """
-        server = await asyncio.start_server(self._guest, host, port)
+        server = await asyncio.start_server(self._guest, host, port)  # one thread: states change one after the other
         async with server:
             ready(server.sockets[0].getsockname()[1])
             while True:
@@ -70,16 +71,16 @@ class LobbyServer:
         finally:
             for name in [name for name, other in self._guests.items() if other is writer]:
                 del self._guests[name]
-                self._lobby = self._lobby.hung_up(name)
+                self._lobby = self._lobby.hung_up(name)  # dead after `times.ended` from now on
             writer.close()
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        frames, greeted = Frames(GREETING_BYTES), False
-        end = clock.now() + GREETING_SECONDS
+        frames, greeted = Frames(GREETING_BYTES), False  # of a stranger no more is read
+        end = clock.now() + GREETING_SECONDS  # a connection that doesn't greet holds a descriptor
         while more := await self._more(reader, end):
             for found in frames.feed(more):
                 if greeted:
-                    self._hear(found, writer)
+                    self._receive(found, writer)
                 else:
                     wanted(found, "lobby")
                     greeted, frames.most = True, LARGEST_BYTES
@@ -90,29 +91,31 @@ class LobbyServer:
         try:
             return await asyncio.wait_for(reader.read(READ_BYTES), max(0.0, end - clock.now()))
         except TimeoutError:
-            raise ValueError("a guest that says nothing") from None
+            raise ValueError("a guest that sends nothing") from None
 
-    def _hear(self, found: Any, writer: asyncio.StreamWriter) -> None:
-        heard = beat(found)
-        self._guests[heard.sender] = writer
-        self._next(*self._lobby.heard(heard, clock.now()))
+    def _receive(self, found: Any, writer: asyncio.StreamWriter) -> None:
+        beat = read_heartbeat(found)
+        self._guests[beat.sender] = writer  # the newest connection of that name
+        self._next(*self._lobby.received(beat, clock.now()))
 
-    def _next(self, lobby: LobbyState, words: Words) -> None:
+    def _next(self, lobby: LobbyState, updates: Outgoing) -> None:
         before, self._lobby = self._lobby.view, lobby
         if lobby.view is not None and lobby.view != before:
-            self._say(told(before, lobby))
+            self._say(line_of(before, lobby))
             there = {*lobby.guests, *lobby.members}
             self._members = tuple(dict.fromkeys(n for n in (*self._members, *lobby.members) if n in there))
-        for name, word in words:
+        for name, update in updates:
             writer = self._guests.get(name)
             if writer and writer.transport.get_write_buffer_size() < UNREAD_BYTES:
-                writer.write(frame(plain(word)))
-            if word.paused and word.paused != self._paused and lobby.stayed:  # else all have ended, and nobody waits
-                self._say(f"waiting: {word.paused}")
-            self._paused = word.paused
+                writer.write(frame(asdict(update)))
+            if (
+                update.paused and update.paused != self._paused and lobby.stayed
+            ):  # else all have ended, and nobody waits
+                self._say(f"waiting: {update.paused}")
+            self._paused = update.paused
 
 
-def told(before: View | None, lobby: LobbyState) -> str:
+def line_of(before: View | None, lobby: LobbyState) -> str:
     """A line about a lobby's new view: who came, who left, who was lost."""
     view = lobby.view
     assert view is not None
@@ -124,7 +127,7 @@ def told(before: View | None, lobby: LobbyState) -> str:
         "left:": sorted(left),
         "lost:": sorted(went - left),
     }
-    changes = [f"{word} {', '.join(names)}" for word, names in found.items() if names]
+    changes = [f"{change} {', '.join(names)}" for change, names in found.items() if names]
     return f"view {view.number}: {len(view.members)} workers from round {view.first_round}; {'; '.join(changes)}"
 
 

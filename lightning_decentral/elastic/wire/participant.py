@@ -13,11 +13,9 @@ from functools import partial
 from itertools import takewhile
 from typing import Any, TypeVar
 
-from lightning_decentral.elastic.compute.alike import Unlike, named, of_alike
-from lightning_decentral.elastic.compute.gathered import of_each
-from lightning_decentral.elastic.plan.settings import ElasticSettings
-from lightning_decentral.elastic.plan.view import Times, View, weight_of
-from lightning_decentral.elastic.plan.watch import Watch
+from lightning_decentral.elastic.compute.gathered import Unlike, named, of_alike, of_each
+from lightning_decentral.elastic.plan.chronicle import Watch
+from lightning_decentral.elastic.plan.view import ElasticSettings, Times, View, weight_of
 from lightning_decentral.elastic.wire.course import Course
 from lightning_decentral.elastic.wire.endpoint import Endpoint, Refuses, nothing
 from lightning_decentral.elastic.wire.rounds.exchange import ElasticExchange
@@ -85,9 +83,9 @@ class Participant(Course):
             found = call(self._seconds)
         except TimeoutError as error:
             raise self._late(error) from None
-        least, told = self._elastic.workers[0], self.worker.membership.state.least
-        if told != least:
-            raise ValueError(f"the lobby was told {told} workers at least, this worker {least}: give both one number")
+        least, lobbys = self._elastic.workers[0], self.worker.lobby_client.state.least
+        if lobbys != least:
+            raise ValueError(f"the lobby has {lobbys} workers at least, this worker {least}: give both one number")
         return found
 
     def _late(self, error: TimeoutError) -> TimeoutError:
@@ -125,11 +123,11 @@ class Participant(Course):
                 "new one"
             )
         self.left_out += left_out
-        self.entered = self.view if self.view != before else None
+        self.entered = self.view if self.view != before else None  # newcomers of this view need `agreed`
         self.round = self.next_round = round
-        self.worker.assembly.begins((round, -1))
-        self._began, self._met = time.monotonic(), 0
-        self._hear_of(self.view)
+        self.worker.collective.begins((round, -1))  # nobody waits for it in an earlier round
+        self._began, self._met = time.monotonic(), 0  # calls are counted anew in each round
+        self._learn_of(self.view)
         self._watch.began(len(self.present()), self.most())
         return left_out
 
@@ -171,30 +169,25 @@ class Participant(Course):
         if self.entered is None:
             return None
         if self.view.number == 1:
-            found = self._asked(self._older)
+            # The oldest's, and of those that lose it the next one's: who is older than this worker is asked in order.
+            found = self._asked(lambda: [*takewhile(lambda name: name != self.worker.name, self.present())])
             found = own() if found is None else found
-            self.worker.assembly.keep(1, found)  # a member that loses the oldest asks the next one
+            self.worker.collective.keep(1, found)
             return found
-        newcomers = set(self.view.members) - set(self.view.before)
+        newcomers = set(self.view.members) - set(self.view.before)  # who was there before gives, they take
         if self.worker.name in newcomers:
-            return self._asked(partial(self._present_but, newcomers))
-        return self.worker.assembly.keep(self.view.number, own()) if newcomers else None
+            return self._asked(lambda: [name for name in self.present() if name not in newcomers])
+        return self.worker.collective.keep(self.view.number, own()) if newcomers else None
 
     def _asked(self, whom: Callable[[], list[str]]) -> Any:
         assert self.view is not None
-        found = self.worker.assembly.kept(self.view.number, whom, self._seconds)
+        found = self.worker.collective.kept(self.view.number, whom, self._seconds)
         if found is None and (silent := whom()):
             raise RuntimeError(
                 f"{', '.join(silent)} didn't say within {self._seconds:g} s what the run is: give the strategy a "
                 "longer timeout"
             )
         return found
-
-    def _older(self) -> list[str]:
-        return [*takewhile(lambda name: name != self.worker.name, self.present())]
-
-    def _present_but(self, some: set[str]) -> list[str]:
-        return [name for name in self.present() if name not in some]
 
     def ended(self) -> None:
         """The round that began is mixed."""
@@ -223,7 +216,7 @@ class Participant(Course):
     def present(self) -> list[str]:
         """Members that are reached, the oldest first."""
         assert self.view is not None
-        lost, state, own = self.worker.mesh.lost, self.worker.membership.state, self.worker.name
+        lost, state, own = self.worker.mesh.lost, self.worker.lobby_client.state, self.worker.name
         return [n for n in self.view.members if n == own or not (n in lost or state.without(self.view, n))]
 
     def together(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
@@ -245,12 +238,13 @@ class Participant(Course):
     def _meet(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
         if not self.live:
             return made([value])
-        key, self._met = (self.round, self._met), self._met + 1
-        name = named(value, made)
+        key, self._met = (self.round, self._met), self._met + 1  # the n-th call in a round is the same on all
+        name = named(value, made)  # sent along: who calls something else is found
         given = [name, value], of_alike(name, made), self.present, self._seconds
-        theirs, result = self.worker.assembly.meet(key, *given)
+        theirs, result = self.worker.collective.meet(key, *given)
         try:
-            self.worker.sure(self._seconds)  # who slept meanwhile has one of its own, and would save it over the run's
+            # Who slept meanwhile has one of its own, and would save it over the run's.
+            self.worker.lobby_client.sure(self._seconds)
         except TimeoutError as error:
             raise _away(error) from None
         if theirs != name:

@@ -25,7 +25,7 @@ from lightning_decentral.elastic.plan.view import Bounds, Times
 from lightning_decentral.elastic.wire.lobby_server import LobbyServer
 from lightning_decentral.shared.wire.meeting.interrupts import terminated_as_interrupted
 
-LOBBY, WORKER, SEAT, STARTER = (f"LIGHTNING_DECENTRAL_{word}" for word in ("LOBBY", "WORKER", "SEAT", "STARTER"))
+LOBBY, WORKER, SEAT, STARTER = (f"LIGHTNING_DECENTRAL_{name}" for name in ("LOBBY", "WORKER", "SEAT", "STARTER"))
 LOOK_SECONDS, FOLLOW_SECONDS = 0.1, 1.0
 HASTY_SECONDS, LONGEST_PAUSE = 30.0, 60.0
 TERMINATED = -signal.SIGTERM, 128 + signal.SIGTERM
@@ -46,11 +46,11 @@ class OwnLobby:
         self._listens.wait()
 
     def _serve(self) -> None:
-        asyncio.run(self._server.serve("127.0.0.1", 0, self._ready))
+        def ready(port: int) -> None:
+            self.place = f"127.0.0.1:{port}"
+            self._listens.set()
 
-    def _ready(self, port: int) -> None:
-        self.place = f"127.0.0.1:{port}"
-        self._listens.set()
+        asyncio.run(self._server.serve("127.0.0.1", 0, ready))
 
     def members(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Members (of all views so far, of the present one without those that left)."""
@@ -58,7 +58,7 @@ class OwnLobby:
 
 
 @dataclass
-class Started:
+class WorkerProcess:
     """Process of a worker."""
 
     process: "subprocess.Popen[bytes]"
@@ -99,8 +99,8 @@ class Starter:
         say: Callable[[str], None],
     ) -> None:
         self._command, self._members_of, self._environment, self._say = command, members, environment, say
-        self._running: dict[int, Started] = {}
-        self._due = [0.0] * workers
+        self._running: dict[int, WorkerProcess] = {}
+        self._due = [0.0] * workers  # when each seat without a worker gets one
         self._count = self._hasty = 0
         self._well, self._code = False, 1
 
@@ -114,7 +114,7 @@ class Starter:
             with terminated_as_interrupted():
                 self._watch()
         finally:
-            self._due = []
+            self._due = []  # nobody takes a place any more
             self._end(self._running)
             self._watch()
         return 0 if self._well else self._code
@@ -142,15 +142,15 @@ class Starter:
 
     def _start(self, now: float) -> None:
         number, self._count = self._count, self._count + 1
-        words, folder = self._command(number)
+        command, folder = self._command(number)
         taken = {worker.seat for worker in self._running.values()}
-        seat = min(set(range(len(taken) + 1)) - taken)
+        seat = min(set(range(len(taken) + 1)) - taken)  # a lost worker's place is the next one's
         own = {WORKER: number, SEAT: seat, STARTER: os.getpid(), "LOCAL_RANK": number}  # Lightning reads the last
         names = {name: str(value) for name, value in own.items()}
-        process = subprocess.Popen(words, env={**os.environ, **self._environment, **names}, cwd=folder)
-        self._running[number] = Started(process, now, seat)
+        process = subprocess.Popen(command, env={**os.environ, **self._environment, **names}, cwd=folder)
+        self._running[number] = WorkerProcess(process, now, seat)
 
-    def _ended(self, number: int, worker: Started, code: int, members: Collection[int] | None) -> None:
+    def _ended(self, number: int, worker: WorkerProcess, code: int, members: Collection[int] | None) -> None:
         now, self._well = time.monotonic(), self._well or code == 0
         if worker.told_to_end <= now:
             return
@@ -202,4 +202,4 @@ def _follow(starter: int) -> None:
             time.sleep(FOLLOW_SECONDS)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(LEAVE_SECONDS)
-    os._exit(1)
+    os._exit(1)  # it hangs in something that SIGTERM doesn't end

@@ -122,7 +122,8 @@ class Arbiter:
             ValueError: it needs more devices than there are.
         """
         self.refuse_wider(name, width)
-        home = tuple(sorted(self.devices, key=self._load)[:width]) if self.pinned else ()
+        homes = [device for member in self.members.values() for device in member.home]
+        home = tuple(sorted(self.devices, key=homes.count)[:width]) if self.pinned else ()
         self.members[name] = MemberAccount(name, len(self.members) + len(self.ended), width, home)
         return self.members[name]
 
@@ -176,9 +177,6 @@ class Arbiter:
         # A member that has had a turn and still can't predict (a fit without an end) is not asked again first.
         measured = known is not None or member.served >= 0
         return Job(member.name, member.arrived, remaining, piece, member.served, measured)
-
-    def _load(self, device: str) -> int:
-        return sum(device in member.home for member in self.members.values())
 
     def _fill(self, now: float) -> Iterator[tuple[str, Instruction]]:
         """Free devices go to those whom the policy prefers among the waiting."""

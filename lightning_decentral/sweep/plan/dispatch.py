@@ -166,8 +166,9 @@ class Dispatch:
     def _take(self, device: int, candidates: list[int], ahead: bool = False) -> Iterator[DispatchOrder]:
         if not candidates:
             return
-        seen = [self._seen(job, device) for job in candidates]
-        job = self._number[self.policy.choose(seen, self._running(device)).name]
+        seen = [self._job(job, self._next(job, device)) for job in candidates]
+        running = [self._job(*slot.computing) for d, slot in enumerate(self._slots) if d != device and slot.computing]
+        job = self._number[self.policy.choose(seen, running).name]
         piece = self._next(job, device)
         to_load = self.queues[job].pieces[piece].load_seconds > 0
         if ahead and not to_load:  # chosen when the device is free, as late as possible
@@ -204,13 +205,6 @@ class Dispatch:
         """Number of the job's next piece; for the job that computes there, the one after."""
         computing = self._slots[device].computing
         return self._progress[job].done + (computing is not None and computing[0] == job)
-
-    def _running(self, device: int) -> list[Job]:
-        others = [slot.computing for d, slot in enumerate(self._slots) if d != device]
-        return [self._job(*there) for there in others if there is not None]
-
-    def _seen(self, job: int, device: int) -> Job:
-        return self._job(job, self._next(job, device))
 
     def _job(self, job: int, piece: int) -> Job:
         """Job as a policy sees it from this piece on; made anew after each grant only."""

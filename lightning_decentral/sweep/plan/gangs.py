@@ -95,11 +95,14 @@ class Turns:
 
     def spans(self) -> dict[tuple[str, int, int], Span]:
         """(job, iteration, device) -> when, for all iterations of all jobs; one that is through is left out of turn."""
-        return run([task for k in range(max(g.iterations for g in self.gangs)) for task in self._cycle(k)])
-
-    def _cycle(self, iteration: int) -> list[Task[tuple[str, int, int]]]:
-        present = [j for j in self.order if iteration < self.gangs[j].iterations]
-        return [self._task(j, iteration, device) for j in present for device in range(self.devices)]
+        tasks = [
+            self._task(job, iteration, device)
+            for iteration in range(max(gang.iterations for gang in self.gangs))
+            for job in self.order
+            if iteration < self.gangs[job].iterations
+            for device in range(self.devices)
+        ]
+        return run(tasks)
 
     def _task(self, job: int, iteration: int, device: int) -> Task[tuple[str, int, int]]:
         """Task of a piece, after the barrier of the iteration before."""

@@ -107,15 +107,11 @@ def _entries(path: str | Path) -> list[tuple[Mapping[str, Any], str]]:
     jobs = found.get("jobs") if isinstance(found, dict) else None
     if not isinstance(jobs, list) or not jobs:
         raise ValueError(f"{path} must have a list of one or more `jobs`, got {jobs!r}")
-    entries = [_named(job, f"{path}, job {number}") for number, job in enumerate(jobs, start=1)]
-    refuse_one_name_for_two([str(job["name"]) for job, _ in entries])
-    return entries
-
-
-def _named(job: Any, place: str) -> tuple[Mapping[str, Any], str]:
-    if not isinstance(job, dict) or "name" not in job:
-        raise ValueError(f"{place}: each job needs a name, got {job!r}")
-    return job, place
+    for number, job in enumerate(jobs, start=1):
+        if not isinstance(job, dict) or "name" not in job:
+            raise ValueError(f"{path}, job {number}: each job needs a name, got {job!r}")
+    refuse_one_name_for_two([str(job["name"]) for job in jobs])
+    return [(job, f"{path}, job {number}") for number, job in enumerate(jobs, start=1)]
 
 
 def read_gangs(path: str | Path) -> list[Gang]:

@@ -1,6 +1,6 @@
 """Mixed-integer program: min c x over A x <= b with some x whole numbers, by scipy's HiGHS (extra `schedule`)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,17 +80,14 @@ class MILP:
         shape = (len(self.rows), len(self.costs))
         places = np.array([rows, columns], dtype=np.int32)  # scipy 1.11 takes no wider ones
         matrix = sparse.csr_array((values, places), shape=shape)
+        low, high = ([bounds[side] * scale for _, *bounds in self.rows] for side in (0, 1))
         return optimize.milp(
             self.costs,
             integrality=[int(whole) for whole in self.whole],
             bounds=optimize.Bounds([0.0] * len(self.costs), self.upper),
-            constraints=optimize.LinearConstraint(matrix * scale, *(_column(self.rows, i, scale) for i in (1, 2))),
+            constraints=optimize.LinearConstraint(matrix * scale, low, high),
             options={"time_limit": limit_seconds},
         )
-
-
-def _column(rows: Sequence[tuple[Any, ...]], index: int, scale: float) -> list[float]:
-    return [row[index] * scale for row in rows]
 
 
 def _scipy() -> tuple[Any, Any]:

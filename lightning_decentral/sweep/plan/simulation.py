@@ -45,6 +45,7 @@ def simulate(queues: Sequence[Queue], devices: Sequence[Processor], policy: Poli
         ValueError: no jobs, two of one name, or one that needs more memory than any device has.
     """
     dispatch = Dispatch(queues, devices, policy)
+    # (when, device, job, whether a load): the end of a load or of a piece; an arrival's device is -1.
     events = [(queue.arrival_seconds, -1, job, False) for job, queue in enumerate(queues)]
     heapq.heapify(events)
     spans: Spans = {}
@@ -52,7 +53,13 @@ def simulate(queues: Sequence[Queue], devices: Sequence[Processor], policy: Poli
         moment = events[0][0] + INSTANT_SECONDS
         while events and events[0][0] <= moment:  # all events of a moment are passed on before anything is decided
             now = events[0][0]
-            _tell(dispatch, heapq.heappop(events))
+            _, device, job, load = heapq.heappop(events)
+            if device < 0:
+                dispatch.arrive(job)
+            elif load:
+                dispatch.loaded(device)
+            else:
+                dispatch.finished(device)
         for order in dispatch.orders():
             piece = queues[order.job].pieces[order.piece]
             finish = now + (piece.load_seconds if order.load else piece.compute_seconds)
@@ -61,17 +68,6 @@ def simulate(queues: Sequence[Queue], devices: Sequence[Processor], policy: Poli
             heapq.heappush(events, (finish, order.device, order.job, order.load))
     assert dispatch.over
     return spans
-
-
-def _tell(dispatch: Dispatch, event: tuple[float, int, int, bool]) -> None:
-    """An arrival (device -1), the end of a load or of a piece."""
-    _, device, job, load = event
-    if device < 0:
-        dispatch.arrive(job)
-    elif load:
-        dispatch.loaded(device)
-    else:
-        dispatch.finished(device)
 
 
 # ---- measures ---------------------------------------------------------------------------------------------------

@@ -168,7 +168,7 @@ class _Program:
         area = {x: k * t.seconds[k] for t, runs in zip(tables, self._runs, strict=True) for k, x in runs.items()}
         p.at_most({**area, self._end: -float(devices)}, 0.0)
         for i, j in combinations(range(len(tables)), 2):
-            self._apart(i, j)
+            self._one_after_the_other(i, j)
         # Devices are alike: the first job has the first ones. Left to find that itself, HiGHS 1.12 calls some worse
         # plans optimal.
         for one, other in pairwise(self._has[0] if self._has else ()):
@@ -183,7 +183,7 @@ class _Program:
         self._program.equal({**dict.fromkeys(has, 1.0), **{x: -float(k) for k, x in runs.items()}}, 0.0)
         self._program.at_most({self._start[job]: 1.0, **self._lasts(job), self._end: -1.0}, 0.0)
 
-    def _apart(self, i: int, j: int) -> None:
+    def _one_after_the_other(self, i: int, j: int) -> None:
         before, most = self._program.binary(), self._most
         for one, other in zip(self._has[i], self._has[j], strict=True):
             shared = {one: most, other: most}

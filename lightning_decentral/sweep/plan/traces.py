@@ -146,14 +146,11 @@ def _queue(job: Submitted, profile: Profile, pieces: int, random: Random) -> Que
     count = min(pieces, job.iterations)
     parts = [job.iterations * (i + 1) // count - job.iterations * i // count for i in range(count)]
     step = job.devices * profile.model.seconds
-    made = tuple(WorkPiece(step * part * _factor(profile.variation, part, random)) for part in parts)
-    return Queue(f"{job.name} {job.model}", made, job.arrival_seconds)
-
-
-def _factor(variation: Sequence[float], steps: int, random: Random) -> float:
-    """Mean of so many steps' variation."""
-    draws = random.choices(variation, k=min(steps, DRAWS)) if variation else [1.0]
-    return sum(draws) / len(draws)
+    made = []
+    for part in parts:
+        draws = random.choices(profile.variation, k=min(part, DRAWS)) if profile.variation else [1.0]
+        made.append(WorkPiece(step * part * (sum(draws) / len(draws))))
+    return Queue(f"{job.name} {job.model}", tuple(made), job.arrival_seconds)
 
 
 def _profile(model: str, profiles: Mapping[str, Profile]) -> Profile:

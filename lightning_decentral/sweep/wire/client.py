@@ -84,7 +84,7 @@ class Seat:
         self._connection.connect(admission.socket)
         self._lines, self._orders = Lines(self._connection), deque[Instruction]()
         self.held = False
-        self._since = self._before_seconds = 0.0
+        self._since = self._before_seconds = 0.0  # when the present grant began; seconds of those before it
         write(self._connection, {"say": "hello", "member": admission.member})
 
     @property
@@ -104,6 +104,7 @@ class Seat:
         """Returns with a grant: the present one while it is fresh, otherwise the next one, as the arbiter sees fit."""
         if not self.fresh:
             with standing_still():
+                # A renewal is one message: it returns a grant and asks for the next.
                 self._end("renew" if self.held else "request", turn)
                 self._await()
             self._since = time.perf_counter()
@@ -118,16 +119,12 @@ class Seat:
         with standing_still():
             write(self._connection, {"say": "score", **asdict(score)})
             while (order := self._next()) not in (Instruction.GO_ON, Instruction.END):
-                self._follow(order)
+                self._follow(order)  # another order may come before the answer
         return order is Instruction.END
 
     def vacate(self) -> None:
         """Report that nothing of this member is on the device any more."""
         write(self._connection, {"say": "left"})
-
-    def close(self) -> None:
-        """The member needs no device again."""
-        self._connection.close()
 
     def _end(self, event: str, turn: TurnReport) -> None:
         self._before_seconds, self.held = self.worked_seconds, False
@@ -147,7 +144,7 @@ class Seat:
             self.vacate()
         else:
             self.baggage.enter()
-            self.held = order is Instruction.RUN
+            self.held = order is Instruction.RUN  # ENTER brings its tensors alone, ahead of the grant
 
     def _next(self) -> Instruction:
         try:

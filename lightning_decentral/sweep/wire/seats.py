@@ -41,7 +41,7 @@ class Seats:
     def __init__(self, selector: selectors.BaseSelector, receiver: SeatEvents) -> None:
         self._selector, self._receiver = selector, receiver
         self._taken: dict[str, Lines] = {}
-        self._guests: list[socket.socket] = []
+        self._guests: list[socket.socket] = []  # by age: the oldest is closed where there are too many
         self.refused = 0
 
     def accept(self, listener: socket.socket) -> None:
@@ -90,7 +90,7 @@ class Seats:
         if name in self._taken or before is not None:
             raise ValueError(f"a second hello of member {name}")
         self._guests.remove(lines.connection)
-        self._taken[name] = lines
+        self._taken[name] = lines  # with what came behind the hello
 
     def _name(self, connection: socket.socket) -> str | None:
         return next((name for name, seat in self._taken.items() if seat.connection is connection), None)
@@ -111,7 +111,7 @@ class Seats:
             self._receiver.leave_seat(name)
 
     def _close(self, connection: socket.socket) -> None:
-        self._selector.unregister(connection)
+        self._selector.unregister(connection)  # a closed descriptor's number may be another's next
         connection.close()
 
 

@@ -83,7 +83,7 @@ def ends_well(world: World) -> None:
     assert not one_sided(world), one_sided(world)[:3]
     if not members or any(waits[n] for n in members):
         assert all(waits.values()), waits
-        assert any("heard" in why for why in waits.values()), waits
+        assert any("reached" in why for why in waits.values()), waits
         return
     views = {living[n].state.mine.view for n in members}
     assert len(views) == 1, f"views {[v.number for v in views if v]} at once"
@@ -107,8 +107,8 @@ def _keeps_mean(world: World, view: View) -> None:
 def one_sided(world: World) -> list[tuple[str, str, int, int]]:
     """Messages that were mixed though the other direction wasn't, and nothing broke between the two."""
     found = []
-    for i, j, number, round in world.heard:
-        if (j, i, number, round) in world.heard or (number, round) not in world.landed:
+    for i, j, number, round in world.received:
+        if (j, i, number, round) in world.received or (number, round) not in world.landed:
             continue
         if j not in world.landed[number, round]:
             continue  # it ended, or still waits

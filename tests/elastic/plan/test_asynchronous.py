@@ -2,30 +2,30 @@
 
 import pytest
 
-from lightning_decentral.elastic.plan.asynchronous import Heard
+from lightning_decentral.elastic.plan.asynchronous import Arrival
 from lightning_decentral.gossip import Asynchronous, Complete, OnePeerExponential, Own, Ring, Topology
 from lightning_decentral.gossip.plan.weights import neighbours
 
 
-def heard(topology: Topology, size: int, rounds: dict[int, int], rank: int = 0) -> list[Heard]:
-    return [Heard(j, r, neighbours(topology, Own(), rank, size, r)) for j, r in rounds.items()]
+def arrivals(topology: Topology, size: int, rounds: dict[int, int], rank: int = 0) -> list[Arrival]:
+    return [Arrival(j, r, neighbours(topology, Own(), rank, size, r)) for j, r in rounds.items()]
 
 
 @pytest.mark.parametrize("topology", [Ring(), Complete(), OnePeerExponential()], ids=repr)
 def test_in_time_it_is_the_graphs_row(topology: Topology) -> None:
     at = neighbours(topology, Own(), 0, 8, 2)
-    assert Asynchronous().row(0, 2, heard(topology, 8, dict.fromkeys(at.sources, 2))) == pytest.approx(dict(at.row))
+    assert Asynchronous().row(0, 2, arrivals(topology, 8, dict.fromkeys(at.sources, 2))) == pytest.approx(dict(at.row))
 
 
 @pytest.mark.parametrize("damping", [0.0, 1.0, 3.0])
 def test_a_late_message_counts_less_and_an_early_one_as_in_time(damping: float) -> None:
-    row = Asynchronous(damping=damping).row(0, 10, heard(Ring(), 4, {1: 7, 3: 15}))
+    row = Asynchronous(damping=damping).row(0, 10, arrivals(Ring(), 4, {1: 7, 3: 15}))
     assert row == pytest.approx({1: 1 / 3 / (1 + 3 * damping), 3: 1 / 3, 0: 1 - row[1] - row[3]})
 
 
 def test_messages_of_several_rounds_weigh_together_what_one_rounds_do() -> None:
     """One peer in each round, of weight 1/2: the one of this round and the two before have come."""
-    row = Asynchronous(damping=0.0).row(0, 2, heard(OnePeerExponential(), 8, {7: 0, 6: 1, 4: 2}))
+    row = Asynchronous(damping=0.0).row(0, 2, arrivals(OnePeerExponential(), 8, {7: 0, 6: 1, 4: 2}))
     assert row == pytest.approx({0: 0.5, 7: 1 / 6, 6: 1 / 6, 4: 1 / 6})
 
 

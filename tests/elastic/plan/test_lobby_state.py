@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from lightning_decentral.elastic.plan.lobby_state import LobbyState
-from lightning_decentral.elastic.plan.messages import Beat, Word
+from lightning_decentral.elastic.plan.messages import Heartbeat, LobbyUpdate
 from lightning_decentral.elastic.plan.view import Bounds, Times, View
 
 TIMES = Times(1.0)
@@ -15,15 +15,15 @@ class Hall:
 
     def __init__(self, least: int = 3, most: int = 5) -> None:
         self.lobby, self.now, self.count = LobbyState(Bounds(least, most), TIMES, 0.0), 0.0, 0
-        self.words: dict[str, Word] = {}
+        self.words: dict[str, LobbyUpdate] = {}
 
-    def hear(self, *beats: Beat) -> None:
+    def hear(self, *beats: Heartbeat) -> None:
         for beat in beats:
             self.count += 1
-            self.lobby, words = self.lobby.heard(replace(beat, count=self.count), self.now)
+            self.lobby, words = self.lobby.received(replace(beat, count=self.count), self.now)
             self.words.update(words)
 
-    def wait(self, seconds: float, *beats: Beat) -> None:
+    def wait(self, seconds: float, *beats: Heartbeat) -> None:
         """While these beat."""
         end = self.now + seconds
         while self.now < end - 1e-9:
@@ -33,12 +33,12 @@ class Hall:
             self.words.update(words)
 
 
-def member(name: str, view: View = FOUR, coming: View | None = None, round: int = 20) -> Beat:
-    return Beat(name, 0, f"{name}:1", view, coming, round, ((view.number, view.first_round),), 0.1, "a")
+def member(name: str, view: View = FOUR, coming: View | None = None, round: int = 20) -> Heartbeat:
+    return Heartbeat(name, 0, f"{name}:1", view, coming, round, ((view.number, view.first_round),), 0.1, "a")
 
 
-def newcomer(name: str, **known: str) -> Beat:
-    return Beat(name, 0, f"{name}:1", **known)  # type: ignore[arg-type]
+def newcomer(name: str, **known: str) -> Heartbeat:
+    return Heartbeat(name, 0, f"{name}:1", **known)  # type: ignore[arg-type]
 
 
 def running(least: int = 3, most: int = 5) -> Hall:
@@ -135,7 +135,7 @@ def test_half_of_the_members_wait_and_are_told_why() -> None:
     hall.wait(1.0, *map(member, "ab"), newcomer("x", origin="a"), newcomer("y", origin="a"))
     assert hall.lobby.view == FOUR  # of a view that may go on elsewhere newcomers are no members
     assert hall.words["a"].paused == (
-        "2 of 4 members are heard, and 3 of them are needed: mend the network, or start the lobby again with a lower "
+        "2 of 4 members are reached, and 3 of them are needed: mend the network, or start the lobby again with a lower "
         "minimum"
     )
 
@@ -232,7 +232,7 @@ def test_newcomers_of_a_lost_run_do_not_begin_another() -> None:
     hall = Hall()
     hall.wait(5.0, *(replace(newcomer(n, origin="a"), seen=3) for n in "xyz"))
     assert hall.lobby.view is None
-    assert hall.words["x"].paused.startswith("no member of view 3 is heard")
+    assert hall.words["x"].paused.startswith("no member of view 3 is reached")
 
 
 def test_a_newcomer_heals_at_a_member_and_at_another_when_that_dies() -> None:
@@ -271,6 +271,6 @@ def test_who_slept_is_out_for_good() -> None:
 
 def test_an_older_beat_that_comes_later_is_ignored() -> None:
     hall = running()
-    hall.lobby, words = hall.lobby.heard(replace(member("a", round=5), count=1), hall.now)
+    hall.lobby, words = hall.lobby.received(replace(member("a", round=5), count=1), hall.now)
     assert words == []
     assert hall.lobby.guests["a"].beat.round == 20

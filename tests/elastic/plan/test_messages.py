@@ -1,25 +1,26 @@
 """Messages survive JSON; what isn't one is refused."""
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
-from lightning_decentral.elastic.plan.messages import Beat, Word, beat, plain, word
+from lightning_decentral.elastic.plan.messages import Heartbeat, LobbyUpdate, read_heartbeat, read_update
 from lightning_decentral.elastic.plan.view import Bounds, Times, View
 
 VIEW = View(2, ("a", "b"), 7, ("a",), "a", 4)
-BEAT = Beat("a", 3, "host:1", VIEW, None, 9, ((1, 0), (2, 7)), 0.5, "a", leaving=True)
-WORD = Word(3, VIEW, 2, ("b",), {"a": ((2, 7),)}, 9, ("a", "host:1"), False, True, False, "why", 2, 10.0)
+BEAT = Heartbeat("a", 3, "host:1", VIEW, None, 9, ((1, 0), (2, 7)), 0.5, "a", leaving=True)
+UPDATE = LobbyUpdate(3, VIEW, 2, ("b",), {"a": ((2, 7),)}, 9, ("a", "host:1"), False, True, False, "why", 2, 10.0)
 
 
-def sent(message: Beat | Word) -> Any:
-    return json.loads(json.dumps(plain(message)))
+def sent(message: Heartbeat | LobbyUpdate) -> Any:
+    return json.loads(json.dumps(asdict(message)))
 
 
 def test_messages_survive_json() -> None:
-    assert beat(sent(BEAT)) == BEAT
-    assert word(sent(WORD)) == WORD
+    assert read_heartbeat(sent(BEAT)) == BEAT
+    assert read_update(sent(UPDATE)) == UPDATE
 
 
 @pytest.mark.parametrize(
@@ -28,13 +29,13 @@ def test_messages_survive_json() -> None:
 )
 def test_what_is_no_beat_is_refused(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=r"message|unpack"):
-        beat({**sent(BEAT), name: value})
+        read_heartbeat({**sent(BEAT), name: value})
 
 
 @pytest.mark.parametrize("found", [None, [], {}, {"sender": "a"}])
 def test_other_fields_are_refused(found: Any) -> None:
     with pytest.raises(ValueError, match="give every worker the same version"):
-        beat(found)
+        read_heartbeat(found)
 
 
 def test_keys_of_views_differ_and_rise() -> None:

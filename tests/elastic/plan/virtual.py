@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_decentral.elastic.plan.lobby_state import LobbyState
 from lightning_decentral.elastic.plan.member_state import Act, Fetch, MemberState, Return, Send
-from lightning_decentral.elastic.plan.messages import Beat
+from lightning_decentral.elastic.plan.messages import Heartbeat
 from lightning_decentral.elastic.plan.view import Bounds, Times, View
 from tests.elastic.plan.network import Network
 
@@ -65,7 +65,7 @@ class World:
         self.log: list[str] = []
         self.in_force: dict[int, View] = {}
         self.launched: dict[tuple[str, int], int] = {}
-        self.heard: set[tuple[str, str, int, int]] = set()
+        self.received: set[tuple[str, str, int, int]] = set()
         self.broke: list[tuple[str, str, float]] = []
         self.landed: dict[tuple[int, int], dict[str, tuple[float, float]]] = {}
         self.members: set[str] = set()
@@ -104,9 +104,9 @@ class World:
             self._lobby_did(*self.lobby.ticked(self.net.now))
         self.net.at(TIMES.beat, self._tick_lobby)
 
-    def _hear(self, beat: Beat) -> None:
+    def _hear(self, beat: Heartbeat) -> None:
         if self.lobby is not None:
-            self._lobby_did(*self.lobby.heard(beat, self.net.now))
+            self._lobby_did(*self.lobby.received(beat, self.net.now))
 
     def _hung_up(self, name: str) -> None:
         if self.lobby is not None:
@@ -119,7 +119,7 @@ class World:
         self.lobby = state
         for name, word in words:
             self.net.send(
-                LOBBY, name, lambda name=name, word=word: self.on(name, lambda w: w.state.told(word, self.net.now))
+                LOBBY, name, lambda name=name, word=word: self.on(name, lambda w: w.state.notified(word, self.net.now))
             )
 
     def _comes_anew(self, view: View) -> None:
@@ -133,7 +133,7 @@ class World:
 
     def start(self) -> None:
         name = f"w{next(self._names)}"
-        beat = Beat(name, 0, name)
+        beat = Heartbeat(name, 0, name)
         self.workers[name] = Worker(MemberState(beat, TIMES), self.rng.gauss(0, 1), self.rng.uniform(0.05, 0.3))
         self.say(f"{name} starts")
         self._tick(name)
@@ -327,7 +327,7 @@ class World:
                     self.broke.append((name, j, self.net.now))
                 continue
             assert self.launched[j, round] == view.key, "a message of another view was mixed"
-            self.heard.add((name, j, view.number, round))
+            self.received.add((name, j, view.number, round))
             worker.x += weight(view) * (found - sent)
             self.mixed += 1
         worker.landing, worker.landed_at = None, self.net.now

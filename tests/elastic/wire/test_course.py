@@ -26,12 +26,12 @@ class Member(Course):
     def __init__(self, name: str) -> None:
         self._set_out()
         self.state = SimpleNamespace(views={}, entered={})
-        self.worker: Any = SimpleNamespace(name=name, membership=SimpleNamespace(state=self.state))
+        self.worker: Any = SimpleNamespace(name=name, lobby_client=SimpleNamespace(state=self.state))
 
     def enters(self, view: View) -> None:
         self.view, self.next_round = view, view.first_round
         self.state.views = {view.number: view}
-        self._hear_of(view)
+        self._learn_of(view)
 
     def batch(self) -> Any:
         return next(iter(self._shares(self._dealings[0])))

@@ -51,7 +51,7 @@ def test_who_was_given_other_things_is_in_no_view_and_the_others_go_on(capfd: py
         first = start()
         training = pool.submit(train)
         try:
-            until(lambda: first.membership.state.told_at > 0)  # it came first
+            until(lambda: first.lobby_client.state.acknowledged_at > 0)  # it came first
             names = []
             for _ in range(2):
                 other = start(refused)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from lightning_decentral.elastic.option import Elastic
 from lightning_decentral.elastic.plan.view import View
-from lightning_decentral.elastic.wire.assembly import Assembly
+from lightning_decentral.elastic.strategy import Elastic
+from lightning_decentral.elastic.wire.collective import Collective
 from lightning_decentral.elastic.wire.participant import Participant
 from lightning_decentral.elastic.wire.sockets.mesh import Mesh
 
@@ -23,13 +23,13 @@ class Crew:
     def __init__(self, names: str) -> None:
         self.meshes, self.members = dict[str, Mesh](), dict[str, Any]()
         for name in names:
-            part = Assembly(name, lambda other: self.meshes[other].place)
+            part = Collective(name, lambda other: self.meshes[other].place)
             self.meshes[name] = Mesh("127.0.0.1", name, {"meet": part.serve}, threading.Condition())
             member: Any = Participant.__new__(Participant)
             member._hold(Elastic(lobby="127.0.0.1:1"), SECONDS, 1)
             state = SimpleNamespace(views={}, entered={}, without=lambda view, peer: False)
             there = SimpleNamespace(state=state)
-            member.worker = SimpleNamespace(name=name, membership=there, assembly=part, mesh=self.meshes[name])
+            member.worker = SimpleNamespace(name=name, lobby_client=there, collective=part, mesh=self.meshes[name])
             self.members[name] = member
 
     def enter(self, view: View) -> None:

@@ -6,30 +6,111 @@
 What a neighbour that ended would have sent is this member's own: its weight stays here until the next view. With
 symmetric weights the mean of those that go on is kept: a pair exchanges or, where one of them is lost or in
 another view, neither does. Over a view that stays, rounds are those of `PeerExchange`, to the bit. With an `order`
-nobody waits: `asynchronous`.
+nobody waits: a message leaves when the one before it has, and what has come is mixed (`AsynchronousExchange`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from statistics import fmean
+from time import perf_counter
 
 import torch
 from torch import Tensor
 
-from lightning_decentral.elastic.plan.asynchronous import Asynchronous
+from lightning_decentral.elastic.plan.asynchronous import Arrival, Asynchronous
 from lightning_decentral.elastic.plan.view import View
 from lightning_decentral.elastic.wire.endpoint import Endpoint
-from lightning_decentral.elastic.wire.rounds.asynchronous import AsynchronousExchange
-from lightning_decentral.elastic.wire.rounds.links import Links
+from lightning_decentral.elastic.wire.rounds.links import Post, ViewTransport
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.error_feedback import coder_of
 from lightning_decentral.gossip.compute.link import Buffers, Coder
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Neighbours, Weights
-from lightning_decentral.gossip.wire.exchange import Exchange, Traffic
+from lightning_decentral.gossip.wire.exchange import HEADER, Exchange, Traffic
 from lightning_decentral.gossip.wire.peer import PeerExchange, PeerMessages
 from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.deterministic import Plain
+from lightning_decentral.shared.compute.health import stated
+
+ROUND, ELEMENTS = 0, 1
+"""Places in a header."""
+
+
+@dataclass
+class AsynchronousExchange(PeerExchange):
+    """`PeerExchange` over what has come by the time a round lands: of each member its newest whole message, once.
+
+    Args:
+        order: how much each counts.
+
+    Attributes:
+        age: mean rounds by which what was mixed last was late.
+    """
+
+    transport: Post  # type: ignore[assignment]  # what waits for messages, or for all workers, isn't called
+    order: Asynchronous = Asynchronous()  # noqa: RUF009 - a frozen value
+    age: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._sizes: dict[int, list[int]] = {}  # {a part's first bucket: bytes of each of its messages}
+        self._came: dict[int, list[bytearray]] = {}
+        self._weights: Mapping[int, float] = {}
+
+    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> PeerMessages:
+        if first not in self._sizes:
+            like = self.coder.buffers([self.transport.rank], message, first)[self.transport.rank]
+            self._sizes[first] = [HEADER * 8, *(t.numel() * t.element_size() for t in like)]
+            self.pool.give(like)
+        packets = self.coder.encode(message, self.neighbours(step).heard_by, step, first)
+        header = stated([step, self._elements], message, self.device).view(1, HEADER)  # (1, HEADER): its own alone
+        return PeerMessages(self, step, first, message, header, packets, {})
+
+    def depart(self, started: Sequence[PeerMessages], step: int) -> None:
+        self._tally.bytes_sent += self.transport.post([*chain(*(part.sends() for part in started))])
+        for part in started:
+            part.departed = perf_counter()
+
+    def _accepted(self, part: PeerMessages) -> tuple[Mapping[int, Buffers], Tensor]:
+        if not part.first:
+            self._take(part.step)
+        begins = sum(len(sizes) for first, sizes in self._sizes.items() if first < part.first)
+        part.buffers = self.coder.buffers(self._came, part.message, part.first)
+        headers = [part.said]  # (1, HEADER) each: its own, then those that came
+        for j, buffers in part.buffers.items():
+            raw_header, *payload = self._came[j][begins : begins + len(self._sizes[part.first])]
+            headers.append(_read(raw_header, torch.int64).clone().view(1, HEADER))
+            headers[-1][0, ROUND] = part.step  # of which age it is, is judged already
+            for tensor, raw in zip(buffers, payload, strict=True):
+                tensor.copy_(_read(raw, tensor.dtype).view(tensor.shape))  # into a buffer of the pool
+        part.said = torch.cat(headers)  # (1 + senders, HEADER)
+        return super()._accepted(part)
+
+    def _take(self, step: int) -> None:
+        """Take what has come of whole rounds, and set the weight of each sender."""
+        sizes = [size for _, of in sorted(self._sizes.items()) for size in of]
+        found = {
+            j: (round, came)
+            for j, (round, came) in self.transport.newest(len(sizes)).items()
+            # A sender that trains other parameters by now, or sent to another, is left out.
+            if [*map(len, came)] == sizes
+            and _read(came[0], torch.int64)[ELEMENTS] == self._elements
+            and j in self.neighbours(round).row
+        }
+        arrivals = [Arrival(j, round, self.neighbours(round)) for j, (round, _) in found.items()]
+        self._weights = self.order.row(self.transport.rank, step, arrivals)
+        self._came = {j: came for j, (_, came) in found.items()}
+        self.age = fmean([max(0, step - a.round) for a in arrivals] or [0.0])
+
+    def _row(self, part: PeerMessages) -> Mapping[int, float]:
+        return self._weights
+
+
+def _read(raw: bytearray, dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer(raw, dtype=dtype)
+
 
 Admitted = tuple[Sequence[Tensor], Combine]
 CPU = torch.device("cpu")
@@ -44,12 +125,12 @@ class ForgivingExchange(PeerExchange):
         arrived = zip(part.receives(), part.incoming, strict=True)
         lost = {message.peer for message, pending in arrived if not pending.done()}
         for j in lost:
-            part.headers[j].copy_(part.header)
+            part.headers[j].copy_(part.header)  # judged as its own: it isn't refused
             self.pool.give(part.buffers[j])
         whole = {j: payload for j, payload in part.buffers.items() if j not in lost}
-        heard = self.coder.decode(whole, part.message, part.first)
+        decoded = self.coder.decode(whole, part.message, part.first)  # {source: (elements,) of each bucket}
         # In the sources' order always, in which they are added up.
-        return {j: heard[j] if j in heard else self._own(part) for j in part.buffers}
+        return {j: decoded[j] if j in decoded else self._own(part) for j in part.buffers}
 
     def _own(self, part: PeerMessages) -> Buffers:
         return [self.pool.take(message).copy_(message) for message in part.message]
@@ -75,7 +156,7 @@ class ElasticExchange(Exchange[PeerMessages]):
     def __post_init__(self) -> None:
         self.coder = coder_of(self.codec, self.topology, 0, 1, self.pool)  # until there is a view
         self._admitted: list[Admitted] = []
-        self._since: list[tuple[int, PeerExchange, Links]] = []
+        self._since: list[tuple[int, PeerExchange, ViewTransport]] = []
         self._views: list[View] = []
         self._left_out = 0
         self._earlier = Traffic()
@@ -85,11 +166,11 @@ class ElasticExchange(Exchange[PeerMessages]):
         if self._views[-1:] == [view]:
             return
         self.worker.mesh.awaited = self.order is None
-        links = Links(self.worker, view, self._lose)
+        links = ViewTransport(self.worker, view, self._lose)
         plan = self.topology, self.weights, links, CPU, self.codec, self.pool
         exchange = AsynchronousExchange(*plan, self.order) if self.order else ForgivingExchange(*plan)
         for admitted in self._admitted:
-            exchange.admit(*admitted)
+            exchange.admit(*admitted)  # rules were admitted before there was a view
         self.coder = exchange.coder
         self._views = [*self._views, view][-KEPT_VIEWS:]
         self._since.append((round, exchange, links))
@@ -111,7 +192,7 @@ class ElasticExchange(Exchange[PeerMessages]):
         exchange = self._since[-1][1] if self._since else None
         return exchange.age if isinstance(exchange, AsynchronousExchange) else 0.0
 
-    def _of(self, step: int) -> tuple[PeerExchange, Links]:
+    def _of(self, step: int) -> tuple[PeerExchange, ViewTransport]:
         return next((exchange, links) for round, exchange, links in reversed(self._since) if round <= step)
 
     def neighbours(self, step: int) -> Neighbours:
@@ -131,7 +212,7 @@ class ElasticExchange(Exchange[PeerMessages]):
 
     def depart(self, started: Sequence[PeerMessages], step: int) -> None:
         exchange, links = self._of(step)
-        links.round = step
+        links.round = step  # which the frames of this round carry
         exchange.depart(started, step)
 
     def traffic(self) -> Traffic:

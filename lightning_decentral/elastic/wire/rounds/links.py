@@ -22,7 +22,7 @@ from lightning_decentral.shared.wire.transport import Message, Transport
 
 
 @dataclass
-class Arriving:
+class IncomingMessage:
     """A message under way to this member.
 
     Args:
@@ -39,7 +39,7 @@ class Arriving:
 
     def wait(self) -> None:
         found = self.mesh.take(self.slot, self.expected)
-        if found is None or len(found) != self.tensor.numel() * self.tensor.element_size():
+        if found is None or len(found) != self.tensor.numel() * self.tensor.element_size():  # lost, or another model's
             self.lost()
         else:
             self.tensor.copy_(torch.frombuffer(found, dtype=self.tensor.dtype).view(self.tensor.shape))
@@ -66,7 +66,7 @@ class Post(ABC):
         """{rank: (round, its messages)} of those of whom a whole round has come that wasn't taken yet."""
 
 
-class Links(Transport, Post):
+class ViewTransport(Transport, Post):
     """Sends and receives among the members of a view. There are no collectives.
 
     Args:
@@ -74,8 +74,8 @@ class Links(Transport, Post):
     """
 
     def __init__(self, worker: Endpoint, view: View, lost: Callable[[], object]) -> None:
-        self.group = None
-        self.rank, self.size = view.members.index(worker.name), len(view.members)
+        self.group = None  # no process group: connections of sockets
+        self.rank, self.size = view.members.index(worker.name), len(view.members)  # the oldest has rank 0
         self.round = 0
         self._worker, self._view, self._lost = worker, view, lost
 
@@ -89,7 +89,7 @@ class Links(Transport, Post):
         return leaving, arriving
 
     def post(self, sends: Sequence[Message]) -> int:
-        free = {m.peer for m in sends if self._worker.mesh.idle(self._view.members[m.peer])}
+        free = {m.peer for m in sends if self._worker.mesh.idle(self._view.members[m.peer])}  # slow links get fewer
         leaving = [(m, slot) for m, slot in _numbered(sends) if m.peer in free]
         for message, slot in leaving:
             self._send(Message(message.peer, message.tensor.clone(), message.tag), slot)
@@ -105,16 +105,16 @@ class Links(Transport, Post):
 
     def _send(self, message: Message, slot: int) -> Pending:
         to = self._view.members[message.peer]
-        raw = raw_bytes(message.tensor)
+        raw = raw_bytes(message.tensor)  # in place: nobody writes it until it has left
         return self._worker.mesh.send(to, place_of(to), self._view.key, self.round, slot, raw)
 
     def _receive(self, message: Message, slot: int) -> Pending:
         source, view, round = self._view.members[message.peer], self._view, self.round
-        return Arriving(
+        return IncomingMessage(
             self._worker.mesh,
             Slot(source, view.key, round, slot),
             message.tensor,
-            lambda: self._worker.expects(view, round, source),
+            lambda: self._worker.lobby_client.state.expects(view, round, source),
             self._lost,
         )
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.elastic.plan.asynchronous import Asynchronous
-from lightning_decentral.elastic.wire.rounds.asynchronous import AsynchronousExchange
+from lightning_decentral.elastic.wire.rounds.exchange import AsynchronousExchange
 from lightning_decentral.elastic.wire.rounds.links import Post
 from lightning_decentral.elastic.wire.sockets.frames import raw_bytes
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
@@ -66,10 +66,10 @@ class VirtualLinks(Post):
     def newest(self, slots: int) -> dict[int, tuple[int, list[bytearray]]]:
         found = {}
         for peer, letters in self._coming.items():
-            came = [letter for letter in letters if letter.arrives <= self.now]
+            came = [letter for letter in letters if letter.arrives <= self.now]  # in the order in which they left
             self._coming[peer] = letters[len(came) :]
             if came:
-                found[peer] = came[-1].round, came[-1].messages
+                found[peer] = came[-1].round, came[-1].messages  # the newest counts, older ones are dropped
                 self.begun = max(self.begun, came[-1].round)
         return found
 
@@ -78,7 +78,7 @@ class VirtualLinks(Post):
 class Row:
     """Bucket of one worker's parameters."""
 
-    flat: Tensor
+    flat: Tensor  # (dim,): a row of x
 
     def adopt(self) -> None:
         """Do nothing: nothing else holds them."""
@@ -86,8 +86,8 @@ class Row:
 
 def simulate_asynchronous(
     topology: Topology,
-    gradient: Callable[[int, Tensor, int], Tensor],
-    x0: Tensor,
+    gradient: Callable[[int, Tensor, int], Tensor],  # (worker, (dim,), round) -> (dim,)
+    x0: Tensor,  # (size, dim)
     seconds: float,
     learning_rate: float,
     pace: Callable[[int, int], float],
@@ -125,20 +125,20 @@ def simulate_asynchronous(
     exchanges = [AsynchronousExchange(*plan, link, CPU, codec or Plain(), order=order) for link in links]
     mixers = [Mixer([Row(row)], Gossip(rate=rate), exchange, 1) for row, exchange in zip(x, exchanges, strict=True)]
     ends = [(_took(pace, worker, 0), worker) for worker in range(size)]
-    heapify(ends)
-    found = [x0.detach().clone()]
+    heapify(ends)  # whose step is over first comes first
+    found = [x0.detach().clone()]  # (size, dim) each
     while len(found) < seconds // every + 1:
-        now, worker = ends[0]
+        now, worker = ends[0]  # replaced below: heapreplace is one sift
         if now > len(found) * every:
             found.append(x.clone())
             continue
         link, mixer = links[worker], mixers[worker]
         x[worker].sub_(gradient(worker, x[worker], mixer.round), alpha=learning_rate)
         link.now, link.round = now, mixer.round
-        mixer.step(learning_rate)
+        mixer.step(learning_rate)  # messages leave, what has come by `now` is mixed into x[worker]
         mixer.round = order.next_round(mixer.round, link.begun)
         heapreplace(ends, (now + _took(pace, worker, mixer.round), worker))
-    return torch.stack(found)
+    return torch.stack(found)  # (rows, size, dim)
 
 
 def _took(pace: Callable[[int, int], float], worker: int, round: int) -> float:

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from lightning_decentral.elastic.compute.gathered import means_of
 from lightning_decentral.elastic.wire.participant import Participant
-from lightning_decentral.elastic.wire.rounds.devices import FirstMixer, OtherMixer
-from lightning_decentral.elastic.wire.rounds.holding import Holding, Mean
+from lightning_decentral.elastic.wire.rounds.holding import FirstMixer, Holding, Mean, OtherMixer
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.wire.exchange import Exchange
 from lightning_decentral.gossip.wire.mixer import Mixer
@@ -32,7 +31,7 @@ class OwnBucket(Bucket):
 
     def __init__(self, parameters: Sequence[nn.Parameter], over: Transport) -> None:
         self._over = over
-        self._made = False
+        self._made = False  # the base's constructor adopts
         super().__init__(parameters)
         self._made = True
 
@@ -51,7 +50,7 @@ class StageBucket(Bucket):
     def __init__(self, over: Transport, stage: int, elements: int, dtype: torch.dtype) -> None:
         self.parameters, self._offsets, self.places, self._grain = (), [], [], elements
         self._over, self._stage = over, stage
-        self.held = self.flat = torch.zeros(elements, dtype=dtype)
+        self.held = self.flat = torch.zeros(elements, dtype=dtype)  # (elements,), on the host
 
     def adopt(self) -> None:
         hear(self._over, self._stage, self.flat)
@@ -68,7 +67,7 @@ class Stages(Holding):
 
     def __init__(self, device: torch.device, member: Participant, wire: Wire) -> None:
         super().__init__(device)
-        over = wire.hosts(None)
+        over = wire.hosts(None)  # takes tensors on the host
         assert over is not None
         self._member, self._over, self._packed = member, over, False
 
@@ -78,10 +77,10 @@ class Stages(Holding):
                 "a parameter was unfrozen while training, and elastic pipelines mix the same ones from their first "
                 "step on: train it from the start, or with another strategy"
             )
-        self._packed = True
+        self._packed = True  # the stages' buckets are made once, in one order
         make: Callable[..., Bucket] = self.bucket if self._member.leads else self._own
-        own = pack(parameters, bucket_bytes, make)
-        rows = gather_objects(self._over, [(b.flat.numel(), b.flat.dtype) for b in own])
+        own = pack(parameters, bucket_bytes, make)  # this stage's, of its own parameters
+        rows = gather_objects(self._over, [(b.flat.numel(), b.flat.dtype) for b in own])  # [stages][buckets]
         sizes = [(stage, *of) for stage, row in enumerate(rows) if stage for of in row]
         others: list[Bucket] = [StageBucket(self._over, *of) for of in sizes if self._member.leads]
         for bucket in others if self._member.leads else own:
@@ -100,21 +99,21 @@ class Stages(Holding):
         return make(combine, exchange, delay, self._over)
 
     def mean_of(self, tensors: Sequence[Tensor], of_wholes: Mean) -> list[Tensor]:
-        rows = collect_objects(self._over, [tensor.detach().cpu() for tensor in tensors])
-        means = self._member.of_first([tensor for row in rows for tensor in row], means_of)
+        rows = collect_objects(self._over, [tensor.detach().cpu() for tensor in tensors])  # [stages][tensors]
+        means = self._member.of_first([tensor for row in rows for tensor in row], means_of)  # of all stages, in order
         found = means[: len(tensors)] if self._member.leads else [torch.empty_like(t, device="cpu") for t in tensors]
         if self._member.leads:
             places = [stage for stage, row in enumerate(rows) for _ in row]
             for stage, mean in zip(places, means, strict=True):
                 if stage:
-                    send(self._over, stage, mean)
+                    send(self._over, stage, mean)  # the first one's own are the first of `means`
         else:
             for mean in found:
-                hear(self._over, 0, mean)
+                hear(self._over, 0, mean)  # in the order in which they are sent
         return [mean.to(tensor.device) for mean, tensor in zip(found, tensors, strict=True)]
 
     def sums(self, of_devices: Sequence[Tensor]) -> list[Tensor]:
-        found = [number.detach().cpu() for number in of_devices]
+        found = [number.detach().cpu() for number in of_devices]  # scalars
         for number in found:
             self._over.all_reduce(number).wait()
         return found
@@ -130,7 +129,7 @@ def send(over: Transport, to: int, tensor: Tensor) -> None:
 def hear(over: Transport, source: int, into: Tensor) -> None:
     """Receive into a tensor by the host."""
     if into.numel():
-        host = into if into.device.type == "cpu" else cuda.host_like(into)
+        host = into if into.device.type == "cpu" else cuda.host_like(into)  # as many elements, pinned
         _, incoming = over.exchange([], [Message(source, host, 0)])
         incoming[0].wait()
         if host is not into:

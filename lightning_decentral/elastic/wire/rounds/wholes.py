@@ -29,7 +29,7 @@ class Wholes:
 
     def __init__(self, over: Transport, device: torch.device) -> None:
         self._over, self._device = over, device
-        self.first = over.rank == 0
+        self.first = over.rank == 0  # its host has the wholes
 
     def room(self, elements: int, dtype: torch.dtype) -> Tensor:
         """[elements], zeros on the first device's host; elsewhere of no memory."""
@@ -40,40 +40,40 @@ class Wholes:
     def gather(self, shards: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
         """The first device's wholes <- everybody's shards of them. Of one type."""
         if not self.first:
-            self._send(0, shards)
+            self._send(0, shards)  # (own rows, ...) each
             return
         for place in range(self._over.size):
-            rows = [rows_of(whole, place, self._over.size) for whole in wholes]
+            rows = [rows_of(whole, place, self._over.size) for whole in wholes]  # views: (that device's rows, ...)
             if place:
                 self._receive(place, rows)
             else:
-                _copy(_flat(shards).cpu(), rows)
+                _copy(_flat(shards).cpu(), rows)  # its own shard stays in this process
 
     def scatter(self, wholes: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
         """Everybody's shards <- their rows of the first device's wholes. Of one type."""
         if not self.first:
-            self._receive(0, shards)
+            self._receive(0, shards)  # (own rows, ...) each
             return
         for place in range(self._over.size):
-            rows = [rows_of(whole, place, self._over.size) for whole in wholes]
+            rows = [rows_of(whole, place, self._over.size) for whole in wholes]  # views: (that device's rows, ...)
             if place:
                 self._send(place, rows)
             else:
-                _copy(_flat(rows).to(self._device), shards)
+                _copy(_flat(rows).to(self._device), shards)  # one copy to the device, however many tensors
 
     def whole(self, tensor: Tensor) -> Tensor:
         """Whole of a tensor that may be sharded, on the first device's host; elsewhere of no memory."""
         if not is_sharded(tensor):
             return tensor.detach().cpu()
-        whole = self.room(tensor.numel(), tensor.dtype).view(tensor.shape)
-        self.gather([local(tensor)], [whole])
+        whole = self.room(tensor.numel(), tensor.dtype).view(tensor.shape)  # the global shape
+        self.gather([local(tensor)], [whole])  # (own rows, ...) -> (all rows, ...)
         return whole
 
     def cut(self, whole: Tensor, tensor: Tensor) -> Tensor:
         """Make a value for `tensor`: this device's shard of the first one's whole, or without shards the whole."""
-        found = torch.empty_like(local(tensor.detach()))
+        found = torch.empty_like(local(tensor.detach()))  # (own rows, ...)
         if is_sharded(tensor):
-            self.scatter([whole], [found])
+            self.scatter([whole], [found])  # (all rows, ...) -> (own rows, ...)
             return like(tensor, found)
         if self.first:
             found.copy_(whole)
@@ -81,17 +81,17 @@ class Wholes:
         return found
 
     def _send(self, to: int, tensors: Sequence[Tensor]) -> None:
-        flat = _flat(tensors).to(self._device)
-        if flat.numel():
+        flat = _flat(tensors).to(self._device)  # (bytes,); NCCL sends from devices alone
+        if flat.numel():  # more devices than rows: some have none
             outgoing, _ = self._over.exchange([Message(to, flat, 0)], [])
             outgoing[0].wait()
 
     def _receive(self, source: int, into: Sequence[Tensor]) -> None:
         flat = torch.empty(sum(t.numel() * t.element_size() for t in into), dtype=torch.uint8, device=self._device)
-        if flat.numel():
+        if flat.numel():  # more devices than rows: some have none
             _, incoming = self._over.exchange([], [Message(source, flat, 0)])
             incoming[0].wait()
-        _copy(flat.to(into[0].device), into)
+        _copy(flat.to(into[0].device), into)  # (bytes,) -> the tensors
 
 
 @torch.no_grad()
@@ -122,10 +122,10 @@ class WholeBucket(Bucket):
         return Place.row_major(parameter)
 
     def adopt(self) -> None:
-        self._wholes.gather([local(p) for p in self.parameters], self.wholes())
+        self._wholes.gather([local(p) for p in self.parameters], self.wholes())  # shards -> flat
 
     def store(self) -> None:
-        self._wholes.scatter(self.wholes(), [local(p) for p in self.parameters])
+        self._wholes.scatter(self.wholes(), [local(p) for p in self.parameters])  # flat -> shards
 
     def release(self) -> None:
         """The shards are FSDP's."""
@@ -140,7 +140,5 @@ class WholeBucket(Bucket):
 
     def wholes(self) -> list[Tensor]:
         """Views of `flat` for each parameter, in its shape."""
-        return [self.flat[offset : offset + p.numel()].view(p.shape) for p, offset in self._pairs()]
-
-    def _pairs(self) -> list[tuple[nn.Parameter, int]]:
-        return [*zip(self.parameters, self._offsets, strict=True)]
+        pairs = zip(self.parameters, self._offsets, strict=True)
+        return [self.flat[offset : offset + p.numel()].view(p.shape) for p, offset in pairs]

@@ -99,8 +99,8 @@ class Door:
         self._listening = socket.create_server((host, 0), backlog=128)
         self._listening.setblocking(False)
         self.place = f"{host}:{self._listening.getsockname()[1]}"
-        self._waiting: dict[socket.socket, Greeting] = {}
-        self._open: set[socket.socket] = set()
+        self._waiting: dict[socket.socket, Greeting] = {}  # by age, as dictionaries keep their order
+        self._open: set[socket.socket] = set()  # served on threads, to be shut at the end
         self._closed = False
         threading.Thread(target=self._run, name="lightning_decentral-door", daemon=True).start()
 
@@ -121,7 +121,7 @@ class Door:
                     if key.fileobj is self._listening:
                         self._accept(selector)
                     else:
-                        self._hear(selector, key.fileobj)  # type: ignore[arg-type]
+                        self._receive(selector, key.fileobj)  # type: ignore[arg-type]
                 for late in [c for c, greeting in self._waiting.items() if greeting.until <= time.monotonic()]:
                     self._refuse(selector, late, "a guest that doesn't greet")
             for connection in list(self._waiting):
@@ -146,11 +146,11 @@ class Door:
             return
         if len(self._waiting) >= MOST_WAITING:
             self._refuse(selector, next(iter(self._waiting)), "a guest that doesn't greet, of too many")
-        connection.setblocking(False)
+        connection.setblocking(False)  # one thread reads all greetings
         self._waiting[connection] = Greeting(time.monotonic() + GREETING_SECONDS)
         selector.register(connection, selectors.EVENT_READ)
 
-    def _hear(self, selector: selectors.BaseSelector, connection: socket.socket) -> None:
+    def _receive(self, selector: selectors.BaseSelector, connection: socket.socket) -> None:
         if connection not in self._waiting:
             return
         try:
@@ -165,7 +165,7 @@ class Door:
             self._drop(selector, connection)
         else:
             selector.unregister(connection)
-            del self._waiting[connection]
+            del self._waiting[connection]  # it is its thread's now
             self._let_in(connection, wants)
 
     def _let_in(self, connection: socket.socket, wants: str) -> None:
@@ -206,7 +206,9 @@ class Door:
         connection.close()
 
 
-def shut(connection: socket.socket) -> None:
+def shut(connection: socket.socket | None) -> None:
+    if connection is None:
+        return
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()

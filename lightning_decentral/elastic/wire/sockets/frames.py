@@ -41,7 +41,7 @@ class Refused(ValueError):
 def frame(message: Any) -> bytes:
     """Bytes that are sent for a message: its length, then JSON."""
     text = json.dumps(message).encode()
-    return len(text).to_bytes(LENGTH_BYTES, "big") + text
+    return len(text).to_bytes(LENGTH_BYTES, "big") + text  # sent by one call
 
 
 def message(text: bytes | bytearray) -> Any:
@@ -85,7 +85,7 @@ class Frames:
         found = []
         while len(self._bytes) >= LENGTH_BYTES:
             end = LENGTH_BYTES + size_of(self._bytes[:LENGTH_BYTES], self.most)
-            if len(self._bytes) < end:
+            if len(self._bytes) < end:  # the rest is still on its way
                 break
             found.append(message(self._bytes[LENGTH_BYTES:end]))
             del self._bytes[:end]
@@ -118,7 +118,7 @@ def receive_bytes(connection: socket.socket, size: int, at_once: int = GROWTH_BY
     found, have = bytearray(min(size, at_once)), 0
     while have < size:
         if have == len(found):
-            found += bytes(min(have, size - have))
+            found += bytes(min(have, size - have))  # doubled: copies cost no more than what came
         with memoryview(found) as view:
             more = connection.recv_into(view[have:])
         if not more:
@@ -179,7 +179,7 @@ def connected(place: str, wants: str, seconds: float) -> socket.socket:
     """A connection that has greeted; small messages leave at once. OSError where nobody is."""
     made = socket.create_connection(address(place), seconds)
     try:
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # beats wait for no acknowledgement
         keeps_alive(made)
         made.sendall(frame(greeting(wants)))
     except OSError:
@@ -200,7 +200,7 @@ def own_address(lobby: str) -> str:
     """The one from which this machine reaches the lobby. ValueError for no such place."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(address(lobby))
+            probe.connect(address(lobby))  # UDP: it sends nothing, and asks the routes alone
         except OSError as error:
             raise ValueError(f"lobby={lobby!r} can't be reached from here ({error}): give HOST:PORT") from None
         return str(probe.getsockname()[0])

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lightning_decentral.elastic.wire.sockets.door import Door, Serve, shut
 from lightning_decentral.elastic.wire.sockets.frames import GROWTH_BYTES, connected, frame, receive, receive_bytes
@@ -30,17 +30,12 @@ ENDED_SECONDS = 1.0
 
 
 class Slot(NamedTuple):
-    """Identity of a message: of this sender, in this view and round, the `slot`-th."""
+    """Identity of a message: of this sender, in this view and round, the `slot`-th. On a line (round, slot) rises."""
 
     sender: str
     key: int
     round: int
     slot: int
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """(round, slot), which rises from message to message of a line."""
-        return self.round, self.slot
 
 
 class Sent:
@@ -77,12 +72,12 @@ class Mesh:
         self.round = 0
         self.awaited = True
         self.begun: dict[str, int] = {}
-        self._inbox: dict[Slot, bytearray] = {}
-        self._floor: dict[str, tuple[int, int]] = {}
-        self._newest: dict[str, socket.socket] = {}
-        self._lines: dict[str, Line] = {}
+        self._inbox: dict[Slot, bytearray] = {}  # what has come, until it is taken
+        self._floor: dict[str, tuple[int, int]] = {}  # {sender: (round, slot) before which nothing comes}
+        self._newest: dict[str, socket.socket] = {}  # {sender: its newest connection}; older ones end unseen
+        self._lines: dict[str, Line] = {}  # {receiver: the thread that sends to it}
         self._largest = GROWTH_BYTES
-        self._door = Door(host, {**serve, "rounds": self._hear})
+        self._door = Door(host, {**serve, "rounds": self._receive})
         self.place = self._door.place
 
     def send(self, to: str, place: str, key: int, round: int, slot: int, payload: memoryview) -> Sent:
@@ -105,7 +100,7 @@ class Mesh:
         """
         with self.changed:
             while slot not in self._inbox:
-                gone = slot.sender in self.lost or slot.place < self._floor.get(slot.sender, (0, 0))
+                gone = slot.sender in self.lost or (slot.round, slot.slot) < self._floor.get(slot.sender, (0, 0))
                 if gone or not expected():
                     return None
                 self.changed.wait(0.5)  # `expected` also depends on time
@@ -126,8 +121,7 @@ class Mesh:
 
     def idle(self, to: str) -> bool:
         """Return whether all that was queued for that member has left."""
-        line = self._lines.get(to)
-        return line is None or line.idle
+        return (line := self._lines.get(to)) is None or line.idle
 
     def begins(self, round: int) -> None:
         """Begin a round: messages are of it from now on; what nobody took long ago is dropped."""
@@ -159,13 +153,12 @@ class Mesh:
                 self._floor.pop(name, None)
                 self._drop(name, (sys.maxsize, 0))
             lines = [line for name in names if (line := self._lines.pop(name, None))]
-            connections = [heard for name in names if (heard := self._newest.pop(name, None))]
+            connections = [accepted for name in names if (accepted := self._newest.pop(name, None))]
             for line in lines:
                 line.put(None)
             self.changed.notify_all()
         for connection in [*connections, *(line.connection for line in lines)]:
-            if connection is not None:
-                shut(connection)  # who waits there ends
+            shut(connection)  # who waits there ends
 
     def close(self) -> None:
         """Close every connection: the others see it at once."""
@@ -174,45 +167,42 @@ class Mesh:
             for line in self._lines.values():
                 line.put(None)
 
-    def _hear(self, connection: socket.socket) -> None:
+    def _receive(self, connection: socket.socket) -> None:
         hello = receive(connection)
         sender, first = str(hello["from"]), (int(hello["round"]), int(hello["slot"]))
         connection.settimeout(None)
         with self.changed:
             self._newest[sender] = connection
             self._floor[sender] = first
-            self.lost.discard(sender)
+            self.lost.discard(sender)  # it lives: it has connected
             self.changed.notify_all()
         try:
             while True:
                 found = receive(connection)
                 slot = Slot(sender, *(int(found[name]) for name in ("key", "round", "slot")))
-                payload = receive_bytes(connection, int(found["bytes"]), self._largest)
+                payload = receive_bytes(connection, int(found["bytes"]), self._largest)  # outside of the lock
                 with self.changed:
-                    self._put(slot, payload)
-                    self._largest = max(self._largest, len(payload))
+                    self._inbox[slot] = payload
+                    self.begun[sender] = max(slot.round, self.begun.get(sender, 0))
+                    if not self.awaited:
+                        # The newest may be coming in, and the one before is the newest that is whole.
+                        rounds = sorted({(s.key, s.round) for s in self._inbox if s.sender == sender})
+                        self._drop(sender, rounds[-2:][0])
+                    self._largest = max(self._largest, len(payload))  # room for the next one at once
                     self.changed.notify_all()
         finally:
-            self._heard_last(sender, connection)
+            self._received_last(sender, connection)
 
-    def _heard_last(self, sender: str, connection: socket.socket) -> None:
+    def _received_last(self, sender: str, connection: socket.socket) -> None:
         with self.changed:
-            newest = self._newest.get(sender) is connection
-            if newest:
-                del self._newest[sender]
-                self.lose(sender)
+            if self._newest.get(sender) is not connection:
+                return
+            del self._newest[sender]
+            self.lose(sender)
             line = self._lines.get(sender)
-        if newest and line is not None and line.cut():  # both ways: its process has ended
+        if line is not None and line.cut():  # both ways: its process has ended
             with self.changed:
                 line.put(None)
-
-    def _put(self, slot: Slot, payload: bytearray) -> None:
-        self._inbox[slot] = payload
-        self.begun[slot.sender] = max(slot.round, self.begun.get(slot.sender, 0))
-        if not self.awaited:
-            # The newest may be coming in, and the one before is the newest that is whole.
-            kept = sorted({(s.key, s.round) for s in self._inbox if s.sender == slot.sender})[-2:]
-            self._drop(slot.sender, kept[0])
 
 
 class Line(threading.Thread):
@@ -221,10 +211,9 @@ class Line(threading.Thread):
 
     def __init__(self, mesh: Mesh, to: str, place: str) -> None:
         super().__init__(name=f"lightning_decentral-to-{to}", daemon=True)
-        self.place, self._mesh, self._to = place, mesh, to
-        self.over = False
+        self.place, self._mesh, self._to, self.over = place, mesh, to, False
         self._queue: queue.SimpleQueue[Sent | None] = queue.SimpleQueue()
-        self._last: Sent | None = None
+        self._last: Sent | None = None  # idle once it has left
         self.connection: socket.socket | None = None
         self.start()
 
@@ -239,12 +228,11 @@ class Line(threading.Thread):
 
     def cut(self) -> bool:
         """Return whether the other end has closed this connection, too, or does within `ENDED_SECONDS`."""
-        connection = self.connection
-        if connection is None:
+        if (connection := self.connection) is None:
             return self.idle
         try:
-            heard, _, _ = select.select([connection], [], [], ENDED_SECONDS)
-            return bool(heard) and not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            readable, _, _ = select.select([connection], [], [], ENDED_SECONDS)
+            return bool(readable) and not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except (OSError, ValueError):
             return True
 
@@ -287,13 +275,12 @@ class Line(threading.Thread):
     def _send(self, sent: Sent) -> None:
         slot = sent.slot
         if self.connection is None:
-            self._connect(slot.place)
+            self._connect((slot.round, slot.slot))
         assert self.connection is not None
-        head: dict[str, Any] = {"key": slot.key, "round": slot.round, "slot": slot.slot, "bytes": len(sent.payload)}
+        head = {"key": slot.key, "round": slot.round, "slot": slot.slot, "bytes": len(sent.payload)}
         self.connection.sendall(frame(head))
         self.connection.sendall(sent.payload)
 
     def _hang_up(self) -> None:
         connection, self.connection = self.connection, None
-        if connection is not None:
-            shut(connection)
+        shut(connection)

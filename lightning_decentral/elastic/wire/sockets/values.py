@@ -30,22 +30,22 @@ class Sum:
         self._state = hashlib.sha256()
 
     def add(self, raw: memoryview | bytes | bytearray) -> None:
-        self._state.update(zlib.crc32(raw).to_bytes(4, "big"))
+        self._state.update(zlib.crc32(raw).to_bytes(4, "big"))  # cheaper than sha256 of all bytes
 
     def text(self) -> str:
         return self._state.hexdigest()
 
 
-def send_value(connection: socket.socket, words: dict[str, Any], value: Any) -> None:
+def send_value(connection: socket.socket, header: dict[str, Any], value: Any) -> None:
     """Send the value with these header fields.
 
     Raises:
         NotPlain: it can't be sent.
         OSError: the connection has ended, or nobody reads.
     """
-    packed, found = pack(value), Sum()
+    packed, found = pack(value), Sum()  # refused here: nothing is sent yet
     connection.settimeout(UNREAD_SECONDS)
-    connection.sendall(frame({**words, "head": len(packed.head)}))
+    connection.sendall(frame({**header, "head": len(packed.head)}))
     for raw in (memoryview(packed.head), *map(raw_bytes, packed.payload)):
         for piece in _pieces(raw):
             connection.sendall(piece)
@@ -63,19 +63,19 @@ def receive_value(connection: socket.socket) -> tuple[dict[str, Any], Any]:
     return received(connection, receive(connection))
 
 
-def received(connection: socket.socket, words: Any) -> tuple[dict[str, Any], Any]:
+def received(connection: socket.socket, header: Any) -> tuple[dict[str, Any], Any]:
     """The same, where the header has come. As `receive_value`."""
-    if type(words) is not dict or type(words.get("head")) is not int:
+    if type(header) is not dict or type(header.get("head")) is not int:
         raise ValueError("no value follows: give every worker the same version")
     found = Sum()
-    head = receive_bytes(connection, words["head"])
-    payload = [receive_bytes(connection, size) for size in lengths(bytes(head))]
+    head = receive_bytes(connection, header["head"])
+    payload = [receive_bytes(connection, size) for size in lengths(bytes(head))]  # (bytes,) of each tensor
     for raw in (head, *payload):
         for piece in _pieces(memoryview(raw)):
             found.add(piece)
     if receive(connection) != {"digest": found.text()}:
         raise ValueError("what came isn't what was sent: its digest differs")
-    return words, unpack(Serialized(bytes(head), [_tensor(raw) for raw in payload]))
+    return header, unpack(Serialized(bytes(head), [_tensor(raw) for raw in payload]))
 
 
 def _tensor(raw: bytearray) -> Tensor:

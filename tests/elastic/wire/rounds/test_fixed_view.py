@@ -50,6 +50,11 @@ CASES = [(codec, *PLANS[n % len(PLANS)]) for n, codec in enumerate(STATELESS)]
 CASES += [(Plain(), *plan) for plan in PLANS[1:]]
 
 
+def expecting() -> SimpleNamespace:
+    """Client of a lobby by which all messages may still come."""
+    return SimpleNamespace(state=SimpleNamespace(expects=lambda *_: True))
+
+
 @contextmanager
 def members(size: int) -> Iterator[tuple[list[Any], View]]:
     """Workers of one view, without a lobby: all are expected for ever."""
@@ -58,7 +63,7 @@ def members(size: int) -> Iterator[tuple[list[Any], View]]:
         mesh.name = f"{place}@{mesh.place}"
     try:
         view = View(1, tuple(mesh.name for mesh in meshes), 0, (), meshes[0].name, len(meshes))
-        yield [SimpleNamespace(name=mesh.name, mesh=mesh, expects=lambda *_: True) for mesh in meshes], view
+        yield [SimpleNamespace(name=mesh.name, mesh=mesh, lobby_client=expecting()) for mesh in meshes], view
     finally:
         for mesh in meshes:
             mesh.close()
@@ -102,7 +107,7 @@ def test_a_message_that_breaks_off_is_the_own_one(codec: Codec, kept: int) -> No
             mixers.append(Mixer([], Gossip(), exchange, delay=0))
             mixers[-1].extend([Row(start(2, 40)[place] * 10**place)])
         ended = threading.Event()
-        workers[0].expects = lambda *_: not ended.is_set()
+        workers[0].lobby_client.state.expects = lambda *_: not ended.is_set()
         workers[1].mesh.send = partial(_so_many, workers[1].mesh.send, kept, ended)
         thread = threading.Thread(target=mixers[1].step, daemon=True)
         thread.start()

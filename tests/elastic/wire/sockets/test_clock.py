@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from lightning_decentral.elastic.plan.messages import Word
+from lightning_decentral.elastic.plan.messages import LobbyUpdate
 from lightning_decentral.elastic.plan.view import Times, View
-from lightning_decentral.elastic.wire.membership import Membership
+from lightning_decentral.elastic.wire.lobby_client import LobbyClient
 from lightning_decentral.elastic.wire.sockets import clock
 
 
@@ -19,13 +19,13 @@ def test_it_is_the_one_that_goes_on() -> None:
 
 def test_a_suspended_member_doubts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The monotonic clock stood still: for it no time has passed since the lobby's last word."""
-    member = Membership("a", "a:1", "127.0.0.1:1", lambda donor, place: None, lambda to, beat: None, Times(10.0))
+    member = LobbyClient("a", "a:1", "127.0.0.1:1", lambda donor, place: None, lambda to, beat: None, Times(10.0))
     view = View(1, ("a", "b"), 0, ("a", "b"), "a", 2)
-    told = Word(1, view, 1, (), {}, 0, None, False, False, False, "", 2, 10.0)
+    update = LobbyUpdate(1, view, 1, (), {}, 0, None, False, False, False, "", 2, 10.0)
     member.step(lambda state, now: state.ticked(now))
-    member.step(lambda state, now: state.told(told, now))
+    member.step(lambda state, now: state.notified(update, now))
     member.sure(0.0)
     before = clock.now
     monkeypatch.setattr(clock, "now", lambda: before() + 3600)
-    with pytest.raises(TimeoutError, match="neither the lobby nor enough members are heard"):
+    with pytest.raises(TimeoutError, match="neither the lobby nor enough members are reached"):
         member.sure(0.0)

@@ -6,8 +6,16 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_decentral.elastic.compute.alike import Unlike, named, of_alike
-from lightning_decentral.elastic.compute.gathered import first_of, means_of, of_each, reduced, stacked
+from lightning_decentral.elastic.compute.gathered import (
+    Unlike,
+    first_of,
+    means_of,
+    named,
+    of_alike,
+    of_each,
+    reduced,
+    stacked,
+)
 
 ONE = torch.ones(1)
 

@@ -10,8 +10,8 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 
-from lightning_decentral.elastic import logs
-from lightning_decentral.elastic.logs import began, go_on, take_over
+from lightning_decentral.elastic import process as logs
+from lightning_decentral.elastic.process import began, go_on, take_over
 
 
 def trainer(*loggers: Logger) -> Any:

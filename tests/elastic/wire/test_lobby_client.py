@@ -4,15 +4,15 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import count
 
 import pytest
 
-from lightning_decentral.elastic.plan.messages import Beat, Word, plain, word
+from lightning_decentral.elastic.plan.messages import Heartbeat, LobbyUpdate, read_update
 from lightning_decentral.elastic.plan.view import Bounds, Times, View
 from lightning_decentral.elastic.wire.endpoint import Endpoint
-from lightning_decentral.elastic.wire.membership import Membership
+from lightning_decentral.elastic.wire.lobby_client import LobbyClient
 from lightning_decentral.elastic.wire.sockets.frames import Refused, connected, frame, receive, refusal
 from lightning_decentral.elastic.wire.starter import OwnLobby
 from lightning_decentral.shared.wire.meeting.rendezvous import TOKEN
@@ -26,18 +26,18 @@ class Crew:
     """Members that heal at once and ask each other by a call."""
 
     def __init__(self, lobby: LobbyProcess) -> None:
-        self.lobby, self.all = lobby, dict[str, Membership]()
+        self.lobby, self.all = lobby, dict[str, LobbyClient]()
 
-    def start(self, name: str) -> Membership:
+    def start(self, name: str) -> LobbyClient:
         def fetch(donor: str, place: str) -> None:
             giver = self.all[donor].state
             assert giver.serves
             member.step(lambda state, now: state.fetched(donor, giver.mine.origin, giver.mine.round, now))
 
-        def ask(to: str, beat: Beat) -> None:
+        def ask(to: str, beat: Heartbeat) -> None:
             self.all[to].step(lambda state, now: state.met(beat, now))
 
-        member = self.all[name] = Membership(name, f"{name}:1", self.lobby.place, fetch, ask, Times(DEAD))
+        member = self.all[name] = LobbyClient(name, f"{name}:1", self.lobby.place, fetch, ask, Times(DEAD))
         member.start()
         return member
 
@@ -55,7 +55,7 @@ def until(holds: Callable[[], bool], seconds: float = SECONDS) -> None:
         time.sleep(0.01)
 
 
-def together(members: list[Membership]) -> Callable[[], bool]:
+def together(members: list[LobbyClient]) -> Callable[[], bool]:
     names = {member.state.name for member in members}
     return lambda: all(m.state.mine.view is not None and set(m.state.mine.view.members) == names for m in members)
 
@@ -89,16 +89,18 @@ def test_members_come_and_go_while_the_lobby_dies(lobby: LobbyProcess) -> None:
 
 
 def test_who_slept_is_sure_of_nothing_until_the_lobby_has_answered() -> None:
-    """Its last word is older than a death: what it computed meanwhile, the others may have computed without it."""
-    member = Membership("a", "a:1", "127.0.0.1:1", lambda donor, place: None, lambda to, beat: None, Times(60.0))
+    """Its last update is older than a death: what it computed meanwhile, the others may have computed without it."""
+    member = LobbyClient("a", "a:1", "127.0.0.1:1", lambda donor, place: None, lambda to, beat: None, Times(60.0))
     view = View(1, ("a", "b"), 0, ("a", "b"), "a", 2)
-    told = Word(0, view, 1, (), {}, 0, None, False, False, False, "", 2, 60.0)
-    member.step(lambda state, now: replace(state, mine=replace(state.mine, origin="a"), asked={0: now}).told(told, now))
+    update = LobbyUpdate(0, view, 1, (), {}, 0, None, False, False, False, "", 2, 60.0)
+    member.step(
+        lambda state, now: replace(state, mine=replace(state.mine, origin="a"), asked={0: now}).notified(update, now)
+    )
     member.sure(0.0)
-    member.step(lambda state, now: (replace(state, told_at=now - 61), []))
-    with pytest.raises(TimeoutError, match="neither the lobby nor enough members are heard: 1 of 2"):
+    member.step(lambda state, now: (replace(state, acknowledged_at=now - 61), []))
+    with pytest.raises(TimeoutError, match="neither the lobby nor enough members are reached: 1 of 2"):
         member.sure(0.0)
-    member.step(lambda state, now: state.told(replace(told, out=True), now))
+    member.step(lambda state, now: state.notified(replace(update, out=True), now))
     with pytest.raises(TimeoutError, match="went on without this worker"):
         member.sure(SECONDS)
 
@@ -120,7 +122,7 @@ def test_garbage_and_silence_at_its_port_do_not_disturb_the_lobby(lobby: LobbyPr
 
 
 def test_without_a_lobby_a_round_says_why_it_does_not_begin() -> None:
-    member = Membership("a", "a:1", "127.0.0.1:1", lambda donor, place: None, lambda to, beat: None, Times(0.2))
+    member = LobbyClient("a", "a:1", "127.0.0.1:1", lambda donor, place: None, lambda to, beat: None, Times(0.2))
     member.start()
     with pytest.raises(TimeoutError, match="waiting for the next view"):
         member.begin(0.0, 0.3)
@@ -131,9 +133,9 @@ def test_the_lobby_sees_a_connection_end_long_before_its_worker_counts_as_dead()
     lobby = OwnLobby(Bounds(1, 2), Times(600.0), lambda line: None)
     view = View(1, ("a", "b"), 0, ("a", "b"), "a", 2)
 
-    def hears(connection: socket.socket, name: str, count: int, known: View | None) -> Word:
-        connection.sendall(frame(plain(Beat(name, count, f"{name}:1", known, origin="a" if known else ""))))
-        return word(receive(connection))
+    def hears(connection: socket.socket, name: str, count: int, known: View | None) -> LobbyUpdate:
+        connection.sendall(frame(asdict(Heartbeat(name, count, f"{name}:1", known, origin="a" if known else ""))))
+        return read_update(receive(connection))
 
     with connected(lobby.place, "lobby", SECONDS) as a, connected(lobby.place, "lobby", SECONDS) as x:
         with connected(lobby.place, "lobby", SECONDS) as b:
@@ -157,7 +159,7 @@ def test_what_is_no_lobby_is_said_at_once(answer: bytes) -> None:
     said: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as other:
         place = f"127.0.0.1:{other.getsockname()[1]}"
-        member = Membership(
+        member = LobbyClient(
             "a", "a:1", place, lambda donor, at: None, lambda to, beat: None, Times(DEAD), say=said.append
         )
         member.start()
@@ -173,14 +175,14 @@ def test_what_is_no_lobby_is_said_at_once(answer: bytes) -> None:
 
 def test_a_lobby_that_is_not_there_is_said_once() -> None:
     said: list[str] = []
-    member = Membership(
+    member = LobbyClient(
         "a", "a:1", "127.0.0.1:1", lambda donor, at: None, lambda to, beat: None, Times(0.2), say=said.append
     )
     member.start()
     until(lambda: member.state.mine.count > 3)
     member.close()
     assert said == [f"{member.trouble}; trying again"]
-    assert "127.0.0.1:1 isn't heard: " in member.trouble
+    assert "127.0.0.1:1 isn't reached: " in member.trouble
 
 
 def test_what_the_first_decided_in_set_up_is_given_to_all(lobby: LobbyProcess) -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lightning_decentral.elastic.compute.gathered import means_of, reduced
-from lightning_decentral.elastic.wire import assembly
-from lightning_decentral.elastic.wire.assembly import Assembly
+from lightning_decentral.elastic.wire import collective
+from lightning_decentral.elastic.wire.collective import Collective
 from lightning_decentral.elastic.wire.sockets.mesh import Mesh
 
 SECONDS = 20.0
@@ -22,7 +22,7 @@ class Company:
     def __init__(self, names: str) -> None:
         self.gone: set[str] = set()
         self.names = names
-        self.parts = {name: Assembly(name, self.place) for name in names}
+        self.parts = {name: Collective(name, self.place) for name in names}
         self.meshes = {
             name: Mesh("127.0.0.1", name, {"meet": part.serve}, threading.Condition())
             for name, part in self.parts.items()
@@ -85,18 +85,18 @@ def test_without_the_oldest_the_next_one_answers(company: Company) -> None:
 def test_who_lost_the_oldest_as_it_answered_has_what_the_others_have(
     company: Company, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    send, answered = assembly.send_value, list[str]()
+    send, answered = collective.send_value, list[str]()
 
-    def sends(connection: Any, words: dict[str, Any], value: Any) -> None:
-        if not words:  # an answer
+    def sends(connection: Any, header: dict[str, Any], value: Any) -> None:
+        if not header:  # an answer
             answered.append(value)
             if len(answered) == 2:
                 company.gone.add("a")
                 connection.close()
                 return
-        send(connection, words, value)
+        send(connection, header, value)
 
-    monkeypatch.setattr(assembly, "send_value", sends)
+    monkeypatch.setattr(collective, "send_value", sends)
     joined([company.meets(name, name, list) for name in "abc"])
     assert company.results == {name: ["a", "b", "c"] for name in "abc"}
     assert len(answered) >= 2  # by the oldest; a third by the next, unless that is the one who lost its answer
@@ -112,7 +112,7 @@ def test_who_comes_after_the_result_gets_it(company: Company) -> None:
 
 def test_who_is_asked_for_something_that_is_over_has_no_answer(company: Company) -> None:
     company.gone |= {"b", "c"}
-    for nth in range(assembly.KEPT + 2):
+    for nth in range(collective.KEPT + 2):
         joined([company.meets("a", nth, list, (1, nth))])
     company.gone = {"c"}
     joined([company.meets("b", "alone", list, (0, 0))])

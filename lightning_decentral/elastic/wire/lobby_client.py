@@ -1,4 +1,4 @@
-"""A worker's membership: a thread that beats, listens to the lobby, and lets rounds begin.
+"""The lobby's client: a worker's thread that sends heartbeats, takes the lobby's updates, and lets rounds begin.
 
 The connection to the lobby is one of its own: beats wait behind nothing.
 """
@@ -8,9 +8,10 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 
 from lightning_decentral.elastic.plan.member_state import Act, Fetch, MemberState, Return, Send
-from lightning_decentral.elastic.plan.messages import Beat, plain, word
+from lightning_decentral.elastic.plan.messages import Heartbeat, read_update
 from lightning_decentral.elastic.plan.view import Times, View
 from lightning_decentral.elastic.wire.sockets import clock
 from lightning_decentral.elastic.wire.sockets.door import Once, warned
@@ -20,7 +21,7 @@ READ_BYTES = 1 << 16
 Step = Callable[[MemberState, float], tuple[MemberState, list[Act]]]
 
 
-class Membership:
+class LobbyClient:
     """Runs a `MemberState` on the clock and a connection to the lobby.
 
     Args:
@@ -43,7 +44,7 @@ class Membership:
         place: str,
         lobby: str,
         fetch: Callable[[str, str], None],
-        ask: Callable[[str, Beat], None],
+        ask: Callable[[str, Heartbeat], None],
         times: Times | None = None,
         changed: threading.Condition | None = None,
         say: Callable[[str], None] = warned,
@@ -51,7 +52,7 @@ class Membership:
         self.refused = self.trouble = ""
         self._say = Once(say)
         self.changed = changed or threading.Condition()
-        self._state = MemberState(Beat(name, 0, place), times or Times())
+        self._state = MemberState(Heartbeat(name, 0, place), times or Times())
         self.lobby, self._fetch, self._ask = lobby, fetch, ask
         self._connection: socket.socket | None = None
         self._frames = Frames()
@@ -68,7 +69,7 @@ class Membership:
     def step(self, step: Step) -> None:
         """The next state is what `step` makes of this one and the time; what follows from it is done."""
         with self.changed:
-            self._state, acts = step(self._state, clock.now())
+            self._state, acts = step(self._state, clock.now())  # pure: no lock is held while anything is sent
             self.changed.notify_all()
         for act in acts:
             self._do(act)
@@ -88,10 +89,10 @@ class Membership:
         with self.changed:
             while True:
                 now, state = clock.now(), self._state
-                round = max(state.mine.round, at_least)
+                round = max(state.mine.round, at_least)  # late workers of asynchronous rounds leave some out
                 view = state.view_of(round)
                 if view is not None and not state.waits(now):
-                    self._state = state.begins(round, pace)
+                    self._state = state.begins(round, pace)  # under the lock: no update comes between
                     return view, round
                 if now > end or state.out:
                     raise TimeoutError(state.waits(now))
@@ -127,13 +128,13 @@ class Membership:
         self._hang_up()
 
     def _end(self) -> None:
-        self._ended = True
+        self._ended = True  # the thread sees it within a quarter of a beat
         self._thread.join()
 
     def _run(self) -> None:
         while not self._ended:
             self.step(lambda state, now: state.ticked(now))
-            self._listen(self._state.times.beat / 4)
+            self._listen(self._state.times.beat / 4)  # often enough for beats that are due
 
     def _listen(self, seconds: float) -> None:
         if self._connection is None:
@@ -142,23 +143,23 @@ class Membership:
         try:
             self._connection.settimeout(seconds)
             more = self._connection.recv(READ_BYTES)
-            words = [word(found) for found in self._frames.feed(more)]
+            updates = [read_update(found) for found in self._frames.feed(more)]
         except TimeoutError:
             return
         except (OSError, ValueError) as error:
             self._is_amiss(error)
-            more, words = b"", []
-        if not more:
+            more, updates = b"", []
+        if not more:  # the lobby has ended, or closed the connection
             self._hang_up()
-        if words:
+        if updates:
             self.refused = self.trouble = ""
-        for said in words:
-            self.step(lambda state, now, said=said: state.told(said, now))  # type: ignore[misc]
+        for update in updates:
+            self.step(lambda state, now, update=update: state.notified(update, now))  # type: ignore[misc]
 
     def _do(self, act: Act) -> None:
         match act:
             case Send("", beat):
-                self._tell(beat)
+                self._send(beat)
             case Send(to, beat):
                 self._ask(to, beat)
             case Fetch(donor, place):
@@ -166,13 +167,13 @@ class Membership:
             case Return(_):
                 pass  # the one that begins a round gets it
 
-    def _tell(self, beat: Beat) -> None:
+    def _send(self, beat: Heartbeat) -> None:
         try:
             if self._connection is None:
-                self._frames = Frames()
+                self._frames = Frames()  # half a frame of the connection before is nothing
                 self._connection = connected(self.lobby, "lobby", self._state.times.beat)
             self._connection.settimeout(self._state.times.beat)
-            self._connection.sendall(frame(plain(beat)))
+            self._connection.sendall(frame(asdict(beat)))
         except OSError as error:
             self._is_amiss(error)
             self._hang_up()
@@ -180,7 +181,7 @@ class Membership:
     def _is_amiss(self, error: Exception) -> None:
         """No answer, or another one than a lobby's: those that wait are notified."""
         with self.changed:
-            self.trouble = f"the lobby at {self.lobby} isn't heard: {error}"
+            self.trouble = f"the lobby at {self.lobby} isn't reached: {error}"
             if type(error) is Refused:
                 self.refused = f"the lobby at {self.lobby} refuses this worker: {error}"
             elif isinstance(error, ValueError):

@@ -30,7 +30,7 @@ KEPT_SECONDS = 0.05
 LEAVE_SECONDS = 10.0
 
 
-class Assembly:
+class Collective:
     """One member's part.
 
     Args:
@@ -44,7 +44,7 @@ class Assembly:
         self._changed = threading.Condition()
         self._given: dict[Key, dict[str, Any]] = {}
         self._results: dict[Key, Any] = {}
-        self._now: Key = (-1, 0)
+        self._now: Key = (-1, 0)  # what this member meets for; what was before is over for it
         self._kept: tuple[int, Any] = (0, None)
         self._serving = 0
         self._closed = False
@@ -66,13 +66,13 @@ class Assembly:
             seconds: until the result is made without those that haven't come.
         """
         self.begins(key)
-        end, failed = time.monotonic() + seconds, set[str]()
+        end, failed = time.monotonic() + seconds, set[str]()  # who has failed once isn't asked again
         while (first := next((n for n in members() if n not in failed), self.name)) != self.name:
             try:
                 result = self._ask(first, key, value, lambda first=first: first in members(), end + seconds)  # type: ignore[misc]
                 break
             except (OSError, ValueError, KeyError, TypeError):
-                failed.add(first)
+                failed.add(first)  # the next oldest has the result, or makes one
         else:
             result = self._preside(key, value, made, lambda: [n for n in members() if n not in failed], end)
         self._publish(key, result)
@@ -116,29 +116,24 @@ class Assembly:
     def _preside(
         self, key: Key, value: Any, made: Callable[[Sequence[Any]], Any], members: Callable[[], list[str]], end: float
     ) -> Any:
-        over, given = set[str](), self._giving(key, value)
+        over = set[str]()
+        with self._changed:
+            given = self._given.setdefault(key, {})
+            given[self.name] = value
         while missing := [name for name in members() if name not in given and name not in over]:
-            if not self._waited(lambda: all(name in given for name in missing)):
+            with self._changed:
+                complete = self._changed.wait_for(lambda: all(name in given for name in missing), ASK_SECONDS)
+            if not complete:
                 # An older member may have given it the result, and have ended before all had it.
                 for name in missing:
                     found, result, passed = self._found(name, {"key": list(key), "asks": True})
                     if found:
                         return result
-                    over |= {name} if passed else set()
+                    over |= {name} if passed else set()  # it is in a later round: it gives nothing any more
             if time.monotonic() > end:
                 break
-        oldest = [name for name in members() if name in given]
+        oldest = [name for name in members() if name in given]  # in the order of ages; then who left after it gave
         return made([given[name] for name in (*oldest, *sorted(set(given) - set(oldest)))])
-
-    def _giving(self, key: Key, value: Any) -> dict[str, Any]:
-        with self._changed:
-            given = self._given.setdefault(key, {})
-            given[self.name] = value
-            return given
-
-    def _waited(self, holds: Callable[[], bool]) -> bool:
-        with self._changed:
-            return self._changed.wait_for(holds, ASK_SECONDS)
 
     def _found(self, name: str, question: dict[str, Any]) -> tuple[bool, Any, bool]:
         """Ask a member: (whether it has what is asked for, that, whether it is beyond it)."""
@@ -147,14 +142,14 @@ class Assembly:
             connected(self._place(name), "meet", 5.0) as connection,
         ):
             send_value(connection, {"from": self.name, **question}, None)
-            words, result = receive_value(connection)
-            return bool(words["found"]), result, bool(words["over"])
+            header, result = receive_value(connection)
+            return bool(header["found"]), result, bool(header["over"])
         return False, None, False
 
     def _publish(self, key: Key, result: Any) -> None:
         with self._changed:
             self._results[key] = result
-            self._results = dict(sorted(self._results.items())[-KEPT:])
+            self._results = dict(sorted(self._results.items())[-KEPT:])  # who lost the oldest may still ask
             self._given = {other: given for other, given in self._given.items() if other > key}
             self._changed.notify_all()
 
@@ -166,46 +161,45 @@ class Assembly:
             while not _readable(connection):
                 if not there() or time.monotonic() > end:
                     raise ConnectionResetError(f"{first} has ended")
-            connection.settimeout(None)
+            connection.settimeout(None)  # a large result may take long, and the oldest is there
             return receive_value(connection)[1]
 
     def serve(self, connection: socket.socket) -> None:
         """Take what a member gives, and answer it when there is a result; by nothing where there will be none."""
-        words = receive(connection)
-        connection.settimeout(UNREAD_SECONDS)
-        words, value = received(connection, words)
-        if "kept" in words:
+        header = receive(connection)
+        connection.settimeout(UNREAD_SECONDS)  # the value may be large
+        header, value = received(connection, header)
+        if "kept" in header:
             number, kept = self._kept
-            found = number == words["kept"]
+            found = number == header["kept"]
             send_value(connection, {"found": found, "over": False}, kept if found else None)
             return
-        round, nth = words["key"]
+        round, nth = header["key"]
         key = int(round), int(nth)
-        if words.get("asks"):
+        if header.get("asks"):
             send_value(connection, {"found": key in self._results, "over": self._now > key}, self._results.get(key))
             return
         with self._changed:
-            self._serving += 1
-            self._given.setdefault(key, {})[str(words["from"])] = value
+            self._serving += 1  # `close` waits for those to whom a result is promised
+            self._given.setdefault(key, {})[str(header["from"])] = value
             self._changed.notify_all()
         try:
-            if self._awaited(key):
-                send_value(connection, {}, self._results[key])
+            with self._changed:
+                # Notified by `begins`, `_publish` and `close`.
+                while key not in self._results and self._now <= key and not self._closed:
+                    self._changed.wait(1.0)
+                made, result = key in self._results, self._results.get(key)
+            if made:
+                send_value(connection, {}, result)
         finally:
             with self._changed:
                 self._serving -= 1
                 self._changed.notify_all()
 
-    def _awaited(self, key: Key) -> bool:
-        with self._changed:
-            while key not in self._results and self._now <= key and not self._closed:
-                self._changed.wait(1.0)
-            return key in self._results
-
 
 def _readable(connection: socket.socket) -> bool:
     with suppress(TimeoutError):
-        if not connection.recv(1, socket.MSG_PEEK):
+        if not connection.recv(1, socket.MSG_PEEK):  # what comes stays to be read
             raise ConnectionResetError("the connection has ended")
         return True
     return False

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_decentral.elastic.wire import healing
-from lightning_decentral.elastic.wire.healing import Donor, fetched
+from lightning_decentral.elastic.wire import state_transfer
 from lightning_decentral.elastic.wire.sockets import values
 from lightning_decentral.elastic.wire.sockets.frames import LARGEST_BYTES
 from lightning_decentral.elastic.wire.sockets.mesh import Mesh
+from lightning_decentral.elastic.wire.state_transfer import Donor, fetched
 from lightning_decentral.shared.compute.worker_state import digest
 from lightning_decentral.shared.wire.plain import pack
 
@@ -80,7 +80,7 @@ def test_a_model_of_many_tensors_is_given_whatever_a_frame_may_hold() -> None:
 
 
 def test_a_donor_that_prepares_for_long_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(healing, "ALIVE_SECONDS", 0.05)
+    monkeypatch.setattr(state_transfer, "ALIVE_SECONDS", 0.05)
     donor = Donor(lambda: ("a", 12))
 
     def slowly() -> Any:
