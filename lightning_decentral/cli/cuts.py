@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 from rich.console import Console
 from rich.table import Table
 
-from lightning_decentral.cli.answers import answer
+from lightning_decentral.cli.console import answer
 from lightning_decentral.partial.compute.search import CutPlan, search
 from lightning_decentral.partial.dry_run import refuse_unserved, run_of
 from lightning_decentral.partial.plan.cost import compute_fraction, memory_fraction
@@ -100,5 +100,5 @@ def run(options: argparse.Namespace) -> None:
 
 
 def add(command: argparse.ArgumentParser) -> None:
-    command.add_argument("overrides", nargs="*", help="words of recipes/train.py: recipe=vit strategy.cuts=3")
+    command.add_argument("overrides", nargs="*", help="overrides of recipes/train.py: recipe=vit strategy.cuts=3")
     command.set_defaults(run=run)

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 from rich.table import Table
 
-from lightning_decentral.cli.answers import answer
+from lightning_decentral.cli.console import answer
 from lightning_decentral.shared.plan.timeline import chrome_trace, write_chrome_trace
 from lightning_decentral.sweep import gantt
 from lightning_decentral.sweep.plan import gangs as jig
@@ -82,9 +82,8 @@ def refuse(options: argparse.Namespace) -> None:
             "their own: name one policy"
         )
     given = {"--run": options.rehearse, "--trace": options.trace, "--memory-bytes": options.memory_bytes}
-    for word, value in given.items():
-        if value:
-            raise ValueError(f"{word} is for jobs of one device at a time: leave it out with --policy {options.policy}")
+    if wrong := [option for option, value in given.items() if value]:
+        raise ValueError(f"{wrong[0]} is for jobs of one device at a time: leave it out with --policy {options.policy}")
     if options.jobs is None:
         raise ValueError(f"give a file of jobs: lightning-decentral schedule jobs.yaml --policy {options.policy}")
 

@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_decentral.cli import gang_schedule
-from lightning_decentral.cli.answers import answer, say
-from lightning_decentral.cli.options import refuse_below, whole
+from lightning_decentral.cli.console import answer, refuse_below, say, whole
 from lightning_decentral.planner import show as units
 from lightning_decentral.shared.plan.profile import Profile, read
 from lightning_decentral.shared.plan.timeline import chrome_trace
@@ -174,9 +173,9 @@ def jobs_of(options: argparse.Namespace) -> tuple[Jobs, list[str]]:
     return Jobs(tuple(found)), remarks
 
 
-def profiles_of(words: Sequence[str]) -> dict[str, Profile]:
+def profiles_of(given: Sequence[str]) -> dict[str, Profile]:
     """{model: profile} of MODEL=FILE; "" is that of all others."""
-    pairs = [word.rpartition("=") for word in words]
+    pairs = [one.rpartition("=") for one in given]
     return {model: read(path) for model, _, path in pairs}
 
 
@@ -222,13 +221,13 @@ def off(simulated: float, real: float) -> float:
     return (real - simulated) / simulated if simulated else 0.0
 
 
-def verdict(jobs: Sequence[Queue], found: Mapping[str, Spans], said: str) -> str:
+def verdict(jobs: Sequence[Queue], found: Mapping[str, Spans], counted: str) -> str:
     """Sentence about how far the simulation was from what happened, and what did happen."""
     simulated, real = (makespan_seconds(jobs, found[name]) for name in ("simulated", "real"))
     held = "within" if abs(off(simulated, real)) <= AIM else "NOT within"
     return (
         f"makespan {simulated:.4g} s simulated, {real:.4g} s for real "
-        f"({100 * off(simulated, real):+.1f} %, {held} {100 * AIM:.0f} %): {said}"
+        f"({100 * off(simulated, real):+.1f} %, {held} {100 * AIM:.0f} %): {counted}"
     )
 
 

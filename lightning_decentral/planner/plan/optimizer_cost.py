@@ -50,15 +50,15 @@ def trained_with(model: Model, optimizer: str) -> Model:
     Raises:
         ValueError: the profile can't tell: it is not of this optimizer, nor is it Muon's cost over Adam's.
     """
-    words = (*(word for word in model.words if not re.match(r"[+~]*optimizer\b", word)), f"optimizer={optimizer}")
+    others = (one for one in model.words if not re.match(r"[+~]*optimizer\b", one))
     if optimizer == model.optimizer:
         return model
     if optimizer != MUON or model.optimizer not in ALIKE or not model.products_per_second:
         raise ValueError(
-            f"this profile, of {model.optimizer or 'an unnamed optimizer'}, doesn't tell what {optimizer} costs: "
+            f"this profile, of {model.optimizer or 'an unnamed optimizer'}, doesn't show what {optimizer} costs: "
             f"profile again with optimizer={optimizer}"
         )
-    return replace(_muon(model), words=words)
+    return replace(_muon(model), words=(*others, f"optimizer={optimizer}"))
 
 
 def _muon(model: Model) -> Model:

@@ -112,17 +112,17 @@ def _constant(points: Sequence[Point]) -> float:
     return len(points) / sum(1 / seconds for _, seconds in points)
 
 
-WORDS = "start with the same words on every host"
+SAME = "start with the same options on every host"
 SHARED = {
     "per_node": ("workers of a node", "start equally many on each node"),
     "device": (
         "devices",
         "give each worker a GPU of its own on every host, or set CUDA_VISIBLE_DEVICES= on every host",
     ),
-    "sizes": ("--sizes", WORDS),
-    "repeats": ("--repeats", WORDS),
-    "longest_seconds": ("--longest-seconds", WORDS),
-    "hosts": ("--hosts given", WORDS),
+    "sizes": ("--sizes", SAME),
+    "repeats": ("--repeats", SAME),
+    "longest_seconds": ("--longest-seconds", SAME),
+    "hosts": ("--hosts given", SAME),
 }
 """Field -> (its name for the user, the remedy)."""
 
