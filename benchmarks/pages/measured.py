@@ -1,4 +1,4 @@
-"""The tables of docs/measured.md, and of elastic.md and how-it-works.md, from the results; tests hold them to these.
+"""The tables of docs/measured.md, of elastic.md and of benchmarks/notes.md, from the results; tests hold them to these.
 
     python benchmarks/pages.py measured           # prints them
     python benchmarks/pages.py measured --write   # puts them into the page
@@ -256,7 +256,7 @@ TABLES = (
     quality, overhead, memory, slow_network, stragglers, forecasts, seconds_to_a_target, unequal_data, pipeline,
     partial, sweeps, faults, elastic,
 )  # fmt: skip
-ELASTIC, DEVICE = (beside, changing, aged), (device,)
+ELASTIC, NOTES = (beside,), (changing, aged, device)
 
 
 def written(page: str, tables: Sequence[Callable[[], str]]) -> str:
@@ -271,7 +271,7 @@ def written(page: str, tables: Sequence[Callable[[], str]]) -> str:
 
 
 DOCS = ROOT / "docs"
-PAGES = {DOCS / "measured.md": TABLES, DOCS / "elastic.md": ELASTIC, DOCS / "how-it-works.md": DEVICE}
+PAGES = {DOCS / "measured.md": TABLES, DOCS / "elastic.md": ELASTIC, ROOT / "benchmarks" / "notes.md": NOTES}
 
 
 def main() -> None:

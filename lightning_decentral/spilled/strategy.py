@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_decentral.shared.checkpoint.reading import refuse_other_number
 from lightning_decentral.shared.compute import cuda
-from lightning_decentral.shared.compute.layout.model import refuse_lazy
+from lightning_decentral.shared.compute.layout import refuse_lazy
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.refusals import named
 from lightning_decentral.spilled.compute.engine import Engine

@@ -29,7 +29,7 @@ from lightning_decentral.planner.forecasts import (
     method_of,
     strategy_of,
 )
-from lightning_decentral.shared.compute.codec.difference import DifferenceCompression
+from lightning_decentral.shared.compute.codec.deterministic import DifferenceCompression
 from lightning_decentral.shared.plan.forecast import Cluster, Setting, even
 from lightning_decentral.shared.plan.profile import BlockCost, Model
 from lightning_decentral.shared.wire.compressed_mean import mean_by

@@ -29,7 +29,7 @@ from lightning_decentral.planner.rehearsal.loop import LoopSettings
 from lightning_decentral.planner.rehearsal.members.member import Member, MemberPlace
 from lightning_decentral.planner.rehearsal.turns import Abreast, OwnTurn, Quota, Way, WorkersBarrier
 from lightning_decentral.planner.rehearsal.worker import RehearsedWorker
-from lightning_decentral.shared.compute.layout.model import described, refuse_shared
+from lightning_decentral.shared.compute.layout import described, refuse_shared
 from lightning_decentral.shared.wire.in_process import Mailboxes, in_process_broadcast, in_process_wire
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from lightning_decentral.compressed.strategy import AveragedSteps
 from lightning_decentral.planner.rehearsal.members.member import MemberPlace, ReplicaMember
 from lightning_decentral.planner.rehearsal.turns import CPU
+from lightning_decentral.shared.compute.buckets import bucket_bytes_of
 from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.codec.quantize import Plain
-from lightning_decentral.shared.compute.layout.packing import bucket_bytes_of
+from lightning_decentral.shared.compute.codec.deterministic import Plain
 from lightning_decentral.shared.nonfinite import Unchecked
 from lightning_decentral.shared.wire.agreement import start_from_worker_0
 from lightning_decentral.shared.wire.averaging.equal_replicas import of_all

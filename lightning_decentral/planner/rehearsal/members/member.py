@@ -15,7 +15,7 @@ from lightning.pytorch import LightningModule
 from lightning_decentral.planner.rehearsal.turns import CPU
 from lightning_decentral.shared.nonfinite import Unchecked
 from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas
-from lightning_decentral.shared.wire.meeting.layouts import unasked
+from lightning_decentral.shared.wire.meeting.comparison import unasked
 from lightning_decentral.shared.wire.transport import Wire
 
 

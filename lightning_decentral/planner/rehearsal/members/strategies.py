@@ -30,7 +30,7 @@ from lightning_decentral.partial.wire.depth_controller import CutSteps, DepthCon
 from lightning_decentral.partial.wire.reducer import Rank
 from lightning_decentral.planner.rehearsal.members.averaging import AveragingMember, DDPMember
 from lightning_decentral.planner.rehearsal.members.member import Member, MemberPlace, ReplicaMember
-from lightning_decentral.shared.compute.layout.model import ModelLayout
+from lightning_decentral.shared.compute.layout import ModelLayout
 from lightning_decentral.shared.nonfinite import BeforeUpdate, GradientCheck
 
 SERVED = {"find_unused_parameters", "gradient_as_bucket_view", "bucket_cap_mb", "static_graph"}
