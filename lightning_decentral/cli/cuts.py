@@ -60,18 +60,12 @@ class CutsAnswer:
 
 def depths(plan: CutPlan) -> list[Depth]:
     """The full one first."""
-    starts = ["the inputs", *plan.boundaries]
-    sizes = [cost.parameter_bytes for cost in plan.costs]
-    return [
-        Depth(
-            depth,
-            starts[-depth],
-            compute_fraction(plan.costs, depth),
-            memory_fraction(plan.costs, depth),
-            sum(sizes[-depth:]) / sum(sizes),
-        )
-        for depth in range(plan.segments, 0, -1)
-    ]
+    starts, sizes = ["the inputs", *plan.boundaries], [cost.parameter_bytes for cost in plan.costs]
+    found = []
+    for depth in range(plan.segments, 0, -1):
+        fractions = compute_fraction(plan.costs, depth), memory_fraction(plan.costs, depth)
+        found.append(Depth(depth, starts[-depth], *fractions, sum(sizes[-depth:]) / sum(sizes)))
+    return found
 
 
 def depths_table(rows: Sequence[Depth]) -> Table:

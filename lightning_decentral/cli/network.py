@@ -20,7 +20,7 @@ from lightning_decentral.cli.console import Parser, answer, number, refuse_unwri
 from lightning_decentral.planner.network import SIZES, NetworkMeter
 from lightning_decentral.planner.plan import host_links as files
 from lightning_decentral.planner.plan.host_links import HostLinks
-from lightning_decentral.planner.plan.probes import Probe, Start, probes, refuse_differences, refuse_mistakes
+from lightning_decentral.planner.plan.probes import Probe, Start, probes, refuse_starts
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.compute.hardware import device_name
 from lightning_decentral.shared.plan.profile import LinkCost, read, write
@@ -125,8 +125,7 @@ def run(options: argparse.Namespace) -> None:
         # One that can't start reports it before the devices' groups are made: the others would wait for it there.
         asked = (tuple(options.sizes), options.repeats, options.longest_seconds, bool(options.hosts))
         starts = gather_world(Start(platform.node(), mistake(options, rank), per_node, device.type, *asked))
-        refuse_mistakes(starts)
-        refuse_differences(starts)
+        refuse_starts(starts)
         plan = probes(size, per_node)
         wire = connect(device, timeout, "nccl" if device.type == "cuda" else "gloo")
         if rank != 0:

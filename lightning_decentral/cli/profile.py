@@ -51,8 +51,7 @@ class StepProfile(Callback):
     Attributes:
         blocks: from the inputs to the loss.
         batch: samples of the first batch.
-        state_bytes: of the optimizers after the last step.
-        states: of them, by name, as in `Model`.
+        state_bytes, states: of the optimizers after the last step; by name, as in `Model`.
         products_per_second: as in `Model`.
         processors: that whole steps took, without their data.
     """
@@ -211,10 +210,8 @@ def mixing(model: Model) -> str:
         f"{codec.removesuffix('()')} {1e3 * of_round:.3f} ms ({100 * of_round / model.seconds:.2g} %)"
         for codec, of_round in seconds.items()
     )
-    return (
-        "a round of gossip with one neighbour, without the network, and its part of a step: "
-        f"{each or 'not measured on this device'}"
-    )
+    what = "a round of gossip with one neighbour, without the network, and its part of a step"
+    return f"{what}: {each or 'not measured on this device'}"
 
 
 def run(options: argparse.Namespace) -> None:

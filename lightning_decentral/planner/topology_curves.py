@@ -57,9 +57,8 @@ def curves(topology: Topology, size: int) -> Curves:
 
 def received(topology: Topology, size: int, step: int) -> str:
     """Graph of a step, as text: "0-1 2-3" where both receive from each other, "1>2" where 2 receives from 1."""
-    edges = {
-        (source, rank) for rank, sources in enumerate(step_graph(topology, size, step).sources) for source in sources
-    }
+    rows = enumerate(step_graph(topology, size, step).sources)
+    edges = {(source, rank) for rank, sources in rows for source in sources}
     mutual = sorted({(min(e), max(e)) for e in edges if e[::-1] in edges})
     directed = sorted(e for e in edges if e[::-1] not in edges)
     return " ".join([*(f"{a}-{b}" for a, b in mutual), *(f"{a}>{b}" for a, b in directed)]) or "silent"

@@ -126,8 +126,7 @@ class Clock:
 
     def counted(self, expected: float, call: Callable[[], Result]) -> Result:
         """Return what the call returns; its seconds correct what is expected of others."""
-        begun = monotonic()
-        found = call()
+        begun, found = monotonic(), call()
         self._expected, self._taken = self._expected + expected, self._taken + monotonic() - begun
         return found
 

@@ -70,9 +70,9 @@ class Engine:
         self._module, self._budget_bytes, self._announce = module, budget_bytes, announce
         self._wished = blocks, resident
         self._spilling: list[Spilling] = []
-        self._first: dict[str, Footprint] = {}
+        self._first: dict[str, Footprint] = {}  # of kinds of step that were measured once, and not yet timed
         self._kind = ""
-        self._log: Log | None = None
+        self._log: Log | None = None  # while a step is measured
         self._arrange(places(module))
 
     def _renew(self) -> None:
@@ -110,7 +110,7 @@ class Engine:
             self._renew()
             module = block.module  # another block now, or none any more
             again = module._compiled_call_impl
-            return (within if again is call else again or module._call_impl)(*args, **kwargs)
+            return (within if again is call else again or module._call_impl)(*args, **kwargs)  # outside of a step
 
         return call
 
@@ -264,7 +264,7 @@ class Standing:
 def _hollow(parameter: Tensor, place: torch.device) -> Tensor:
     """Scalar NaN (0 for integers) of a parameter's type and place, to be expanded: a wrong use of it shows."""
     numbers = parameter.is_floating_point() or parameter.is_complex()
-    return torch.full((), float("nan") if numbers else 0, dtype=parameter.dtype, device=place)
+    return torch.full((), float("nan") if numbers else 0, dtype=parameter.dtype, device=place)  # (): a few bytes
 
 
 class Resident(torch.autograd.Function):

@@ -38,7 +38,7 @@ def graph_dropped(block: str, leaves: Iterable[Tensor]) -> Iterator[None]:
 
     for leaf in leaves:
         if leaf.requires_grad:
-            leaf.register_hook(refuse)
+            leaf.register_hook(refuse)  # also where nothing was saved on the way to it
     with torch.enable_grad(), saved_tensors_hooks(lambda tensor: None, refuse):
         yield
 
@@ -46,7 +46,7 @@ def graph_dropped(block: str, leaves: Iterable[Tensor]) -> Iterator[None]:
 def without_graph(tensor: Tensor, inputs: Sequence[Tensor]) -> Tensor:
     """A result of the block. Views can't lose their graph in place."""
     if any(tensor is given for given in inputs):
-        return tensor
+        return tensor  # autograd sees it as an input that is returned
     return tensor.detach() if tensor._is_view() else tensor.detach_()
 
 
@@ -83,9 +83,10 @@ class Moment:
     def __init__(self, module: nn.Module, device: OffloadDevice) -> None:
         self._module, self._device = module, device
         self._random = device.random_state()
-        self._default = torch.get_default_dtype()
+        self._default = torch.get_default_dtype()  # modules may make tensors of no given type
         self._autocast, self._remembered = Autocast(device.place), Remembered(module)
         held = [(part, name, _at(part, name)) for part, name in _slots(module)]
+        # (module, name, the buffer, its values): kept until `seal` finds which ones the call changed.
         self._buffers = [(part, name, b, b.clone()) for part, name, b in held if b is not None]
 
     def seal(self) -> None:

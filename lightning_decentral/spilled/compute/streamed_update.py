@@ -55,14 +55,14 @@ class StreamedUpdate:
             yield
         finally:
             del vars(optimizer)["step"]
-            vars(optimizer).update({} if own is None else {"step": own})
+            vars(optimizer).update({} if own is None else {"step": own})  # a scheduler's goes on counting
 
     def _update(self, optimizer: Optimizer, plain: Step, named: Mapping[str, Tensor]) -> None:
         if self._optimizer is not optimizer:
             self._optimizer, self._needs = optimizer, {}
         every = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
         given = [p for p in every if p.grad is not None]
-        self._needs = {p: need for p, need in self._needs.items() if p in every}
+        self._needs = {p: need for p, need in self._needs.items() if p in every}  # groups may have lost some
         room = self._budget_bytes - self._device.present_bytes()
         for parameter in given:
             least = 2 * parameter.numel() * parameter.element_size()
@@ -140,7 +140,7 @@ class Trip:
         assert parameter.grad is not None
         on_device = bool(group.get("capturable") or group.get("fused"))
         self._device, self._parameter, self._state = device, parameter, state
-        self._host, self._gradient = parameter.data, parameter.grad
+        self._host, self._gradient = parameter.data, parameter.grad  # of one shape, on the host
         tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         # A counter stays on the host, unless the optimizer wants it where the parameter is.
         self._left = {key: value for key, value in tensors.items() if value.dim() or on_device}
@@ -148,7 +148,7 @@ class Trip:
 
     def go(self) -> None:
         hosts = [self._host, self._gradient, *self._left.values()]
-        there, gradient, *states = self._device.fetch(hosts).ready()
+        there, gradient, *states = self._device.fetch(hosts).ready()  # in one call, behind one event
         self._parameter.data = there
         self._parameter.grad = gradient
         self._state.update(zip(self._left, states, strict=True))

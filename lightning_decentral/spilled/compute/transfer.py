@@ -41,7 +41,7 @@ class Leaving:
         """
         if self._event is not None:
             self._event.synchronize()
-        held, self._held = self._held, []
+        held, self._held = self._held, []  # from here on their memory may be used again
         if any(tensor._version != version for tensor, version in held):
             raise ValueError(
                 "the input of a block was changed in place behind it, before its copy had reached the host: "
@@ -132,7 +132,7 @@ class CpuTransfer(OffloadDevice):
 
     def fetch(self, hosts: Sequence[Tensor]) -> PendingCopies:
         copies = [host.detach().clone() for host in hosts]  # real ones: computing with the wrong is found
-        self.ledger.add(copies, DEVICE)
+        self.ledger.add(copies, DEVICE)  # as if it were one
         return PendingCopies(copies)
 
     def send(self, tensors: Sequence[Tensor], like: Sequence[Tensor] | None = None) -> Leaving:
@@ -164,7 +164,7 @@ class Cuda(OffloadDevice):
 
     def __init__(self, place: torch.device) -> None:
         self.place, self.ledger = place, Ledger()
-        self._in, self._out = cuda.Stream(place), cuda.Stream(place)
+        self._in, self._out = cuda.Stream(place), cuda.Stream(place)  # both ways at once over the bus
 
     def pinned(self, tensor: Tensor) -> Tensor:
         return cuda.pinned(tensor)
