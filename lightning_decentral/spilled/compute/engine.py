@@ -93,7 +93,11 @@ class Engine:
         self._loader = Loader(self.device, [block.parameters for block in self._spilling])
         self._standing = Standing(found, self._spilling, self.device.place)
         self._look()
-        self._refuse_large()
+        for large in (one for one in self._blocks() if one.parameter_bytes > self._budget_bytes):
+            raise ValueError(
+                f"block {large.name} has {large.parameter_bytes} bytes of parameters alone, "
+                f"memory_bytes={self._budget_bytes}: give more memory_bytes, or smaller blocks (blocks=[names])"
+            )
         move_buffers(self._module, self.device.place)
         for place in found:
             place.held.data = self.device.pinned(place.held.data)  # optimizers go on holding the parameter
@@ -120,14 +124,6 @@ class Engine:
                 raise ValueError(
                     f"{name or type(module).__name__} is compiled, and compiled code doesn't see that its parameters "
                     "come and go: train the module without torch.compile"
-                )
-
-    def _refuse_large(self) -> None:
-        for block in self._blocks():
-            if block.parameter_bytes > self._budget_bytes:
-                raise ValueError(
-                    f"block {block.name} has {block.parameter_bytes} bytes of parameters alone, "
-                    f"memory_bytes={self._budget_bytes}: give more memory_bytes, or smaller blocks (blocks=[names])"
                 )
 
     def _release(self) -> None:

@@ -65,11 +65,7 @@ class GivenObjects:
     def __init__(self, arguments: tuple[Iterable[Any], dict[str, Any]], inputs: Sequence[Tensor]) -> None:
         self._held: list[_Held] = []
         self._tensors: list[tuple[Tensor, int, _Owner]] = []
-        args, kwargs = arguments
-        self._look(args, kwargs, {id(tensor) for tensor in inputs})
-        self.unreached = [owner.kind for tensor, _, owner in self._tensors if tensor.requires_grad]
-
-    def _look(self, args: Iterable[Any], kwargs: dict[str, Any], seen: set[int]) -> None:
+        (args, kwargs), seen = arguments, {id(tensor) for tensor in inputs}
         waiting = [(value, _Owner(value, isinstance(value, Cache))) for value in (*args, *kwargs.values())]
         while waiting:
             value, owner = waiting.pop()
@@ -86,6 +82,7 @@ class GivenObjects:
             self._held += [_Held(holder, _copy(holder), owner) for holder in holders]
             parts = [part for holder in holders for part in _parts(holder)]
             waiting += [(part, owner) for part in (*parts, *(value if isinstance(value, tuple) else ()))]
+        self.unreached = [owner.kind for tensor, _, owner in self._tensors if tensor.requires_grad]
 
     def put_back(self) -> tuple[list[Any], list[str]]:
         """(caches that were written to, and are as before now; types of what else was written to)."""

@@ -62,7 +62,8 @@ class StreamedUpdate:
             self._optimizer, self._needs = optimizer, {}
         every = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
         given = [p for p in every if p.grad is not None]
-        self._needs = {p: need for p, need in self._needs.items() if p in every}  # groups may have lost some
+        # Groups may have lost some, and others are of another shape now.
+        self._needs = {p: (shape, n) for p, (shape, n) in self._needs.items() if p in every and shape == p.shape}
         room = self._budget_bytes - self._device.present_bytes()
         for parameter in given:
             least = 2 * parameter.numel() * parameter.element_size()
@@ -71,7 +72,7 @@ class StreamedUpdate:
         if not self._needs:
             verify(optimizer, plain, given)
         for together in self._fitting(given, room):
-            if self._need(together[0]) is not None:
+            if together[0] in self._needs:
                 self._visit(optimizer, plain, together)
             else:
                 self._measure(optimizer, plain, together[0], named)
@@ -83,8 +84,7 @@ class StreamedUpdate:
         together, used = list[Tensor](), 0
         for parameter in given:
             # An unmeasured one takes all the room, so that it goes alone: its state may appear only with its update.
-            known = self._need(parameter)
-            need = room if known is None else known
+            need = self._needs.get(parameter, (None, room))[1]
             if together and used + need > room:
                 yield together
                 together, used = [], 0
@@ -92,10 +92,6 @@ class StreamedUpdate:
             used += need
         if together:
             yield together
-
-    def _need(self, parameter: Tensor) -> int | None:
-        shape, need = self._needs.get(parameter, (None, None))
-        return need if shape == parameter.shape else None
 
     def _measure(self, optimizer: Optimizer, plain: Step, parameter: Tensor, named: Mapping[str, Tensor]) -> None:
         before = self._device.present_bytes()

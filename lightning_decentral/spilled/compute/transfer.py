@@ -136,7 +136,12 @@ class CpuTransfer(OffloadDevice):
         return PendingCopies(copies)
 
     def send(self, tensors: Sequence[Tensor], like: Sequence[Tensor] | None = None) -> Leaving:
-        copies = [_copy_like(tensor, other) for tensor, other in zip(tensors, like or tensors, strict=True)]
+        copies = [
+            torch.empty_like(other, dtype=tensor.dtype, requires_grad=False).copy_(tensor.detach())
+            if tensor.layout is torch.strided
+            else tensor.detach().clone()
+            for tensor, other in zip(tensors, like or tensors, strict=True)
+        ]
         self.ledger.add(copies, HOST)
         return Leaving(copies, [])
 
@@ -182,13 +187,13 @@ class Cuda(OffloadDevice):
     def send(self, tensors: Sequence[Tensor], like: Sequence[Tensor] | None = None) -> Leaving:
         self._out.wait_stream(cuda.current_stream(self.place))  # behind what makes them
         with cuda.on(self._out), torch.no_grad():
-            copies = [self._sent(tensor, other) for tensor, other in zip(tensors, like or tensors, strict=True)]
+            copies = [
+                cuda.host_like(other, self.place, tensor.dtype).copy_(tensor, non_blocking=True)
+                if tensor.layout is torch.strided
+                else tensor.to("cpu")
+                for tensor, other in zip(tensors, like or tensors, strict=True)
+            ]
         return Leaving(copies, list(tensors), self._out.record_event())
-
-    def _sent(self, tensor: Tensor, like: Tensor) -> Tensor:
-        if tensor.layout is not torch.strided:
-            return tensor.to("cpu")
-        return cuda.host_like(like, self.place, tensor.dtype).copy_(tensor, non_blocking=True)
 
     def note(self, hosts: Sequence[Any], present: Sequence[Any]) -> None:
         """The allocator knows."""
@@ -216,9 +221,3 @@ class Cuda(OffloadDevice):
 
 def device_of(place: torch.device) -> OffloadDevice:
     return Cuda(place) if place.type == "cuda" else CpuTransfer()
-
-
-def _copy_like(tensor: Tensor, like: Tensor) -> Tensor:
-    if tensor.layout is not torch.strided:
-        return tensor.detach().clone()
-    return torch.empty_like(like, dtype=tensor.dtype, requires_grad=False).copy_(tensor.detach())
