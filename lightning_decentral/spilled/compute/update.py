@@ -1,4 +1,7 @@
-"""Optimizer update, on the host or streamed to the device: parameters, gradients and state live on the host."""
+"""Optimizer update, on the host or streamed to the device: parameters, gradients and state live on the host.
+
+Short: the names that a user chooses by; the work is `streamed_update`'s.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
