@@ -77,7 +77,7 @@ class GivenObjects:
                 continue
             attributes = getattr(value, "__dict__", None)
             if attributes is not None and not owner.is_cache and isinstance(value, Cache):
-                owner = _Owner(value, True)  # what a cache holds is its own, whoever holds the cache
+                owner = _Owner(value, True)  # what a cache holds is its own, also where others hold the cache
             holders = [holder for holder in (value, attributes) if isinstance(holder, (dict, list))]
             self._held += [_Held(holder, _copy(holder), owner) for holder in holders]
             parts = [part for holder in holders for part in _parts(holder)]
