@@ -182,4 +182,4 @@ def rehearsed(config: dict[str, int], device: str, steps: int) -> tuple[list[flo
         rates=[1.0], seeds=1, validation=batches(config, 4, 2), threads=1, device=device,
     )  # fmt: skip
     assert not answer.refused, answer.refused
-    return [row.loss for row in sorted(answer.rows, key=lambda row: row.words)], time.perf_counter() - began
+    return [row.loss for row in sorted(answer.rows, key=lambda row: row.overrides)], time.perf_counter() - began

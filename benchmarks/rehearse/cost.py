@@ -35,7 +35,7 @@ def shares() -> dict[str, float]:
     """{method, or plain: processor time of steps over that of forward and backward}, median of turns."""
     torch.set_num_threads(1)
     kinds: dict[str, Callable[[], float]] = {PLAIN: _plain_share}
-    kinds |= {one.title: partial(_share, one.words) for one in METHODS}
+    kinds |= {one.title: partial(_share, one.overrides) for one in METHODS}
     turns = [{title: share() for title, share in kinds.items()} for _ in track(range(TURNS), "cost")]
     return {title: statistics.median(turn[title] for turn in turns) for title in kinds}
 

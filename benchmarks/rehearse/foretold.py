@@ -68,7 +68,7 @@ APART = {
     "gossip, ring": "strategy=gossip strategy/topology=ring",
     "gossip, int8": "strategy=gossip strategy/codec=int8",
     "gossip, every eighth step": "strategy=gossip strategy/topology=every",
-    "streamed outer rounds": METHODS[-1].words,
+    "streamed outer rounds": METHODS[-1].overrides,
 }
 APART_OF = {4: [*APART], 8: ["gossip, ring", "gossip, every eighth step"]}
 APART_STEPS = 44
@@ -128,7 +128,7 @@ def apart(recipe: str) -> Iterator[dict[str, Any]]:
             came, learning_rate = apart_now(crew, evaluation), crew.learning_rate
             drift = drift or probed(crew, evaluation, 1.0)
         assert drift is not None
-        foretold = drift.apart(strategy_of(APART[title]), workers, 1, learning_rate)
+        foretold = drift.excess(strategy_of(APART[title]), workers, 1, learning_rate)
         yield {"method": title, "workers": workers, "foretold": foretold, "came": came, "drift": asdict(drift)}
 
 

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from common.hardware import description, slug
 from common.paths import RESULTS
-from lightning_decentral.cli.answers import quiet
+from lightning_decentral.cli.console import quiet
 from lightning_decentral.recipes.command import RECIPES
 from lightning_decentral.sweep.plan.dispatch import Queue, WorkPiece, devices
 from lightning_decentral.sweep.plan.jobs_file import Training

@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 from rich.console import Console
 from rich.table import Table
 
-from lightning_decentral.cli.answers import answer
+from lightning_decentral.cli.console import answer
 from lightning_decentral.partial.compute.search import CutPlan, search
 from lightning_decentral.partial.dry_run import refuse_unserved, run_of
 from lightning_decentral.partial.plan.cost import compute_fraction, memory_fraction
@@ -60,18 +60,12 @@ class CutsAnswer:
 
 def depths(plan: CutPlan) -> list[Depth]:
     """The full one first."""
-    starts = ["the inputs", *plan.boundaries]
-    sizes = [cost.parameter_bytes for cost in plan.costs]
-    return [
-        Depth(
-            depth,
-            starts[-depth],
-            compute_fraction(plan.costs, depth),
-            memory_fraction(plan.costs, depth),
-            sum(sizes[-depth:]) / sum(sizes),
-        )
-        for depth in range(plan.segments, 0, -1)
-    ]
+    starts, sizes = ["the inputs", *plan.boundaries], [cost.parameter_bytes for cost in plan.costs]
+    found = []
+    for depth in range(plan.segments, 0, -1):
+        fractions = compute_fraction(plan.costs, depth), memory_fraction(plan.costs, depth)
+        found.append(Depth(depth, starts[-depth], *fractions, sum(sizes[-depth:]) / sum(sizes)))
+    return found
 
 
 def depths_table(rows: Sequence[Depth]) -> Table:
@@ -100,5 +94,5 @@ def run(options: argparse.Namespace) -> None:
 
 
 def add(command: argparse.ArgumentParser) -> None:
-    command.add_argument("overrides", nargs="*", help="words of recipes/train.py: recipe=vit strategy.cuts=3")
+    command.add_argument("overrides", nargs="*", help="overrides of recipes/train.py: recipe=vit strategy.cuts=3")
     command.set_defaults(run=run)

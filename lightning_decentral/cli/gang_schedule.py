@@ -8,10 +8,11 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from types import MappingProxyType
 
 from rich.table import Table
 
-from lightning_decentral.cli.answers import answer
+from lightning_decentral.cli.console import answer
 from lightning_decentral.shared.plan.timeline import chrome_trace, write_chrome_trace
 from lightning_decentral.sweep import gantt
 from lightning_decentral.sweep.plan import gangs as jig
@@ -48,7 +49,8 @@ def run(options: argparse.Namespace) -> None:
     refuse(options)
     found = PLANS[options.policy](options)
     lines = [*found.remarks, *written(options, {options.policy: found.bars}, found.events)]
-    answer(options, Gangs(options.policy, [turn_of(bar) for bar in found.bars], lines), *found.tables, *lines)
+    turns = [GangTurn(bar.job, str(bar.span.worker), bar.span.start, bar.span.finish) for bar in found.bars]
+    answer(options, Gangs(options.policy, turns, lines), *found.tables, *lines)
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,6 @@ class Gangs:
     remarks: list[str]
 
 
-def turn_of(bar: gantt.Bar) -> GangTurn:
-    return GangTurn(bar.job, str(bar.span.worker), bar.span.start, bar.span.finish)
-
-
 def refuse(options: argparse.Namespace) -> None:
     """ValueError for what goes with jobs of one device only."""
     if options.policy not in PLANS:
@@ -82,9 +80,8 @@ def refuse(options: argparse.Namespace) -> None:
             "their own: name one policy"
         )
     given = {"--run": options.rehearse, "--trace": options.trace, "--memory-bytes": options.memory_bytes}
-    for word, value in given.items():
-        if value:
-            raise ValueError(f"{word} is for jobs of one device at a time: leave it out with --policy {options.policy}")
+    if wrong := [option for option, value in given.items() if value]:
+        raise ValueError(f"{wrong[0]} is for jobs of one device at a time: leave it out with --policy {options.policy}")
     if options.jobs is None:
         raise ValueError(f"give a file of jobs: lightning-decentral schedule jobs.yaml --policy {options.policy}")
 
@@ -167,7 +164,7 @@ def allocations_table(
     title = f"{len(tables)} jobs, {devices} device{'s' * (devices > 1)}: no makespan is under {bound:.4g} s"
     spans = {name: plan.makespan_seconds for name, plan in found.items()}
     gaps = {name: f"{100 * plan.gap:.1f} %" for name, plan in found.items()}
-    return compared(title, ("allocation", "makespan s"), spans, bound, ("at most off the best", gaps))
+    return compared(title, ("allocation", "makespan s"), spans, bound, {"at most off the best": gaps})
 
 
 def granted_table(name: str, plan: allocation.SpasePlan) -> Table:
@@ -184,15 +181,15 @@ def compared(
     headings: Sequence[str],
     found: Mapping[str, float],
     bound: float,
-    more: tuple[str, Mapping[str, str]] | None = None,
+    more: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
 ) -> Table:
     """A row for each, the shortest first, and how far it is from the bound."""
     table = Table(title=title, title_justify="left")
-    for heading in (*headings, "x bound", *([more[0]] if more else [])):
+    for heading in (*headings, "x bound", *more):
         table.add_column(heading, justify="left" if heading == headings[0] else "right")
     for name, seconds in sorted(found.items(), key=lambda item: item[1]):
         ratio = f"{seconds / bound:.3f}" if bound else "1"
-        table.add_row(name, f"{seconds:.4g}", ratio, *([more[1][name]] if more else []))
+        table.add_row(name, f"{seconds:.4g}", ratio, *(column[name] for column in more.values()))
     return table
 
 

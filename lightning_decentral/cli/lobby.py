@@ -8,7 +8,7 @@ Short: the server is `elastic/wire/lobby_server.py`. It may be killed and starte
 
 import argparse
 
-from lightning_decentral.cli.options import number, whole
+from lightning_decentral.cli.console import number, whole
 from lightning_decentral.elastic.plan.view import Bounds, Times
 from lightning_decentral.elastic.wire.lobby_server import serve
 

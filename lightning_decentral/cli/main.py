@@ -1,4 +1,4 @@
-"""`lightning-decentral`: console commands beside training.
+"""`lightning-decentral`: console commands in addition to training.
 
 lightning-decentral cuts recipe=gpt strategy.cuts=3
 lightning-decentral plan profile.json --workers 64 --per-node 8
@@ -10,19 +10,21 @@ lightning-decentral schedule jobs.yaml --policy lrtf --devices 2
 lightning-decentral lobby --workers 2:16
 lightning-decentral completion bash
 
-Short, as each command is a module of its own: here they are put together, and mistakes become one line.
+Each other command is a module of its own: here they are put together, and mistakes become one line. `completion` is
+here, as it is made of the parsers themselves, so that a new command or option is completed by existing:
+
+    source <(lightning-decentral completion bash)
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lightning_decentral.cli.answers import quiet
-from lightning_decentral.cli.options import Parser, refuse_unwritable
+from lightning_decentral.cli.console import Parser, quiet, refuse_unwritable
 
 if TYPE_CHECKING:
     from lightning_decentral.shared.application import Application
@@ -30,24 +32,36 @@ if TYPE_CHECKING:
 COMMANDS = {
     "cuts": ("cuts", "where partial backprop would cut a recipe, and what that saves"),
     "plan": ("planning", "predicted seconds per step of every method on a cluster, the best first"),
-    "rehearse": ("rehearsing", "trains n workers in one process: which method reaches a loss soonest"),
+    "rehearse": ("rehearsing", "trains n workers in one process: which method reaches a loss fastest"),
     "topology": ("topology", "steps, matrices, spectral gap and consensus curve of a topology"),
     "profile": ("profile", "what a training step of a recipe costs on one device"),
     "placement": ("placement", "which host should get which rank"),
     "schedule": ("schedule", "makespan of many jobs on few devices, simulated and for real"),
     "lobby": ("lobby", "where elastic workers meet: who trains together, who died, who joins"),
-    "completion": ("completion", "a script by which a shell completes commands and options"),
+    "completion": ("main", "a script by which a shell completes commands and options"),
 }
 """{command: (module, what it answers)}; only the module of the one that is asked for is read."""
 SILENT = ("lobby", "completion")
-"""Commands that answer nothing which JSON could say."""
+"""Commands without an answer in JSON."""
+
+BASH = """\
+_lightning_decentral() {{
+  local known current=${{COMP_WORDS[COMP_CWORD]}}
+  case "$COMP_CWORD:${{COMP_WORDS[1]}}" in
+    1:*) known="{commands}" ;;
+{cases}
+  esac
+  COMPREPLY=($(compgen -W "$known" -- "$current"))
+}}
+complete -o default -F _lightning_decentral lightning-decentral
+"""
 
 
 def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Words of the recipes may stand behind options, too: argparse takes them in front only, and its intermixed parsing
+    """Parse overrides of the recipes behind options, too: argparse takes them in front only, and its intermixed parsing
     knows no subcommands."""
     options, behind = parser.parse_known_args(arguments)
-    unknown = [word for word in behind if word.startswith("-") or "overrides" not in options]
+    unknown = [one for one in behind if one.startswith("-") or "overrides" not in options]
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(behind)}")
     if behind:
@@ -85,3 +99,23 @@ def added(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> dict[str
                 command.add_argument("--json", action="store_true", help="answer with JSON (docs/commands.md)")
     choices: dict[str, argparse.ArgumentParser] = commands.choices
     return choices
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=["bash"])
+    parser.set_defaults(run=lambda options: print(script(options.commands), end=""))
+
+
+def script(commands: Mapping[str, argparse.ArgumentParser]) -> str:
+    """Completion script for bash; where nothing matches, files are completed as ever."""
+    cases = [f'    *:{name}) known="{" ".join(options_of(parser))}" ;;' for name, parser in commands.items()]
+    return BASH.format(commands=" ".join(commands), cases="\n".join(cases))
+
+
+def options_of(parser: argparse.ArgumentParser) -> Sequence[str]:
+    """Completions of a command: its options and the choices of its arguments."""
+    found: list[str] = []
+    for action in parser._actions:  # argparse lists them nowhere else
+        chosen = [] if action.option_strings else [str(choice) for choice in action.choices or ()]
+        found += [*(option for option in action.option_strings if option.startswith("--")), *chosen]
+    return found

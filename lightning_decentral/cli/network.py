@@ -16,15 +16,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from lightning_decentral.cli.answers import answer
-from lightning_decentral.cli.options import Parser, number, refuse_unwritable, whole
+from lightning_decentral.cli.console import Parser, answer, number, refuse_unwritable, whole
 from lightning_decentral.planner.network import SIZES, NetworkMeter
 from lightning_decentral.planner.plan import host_links as files
 from lightning_decentral.planner.plan.host_links import HostLinks
-from lightning_decentral.planner.plan.probes import Probe, Start, probes, refuse_differences, refuse_mistakes
+from lightning_decentral.planner.plan.probes import Probe, Start, probes, refuse_starts
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.compute.hardware import device_name
-from lightning_decentral.shared.plan.profile import LinkCost, Profile, read, write
+from lightning_decentral.shared.plan.profile import LinkCost, read, write
 from lightning_decentral.shared.wire.meeting.groups import connect
 from lightning_decentral.shared.wire.objects import gather_objects, gather_world
 from lightning_decentral.shared.wire.transport import Wire, world
@@ -89,36 +88,19 @@ def shown(costs: Sequence[LinkCost]) -> Table:
     return table
 
 
-def start_of(options: argparse.Namespace, rank: int, per_node: int, device: torch.device) -> Start:
-    """Description of this worker's start, which the others receive."""
-    words = (tuple(options.sizes), options.repeats, options.longest_seconds, bool(options.hosts))
-    return Start(platform.node(), mistake(options, rank), per_node, device.type, *words)
-
-
 def mistake(options: argparse.Namespace, rank: int) -> str:
     """Mistake in this worker's options, or in worker 0's file, as text; empty where there is none."""
     try:
         refuse(options)
         if rank == 0:
-            _refuse_unread(options.model)
+            try:
+                read(options.model)
+            except ValueError as error:
+                raise ValueError(f"{error}, or copy it to this host") from None
             refuse_unwritable(options, ("out", "hosts"))
     except ValueError as error:
         return str(error)
     return ""
-
-
-def _refuse_unread(path: str) -> None:
-    try:
-        read(path)
-    except ValueError as error:
-        raise ValueError(f"{error}, or copy it to this host") from None
-
-
-def agree(start: Start) -> None:
-    """ValueError on all workers where one can't start or starts otherwise. Collective."""
-    starts = gather_world(start)
-    refuse_mistakes(starts)
-    refuse_differences(starts)
 
 
 def measured(
@@ -141,7 +123,9 @@ def run(options: argparse.Namespace) -> None:
     timeout = timedelta(seconds=options.timeout_seconds)
     with world(timeout):
         # One that can't start reports it before the devices' groups are made: the others would wait for it there.
-        agree(start_of(options, rank, per_node, device))
+        asked = (tuple(options.sizes), options.repeats, options.longest_seconds, bool(options.hosts))
+        starts = gather_world(Start(platform.node(), mistake(options, rank), per_node, device.type, *asked))
+        refuse_starts(starts)
         plan = probes(size, per_node)
         wire = connect(device, timeout, "nccl" if device.type == "cuda" else "gloo")
         if rank != 0:
@@ -150,22 +134,14 @@ def run(options: argparse.Namespace) -> None:
         # Behind --json standard output is the answer alone.
         with Console(stderr=True).status("measuring") as status:
             found = measured(wire, options, plan, device, per_node, status.update)
-    _tell(options, *found)
-
-
-def _tell(
-    options: argparse.Namespace, costs: Sequence[LinkCost], links: HostLinks | None, hosts: Mapping[str, str]
-) -> None:
-    write(_with(read(options.model), costs, hosts), options.out or options.model)
-    wrote = [f"wrote {options.out or options.model}"]
+    costs, links, hosts = found
+    profile, out = read(options.model), options.out or options.model
+    write(dataclasses.replace(profile, network=tuple(costs), hosts={**profile.hosts, **hosts}), out)
+    wrote = [f"wrote {out}"]
     if links:
         links.write(options.hosts)
         wrote.append(f"wrote {options.hosts}: lightning-decentral placement {options.hosts}")
-    answer(options, NetworkAnswer(tuple(costs), dict(hosts)), shown(costs), *wrote)
-
-
-def _with(profile: Profile, costs: Sequence[LinkCost], hosts: Mapping[str, str]) -> Profile:
-    return dataclasses.replace(profile, network=tuple(costs), hosts={**profile.hosts, **hosts})
+    answer(options, NetworkAnswer(tuple(costs), hosts), shown(costs), *wrote)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -11,19 +11,10 @@ from hydra.utils import instantiate
 from rich.console import Console
 from rich.table import Table
 
-from lightning_decentral.cli.answers import answer
-from lightning_decentral.cli.options import number, whole
+from lightning_decentral.cli.console import answer, number, whole
 from lightning_decentral.gossip.plan.topology.topology import Topology
-from lightning_decentral.planner.plan.host_links import HostLinks, read
-from lightning_decentral.planner.plan.placement import (
-    ChainPlacement,
-    Graph,
-    Listed,
-    Placement,
-    RingPlacement,
-    Step,
-    place,
-)
+from lightning_decentral.planner.plan.host_links import read
+from lightning_decentral.planner.plan.placement import ChainPlacement, Graph, Listed, RingPlacement, Step, place
 
 MESSAGE_BYTES = 1e6
 SHAPES: dict[str, Graph] = {"ring": RingPlacement(), "pipeline": ChainPlacement()}
@@ -55,13 +46,6 @@ def messages(topology: Topology, size: int) -> list[Step]:
     return [[(j, i) for i in range(size) for j in topology.sources(i, size, step)] for step in steps]
 
 
-def shown(links: HostLinks, found: Placement) -> Table:
-    table = Table("rank", "host", "was", title="exact" if found.exact else "by local search")
-    for rank, host in enumerate(found.order):
-        table.add_row(str(rank), links.hosts[host], links.hosts[rank])
-    return table
-
-
 def run(options: argparse.Namespace) -> None:
     links = read(options.hosts)
     if options.among:
@@ -78,14 +62,16 @@ def run(options: argparse.Namespace) -> None:
         f"slowest message of a step: {1e3 * before:.3f} ms as it was, {1e3 * after:.3f} ms now; "
         f"all messages of a step: {1e3 * before_total:.3f} ms, {1e3 * after_total:.3f} ms"
     )
-    wrote = [f"wrote {options.hostfile}, one host a line in order of rank"] if options.hostfile else []
+    wrote = []
     if options.hostfile:
+        wrote = [f"wrote {options.hostfile}, one host a line in order of rank"]
         Path(options.hostfile).write_text("".join(f"{name}\n" for name in names))
     placed = Placed(names, found.exact, before, after, before_total, after_total)
-    assumed = (
-        [] if options.message_bytes is not None else [f"assumed: messages of {size_bytes:g} bytes (--message-bytes)"]
-    )
-    answer(options, placed, *assumed, shown(links, found), gain, ",".join(names), *wrote)
+    assumed = [f"assumed: messages of {size_bytes:g} bytes (--message-bytes)"] * (options.message_bytes is None)
+    table = Table("rank", "host", "was", title="exact" if found.exact else "by local search")
+    for rank, (host, before_host) in enumerate(zip(names, links.hosts, strict=True)):
+        table.add_row(str(rank), host, before_host)
+    answer(options, placed, *assumed, table, gain, ",".join(names), *wrote)
 
 
 @dataclass(frozen=True)
@@ -102,7 +88,7 @@ class Placed:
 
 def add(command: argparse.ArgumentParser) -> None:
     command.add_argument("hosts", help="delays and bandwidths between hosts, JSON or CSV")
-    command.add_argument("overrides", nargs="*", help="words about the topology: strategy.topology.max_degree=2")
+    command.add_argument("overrides", nargs="*", help="overrides of the topology: strategy.topology.max_degree=2")
     command.add_argument("--topology", default="ring", help="ring, pipeline, exponential, ... (default: %(default)s)")
     command.add_argument("--message-bytes", type=number, help=f"of one message (default: {MESSAGE_BYTES:g})")
     command.add_argument("--among", help="place these hosts only, named with commas between")

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lightning_decentral.cli.answers import answer, say
-from lightning_decentral.cli.options import number, refuse_below, whole
+from lightning_decentral.cli.console import answer, filled, number, refuse_below, say, whole, write_text
 from lightning_decentral.planner import show as units
 from lightning_decentral.planner.compare import THRESHOLD, Comparison, plan
 from lightning_decentral.planner.report import page
@@ -33,7 +32,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--threshold", type=number, help=f"gain in %% under which ddp stays (default {THRESHOLD:.0%}%)")
     parser.add_argument("--optimizer", help="of all methods: muon, of a profile with adamw (default: the profile's)")
-    parser.add_argument("--also", action="append", default=[], help="words of a further strategy; may be repeated")
+    parser.add_argument("--also", action="append", default=[], help="overrides of a further strategy; may be repeated")
     parser.add_argument("--report", type=Path, help="page to write: plan.html")
     parser.set_defaults(run=run, outputs=("report",))
 
@@ -57,12 +56,11 @@ def run(options: argparse.Namespace) -> None:
             threshold=options.threshold / 100,
             optimizer=options.optimizer,
         )
-    *said, command = sentences(found)
-    answer(options, plan_answer(found, assumed), table(found), *assumed, *said, command)
+    answer(options, plan_answer(found, assumed), table(found), *assumed, *sentences(found))
     if options.report:
         with Console(stderr=True).status("forecasting other clusters for the report"):
             text = page(found, profile.variation, threshold=options.threshold / 100, slices=options.slices)
-        write_page(options.report, text)
+        write_text("--report", options.report, text)
         if not options.json:
             say(Console(highlight=False), f"report: {options.report}")
 
@@ -100,17 +98,12 @@ class PlanAnswer:
 
 def plan_answer(found: Comparison, assumed: list[str]) -> PlanAnswer:
     methods = [
-        MethodAnswer(
+        filled(
+            MethodAnswer,
+            row.forecast,
             title=row.candidate.title,
-            words=row.candidate.words,
-            seconds=row.forecast.seconds,
-            p50_seconds=row.forecast.p50_seconds,
-            p95_seconds=row.forecast.p95_seconds,
-            exposed_seconds=row.forecast.exposed_seconds,
-            card_bytes=row.forecast.card_bytes,
-            memory_bytes=row.forecast.memory_bytes,
+            words=row.candidate.overrides,
             speedup=found.speedup(row),
-            extrapolated=row.forecast.extrapolated,
             fits=found.fits(row),
             remark=row.candidate.remark,
         )
@@ -124,37 +117,19 @@ def plan_answer(found: Comparison, assumed: list[str]) -> PlanAnswer:
 
 def assumptions(options: argparse.Namespace) -> list[str]:
     """Fill in options that weren't given, and return text on each."""
+    inside, gain = f"{INSIDE_LATENCY} for a message inside a node", 100 * THRESHOLD
     wanted = [
-        ("per_node", 1, "--per-node", "one device on each node", True),
-        ("latency", LATENCY, "--latency", f"{LATENCY} for a message between nodes", bool(options.bandwidth)),
-        (
-            "inside_latency",
-            INSIDE_LATENCY,
-            "--inside-latency",
-            f"{INSIDE_LATENCY} for a message inside a node",
-            bool(options.inside_bandwidth),
-        ),
-        (
-            "threshold",
-            100 * THRESHOLD,
-            "--threshold",
-            f"a gain under {100 * THRESHOLD:g} % is worth no change of method",
-            True,
-        ),
+        ("per_node", 1, "one device on each node", True),
+        ("latency", LATENCY, f"{LATENCY} for a message between nodes", bool(options.bandwidth)),
+        ("inside_latency", INSIDE_LATENCY, inside, bool(options.inside_bandwidth)),
+        ("threshold", gain, f"a gain under {gain:g} % is worth no change of method", True),
     ]
-    said = []
-    for name, value, word, text, matters in wanted:
+    assumed = []
+    for name, value, text, matters in wanted:
         if getattr(options, name) is None:
             setattr(options, name, value)
-            said += [f"assumed: {text} ({word})"] if matters else []
-    return said
-
-
-def write_page(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise ValueError(f"--report {path} can't be written: {error.strerror}") from None
+            assumed += [f"assumed: {text} (--{name.replace('_', '-')})"] if matters else []
+    return assumed
 
 
 def setting_of(profile: Profile, options: argparse.Namespace) -> Setting:
@@ -162,9 +137,7 @@ def setting_of(profile: Profile, options: argparse.Namespace) -> Setting:
     network = Network(profile.network)
     latency, inside_latency = units.seconds(options.latency), units.seconds(options.inside_latency)
     if options.bandwidth is not None:
-        rate = units.bytes_per_second(options.bandwidth)
-        network = network.linked("between", latency, rate)
+        network = network.linked("between", latency, units.bytes_per_second(options.bandwidth))
     if options.inside_bandwidth is not None:
-        rate = units.bytes_per_second(options.inside_bandwidth)
-        network = network.linked("inside", inside_latency, rate)
+        network = network.linked("inside", inside_latency, units.bytes_per_second(options.inside_bandwidth))
     return Setting(profile.model, network, Cluster(options.workers, options.per_node))

@@ -7,12 +7,11 @@ loop            = mean seconds from batch to batch - seconds of the blocks: Ligh
 
 import argparse
 import platform
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 from typing import Any
 
-import torch
 from hydra.errors import HydraException
 from hydra.utils import instantiate
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -22,11 +21,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_decentral.cli.answers import answer
-from lightning_decentral.cli.options import whole
+from lightning_decentral.cli.console import answer, whole
 from lightning_decentral.gossip.wire.round_cost import ROUNDS, round_works
 from lightning_decentral.partial.compute.search import joints
 from lightning_decentral.partial.dry_run import run_of, step_of
@@ -41,7 +38,7 @@ from lightning_decentral.planner.block_profile import (
 from lightning_decentral.planner.plan.optimizer_cost import MUON, hidden_bytes, stepping_bytes
 from lightning_decentral.shared.application import Application
 from lightning_decentral.shared.compute.hardware import DeviceLaps, HostLaps, ProcessorTime, device_name, laps
-from lightning_decentral.shared.plan.profile import BlockCost, Model, Profile, RoundWork, write
+from lightning_decentral.shared.plan.profile import BlockCost, Model, Profile, write
 
 STRATEGY = "strategy="
 ALONE = [f"{STRATEGY}auto", "callbacks=none", "logger=none", "trainer.devices=1", "trainer.num_nodes=1"]
@@ -54,8 +51,7 @@ class StepProfile(Callback):
     Attributes:
         blocks: from the inputs to the loss.
         batch: samples of the first batch.
-        state_bytes: of the optimizers after the last step.
-        states: of them, by name, as in `Model`.
+        state_bytes, states: of the optimizers after the last step; by name, as in `Model`.
         products_per_second: as in `Model`.
         processors: that whole steps took, without their data.
     """
@@ -98,7 +94,9 @@ class StepProfile(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Not before the last step: state may grow with steps.
-        self.state_bytes, self.states = _state_bytes(trainer.optimizers), states_of(trainer.optimizers)
+        leaves = tree_leaves([list(optimizer.state.values()) for optimizer in trainer.optimizers])
+        self.state_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+        self.states = states_of(trainer.optimizers)
 
     def _measure(self, trainer: Trainer, module: LightningModule, batch: Any) -> None:
         names = joints(module, run_of(trainer, batch, 0))
@@ -110,34 +108,29 @@ class StepProfile(Callback):
         self.products_per_second = products_per_second(hidden_of(module), module.device)
 
 
-def _state_bytes(optimizers: Iterable[Optimizer]) -> int:
-    leaves = tree_leaves([list(optimizer.state.values()) for optimizer in optimizers])
-    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
-
-
-def alone(application: Application, words: Sequence[str]) -> DictConfig:
+def alone(application: Application, overrides: Sequence[str]) -> DictConfig:
     """Compose these overrides for one device, without the strategy that they may name.
 
     Raises:
-        ValueError: they, or an experiment, say more about a strategy than which one it is.
+        ValueError: they, or an experiment, set more of a strategy than which one it is.
     """
     try:
-        return application.compose([*words, *ALONE, "trainer.default_root_dir=null"])
+        return application.compose([*overrides, *ALONE, "trainer.default_root_dir=null"])
     except HydraException as error:
-        chosen = application.choice(words, "strategy")  # raises what is wrong with the overrides by themselves
+        chosen = application.choice(overrides, "strategy")  # raises what is wrong with the overrides by themselves
         if "strategy" not in str(error):
             raise
-        optimizer = application.choice(words, "optimizer")
+        optimizer = application.choice(overrides, "optimizer")
         raise ValueError(
-            f"{' '.join(words)!r} sets up strategy={chosen}, and one device trains without it: leave out "
-            f"words of the strategy, and an experiment but for what else it chooses, such as optimizer={optimizer}"
+            f"{' '.join(overrides)!r} sets up strategy={chosen}, and one device trains without it: leave out "
+            f"overrides of the strategy, and an experiment but for what else it chooses, such as optimizer={optimizer}"
         ) from None
 
 
-def without_strategy(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+def without_strategy(overrides: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     """(overrides that choose a strategy, the others): in a line that names the best one they would stand next to it."""
-    chosen = [word for word in words if word.startswith(STRATEGY)]
-    return chosen, tuple(word for word in words if word not in chosen)
+    chosen = [one for one in overrides if one.startswith(STRATEGY)]
+    return chosen, tuple(one for one in overrides if one not in chosen)
 
 
 def profile(
@@ -151,7 +144,11 @@ def profile(
     if steps < 2:
         raise ValueError(f"steps must be at least 2, got {steps}: 30 show how unequal steps are")
     cfg = alone(application, overrides)
-    _refuse_accumulation(cfg.trainer.accumulate_grad_batches)
+    if (batches := cfg.trainer.accumulate_grad_batches) != 1:
+        raise ValueError(
+            f"trainer.accumulate_grad_batches={batches}: a profile, and a plan from it, is of steps of one batch; "
+            "leave the override out"
+        )
     data = instantiate(cfg.data, _convert_="all")
     module = application.build_model(cfg, data.sizes)
     measured = StepProfile(done)
@@ -162,10 +159,13 @@ def profile(
     seconds = measured.steps()
     mean = sum(seconds) / len(seconds)
     device = device_name(trainer.strategy.root_device)
-    _, words = without_strategy(overrides)
-    name = " ".join(words) or "recipe=vit"
-    rounds = _rounds(measured, trainer.strategy.root_device, done)
-    optimizer = application.choice([*overrides], "optimizer")
+    _, kept = without_strategy(overrides)
+    name = " ".join(kept) or "recipe=vit"
+    works = round_works(sum(b.parameter_bytes for b in measured.blocks), trainer.strategy.root_device, done)
+    # Of a host it is processor time, for which others may come in between, as in the steps.
+    crowding = measured.processors.crowding if trainer.strategy.root_device.type == "cpu" else 1.0
+    rounds = tuple(work.times(crowding) for work in works)
+    optimizer = application.choice(overrides, "optimizer")
     hidden = [sides for block in measured.blocks for sides in block.hidden]
     model = Model(
         name,
@@ -173,7 +173,7 @@ def profile(
         measured.blocks,
         measured.batch,
         measured.state_bytes,
-        words,
+        kept,
         rounds,
         optimizer=optimizer,
         states=measured.states,
@@ -183,21 +183,6 @@ def profile(
     )
     model = replace(model, loop_seconds=max(0.0, mean - model.seconds))
     return Profile(model, (), tuple(round(s / mean, 4) for s in seconds), {platform.node(): device}), mean
-
-
-def _rounds(measured: StepProfile, device: torch.device, done: Callable[[], None]) -> tuple[RoundWork, ...]:
-    found = round_works(sum(b.parameter_bytes for b in measured.blocks), device, done)
-    # Of a host it is processor time, for which others may come in between, as in the steps.
-    crowding = measured.processors.crowding if device.type == "cpu" else 1.0
-    return tuple(work.times(crowding) for work in found)
-
-
-def _refuse_accumulation(batches: int) -> None:
-    if batches != 1:
-        raise ValueError(
-            f"trainer.accumulate_grad_batches={batches}: a profile, and a plan from it, is of steps of one batch; "
-            "leave the word out"
-        )
 
 
 def shown(model: Model) -> Table:
@@ -213,7 +198,7 @@ def shown(model: Model) -> Table:
 def _short(names: Sequence[str]) -> list[str]:
     """Strip the modules that all of them lie in; a name without a dot is no module's path."""
     paths = [name.split(".") for name in names]
-    same = takewhile(lambda words: len(set(words)) == 1, zip(*(path[:-1] for path in paths if path[1:]), strict=False))
+    same = takewhile(lambda parts: len(set(parts)) == 1, zip(*(path[:-1] for path in paths if path[1:]), strict=False))
     depth = len(list(same))
     return [".".join(path[depth:] or path) for path in paths]
 
@@ -225,10 +210,8 @@ def mixing(model: Model) -> str:
         f"{codec.removesuffix('()')} {1e3 * of_round:.3f} ms ({100 * of_round / model.seconds:.2g} %)"
         for codec, of_round in seconds.items()
     )
-    return (
-        "a round of gossip with one neighbour, without the network, and its part of a step: "
-        f"{each or 'not measured on this device'}"
-    )
+    what = "a round of gossip with one neighbour, without the network, and its part of a step"
+    return f"{what}: {each or 'not measured on this device'}"
 
 
 def run(options: argparse.Namespace) -> None:
@@ -239,11 +222,10 @@ def run(options: argparse.Namespace) -> None:
     model = found.model
     whole_steps = (
         f"sum of the blocks {1e3 * (model.seconds - model.loop_seconds):.2f} ms; from batch to batch "
-        f"{1e3 * seconds:.2f} ms, "
-        f"the slowest {max(found.variation):.2f} times the mean"
+        f"{1e3 * seconds:.2f} ms, the slowest {max(found.variation):.2f} times the mean"
     )
     wrote = f"wrote {options.out}; its network: torchrun ... -m lightning_decentral.cli.network --model {options.out}"
-    without = [f"one device trains without {word}" for word in without_strategy(options.overrides)[0]]
+    without = [f"one device trains without {one}" for one in without_strategy(options.overrides)[0]]
     lines = mixing(model), whole_steps, *without, wrote
     answer(options, Profiled(model, found.variation, seconds), shown(model), *lines)
 
@@ -258,9 +240,8 @@ class Profiled:
 
 
 def add(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "overrides", nargs="*", help="words of recipes/train.py: recipe=vit model.config.hidden_size=64"
-    )
+    example = "recipe=vit model.config.hidden_size=64"
+    command.add_argument("overrides", nargs="*", help=f"overrides of recipes/train.py: {example}")
     command.add_argument("--out", default="profile.json", help="the file to write (default: %(default)s)")
     command.add_argument("--steps", type=whole, default=30, help="whole steps to take the distribution from")
     command.set_defaults(run=run, outputs=("out",))

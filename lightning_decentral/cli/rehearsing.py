@@ -13,9 +13,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from lightning_decentral.cli.answers import answer, say
-from lightning_decentral.cli.options import number, refuse_below, whole
-from lightning_decentral.cli.planning import write_page
+from lightning_decentral.cli.console import answer, filled, number, refuse_below, say, whole, write_text
 from lightning_decentral.cli.profile import alone, without_strategy
 from lightning_decentral.planner.rehearsal import Answer, Reached, rehearse
 from lightning_decentral.planner.rehearsal.page import HEADINGS, cells, page, title
@@ -24,6 +22,7 @@ from lightning_decentral.shared.plan.network import Network
 from lightning_decentral.shared.plan.profile import Profile, read
 
 LATENCY = "100us"
+AT_LEAST_1 = ("per_node", "seeds", "run_steps", "threads")
 LEFT_OUT: dict[str, tuple[Any, ...]] = {
     "precision": ("32-true", 32, "32"),
     "accumulate_grad_batches": (1,),
@@ -40,7 +39,7 @@ LEFT_OUT: dict[str, tuple[Any, ...]] = {
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("overrides", nargs="*", help="words of recipes/train.py, and workers=4,8: recipe=gpt workers=4")
+    parser.add_argument("overrides", nargs="*", help="of recipes/train.py, and workers=4,8: recipe=gpt workers=4")
     parser.add_argument("--target", type=number, help="validation loss of the mean of the models")
     parser.add_argument("--profile", help="file that `lightning-decentral profile` wrote, for seconds of a step")
     parser.add_argument("--bandwidth", help="of a node's network card, in place of measurements: 200mbit")
@@ -52,33 +51,26 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", help="where workers are computed, cpu or cuda (default %(default)s)")
     parser.add_argument("--minutes", type=number, default=10, help="that it takes at most (default %(default)s)")
     parser.add_argument("--threads", type=whole, help="workers at a time, at most (default: as many as torch has)")
-    parser.add_argument("--method", action="append", help="words of a method, beside ddp; may be repeated")
+    parser.add_argument("--method", action="append", help="overrides of a method, in addition to ddp; may be repeated")
     parser.add_argument("--report", type=Path, help="page to write: rehearsal.html")
     parser.set_defaults(run=run, outputs=("report",))
 
 
 def run(options: argparse.Namespace) -> None:
-    words, workers = split(options.overrides)
+    overrides, workers = split(options.overrides)
     if options.target is None or not workers:
         raise ValueError("rehearse needs workers and a target: lightning-decentral rehearse workers=4,8 --target 1.45")
-    refuse_below(
-        1,
-        {
-            "--per-node": options.per_node,
-            "--seeds": options.seeds,
-            "--run-steps": options.run_steps,
-            "--threads": options.threads,
-        },
-    )
+    least = {f"--{name.replace('_', '-')}": getattr(options, name) for name in AT_LEAST_1}
+    refuse_below(1, least)
     profile = None if options.profile is None else read(options.profile)
-    cfg = alone(options.application, words)
+    cfg = alone(options.application, overrides)
     refuse_left_out(cfg)
     seed_everything(cfg.seed, workers=True, verbose=False)
     data = instantiate(cfg.data, _convert_="all")
     errors = Console(stderr=True, highlight=False)
-    chosen, kept = without_strategy(words)
-    for word in chosen:
-        say(errors, f"{word} is left out: --method {word} rehearses it beside ddp")
+    chosen, kept = without_strategy(overrides)
+    for one in chosen:
+        say(errors, f"{one} is left out: --method {one} rehearses it in addition to ddp")
     found = rehearse(
         options.application.build_model(cfg, data.sizes),
         data,
@@ -98,10 +90,13 @@ def run(options: argparse.Namespace) -> None:
         say=lambda text: say(errors, text),
     )
     if options.report:
-        write_page(options.report, page(found))
-    *said, last = found.sentences()
+        write_text("--report", options.report, page(found))
+    *sentences, last = found.sentences()
     command = command_of(found.best, kept, cfg, options.per_node)
-    answer(options, rehearsed(found, command), table(found), *said, command or last)
+    table = Table(*HEADINGS, title=title(found))
+    for row in found.rows:
+        table.add_row(*cells(found, row))
+    answer(options, rehearsed(found, command), table, *sentences, command or last)
 
 
 def refuse_left_out(cfg: DictConfig) -> None:
@@ -114,40 +109,32 @@ def refuse_left_out(cfg: DictConfig) -> None:
             raise ValueError(f"trainer.{key}={value} can't be rehearsed: {remedy}")
 
 
-def split(words: list[str]) -> tuple[list[str], list[int]]:
+def split(overrides: list[str]) -> tuple[list[str], list[int]]:
     """(overrides of the recipes, numbers of workers)."""
-    numbers = [word.partition("=")[2] for word in words if word.startswith("workers=")]
+    numbers = [one.partition("=")[2] for one in overrides if one.startswith("workers=")]
     try:
         workers = [int(text) for text in ",".join(numbers).split(",") if text]
     except ValueError:
         raise ValueError(f"workers must be whole numbers, got {','.join(numbers)}: workers=4,8") from None
-    return [word for word in words if not word.startswith("workers=")], workers
+    return [one for one in overrides if not one.startswith("workers=")], workers
 
 
 def network_of(profile: Profile | None, options: argparse.Namespace) -> Network | None:
     """Network of the profile with the links of the command line; None where none are given, or no profile."""
     if options.bandwidth is None or profile is None:
         return None
-    rate = bytes_per_second(options.bandwidth)
-    return Network(profile.network).linked("between", seconds(options.latency), rate)
+    link = seconds(options.latency), bytes_per_second(options.bandwidth)
+    return Network(profile.network).linked("between", *link)
 
 
-def command_of(best: Reached | None, words: Sequence[str], cfg: DictConfig, per_node: int) -> str | None:
-    """Words for `recipes/train.py` that train with the best one, at its learning rate."""
+def command_of(best: Reached | None, overrides: Sequence[str], cfg: DictConfig, per_node: int) -> str | None:
+    """Overrides for `recipes/train.py` that train with the best one, at its learning rate."""
     if best is None:
         return None
     rate = cfg.optimizer.get("lr") if best.rate != 1 else None
     rates = [] if rate is None else [f"optimizer.lr={rate * best.rate:g}"]
     where = [f"trainer.num_nodes={best.workers // per_node}", f"trainer.devices={per_node}"]
-    return shlex.join([*words, *best.full_words, *rates, *where])
-
-
-def table(found: Answer) -> Table:
-    shown = Table(*HEADINGS)
-    shown.title = title(found)
-    for row in found.rows:
-        shown.add_row(*cells(found, row))
-    return shown
+    return shlex.join([*overrides, *best.all_overrides, *rates, *where])
 
 
 @dataclass(frozen=True)
@@ -177,7 +164,7 @@ class Rehearsed:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """The answer: methods, the soonest first; `best` is a title, or null where no seconds are known."""
+    """The answer: methods, the fastest to the target first; `best` is a title, or null where no seconds are known."""
 
     target: float
     steps: int
@@ -189,27 +176,14 @@ class Rehearsal:
 
 def rehearsed(found: Answer, command: str | None) -> Rehearsal:
     rows = [
-        Rehearsed(
-            title=row.title,
-            words=row.words,
-            workers=row.workers,
-            rate=row.rate,
-            steps=row.steps,
-            seeds=list(row.seeds),
-            extrapolated=row.extrapolated,
-            loss=row.loss,
-            apart=row.apart,
-            apart_foretold=row.apart_foretold,
-            rates=row.rates,
-            noise=row.noise,
-            step_seconds=row.step_seconds,
-            step_seconds_at=dict(row.step_seconds_at),
-            seconds=row.seconds,
-            interval_seconds=list(row.interval_seconds) if row.interval_seconds else None,
-            sent_bytes=row.sent_bytes,
+        filled(
+            Rehearsed,
+            row,
+            words=row.overrides,
+            apart=row.excess,
+            apart_foretold=row.excess_predicted,
             speedup=found.speedup(row),
         )
         for row in found.rows
     ]
-    best = found.best.title if found.best else None
-    return Rehearsal(found.target, found.steps, rows, found.refused, best, command)
+    return Rehearsal(found.target, found.steps, rows, found.refused, found.best.title if found.best else None, command)

@@ -11,10 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_decentral.cli import gang_schedule
-from lightning_decentral.cli.answers import answer, say
-from lightning_decentral.cli.options import refuse_below, whole
+from lightning_decentral.cli.console import answer, refuse_below, say, whole
 from lightning_decentral.planner import show as units
-from lightning_decentral.shared.plan.profile import Profile, read
+from lightning_decentral.shared.plan.profile import read
 from lightning_decentral.shared.plan.timeline import chrome_trace
 from lightning_decentral.sweep import gantt
 from lightning_decentral.sweep.plan.dispatch import Processor, Queue
@@ -83,7 +82,8 @@ def run(options: argparse.Namespace) -> None:
     if options.rehearse:
         refuse_unrunnable(asked, limit)
     console = Console(highlight=False, stderr=options.json)
-    trainings = Trainings(asked.trainings, len(there), outputs(), options.application, options.measured)
+    outputs = Path("outputs") / f"schedule-{datetime.now():%Y%m%d-%H%M%S}"
+    trainings = Trainings(asked.trainings, len(there), outputs, options.application, options.measured)
     for line in trainings.announced:
         console.print(line, soft_wrap=True, markup=False)
     jobs = [*asked.queues, *trainings.queues()]
@@ -138,11 +138,6 @@ def refuse_unrunnable(asked: Jobs, limit_bytes: float) -> None:
         raise ValueError("--run keeps all trainings in memory at once: leave out --memory-bytes, or --run")
 
 
-def outputs() -> Path:
-    """Folder where this run's trainings leave their outputs."""
-    return Path("outputs") / f"schedule-{datetime.now():%Y%m%d-%H%M%S}"
-
-
 def chosen(kind: str, name: str, known: Mapping[str, Choice], alone: Iterable[str] = ()) -> Choice:
     """Look up a choice by its name.
 
@@ -170,29 +165,21 @@ def jobs_of(options: argparse.Namespace) -> tuple[Jobs, list[str]]:
     if several:
         work = f"{several} of {len(lines)} jobs asked for several devices: they count as so many times the work on one"
         remarks.append(work)
-    found = queues(lines, profiles_of(options.profile), options.pieces, options.seed)
+    # {model: profile} of MODEL=FILE; "" is that of all others.
+    profiles = {model: read(path) for model, _, path in (one.rpartition("=") for one in options.profile)}
+    found = queues(lines, profiles, options.pieces, options.seed)
     return Jobs(tuple(found)), remarks
-
-
-def profiles_of(words: Sequence[str]) -> dict[str, Profile]:
-    """{model: profile} of MODEL=FILE; "" is that of all others."""
-    pairs = [word.rpartition("=") for word in words]
-    return {model: read(path) for model, _, path in pairs}
 
 
 def policies_table(jobs: Sequence[Queue], there: Sequence[Processor], schedules: Mapping[str, Spans]) -> Table:
     """A row for each policy, the shortest makespan first."""
     bound = lower_bound_seconds(jobs, there)
     title = f"{len(jobs)} jobs, {len(there)} device{'s' * (len(there) > 1)}: no makespan is under {bound:.4g} s"
-    table = Table(title=title, title_justify="left")
-    for heading in ("policy", "makespan s", "x bound", "mean completion s", "devices busy"):
-        table.add_column(heading, justify="left" if heading == "policy" else "right")
-    for name, spans in sorted(schedules.items(), key=lambda item: makespan_seconds(jobs, item[1])):
-        makespan = makespan_seconds(jobs, spans)
-        ratio = f"{makespan / bound:.3f}" if bound else "1"
-        mean, busy = mean_completion_seconds(jobs, spans), busy_fraction(jobs, spans, there)
-        table.add_row(name, f"{makespan:.4g}", ratio, f"{mean:.4g}", f"{100 * busy:.1f} %")
-    return table
+    makespans = {name: makespan_seconds(jobs, spans) for name, spans in schedules.items()}
+    means = {name: f"{mean_completion_seconds(jobs, spans):.4g}" for name, spans in schedules.items()}
+    busy = {name: f"{100 * busy_fraction(jobs, spans, there):.1f} %" for name, spans in schedules.items()}
+    more = {"mean completion s": means, "devices busy": busy}
+    return gang_schedule.compared(title, ("policy", "makespan s"), makespans, bound, more)
 
 
 def jobs_table(jobs: Sequence[Queue], spans: Spans) -> Table:
@@ -222,13 +209,13 @@ def off(simulated: float, real: float) -> float:
     return (real - simulated) / simulated if simulated else 0.0
 
 
-def verdict(jobs: Sequence[Queue], found: Mapping[str, Spans], said: str) -> str:
+def verdict(jobs: Sequence[Queue], found: Mapping[str, Spans], counted: str) -> str:
     """Sentence about how far the simulation was from what happened, and what did happen."""
     simulated, real = (makespan_seconds(jobs, found[name]) for name in ("simulated", "real"))
     held = "within" if abs(off(simulated, real)) <= AIM else "NOT within"
     return (
         f"makespan {simulated:.4g} s simulated, {real:.4g} s for real "
-        f"({100 * off(simulated, real):+.1f} %, {held} {100 * AIM:.0f} %): {said}"
+        f"({100 * off(simulated, real):+.1f} %, {held} {100 * AIM:.0f} %): {counted}"
     )
 
 

@@ -9,14 +9,13 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from lightning_decentral.cli.answers import answer
-from lightning_decentral.cli.options import refuse_below, whole
+from lightning_decentral.cli.console import answer, refuse_below, whole
 from lightning_decentral.gossip.plan.checks import check
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import describe
 from lightning_decentral.gossip.strategy import GossipStrategy
 from lightning_decentral.planner.forecasts import strategy_of
-from lightning_decentral.planner.topology_curves import Curves, curves, draw_topology, heard
+from lightning_decentral.planner.topology_curves import Curves, curves, draw_topology, received
 
 LONG_SIZE, LARGEST_SIZE = 256, 2048  # workers that take more than seconds; more than an hour, or all memory
 PRINTED_SIZE = 16  # workers whose matrices fit on a screen
@@ -44,8 +43,8 @@ def topology_of(name: str, overrides: list[str]) -> Topology:
     """
     if name not in names():
         raise ValueError(f"there is no topology {name!r}: use one of {', '.join(names())}")
-    words = [f"strategy.topology.{override}" for override in overrides]
-    strategy = strategy_of(" ".join(["strategy=gossip", f"strategy/topology={name}", *words]))
+    fields = [f"strategy.topology.{override}" for override in overrides]
+    strategy = strategy_of(" ".join(["strategy=gossip", f"strategy/topology={name}", *fields]))
     assert isinstance(strategy, GossipStrategy)
     return strategy.topology
 
@@ -60,11 +59,14 @@ def run(options: argparse.Namespace) -> None:
     if options.plot:
         draw_topology(topology, options.workers, found, options.plot)
     picture = [f"picture: {options.plot}"] if options.plot else []
-    answer(options, told(topology, options.workers, found), *lines(topology, options.workers, found), *picture)
+    gaps, worst, typical = ([float(x) for x in row] for row in (found.gaps, found.distances, found.typical))
+    size, period = options.workers, topology.period(options.workers)
+    numbers = TopologyAnswer(repr(topology), size, period, float(found.gap_per_step), gaps, worst, typical)
+    answer(options, numbers, *lines(topology, size, found), *picture)
 
 
 @dataclass(frozen=True)
-class Told:
+class TopologyAnswer:
     """The answer: spectral gaps by step of the period, distances from the mean left after 0, 1, ... steps."""
 
     topology: str
@@ -76,17 +78,12 @@ class Told:
     random_start: list[float]
 
 
-def told(topology: Topology, size: int, found: Curves) -> Told:
-    gaps, worst, typical = ([float(x) for x in row] for row in (found.gaps, found.distances, found.typical))
-    return Told(repr(topology), size, topology.period(size), float(found.gap_per_step), gaps, worst, typical)
-
-
 def refuse_endless(workers: int) -> None:
     """ValueError for matrices that nobody waits for; a message on stderr for what takes long."""
     if workers > LARGEST_SIZE:
         raise ValueError(
             f"--workers {workers} makes matrices of {workers} x {workers}: give at most {LARGEST_SIZE}, from where on "
-            "the numbers hardly tell more"
+            "the numbers hardly change"
         )
     if workers > LONG_SIZE:
         print(f"matrices of {workers} x {workers}: this may take minutes ...", file=sys.stderr, flush=True)
@@ -95,7 +92,7 @@ def refuse_endless(workers: int) -> None:
 def lines(topology: Topology, size: int, found: Curves) -> list[str]:
     period = topology.period(size)
     shown = [
-        f"step {step}: spectral gap {gap:.3g}: {heard(topology, size, step)}" for step, gap in enumerate(found.gaps)
+        f"step {step}: spectral gap {gap:.3g}: {received(topology, size, step)}" for step, gap in enumerate(found.gaps)
     ]
     left = [f"... {period - len(found.gaps)} more steps"] if period > len(found.gaps) else []
     matrices = [np.array2string(m, precision=3, max_line_width=160) for m in found.matrices if size <= PRINTED_SIZE]

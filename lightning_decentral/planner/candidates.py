@@ -22,7 +22,7 @@ MOMENTUM_IN_INT8 = (
 STREAM = "strategy=gossip strategy/topology=stream"
 OUTER = "strategy.combine.lr=null strategy.combine.momentum=null"
 """Learning rate and momentum that suit the number of workers and of local steps."""
-UNSAID = {"gossip": ("strategy/codec=plain", "strategy/combine=gossip"), "compressed": ("strategy/codec=int8",)}
+DEFAULTS = {"gossip": ("strategy/codec=plain", "strategy/combine=gossip"), "compressed": ("strategy/codec=int8",)}
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Candidate:
     """A way to train.
 
     Args:
-        words: overrides of the command line.
+        overrides: of the command line, one string.
         title: for tables.
         remark: what a reader must know of the number.
     """
 
-    words: str
+    overrides: str
     title: str
     remark: str = ""
 
@@ -62,18 +62,18 @@ def candidates(cluster: Cluster, model: Model, slices: int = 1) -> Iterator[Cand
     for name, codec in (("bfloat16", BFloat16()), ("int8", Int8())):
         yield Candidate(f"strategy=gossip strategy/codec={name}", f"gossip, {name}", _remark(codec, timed))
     if "momentum_buffer" in dict(model.states):
-        words = f"strategy=gossip strategy/codec=int8 {MOMENTUM_IN_INT8}"
-        yield Candidate(words, "gossip, int8, momentum too", int8)
+        overrides = f"strategy=gossip strategy/codec=int8 {MOMENTUM_IN_INT8}"
+        yield Candidate(overrides, "gossip, int8, momentum too", int8)
     if several:
         island = f"strategy/island=all_reduce strategy.island.devices={per_node}"
-        words = f"strategy=gossip {island} strategy/codec=int8"
-        yield Candidate(words, "gossip, islands, int8", int8)
+        overrides = f"strategy=gossip {island} strategy/codec=int8"
+        yield Candidate(overrides, "gossip, islands, int8", int8)
     for steps, delay in ((4, 4), (8, 1)):
-        words = f"strategy=gossip strategy/topology=every strategy.topology.steps={steps} strategy.delay={delay}"
-        yield Candidate(words, f"gossip every {steps}, delay {delay}")
+        overrides = f"strategy=gossip strategy/topology=every strategy.topology.steps={steps} strategy.delay={delay}"
+        yield Candidate(overrides, f"gossip every {steps}, delay {delay}")
     yield Candidate(f"{STREAM} strategy/combine=outer_nesterov {OUTER}", "streamed outer rounds")
-    words = f"{STREAM} strategy/combine=pseudo_gradient strategy/codec=int4 {OUTER}"
-    yield Candidate(words, "streamed outer rounds, int4", int4)
+    overrides = f"{STREAM} strategy/combine=pseudo_gradient strategy/codec=int4 {OUTER}"
+    yield Candidate(overrides, "streamed outer rounds, int4", int4)
     yield Candidate("strategy=partial_backprop", "partial backprop", WHOLE_THEN_HALF)
 
 
@@ -85,17 +85,15 @@ def _remark(codec: Codec, timed: Collection[str]) -> str:
 def _pipelines(cluster: Cluster, batch: int, slices: int) -> Iterator[Candidate]:
     """One pipeline on each node, or over all."""
     stages = cluster.per_node if cluster.per_node > 1 else cluster.workers
-    cut = (
-        f"strategy.stages={stages} strategy.microbatches={stages} strategy/slicing=uniform strategy.slicing.n={slices}"
-    )
     if stages > 1:
-        words = f"strategy=token_pipeline {cut} data.batch_size={batch * stages}"
-        yield Candidate(words, f"pipelines of {stages}", remark="each takes the batches of its devices")
+        cut = f"strategy.stages={stages} strategy.microbatches={stages} strategy/slicing=uniform"
+        overrides = f"strategy=token_pipeline {cut} strategy.slicing.n={slices} data.batch_size={batch * stages}"
+        yield Candidate(overrides, f"pipelines of {stages}", remark="each takes the batches of its devices")
 
 
-def in_full(words: str) -> list[str]:
+def in_full(overrides: str) -> list[str]:
     """Overrides of a candidate, with those for codec and rule that the strategy would take anyway."""
-    said = words.split()
-    chosen = next(word.partition("=")[2] for word in said if word.startswith("strategy="))
-    named = {word.partition("=")[0] for word in said}
-    return [*said, *(w for w in UNSAID.get(chosen, ()) if w.partition("=")[0] not in named)]
+    given = overrides.split()
+    chosen = next(one.partition("=")[2] for one in given if one.startswith("strategy="))
+    named = {one.partition("=")[0] for one in given}
+    return [*given, *(one for one in DEFAULTS.get(chosen, ()) if one.partition("=")[0] not in named)]

@@ -58,7 +58,7 @@ class Comparison:
 
     @property
     def baseline(self) -> ComparedMethod:
-        return next(row for row in self.rows if row.candidate.words == BASELINE)
+        return next(row for row in self.rows if row.candidate.overrides == BASELINE)
 
     def speedup(self, row: ComparedMethod) -> float:
         """Seconds of ddp over the row's."""
@@ -70,14 +70,14 @@ class Comparison:
 
     @property
     def command(self) -> str:
-        """Words for `recipes/train.py` that train with the best one, for a shell: the profile's, then strategy, codec,
-        rule and optimizer by name, and the cluster."""
+        """Overrides for `recipes/train.py` that train with the best one, for a shell: the profile's, then strategy,
+        codec, rule and optimizer by name, and the cluster."""
         model, cluster = self.setting.model, self.setting.cluster
-        words = in_full(self.best.candidate.words) if self.best else []
-        unsaid = model.optimizer and not any(word.startswith("optimizer=") for word in model.words)
-        optimizer = [f"optimizer={model.optimizer}"] if unsaid else []
+        overrides = in_full(self.best.candidate.overrides) if self.best else []
+        unnamed = model.optimizer and not any(one.startswith("optimizer=") for one in model.words)
+        optimizer = [f"optimizer={model.optimizer}"] if unnamed else []
         where = [f"trainer.num_nodes={cluster.nodes}", f"trainer.devices={cluster.per_node}"]
-        return shlex.join([*model.words, *words, *optimizer, *where])
+        return shlex.join([*model.words, *overrides, *optimizer, *where])
 
 
 def fits(row: ComparedMethod, memory_bytes: float | None) -> bool:
@@ -113,8 +113,8 @@ def plan(
         setting = replace(setting, model=trained_with(setting.model, optimizer))
     factors = drawn(variation, setting.cluster.workers)
     asked = tuple(also)
-    for words in asked:  # a mistake in overrides asked for is the user's to mend, not a row that is refused
-        strategy_of(words)
+    for overrides in asked:  # a mistake in overrides asked for is the user's to mend, not a row that is refused
+        strategy_of(overrides)
     rows, refused = [], []
     for candidate, method in _methods(setting, slices, asked):
         if isinstance(method, str):
@@ -123,7 +123,7 @@ def plan(
             rows.append(ComparedMethod(candidate, method, forecast(method, setting, factors)))
     best = _best(rows, memory_bytes, threshold)
     order = tuple(sorted(rows, key=lambda row: row.forecast.seconds))
-    stay = best is not None and best.candidate.words == BASELINE
+    stay = best is not None and best.candidate.overrides == BASELINE
     return Comparison(setting, order, tuple(refused), best, stay, memory_bytes, asked)
 
 
@@ -135,15 +135,11 @@ def _best(rows: Sequence[ComparedMethod], memory_bytes: float | None, threshold:
 
 def chosen(found: Sequence[tuple[Candidate, float]], threshold: float) -> Candidate | None:
     """Choose by seconds: ddp if nothing gains enough over it; otherwise, of the fastest that do, what mixes most."""
-    baseline = next(((candidate, seconds) for candidate, seconds in found if candidate.words == BASELINE), (None, inf))
+    ddp, base = next((pair for pair in found if pair[0].overrides == BASELINE), (None, inf))
     # Both, as at a threshold of 0 to be as fast is no gain.
-    gaining = [
-        (candidate, seconds)
-        for candidate, seconds in found
-        if seconds < baseline[1] and (1 + threshold) * seconds <= baseline[1]
-    ]
+    gaining = [(one, seconds) for one, seconds in found if seconds < base and (1 + threshold) * seconds <= base]
     fastest = min((seconds for _, seconds in gaining), default=0.0)
-    return next((candidate for candidate, seconds in gaining if seconds <= (1 + AS_FAST) * fastest), baseline[0])
+    return next((one for one, seconds in gaining if seconds <= (1 + AS_FAST) * fastest), ddp)
 
 
 @dataclass(frozen=True)
@@ -188,7 +184,7 @@ def grid(
         factors = drawn(variation, count, RUNS)
         rows = _methods(where, slices, also)
         served = [(one, method) for one, method in rows if not isinstance(method, str) and method.equal]
-        assert any(candidate.words == BASELINE for candidate, _ in served)  # ddp serves every cluster
+        assert any(candidate.overrides == BASELINE for candidate, _ in served)  # ddp serves every cluster
         fit = {one for one, method in served if method.memory_bytes(where.without_network) <= memory_bytes}
         for rate in rates:
             there = replace(where, network=where.network.linked("between", latency, rate))
@@ -203,7 +199,7 @@ def _methods(where: Setting, slices: int, also: Iterable[str]) -> Iterator[tuple
     """Yield each candidate with its method, or why it can't serve the cluster."""
     for candidate in [*candidates(where.cluster, where.model, slices), *(Candidate(own, own) for own in also)]:
         try:
-            method = method_of(strategy_of(candidate.words), where.cluster, slices)
+            method = method_of(strategy_of(candidate.overrides), where.cluster, slices)
             method.memory_bytes(where.without_network)  # where nothing of the network can be missing
             yield candidate, method
         except ValueError as error:

@@ -14,7 +14,6 @@ from lightning_decentral.compressed.strategy import CompressedStrategy
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
 from lightning_decentral.gossip.compute.link import cliques_of
-from lightning_decentral.gossip.compute.travel import Travel
 from lightning_decentral.gossip.plan.forecast import GossipForecast
 from lightning_decentral.gossip.plan.island_cost import Alone, ReplicatedCost, Shards, Within
 from lightning_decentral.gossip.plan.messages import PLAIN, Beside, Encoding
@@ -39,7 +38,7 @@ from lightning_decentral.shared.plan.profile import RoundWork
 from lightning_decentral.shared.wire.pipeline_replicas import AverageGradients
 
 PARAMETER_BYTES = 4  # of an element of a message: codecs assume float32
-# (send, hear) per byte of parameters on one CPU thread: benchmarks/results/codec-2-cores.json. Of four and two bits
+# (send, receive) per byte of parameters on one CPU thread: benchmarks/results/codec-2-cores.json. Of four and two bits
 # they are those of differences, which take longer than the codes by themselves.
 CODEC_SECONDS_PER_BYTE: dict[Codec, tuple[float, float]] = {
     BFloat16(): (0.117e-9, 0.075e-9),
@@ -57,22 +56,22 @@ ALONE: dict[type[Within], Method] = {ReplicatedCost: DataParallel(), Shards: Sha
 
 
 @lru_cache(maxsize=256)  # a map of clusters asks for the same overrides in every cell, and composing takes long
-def strategy_of(words: str) -> Strategy:
+def strategy_of(overrides: str) -> Strategy:
     """Strategy that these overrides make.
 
     Raises:
         ValueError: they name something that isn't there.
     """
-    named = [word for word in words.split() if word.startswith("strategy=")]
-    others = [word for word in words.split() if word.lstrip("+~").startswith(("strategy/", "strategy."))]
+    named = [one for one in overrides.split() if one.startswith("strategy=")]
+    others = [one for one in overrides.split() if one.lstrip("+~").startswith(("strategy/", "strategy."))]
     if len(named) != 1:
-        raise ValueError(f"{words!r} must have one word strategy=..., such as strategy=gossip strategy/topology=ring")
+        raise ValueError(f"{overrides!r} must have one strategy=..., such as strategy=gossip strategy/topology=ring")
     try:
         with initialize_config_module("lightning_decentral.conf", version_base="1.3"):
             cfg = compose(f"strategy/{named[0].partition('=')[2]}", others)
         strategy: Strategy = instantiate(cfg.strategy, _convert_="all")
     except (HydraException, OmegaConfBaseException) as error:
-        raise ValueError(f"{words!r} can't be composed: {' '.join(str(error).split())}") from None
+        raise ValueError(f"{overrides!r} can't be composed: {' '.join(str(error).split())}") from None
     return strategy
 
 
@@ -119,16 +118,14 @@ def _(strategy: GossipStrategy, cluster: Cluster, slices: int) -> Method:
         strategy.weights,
         encoding_of(strategy.codec, strategy.combine.form.copies, cliques),
         within,
-        tuple(beside(name, travel, topology) for name, travel in states),
+        tuple(
+            Beside(name, travel.along(topology), encoding_of(travel.codec, travel.combine.form.copies))
+            for name, travel in states
+        ),
         kept_by(strategy.combine) + estimates(strategy.codec, topology, workers),
     )
     # Of exact steps in steps nobody knows the share: a forecast has no length of the run.
     return WarmStarted(strategy.exact_steps, forecast) if 0 < strategy.exact_steps < 1 else forecast
-
-
-def beside(name: str, travel: Travel, topology: Topology) -> Beside:
-    """A state that travels along a topology."""
-    return Beside(name, travel.along(topology), encoding_of(travel.codec, travel.combine.form.copies))
 
 
 @singledispatch
@@ -154,9 +151,8 @@ def estimates(codec: Codec, topology: Topology, workers: int) -> int:
     if not codec.remembers:
         return 0
     steps, ranks = range(topology.period(workers)), range(workers)
-    heard = [{j for step in steps for j in step_graph(topology, workers, step).sources[rank]} for rank in ranks]
-    told = [set(audiences(topology, rank, workers).values()) for rank in ranks]
-    return max(len(sources) + len(groups) for sources, groups in zip(heard, told, strict=True))
+    sources = [{j for step in steps for j in step_graph(topology, workers, step).sources[rank]} for rank in ranks]
+    return max(len(sources[rank]) + len(set(audiences(topology, rank, workers).values())) for rank in ranks)
 
 
 @method_of.register
@@ -175,9 +171,9 @@ def _(strategy: TokenPipelineStrategy, cluster: Cluster, slices: int) -> Method:
 
 
 def _refuse_unread(option: str, asked: object, read: object) -> None:
-    """ValueError for what would change a step and no forecast knows."""
+    """ValueError for an option that would change a step and that no forecast knows."""
     if asked != read:
-        raise ValueError(f"no forecast reads {option} {asked}: it is predicted as {read} only, so leave the word out")
+        raise ValueError(f"no forecast reads {option} {asked}: it is predicted as {read} only, so leave it out")
 
 
 @singledispatch
@@ -237,6 +233,6 @@ def encoding_of(codec: Codec, copies: float = 1, cliques: Cliques = Cliques.TOLD
 
 
 def seconds_per_byte(codec: Codec) -> tuple[float, float]:
-    """(send, hear) that are assumed of a codec; of one with other blocks those of its kind, of an unknown one none."""
+    """(send, receive) as assumed of a codec; of one with other blocks those of its kind, of an unknown one none."""
     alike = (found for known, found in CODEC_SECONDS_PER_BYTE.items() if type(known) is type(codec))
     return CODEC_SECONDS_PER_BYTE.get(codec) or next(alike, (0.0, 0.0))

@@ -146,8 +146,8 @@ class NetworkMeter:
         def call(size: int) -> Call | None:
             if other is None:
                 return None
-            sent, heard = _floats(size, self.device), _floats(size, self.device)
-            return lambda: _all(self.wire.world, [Message(other, sent, 0)], [Message(other, heard, 0)])
+            sent, received = _floats(size, self.device), _floats(size, self.device)
+            return lambda: _all(self.wire.world, [Message(other, sent, 0)], [Message(other, received, 0)])
 
         return call
 

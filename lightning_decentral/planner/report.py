@@ -9,11 +9,12 @@ from typing import Any
 from lightning_decentral.planner.compare import RATES, THRESHOLD, Cell, Comparison, grid, sizes
 from lightning_decentral.planner.show import HEADINGS, cells, sentences
 from lightning_decentral.shared.figure import ACCENT, INK, WORKER, new_figure
-from lightning_decentral.shared.plan.timeline import Span, Task, run
+from lightning_decentral.shared.plan.timeline import Task, run
 
 DDP = "#c8ccd4"
 COLOURS = ("#1b6ca8", "#d1495b", "#66a182", "#edae49", "#6f4e7c", "#8fb3d9", "#9c6644", "#2e4057", "#b5838d", "#00798c")
 SHOWN_ROWS = 8
+Palette = Mapping[str, str]
 
 
 def svg(figure: Any) -> str:
@@ -30,25 +31,15 @@ def palette(titles: Sequence[str]) -> dict[str, str]:
 
 
 def curves(
-    cells: Sequence[Cell],
-    titles: Sequence[str],
-    colours: Mapping[str, str],
-    across: Callable[[Cell], float],
-    label: str,
+    cells: Sequence[Cell], titles: Sequence[str], colours: Palette, across: Callable[[Cell], float], label: str
 ) -> str:
     """Speed-up over ddp of these candidates."""
     figure = new_figure(7, 3.6)
     axes = figure.subplots()
     places = [across(cell) for cell in cells]
     for title in titles:
-        axes.plot(
-            places,
-            [cell.speedup(title) or float("nan") for cell in cells],
-            color=colours[title],
-            marker="o",
-            markersize=3,
-            label=title,
-        )
+        speedups = [cell.speedup(title) or float("nan") for cell in cells]
+        axes.plot(places, speedups, color=colours[title], marker="o", markersize=3, label=title)
     axes.set_xscale("log")
     axes.set_xticks(places, [f"{place:g}" for place in places], minor=False)
     axes.minorticks_off()
@@ -60,7 +51,7 @@ def curves(
     return svg(figure)
 
 
-def winners(cells: Sequence[Cell], colours: Mapping[str, str]) -> str:
+def winners(cells: Sequence[Cell], colours: Palette) -> str:
     """Workers across bandwidth, the recommended method as colour, its speed-up as number."""
     workers, rates = sorted({cell.workers for cell in cells}), sorted({cell.bytes_per_second for cell in cells})
     names = ["ddp", *sorted({cell.best for cell in cells} - {"ddp"})]
@@ -69,8 +60,8 @@ def winners(cells: Sequence[Cell], colours: Mapping[str, str]) -> str:
     for cell in cells:
         x, y = rates.index(cell.bytes_per_second), workers.index(cell.workers)
         axes.add_patch(_square(x, y, colours[cell.best]))
-        said = f"{cell.speedup(cell.best):.1f}" if cell.speedup(cell.best) else ""
-        axes.text(x, y, said, ha="center", va="center", fontsize=8, color=INK)
+        factor = f"{cell.speedup(cell.best):.1f}" if cell.speedup(cell.best) else ""
+        axes.text(x, y, factor, ha="center", va="center", fontsize=8, color=INK)
     axes.set_xlim(-0.5, len(rates) - 0.5)
     axes.set_ylim(-0.5, len(workers) - 0.5)
     axes.set_xticks(range(len(rates)), [f"{8 * rate / 1e9:g}" for rate in rates])
@@ -91,38 +82,23 @@ def _square(x: float, y: float, colour: str) -> Any:
 def timeline(tasks: Sequence[Task[str]]) -> str:
     """Timeline of what the first workers and links do, one row each (SVG)."""
     spans = run(tasks)
-    rows = list(dict.fromkeys(task.worker for task in tasks))
-    first = [name for pair in zip(*_kinds(rows), strict=False) for name in pair][:SHOWN_ROWS]
+    kinds: dict[str, list[str]] = {}  # rows of workers and rows of links, shown in pairs
+    for row in dict.fromkeys(task.worker for task in tasks):
+        kinds.setdefault(row.split()[0], []).append(row)
+    first = [name for pair in zip(*kinds.values(), strict=False) for name in pair][:SHOWN_ROWS]
     figure = new_figure(8, 0.9 + 0.3 * len(first))
     axes = figure.subplots()
     for name, span in spans.items():
         if span.worker in first and span.finish > span.start:
-            axes.barh(first.index(span.worker), **_bar(name, span))
+            sends = name.split()[0] in ("exchange", "all-reduce", "gather", "scatter")
+            colour = ACCENT if sends else INK if name.split()[0] in ("backward", "B", "mix") else WORKER
+            place, width = first.index(span.worker), 1e3 * (span.finish - span.start)
+            axes.barh(place, width, left=1e3 * span.start, color=colour, edgecolor="white", linewidth=0.4)
     axes.set_yticks(range(len(first)), first, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds")
     axes.spines[["top", "right"]].set_visible(False)
     return svg(figure)
-
-
-def _kinds(rows: Sequence[str]) -> list[list[str]]:
-    """Rows of workers and rows of links, so that they can be shown in pairs."""
-    kinds: dict[str, list[str]] = {}
-    for row in rows:
-        kinds.setdefault(row.split()[0], []).append(row)
-    return list(kinds.values())
-
-
-def _bar(name: str, span: Span) -> dict[str, Any]:
-    sends = name.split()[0] in ("exchange", "all-reduce", "gather", "scatter")
-    colour = ACCENT if sends else INK if name.split()[0] in ("backward", "B", "mix") else WORKER
-    return {
-        "width": 1e3 * (span.finish - span.start),
-        "left": 1e3 * span.start,
-        "color": colour,
-        "edgecolor": "white",
-        "linewidth": 0.4,
-    }
 
 
 MOST_CURVES = 8
@@ -167,12 +143,12 @@ def _head(plan: Comparison) -> Iterator[str]:
     yield f"<h1>{escape(model.name)} on {cluster.workers} workers, {cluster.per_node} on a node</h1>"
     yield f"<p>profiled on {escape(model.device)}; {model.parameter_bytes / 1e6:,.1f} MB of parameters, "
     yield f"{1e3 * model.seconds:,.1f} ms of computation</p>"
-    rows = "".join(_line("td", cells(plan, row), ' class="best"' if row is plan.best else "") for row in plan.rows)
-    yield f"<table>{_line('th', HEADINGS)}{rows}</table>"
+    rows = "".join(line("td", cells(plan, row), ' class="best"' if row is plan.best else "") for row in plan.rows)
+    yield f"<table>{line('th', HEADINGS)}{rows}</table>"
     yield from (f"<p>{escape(sentence)}</p>" for sentence in sentences(plan))
 
 
-def _line(tag: str, found: Sequence[str], attributes: str = "") -> str:
+def line(tag: str, found: Sequence[str], attributes: str = "") -> str:
     return f"<tr{attributes}>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in found) + "</tr>"
 
 

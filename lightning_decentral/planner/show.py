@@ -104,7 +104,7 @@ def verdict(plan: Comparison) -> Iterator[str]:
         yield "gossip is another algorithm than all-reduce: compare what both reach before you settle"
     yield from _optimizer(plan.setting.model, gossips)
     if plan.setting.cluster.nodes > 1:
-        yield "on every host, as docs/cluster.md says:"
+        yield "on every host (docs/cluster.md):"
     yield f"python recipes/train.py {plan.command}"
 
 
@@ -113,7 +113,7 @@ def _optimizer(model: Model, gossip: bool) -> Iterator[str]:
     more = products_seconds(model)
     if model.optimizer in ALIKE and more:
         why = "Adam takes smaller steps under gossip than under ddp; " if gossip else ""
-        yield f"{why}Muon would take {1e3 * more:.3g} ms a step more: --optimizer muon (docs/optimizers.md says when)"
+        yield f"{why}Muon would take {1e3 * more:.3g} ms a step more: --optimizer muon (when: docs/optimizers.md)"
     if model.optimizer == MUON and gossip:
         yield "Muon under gossip takes a momentum of its own: tune optimizer.lr and .momentum (docs/optimizers.md)"
 

@@ -55,11 +55,10 @@ def curves(topology: Topology, size: int) -> Curves:
     return Curves(tuple(shown), gaps, distances, typical, exact, gap_per_step(topology, size))
 
 
-def heard(topology: Topology, size: int, step: int) -> str:
+def received(topology: Topology, size: int, step: int) -> str:
     """Graph of a step, as text: "0-1 2-3" where both receive from each other, "1>2" where 2 receives from 1."""
-    edges = {
-        (source, rank) for rank, sources in enumerate(step_graph(topology, size, step).sources) for source in sources
-    }
+    rows = enumerate(step_graph(topology, size, step).sources)
+    edges = {(source, rank) for rank, sources in rows for source in sources}
     mutual = sorted({(min(e), max(e)) for e in edges if e[::-1] in edges})
     directed = sorted(e for e in edges if e[::-1] not in edges)
     return " ".join([*(f"{a}-{b}" for a, b in mutual), *(f"{a}>{b}" for a, b in directed)]) or "silent"
@@ -94,7 +93,7 @@ def _graph(axes: Any, topology: Topology, size: int, step: int) -> None:
     graph = nx.DiGraph()
     graph.add_nodes_from(range(size))
     sources = step_graph(topology, size, step).sources
-    graph.add_edges_from((source, rank) for rank, heard in enumerate(sources) for source in heard)
+    graph.add_edges_from((source, rank) for rank, others in enumerate(sources) for source in others)
     dots = ceil(1200 / max(size, 8))
     options = {"node_size": dots, "node_color": WORKER, "edge_color": INK, "arrowsize": 6, "width": 0.7}
     nx.draw_networkx(graph, nx.circular_layout(graph), ax=axes, with_labels=size <= 16, font_size=6, **options)

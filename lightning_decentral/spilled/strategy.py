@@ -117,7 +117,9 @@ class SpilledStrategy(SingleDeviceStrategy):
         place = self.root_device
         _update_properties(module, device=place)  # module.device: where it computes, though parameters stay
         options: Any = {"blocks": self.blocks, "resident": self.resident, "announce": self._announce}
-        self._budget_bytes = self.memory_bytes or _free_bytes(place)
+        self._budget_bytes = self.memory_bytes
+        if self._budget_bytes is None and place.type == "cuda":
+            self._budget_bytes = int(USABLE * cuda.free_bytes(place))
         self.engine = Engine(module, device_of(place), self._budget_bytes or UNLIMITED, **options)
         self._updating = self.update.begin(self.engine.device, self._budget_bytes or UNLIMITED)
 
@@ -179,11 +181,6 @@ class SpilledStrategy(SingleDeviceStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """The package registers its names itself; SingleDeviceStrategy's would name this class `single_device`."""
-
-
-def _free_bytes(place: torch.device) -> int | None:
-    """Bytes of device memory that may be used by default; None where nothing is limited."""
-    return int(USABLE * cuda.free_bytes(place)) if place.type == "cuda" else None
 
 
 def host_scaler(scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:

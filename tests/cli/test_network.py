@@ -18,7 +18,7 @@ from lightning_decentral.gossip import Exponential
 from lightning_decentral.gossip.plan.topology.topology import step_graph
 from lightning_decentral.planner.network import OPERATIONS, exchange, neighbours
 from lightning_decentral.planner.plan.host_links import read as read_hosts
-from lightning_decentral.planner.plan.probes import Start, probes, refuse_differences
+from lightning_decentral.planner.plan.probes import Start, probes, refuse_starts
 from lightning_decentral.shared.plan.profile import BlockCost, LinkCost, Model, Profile, read, write
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import GlooTransport, Message, transport
@@ -125,11 +125,11 @@ ALIKE = Start("a", "", 2, "cuda", SIZES, 5, 0.5, False)
 
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(Start) if f.name not in ("host", "mistake")])
 def test_every_difference_is_refused(field: str) -> None:
-    refuse_differences([ALIKE, dataclasses.replace(ALIKE, host="b")])
+    refuse_starts([ALIKE, dataclasses.replace(ALIKE, host="b")])
     odd = dataclasses.replace(ALIKE, **{"host": "b", field: "other"})
     for starts in ([ALIKE, ALIKE, odd], [odd, ALIKE]):
         with pytest.raises(ValueError, match=r"other for worker \d on b"):
-            refuse_differences(starts)
+            refuse_starts(starts)
 
 
 def test_a_missing_model_ends_all_workers_and_names_the_host(tmp_path: Path) -> None:

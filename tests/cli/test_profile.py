@@ -227,7 +227,7 @@ def test_blocks_add_up_to_a_step_of_a_plain_loop(clock: None, monkeypatch: pytes
 def test_mistakes_are_one_line() -> None:
     with pytest.raises(SystemExit, match="error: steps must be at least 2, got 1"):
         cli.main(["profile", "recipe=vit", "--steps", "1"])
-    with pytest.raises(SystemExit, match=r"error: trainer.accumulate_grad_batches=4: .* leave the word out"):
+    with pytest.raises(SystemExit, match=r"error: trainer.accumulate_grad_batches=4: .* leave the override out"):
         cli.main(["profile", "recipe=vit", "trainer.accumulate_grad_batches=4"])
     with pytest.raises(SystemExit, match=r"error: .* 'recipe/coffee': choose one of gpt, resnet, vit"):
         cli.main(["profile", "recipe=coffee"])
@@ -236,7 +236,7 @@ def test_mistakes_are_one_line() -> None:
         cli.main(["profile", "recipe=gpt", "experiment=gossip_muon"])
     with pytest.raises(SystemExit, match=chosen):
         cli.main(["rehearse", "recipe=gpt", "experiment=gossip_muon", "workers=2", "--target", "2"])
-    with pytest.raises(SystemExit, match=r"sets up strategy=gossip, .* leave out words of the strategy"):
+    with pytest.raises(SystemExit, match=r"sets up strategy=gossip, .* leave out overrides of the strategy"):
         cli.main(["profile", "recipe=gpt", "strategy=gossip", "strategy/codec=int8"])
     with pytest.raises(SystemExit, match=r"error: .*callbacks\.model_checkpoint") as told:
         cli.main(["profile", "recipe=vit", "callbacks.model_checkpoint.save_top_k=2"])

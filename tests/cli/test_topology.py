@@ -7,7 +7,7 @@ import pytest
 
 from lightning_decentral.cli.topology import names, topology_of
 from lightning_decentral.gossip import BaseGraph, Hypercube, OnePeerExponential, Ring
-from lightning_decentral.planner.topology_curves import curves, heard
+from lightning_decentral.planner.topology_curves import curves, received
 from lightning_decentral.recipes import command as cli
 from tests.conf.groups import choices
 
@@ -67,10 +67,10 @@ def test_exact_consensus_is_where_the_distance_ends(size: int) -> None:
     assert all(distance > 1e-6 for distance in found.distances[: found.exact])
 
 
-def test_who_hears_whom() -> None:
-    assert heard(Hypercube(), 4, 0) == "0-1 2-3"
-    assert heard(OnePeerExponential(), 4, 0) == "0>1 1>2 2>3 3>0"
-    assert heard(Ring(), 1, 0) == "silent"
+def test_who_receives_from_whom() -> None:
+    assert received(Hypercube(), 4, 0) == "0-1 2-3"
+    assert received(OnePeerExponential(), 4, 0) == "0>1 1>2 2>3 3>0"
+    assert received(Ring(), 1, 0) == "silent"
 
 
 def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

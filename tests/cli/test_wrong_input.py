@@ -17,9 +17,9 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from lightning_decentral.cli import topology
+from lightning_decentral.cli.console import number, refuse_unwritable, whole
 from lightning_decentral.cli.main import added
 from lightning_decentral.cli.network import parser as network_parser
-from lightning_decentral.cli.options import number, refuse_unwritable, whole
 from lightning_decentral.recipes import command as cli
 from lightning_decentral.recipes import train
 from lightning_decentral.shared.application import Application

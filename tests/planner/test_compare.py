@@ -31,10 +31,10 @@ CLUSTER = Cluster(8, 4)
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("candidate", [*candidates(CLUSTER, model())], ids=lambda c: c.words)
+@pytest.mark.parametrize("candidate", [*candidates(CLUSTER, model())], ids=lambda c: c.overrides)
 def test_every_candidate_composes_as_a_command_of_the_recipes(candidate) -> None:  # type: ignore[no-untyped-def]
     with initialize_config_module("lightning_decentral.conf", version_base="1.3"):
-        cfg = compose("train", candidate.words.split())
+        cfg = compose("train", candidate.overrides.split())
     assert type(instantiate(cfg.strategy, _convert_="all")) in {
         DDPStrategy,
         GossipStrategy,
@@ -233,7 +233,7 @@ def test_every_line_composes_and_names_strategy_codec_rule_and_optimizer() -> No
     for row in planned.rows:
         said = shlex.split(replace(planned, best=row).command)
         with initialize_config_module("lightning_decentral.conf", version_base="1.3"):
-            cfg, alone = compose("train", said), compose("train", row.candidate.words.split())
+            cfg, alone = compose("train", said), compose("train", row.candidate.overrides.split())
         assert cfg.optimizer._target_.endswith(".Muon")
         assert said.count("optimizer=muon") == 1
         assert cfg.strategy == alone.strategy
@@ -274,7 +274,7 @@ def test_the_command_plans_with_another_optimizer(tmp_path: Path, capsys: pytest
     write(Profile(profiled("adamw").model), path)
     cli.main(["plan", str(path), "--workers", "8", "--bandwidth", "200mbit", "--optimizer", "muon"])
     assert " optimizer=muon strategy=" in capsys.readouterr().out.strip().splitlines()[-1]
-    with pytest.raises(SystemExit, match="error: this profile, of adamw, doesn't tell what sgd costs"):
+    with pytest.raises(SystemExit, match="error: this profile, of adamw, doesn't show what sgd costs"):
         cli.main(["plan", str(path), "--workers", "8", "--bandwidth", "200mbit", "--optimizer", "sgd"])
 
 
@@ -307,7 +307,7 @@ def test_it_says_where_prices_come_from() -> None:
     assert f"~ {extrapolated}" in said(setting(8, 4))
     part = replace(only, network=links().linked("between", 1e-4, 1e9))
     assert f"~ priced from --bandwidth, not measured, or {extrapolated}" in said(part)
-    assert "on every host, as docs/cluster.md says:" in said(only)
+    assert "on every host (docs/cluster.md):" in said(only)
     assert not any("every host" in line for line in said(setting(4, 4)))
 
 
@@ -320,7 +320,7 @@ def test_it_says_where_prices_come_from() -> None:
         (["--workers", "8", "--bandwidth", "1e308gbit"], "'1e308gbit' isn't a rate such as 200mbit"),
         (["--workers", "8", "--memory-bytes", "0GB"], "'0GB' isn't a size"),
         (["--workers", "8", "--also", "strategy=coffee"], "'strategy=coffee' can't be composed"),
-        (["--workers", "8", "--also", "delay=4"], "must have one word strategy="),
+        (["--workers", "8", "--also", "delay=4"], "must have one strategy="),
         ([], "plan needs a profile and --workers"),
     ],
 )

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lightning_decentral.cli.planning import write_page
+from lightning_decentral.cli.console import write_text
 from lightning_decentral.planner.compare import NOTHING, grid, plan, sizes
 from lightning_decentral.planner.report import page
 from lightning_decentral.recipes import command as cli
@@ -38,7 +38,7 @@ def test_the_command_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     cli.main(["plan", str(tmp_path / "p.json"), "--workers", "4", "--report", str(tmp_path / "r.html")])
     assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
     with pytest.raises(ValueError, match=r"--report .* can't be written: No such file"):
-        write_page(tmp_path / "absent" / "r.html", "")
+        write_text("--report", tmp_path / "absent" / "r.html", "")
 
 
 def test_without_matplotlib_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from lightning_decentral.shared.plan.profile import BlockCost, Model, Sides
+from lightning_decentral.shared.plan.profile import Model, Sides
 
 STEPS = 5
 CALL_BYTES = 64 * 2**20
@@ -50,29 +50,23 @@ def trained_with(model: Model, optimizer: str) -> Model:
     Raises:
         ValueError: the profile can't tell: it is not of this optimizer, nor is it Muon's cost over Adam's.
     """
-    words = (*(word for word in model.words if not re.match(r"[+~]*optimizer\b", word)), f"optimizer={optimizer}")
+    others = (one for one in model.words if not re.match(r"[+~]*optimizer\b", one))
     if optimizer == model.optimizer:
         return model
     if optimizer != MUON or model.optimizer not in ALIKE or not model.products_per_second:
         raise ValueError(
-            f"this profile, of {model.optimizer or 'an unnamed optimizer'}, doesn't tell what {optimizer} costs: "
+            f"this profile, of {model.optimizer or 'an unnamed optimizer'}, doesn't show what {optimizer} costs: "
             f"profile again with optimizer={optimizer}"
         )
-    return replace(_muon(model), words=words)
-
-
-def _muon(model: Model) -> Model:
-    hidden, whole = hidden_bytes(model.hidden), model.parameter_bytes
+    hidden, whole, rate = hidden_bytes(model.hidden), model.parameter_bytes, model.products_per_second
+    more = [operations(block.hidden) / rate for block in model.blocks]
     return replace(
         model,
-        blocks=tuple(_turned(block, model.products_per_second) for block in model.blocks),
+        blocks=tuple(replace(b, update_seconds=b.update_seconds + s) for b, s in zip(model.blocks, more, strict=True)),
+        words=(*others, f"optimizer={optimizer}"),
         optimizer=MUON,
         state_bytes=2 * whole - hidden,
         states=(("momentum_buffer", hidden), ("exp_avg", whole - hidden), ("exp_avg_sq", whole - hidden)),
         stepping_bytes=stepping_bytes(model.hidden),
         whole_bytes=hidden,
     )
-
-
-def _turned(block: BlockCost, rate: float) -> BlockCost:
-    return replace(block, update_seconds=block.update_seconds + operations(block.hidden) / rate)

@@ -112,17 +112,17 @@ def _constant(points: Sequence[Point]) -> float:
     return len(points) / sum(1 / seconds for _, seconds in points)
 
 
-WORDS = "start with the same words on every host"
+SAME = "start with the same options on every host"
 SHARED = {
     "per_node": ("workers of a node", "start equally many on each node"),
     "device": (
         "devices",
         "give each worker a GPU of its own on every host, or set CUDA_VISIBLE_DEVICES= on every host",
     ),
-    "sizes": ("--sizes", WORDS),
-    "repeats": ("--repeats", WORDS),
-    "longest_seconds": ("--longest-seconds", WORDS),
-    "hosts": ("--hosts given", WORDS),
+    "sizes": ("--sizes", SAME),
+    "repeats": ("--repeats", SAME),
+    "longest_seconds": ("--longest-seconds", SAME),
+    "hosts": ("--hosts given", SAME),
 }
 """Field -> (its name for the user, the remedy)."""
 
@@ -149,25 +149,18 @@ class Start:
     hosts: bool
 
 
-def refuse_mistakes(starts: Sequence[Start]) -> None:
-    """ValueError with the first worker's mistake and its host.
+def refuse_starts(starts: Sequence[Start]) -> None:
+    """ValueError with the first worker's mistake, or the first worker that was started otherwise than worker 0.
 
     Args:
         starts: in order of rank.
     """
-    for rank, start in enumerate(starts):
+    names = [f"worker {rank} on {start.host}" for rank, start in enumerate(starts)]
+    for name, start in zip(names, starts, strict=True):
         if start.mistake:
-            raise ValueError(f"worker {rank} on {start.host}: {start.mistake}")
-
-
-def refuse_differences(starts: Sequence[Start]) -> None:
-    """ValueError with the first worker that was started otherwise than worker 0.
-
-    Args:
-        starts: in order of rank.
-    """
-    for field, (name, remedy) in SHARED.items():
-        first, *others = [(getattr(start, field), f"worker {i} on {start.host}") for i, start in enumerate(starts)]
-        for value, where in others:
-            if value != first[0]:
-                raise ValueError(f"{name}: {first[0]} for {first[1]}, {value} for {where}: {remedy}")
+            raise ValueError(f"{name}: {start.mistake}")
+    for field, (option, remedy) in SHARED.items():
+        first, *others = [getattr(start, field) for start in starts]
+        for name, value in zip(names[1:], others, strict=True):
+            if value != first:
+                raise ValueError(f"{option}: {first} for {names[0]}, {value} for {name}: {remedy}")

@@ -1,4 +1,4 @@
-"""Trains n workers in one process, before there is a cluster, and reports which method reaches a loss soonest.
+"""Trains n workers in one process, before there is a cluster, and reports which method reaches a loss fastest.
 
 `crew` trains them under one strategy: a `worker` is Lightning's own Trainer in a thread, whose strategy (`binding`)
 takes its part from the `members`. One has its turn (`turns`) on its copy of the data, or gradients are computed some

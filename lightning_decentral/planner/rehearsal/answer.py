@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from math import inf
+from operator import attrgetter
 
 from lightning_decentral.planner.candidates import BASELINE, Candidate, in_full
 from lightning_decentral.planner.compare import THRESHOLD, Cell, chosen
@@ -30,13 +31,13 @@ class Reached:
         extrapolated: whether a seed came near the target only, and its steps are foreseen.
         step_seconds_at: forecast, by bytes per second of a node's network card.
         noise: of the gradients, in batches of a worker; of methods whose workers stay equal.
-        apart: mean loss of the workers' own models less that of their mean, in the end.
-        apart_foretold: the same, by the probe of the first method of gossip (`disagreement`); of gossip.
+        excess: mean loss of the workers' own models less that of their mean, in the end.
+        excess_predicted: the same, by the probe of the first method of gossip (`disagreement`); of gossip.
         rates: how many were tried.
     """
 
     title: str
-    words: str
+    overrides: str
     workers: int
     rate: float
     seeds: tuple[int | None, ...]
@@ -47,8 +48,8 @@ class Reached:
     extrapolated: bool = False
     step_seconds_at: Mapping[float, float] = field(default_factory=dict)
     noise: float | None = None
-    apart: float = 0.0
-    apart_foretold: float | None = None
+    excess: float = 0.0
+    excess_predicted: float | None = None
     rates: int = 1
 
     @property
@@ -58,9 +59,9 @@ class Reached:
         return round(sum(known) / len(known)) if known and len(known) == len(self.seeds) else None
 
     @property
-    def full_words(self) -> list[str]:
+    def all_overrides(self) -> list[str]:
         """Overrides with those for codec and rule that the strategy takes anyway."""
-        return in_full(self.words)
+        return in_full(self.overrides)
 
     @property
     def seconds(self) -> float | None:
@@ -69,7 +70,7 @@ class Reached:
 
     @property
     def interval_seconds(self) -> tuple[float, float] | None:
-        """Seconds of the soonest and the latest seed, widened by the errors of forecasts and of extrapolated steps."""
+        """Seconds of the fastest and the slowest seed, widened by the errors of forecasts and of extrapolated steps."""
         if self.steps is None or self.step_seconds is None:
             return None
         known = [steps for steps in self.seeds if steps is not None]
@@ -106,16 +107,16 @@ class Answer:
 
     def speedup(self, row: Reached) -> float | None:
         """Seconds to the target of ddp on as many workers over the row's."""
-        same = (one for one in self.rows if one.words == BASELINE and one.workers == row.workers)
+        same = (one for one in self.rows if one.overrides == BASELINE and one.workers == row.workers)
         base = next(same, None)
         return base.seconds / row.seconds if base and base.seconds and row.seconds else None
 
     def best_of(self, workers: int) -> Reached | None:
         """Best method on so many workers: ddp if nothing gains enough over it; None where no seconds are known."""
         rows = [row for row in self.rows if row.workers == workers and row.seconds]
-        pairs = [(Candidate(row.words, row.title), row.seconds or inf) for row in rows]
+        pairs = [(Candidate(row.overrides, row.title), row.seconds or inf) for row in rows]
         found = chosen(pairs, THRESHOLD) or min(pairs, key=lambda pair: pair[1], default=(None, inf))[0]
-        return next((row for row in rows if found and row.words == found.words), None)
+        return next((row for row in rows if found and row.overrides == found.overrides), None)
 
     @property
     def best(self) -> Reached | None:
@@ -141,69 +142,64 @@ class Answer:
 
     def sentences(self) -> list[str]:
         """Conclusions, as sentences; last, the best method's overrides for a command line where there is one."""
-        said = [f"not rehearsed: {title}: {why}" for title, why in self.refused.items()]
+        lines = [f"not rehearsed: {title}: {why}" for title, why in self.refused.items()]
         if any(row.extrapolated for row in self.rows):
-            said.append(
-                f"~ extrapolated, to {BEYOND:g} times the rehearsed steps at most, by a line over their logarithm"
-            )
-        said += [*self._of_noise(), *self._of_disagreement(), *self._over_rates()]
+            limit = f"to {BEYOND:g} times the rehearsed steps at most"
+            lines.append(f"~ extrapolated, {limit}, by a line over their logarithm")
+        noise = [row for row in self.rows if row.overrides == BASELINE and row.noise is not None][:1]
+        lines += [noise_text(row.noise, row.workers) for row in noise if row.noise is not None]
+        lines += [*self._disagreement(), *self._over_rates()]
         best = self.best
         if best is None:
             missing = not any(row.steps for row in self.rows)
             why = f"no method reached {self.target:g} in {self.steps} steps" if missing else "there is no profile"
-            return [*said, f"nobody knows the seconds to the target: {why}"]
+            return [*lines, f"nobody knows the seconds to the target: {why}"]
         largest = max(self.workers)
         if best.workers < largest:
-            said.append(f"more workers than {best.workers} don't pay: up to {largest} gain less than {THRESHOLD:.0%}")
-        choice = "stay with ddp" if best.words == BASELINE else f"train with {best.title}"
+            lines.append(f"more workers than {best.workers} don't pay: up to {largest} gain less than {THRESHOLD:.0%}")
+        choice = "stay with ddp" if best.overrides == BASELINE else f"train with {best.title}"
         where = f"{choice} on {best.workers} workers, learning rates times {best.rate:g}"
         where += ", by extrapolation" if best.extrapolated else ""
-        return [*said, where, " ".join(best.full_words)]
+        return [*lines, where, " ".join(best.all_overrides)]
 
-    def _of_noise(self) -> list[str]:
-        known = [row for row in self.rows if row.words == BASELINE and row.noise is not None]
-        return [noise_said(row.noise, row.workers) for row in known[:1] if row.noise is not None]
-
-    def _of_disagreement(self) -> list[str]:
-        known = [(row.apart_foretold, row.apart, row) for row in self.rows if row.apart_foretold is not None]
+    def _disagreement(self) -> list[str]:
+        """Excess loss of gossip's workers over their mean, as predicted and as it came."""
+        known = [(row.excess_predicted, row.excess, row) for row in self.rows if row.excess_predicted is not None]
         if not known:
             return []
-        columns = zip(*((told, came, abs(told - came)) for told, came, _ in known), strict=True)
-        foretold, came, off = (max(0.0, *column) for column in columns)
-        said = f"what workers of gossip lose to their mean in the end: up to {foretold:.4f} was foretold, up to "
+        columns = zip(*((before, came, abs(before - came)) for before, came, _ in known), strict=True)
+        predicted, came, off = (max(0.0, *column) for column in columns)
         most = max(row.rates for row in self.rows)
         fewer = [f"{row.title} on {row.workers} workers" for *_, row in known if row.rates < most]
         less = [f"so the learning rate of the first method of gossip was taken for {', '.join(fewer)}"] if fewer else []
-        return [f"{said}{came:.4f} came, and no method was further off than {off:.4f}", *less]
+        what = f"what workers of gossip lose to their mean in the end: up to {predicted:.4f} was predicted"
+        return [f"{what}, up to {came:.4f} came, and no method was further off than {off:.4f}", *less]
 
     def _over_rates(self) -> list[str]:
         """Methods to train with at other rates, a line for each number of workers."""
-        said = []
+        lines = []
         for workers in self.workers:
             here = [cell for cell in self.cells if cell.workers == workers]
-            parts = [(best, [cell.bytes_per_second for cell in some]) for best, some in groupby(here, _best)]
-            words = [f"{best} {_rates(rates, rates[-1] == here[-1].bytes_per_second)}" for best, rates in parts]
-            said += [f"on {workers} workers, by the rate of a network card: {'; '.join(words)}"] if words else []
-        return said
+            runs = groupby(here, attrgetter("best"))
+            same = [(best, [cell.bytes_per_second for cell in cells]) for best, cells in runs]
+            parts = [f"{best} {_rates(rates, rates[-1] == here[-1].bytes_per_second)}" for best, rates in same]
+            lines += [f"on {workers} workers, by the rate of a network card: {'; '.join(parts)}"] if parts else []
+        return lines
 
 
-def said(row: Reached) -> str:
+def result_text(row: Reached) -> str:
     """Result of a method that was rehearsed, as text, while others aren't yet."""
-    noise = "" if row.noise is None or row.words != BASELINE else f"; {noise_said(row.noise, row.workers)}"
+    noise = "" if row.noise is None or row.overrides != BASELINE else f"; {noise_text(row.noise, row.workers)}"
     if row.steps is None:
         return f"{row.loss:.4f} in the end, not at the target{noise}"
     about, seconds = "about " * row.extrapolated, "" if row.seconds is None else f", {row.seconds:.1f} s"
     return f"at the target after {about}{row.steps} steps{seconds}{noise}"
 
 
-def noise_said(noise: float, workers: int) -> str:
+def noise_text(noise: float, workers: int) -> str:
     """Prediction by the noise of gradients, as text: steps that twice the workers need."""
     fewer = steps_ratio(noise, workers, 2 * workers)
-    return f"the noise of ddp's gradients foretells: {2 * workers} workers need {fewer:.2f} of the steps of {workers}"
-
-
-def _best(cell: Cell) -> str:
-    return cell.best
+    return f"the noise of ddp's gradients predicts: {2 * workers} workers need {fewer:.2f} of the steps of {workers}"
 
 
 def _rates(rates: Sequence[float], last: bool) -> str:
@@ -219,5 +215,5 @@ def shown_rate(bytes_per_second: float) -> str:
 
 
 def ordered(rows: Sequence[Reached]) -> tuple[Reached, ...]:
-    """The soonest first; by steps where no seconds are known, and by loss where the target wasn't reached."""
+    """The shortest time to the target first; by steps where no seconds are known, by loss where it wasn't reached."""
     return tuple(sorted(rows, key=lambda row: (row.seconds or inf, row.steps or inf, row.loss)))

@@ -1,10 +1,10 @@
-"""Cost of disagreement: how much more workers of gossip lose than their mean does, predicted by a short probe.
+"""Cost of disagreement: excess loss of gossip's workers over that of their mean, predicted by a short probe.
 
     d_i(k)  = x_i - mean_j x_j            of n workers that began equal, after k updates without a message
     D_k     = mean_i |d_i(k)|^2           their spread
     E_1     = mean_i loss(x_i) - loss(mean_i x_i) = 1/2 c D_1       c: the curvature along the workers' differences
     D_k / D_1 = k + 2 sum_(t < k) (k - t) rho^t                     rho: how like its last one an update is
-    apart   = 1/2 c s f,    s = D_1 n / (n - 1)                     s: the variance of a worker's update
+    excess  = 1/2 c s f,    s = D_1 n / (n - 1)                     s: the variance of a worker's update
 
 f is the spread of workers under a method whose updates have the variance 1 and this rho, by the simulation of its own
 rule, topology and codec. With one symmetric W of eigenvalues l_1 = 1, l_2 ... l_n it is, at a delay of 1,
@@ -59,7 +59,7 @@ class Drift:
     learning_rate: float
     rate: float
 
-    def apart(
+    def excess(
         self, strategy: GossipStrategy, workers: int, per_node: int, learning_rate: float | Sequence[float]
     ) -> float:
         """Loss of so many workers' own models over that of their mean.

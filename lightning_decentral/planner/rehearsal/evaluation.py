@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -67,22 +67,16 @@ class HeldOutEvaluation:
         trainer = worker._trainer
         for own in (self._module, *self._copies) if trainer is not None else ():
             own.trainer = trainer
-        with self._stage(trainer):
+        if trainer is not None:
+            trainer.validating = True
+        try:
             if not self._batches:
                 _seed()
                 self._batches = [self._module._apply_batch_transfer_handler(one, self._device) for one in self._given]
             yield
-
-    @contextmanager
-    def _stage(self, trainer: Trainer | None) -> Iterator[None]:
-        if trainer is None:
-            yield
-            return
-        trainer.validating = True
-        try:
-            yield
         finally:
-            trainer.training = True
+            if trainer is not None:
+                trainer.training = True
 
     def _copied(self) -> list[LightningModule]:
         return [_same_values(self._module) for _ in range(self._threads - 1)]

@@ -73,7 +73,7 @@ class RehearsalJob:
 
     @property
     def strategy(self) -> Strategy:
-        return strategy_of(self.method.words)
+        return strategy_of(self.method.overrides)
 
     def crew(self, ask: Ask, seed: int, rate: float) -> Crew:
         loop = LoopSettings(ask.clip, rate, ask.run_steps, seed, ask.device)
@@ -96,16 +96,16 @@ class Foreknowledge:
     drift: Drift
     came: float
 
-    def apart(self, ask: Ask, job: RehearsalJob, learning_rate: float | Sequence[float]) -> float | None:
+    def excess(self, ask: Ask, job: RehearsalJob, learning_rate: float | Sequence[float]) -> float | None:
         """Predicted excess loss by the disagreement of workers; None for methods other than gossip."""
         strategy = job.strategy
         if not isinstance(strategy, GossipStrategy):
             return None
-        return self.drift.apart(strategy, job.workers, ask.per_node, learning_rate)
+        return self.drift.excess(strategy, job.workers, ask.per_node, learning_rate)
 
     def at_most(self, ask: Ask, job: RehearsalJob) -> float | None:
         """Predicted excess loss while workers learn fast, at the largest of the learning rates."""
-        return self.apart(ask, job, self.drift.learning_rate * max(ask.rates) / self.drift.rate)
+        return self.excess(ask, job, self.drift.learning_rate * max(ask.rates) / self.drift.rate)
 
     def rates(self, ask: Ask, job: RehearsalJob) -> tuple[float, ...]:
         """Learning rates to try: one, where rule and updates are the same, on as many workers, and disagreement costs
@@ -119,8 +119,8 @@ class Foreknowledge:
 
     def _off(self, ask: Ask) -> float:
         """Measured over predicted cost of its own workers' disagreement where they were probed; at least 1."""
-        told = self.drift.apart(self.of, self.workers, ask.per_node, self.drift.learning_rate)
-        return max(1.0, self.came / told)
+        predicted = self.drift.excess(self.of, self.workers, ask.per_node, self.drift.learning_rate)
+        return max(1.0, self.came / predicted)
 
 
 def _updates(strategy: Strategy) -> object:
@@ -150,15 +150,15 @@ def threads_ratio(module: LightningModule, data: Any, workers: int, loop: LoopSe
     """
     given = module, copies_of(data), SendsNothing(), workers, 1
     try:
-        with Crew(*given, loop=loop) as apart, Crew(*given, loop=loop, threads=threads) as some:
-            pairs = [(_seconds(some), _seconds(apart))]  # left out below: what is made once is made here
+        with Crew(*given, loop=loop) as one_by_one, Crew(*given, loop=loop, threads=threads) as some:
+            pairs = [(_seconds(some), _seconds(one_by_one))]  # left out below: what is made once is made here
             end = monotonic() + LONG_SECONDS
             while len(pairs) < 2 or (len(pairs) <= PAIRS and monotonic() < end):
-                pairs.append((_seconds(some), _seconds(apart)))
+                pairs.append((_seconds(some), _seconds(one_by_one)))
     except Exception:  # the module's own
         return None
-    on_threads, one_by_one = zip(*pairs[1:], strict=True)
-    return float(median(on_threads) / median(one_by_one))
+    on_threads, in_turn = zip(*pairs[1:], strict=True)
+    return float(median(on_threads) / median(in_turn))
 
 
 def _seconds(crew: Crew) -> float:
@@ -174,13 +174,13 @@ def rehearsed(ask: Ask, job: RehearsalJob, known: Foreknowledge | None) -> tuple
     others = (search(partial(job.crew, ask, seed), [first.rate], ask.course) for seed in range(1, ask.seeds))
     found, strategy, learnt = [first, *others], job.strategy, known
     if first.early is not None and first.early.drift is not None and isinstance(strategy, GossipStrategy):
-        told = first.rate, first.loss, first.early.drift, first.early.apart
-        learnt = Foreknowledge(job.workers, strategy, *told)
-    foretelling = known or learnt  # by itself where nobody was before
+        measured = first.rate, first.loss, first.early.drift, first.early.excess
+        learnt = Foreknowledge(job.workers, strategy, *measured)
+    predicting = known or learnt  # by itself where nobody was before
     foreseen = [one.foreseen(ask.course.target) for one in found]
     reached = Reached(
         title=job.method.title,
-        words=job.method.words,
+        overrides=job.method.overrides,
         workers=job.workers,
         rate=first.rate,
         seeds=tuple(one.steps or there for one, there in zip(found, foreseen, strict=True)),
@@ -191,8 +191,8 @@ def rehearsed(ask: Ask, job: RehearsalJob, known: Foreknowledge | None) -> tuple
         extrapolated=any(foreseen),
         step_seconds_at=_step_seconds_at(ask, job),
         noise=first.noise,
-        apart=_mean([one.apart for one in found]),
-        apart_foretold=None if foretelling is None else foretelling.apart(ask, job, first.learning_rates),
+        excess=_mean([one.excess for one in found]),
+        excess_predicted=None if predicting is None else predicting.excess(ask, job, first.learning_rates),
         rates=len(ask.rates),
     )
     return reached, learnt

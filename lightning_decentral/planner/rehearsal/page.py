@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator, Sequence
 from html import escape
 
 from lightning_decentral.planner.rehearsal.answer import Answer, Reached
-from lightning_decentral.planner.report import STYLE, palette, svg, winners
+from lightning_decentral.planner.report import STYLE, line, palette, svg, winners
 from lightning_decentral.planner.show import shown_bytes
 from lightning_decentral.shared.figure import new_figure
 
 HEAD = '<!doctype html><html lang="en"><meta charset="utf-8"><title>rehearsal</title>'
-HEADINGS = ("method", "workers", "rates times", "steps", "loss", "apart", "step", "to the target", "sent", "over ddp")
+HEADINGS = ("method", "workers", "rates times", "steps", "loss", "excess", "step", "to the target", "sent", "over ddp")
 Across = Callable[[Reached], float | None]
 """Amount that a step adds to the horizontal axis; None: unknown."""
 AXES: tuple[tuple[str, Across], ...] = (
@@ -31,29 +31,20 @@ def page(found: Answer) -> str:
 def cells(found: Answer, row: Reached) -> list[str]:
     """Table cells of a row, under `HEADINGS`."""
     speedup, steps = found.speedup(row), f"{'~' * row.extrapolated}{row.steps}"
-    costs = [
-        "" if row.step_seconds is None else f"{1e3 * row.step_seconds:.1f} ms",
-        within(row),
-        "" if row.sent_bytes is None else shown_bytes(row.sent_bytes),
-        "" if speedup is None else f"{speedup:.2f}x",
-    ]
+    known = row.seconds is not None and row.interval_seconds is not None
+    low, high = row.interval_seconds or (0.0, 0.0)
     return [
         row.title,
         str(row.workers),
         f"{row.rate:g}",
         steps if row.steps else "not reached",
         f"{row.loss:.4f}",
-        f"{row.apart:.4f}",
-        *costs,
+        f"{row.excess:.4f}",
+        "" if row.step_seconds is None else f"{1e3 * row.step_seconds:.1f} ms",
+        f"{row.seconds:.1f} s ({low:.1f} to {high:.1f})" if known else "",
+        "" if row.sent_bytes is None else shown_bytes(row.sent_bytes),
+        "" if speedup is None else f"{speedup:.2f}x",
     ]
-
-
-def within(row: Reached) -> str:
-    """Seconds to the target, and the interval of them."""
-    if row.seconds is None or row.interval_seconds is None:
-        return ""
-    low, high = row.interval_seconds
-    return f"{row.seconds:.1f} s ({low:.1f} to {high:.1f})"
 
 
 def title(found: Answer) -> str:
@@ -62,21 +53,17 @@ def title(found: Answer) -> str:
 
 def _body(found: Answer) -> Iterator[str]:
     yield f"<h1>Rehearsal {title(found)}</h1>"
-    rows = "".join(_line("td", cells(found, row), ' class="best"' * (row is found.best)) for row in found.rows)
-    yield f"<table>{_line('th', HEADINGS)}{rows}</table>"
+    rows = "".join(line("td", cells(found, row), ' class="best"' * (row is found.best)) for row in found.rows)
+    yield f"<table>{line('th', HEADINGS)}{rows}</table>"
     yield from (f"<p>{escape(sentence)}</p>" for sentence in found.sentences())
     colours = palette([row.title for row in found.rows])
     if found.cells:
-        yield "<h2>Where each method is soonest</h2><p>Colour: what to train with; number: its speed-up over ddp.</p>"
+        yield "<h2>Where each method is fastest</h2><p>Colour: what to train with; number: its speed-up over ddp.</p>"
         yield winners(found.cells, colours)
     for workers in found.workers:
         yield f"<h2>{workers} workers</h2><p>First seed, at each method's best learning rate, to the target or the end."
         rows_here = [row for row in found.rows if row.workers == workers]
         yield from (_curves(rows_here, colours, label, across, found.target) for label, across in AXES)
-
-
-def _line(tag: str, found: Sequence[str], attributes: str = "") -> str:
-    return f"<tr{attributes}>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in found) + "</tr>"
 
 
 def _curves(rows: Sequence[Reached], colours: dict[str, str], label: str, across: Across, target: float) -> str:

@@ -1,4 +1,4 @@
-"""`rehearse`: a module trained as n workers on this machine under several methods: how soon each reaches a loss."""
+"""`rehearse`: a module trained as n workers on this machine under several methods: how fast each reaches a loss."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_decentral.planner.candidates import BASELINE, OUTER, STREAM, Candidate
 from lightning_decentral.planner.forecasts import strategy_of
-from lightning_decentral.planner.rehearsal.answer import Answer, Reached, ordered, said
+from lightning_decentral.planner.rehearsal.answer import Answer, Reached, ordered, result_text
 from lightning_decentral.planner.rehearsal.evaluation import HeldOutEvaluation, held_out
 from lightning_decentral.planner.rehearsal.jobs import Ask, Foreknowledge, RehearsalJob, rehearsed, threads_ratio, timed
 from lightning_decentral.planner.rehearsal.loop import LoopSettings
@@ -126,8 +126,7 @@ class Clock:
 
     def counted(self, expected: float, call: Callable[[], Result]) -> Result:
         """Return what the call returns; its seconds correct what is expected of others."""
-        begun = monotonic()
-        found = call()
+        begun, found = monotonic(), call()
         self._expected, self._taken = self._expected + expected, self._taken + monotonic() - begun
         return found
 
@@ -160,23 +159,23 @@ class RehearsalRun:
         expected = left.pop(job) * ask.updates / self._ask.updates
         before = self._known
         found, self._known = self._clock.counted(expected, partial(rehearsed, ask, job, before))
-        self._say(f"  {said(found)}")
+        self._say(f"  {result_text(found)}")
         if self._known is not None and self._known is not before:
-            self._foretell(self._known, left)
+            self._predict(self._known, left)
         return found
 
-    def _foretell(self, known: Foreknowledge, jobs: Iterable[RehearsalJob]) -> None:
+    def _predict(self, known: Foreknowledge, jobs: Iterable[RehearsalJob]) -> None:
         """Report the predicted excess loss, by disagreement, of the methods to come."""
         costs = {job.name: known.at_most(self._ask, job) for job in jobs}
-        told = [f"{name} {cost:.4f}" for name, cost in costs.items() if cost is not None]
-        if told:
-            self._say(f"  foretold: what workers' own models lose to their mean at most, {', '.join(told)}")
+        predicted = [f"{name} {cost:.4f}" for name, cost in costs.items() if cost is not None]
+        if predicted:
+            self._say(f"  predicted: what workers' own models lose to their mean at most, {', '.join(predicted)}")
 
     def _shortened(self, job: RehearsalJob) -> Ask:
         """Settings with only the learning rates that are worth trying."""
         rates = self._ask.rates if self._known is None else self._known.rates(self._ask, job)
         if len(rates) < len(self._ask.rates):
-            why = "its workers' disagreement is foretold to cost nothing"
+            why = "its workers' disagreement is predicted to cost nothing"
             self._say(f"  {why}: learning rates times {rates[0]:g} only")
         return replace(self._ask, rates=rates)
 
@@ -219,10 +218,10 @@ def _fitted(ask: Ask, step_seconds: float, clock: Clock, say: Callable[[str], No
 
 
 def _asked(methods: Sequence[str]) -> tuple[Candidate, ...]:
-    known = {one.words: one for one in METHODS}
-    found = [known.get(words, Candidate(words, words.replace("strategy=", "", 1))) for words in methods]
+    known = {one.overrides: one for one in METHODS}
+    found = [known.get(own, Candidate(own, own.replace("strategy=", "", 1))) for own in methods]
     for one in found:  # a mistake in overrides is the user's to mend, not a row that is refused
-        strategy_of(one.words)
+        strategy_of(one.overrides)
     return tuple(dict.fromkeys([METHODS[0], *found]))
 
 
@@ -240,7 +239,7 @@ def _check(
     if not workers or min(workers) < 2:
         raise ValueError(f"workers must be two or more, got {list(workers)}: give 4, or 4,8")
     if steps < FEWEST:
-        raise ValueError(f"steps must be at least {FEWEST}, got {steps}: losses of fewer say nothing")
+        raise ValueError(f"steps must be at least {FEWEST}, got {steps}: losses of fewer show nothing")
     if not rates or min(rates) <= 0 or minutes <= 0 or seeds < 1:
         raise ValueError(f"rates {list(rates)}, seeds {seeds} and minutes {minutes} must be positive")
     if threads is not None and threads < 1:

@@ -36,7 +36,7 @@ class Found:
         points: (step, validation loss), smoothed.
         sent_bytes: of all workers in a step, mean of the steps.
         noise: of the gradients, in batches of a worker; None where workers drift.
-        apart: mean of the workers' own losses in the end, less the loss of their mean.
+        excess: mean of the workers' own losses in the end, less the loss of their mean.
         learning_rates: of each step.
         early: of a rate that was left behind first, where its crew's workers drift.
     """
@@ -46,7 +46,7 @@ class Found:
     points: tuple[Point, ...]
     sent_bytes: float
     noise: float | None
-    apart: float
+    excess: float
     learning_rates: tuple[float, ...]
     early: "Early | None" = None
 
@@ -62,15 +62,15 @@ class Found:
 
 @dataclass(frozen=True)
 class Early:
-    """Workers that drift, while they learn fast: a schedule's last steps are short, and part nobody.
+    """Workers that drift, while they learn fast: a schedule's last steps are short, and let nobody diverge.
 
     Args:
-        apart: as of `Found`.
+        excess: as of `Found`.
         drift: the workers' differences; None where the course doesn't ask, or losses don't show them.
     """
 
     learning_rate: float
-    apart: float
+    excess: float
     drift: Drift | None
 
 
@@ -142,20 +142,20 @@ class Track:
             )
         sent = sum(member.sent_bytes for member in self.crew.members) / len(self.crew.losses)
         self.crew.release()
-        noise, apart = self.crew.noise.scale, apart_now(self.crew, self.course.evaluation)
+        noise, excess = self.crew.noise.scale, excess_now(self.crew, self.course.evaluation)
         learning_rates = tuple(self.crew.learning_rates)
-        return Found(self.rate, self.reached, tuple(self.points), sent, noise, apart, learning_rates)
+        return Found(self.rate, self.reached, tuple(self.points), sent, noise, excess, learning_rates)
 
     def early(self) -> Early | None:
         """Early disagreement of a crew that isn't needed any more; None: its workers are equal, or diverged."""
         if self.crew.alike or self.diverged:
             return None
-        learning_rate, apart = self.crew.learning_rate, apart_now(self.crew, self.course.evaluation)
+        learning_rate, excess = self.crew.learning_rate, excess_now(self.crew, self.course.evaluation)
         drift = probed(self.crew, self.course.evaluation, self.rate) if self.course.probes else None
-        return Early(learning_rate, apart, drift)
+        return Early(learning_rate, excess, drift)
 
 
-def apart_now(crew: Crew, evaluation: HeldOutEvaluation) -> float:
+def excess_now(crew: Crew, evaluation: HeldOutEvaluation) -> float:
     """mean_i loss(x_i) - loss(mean_i x_i), 1/2 tr(H C) for curvature H and covariance C of the workers' models."""
     if crew.alike:
         return 0.0
@@ -207,7 +207,7 @@ def updates(rates: int, steps: int) -> int:
 
 
 def search(make: Callable[[float], Crew], rates: Sequence[float], course: SearchCourse) -> Found:
-    """Search the rates for the one that reaches the target soonest or else has the lowest loss.
+    """Search the rates for the one that reaches the target in the fewest steps or else has the lowest loss.
 
     Args:
         make: workers at so many times their learning rates.

@@ -48,7 +48,7 @@ def moved(name: str) -> ValueError:
 @contextmanager
 def placed(places: Iterable[ParameterPlace], tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """The tensors stand in the places of their names; afterwards, what stood there before."""
-    before = [(place, place.held) for place in places if place.name in tensors]
+    before = [(place, place.held) for place in places if place.name in tensors]  # put back behind it
     try:
         for place, _ in before:
             place.put(tensors[place.name])
@@ -67,7 +67,7 @@ def as_standing(places: Sequence[ParameterPlace], hosts: Mapping[str, Tensor]) -
 
 def places(root: nn.Module) -> list[ParameterPlace]:
     """Places of all parameters in the module, by their first names."""
-    names: dict[int, str] = {}
+    names: dict[int, str] = {}  # by identity: a parameter that modules share has its first name
     found = []
     for prefix, module in root.named_modules():
         for attribute, parameter in module._parameters.items():
@@ -83,7 +83,7 @@ def move_buffers(root: nn.Module, place: torch.device) -> None:
         if any(True for _ in module.parameters()):
             module._buffers.update({k: b if b is None else b.to(place) for k, b in module._buffers.items()})
         else:
-            module.to(place)
+            module.to(place)  # tables that aren't registered as buffers
 
 
 def find(root: nn.Module, wish: str | Sequence[str], resident: Sequence[str]) -> list[str]:
@@ -125,7 +125,7 @@ def _chained(root: nn.Module) -> list[str]:
 
     def rank(chain: BlockSequence) -> tuple[bool, int]:
         members = [sizes[name] for name in chain.names]
-        return 2 * max(members) > sum(members), chain.names[0].count(".")
+        return 2 * max(members) > sum(members), chain.names[0].count(".")  # lopsided chains, and inner ones, come last
 
     found: list[str] = []
     for chain in sorted(candidates(root), key=rank):
@@ -141,7 +141,7 @@ def _blocks(module: nn.Module, prefix: str, wished: set[str], resident: set[str]
         if name in resident or not any(True for _ in child.parameters()):
             continue
         if not inside and (name in wished or any(p is not None for p in child._parameters.values())):
-            yield name
+            yield name  # the outermost one: its parameters travel together
         else:
             yield from _blocks(child, f"{name}.", wished, resident)
 

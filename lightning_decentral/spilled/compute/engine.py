@@ -70,9 +70,9 @@ class Engine:
         self._module, self._budget_bytes, self._announce = module, budget_bytes, announce
         self._wished = blocks, resident
         self._spilling: list[Spilling] = []
-        self._first: dict[str, Footprint] = {}
+        self._first: dict[str, Footprint] = {}  # of kinds of step that were measured once, and not yet timed
         self._kind = ""
-        self._log: Log | None = None
+        self._log: Log | None = None  # while a step is measured
         self._arrange(places(module))
 
     def _renew(self) -> None:
@@ -93,7 +93,11 @@ class Engine:
         self._loader = Loader(self.device, [block.parameters for block in self._spilling])
         self._standing = Standing(found, self._spilling, self.device.place)
         self._look()
-        self._refuse_large()
+        for large in (one for one in self._blocks() if one.parameter_bytes > self._budget_bytes):
+            raise ValueError(
+                f"block {large.name} has {large.parameter_bytes} bytes of parameters alone, "
+                f"memory_bytes={self._budget_bytes}: give more memory_bytes, or smaller blocks (blocks=[names])"
+            )
         move_buffers(self._module, self.device.place)
         for place in found:
             place.held.data = self.device.pinned(place.held.data)  # optimizers go on holding the parameter
@@ -110,7 +114,7 @@ class Engine:
             self._renew()
             module = block.module  # another block now, or none any more
             again = module._compiled_call_impl
-            return (within if again is call else again or module._call_impl)(*args, **kwargs)
+            return (within if again is call else again or module._call_impl)(*args, **kwargs)  # outside of a step
 
         return call
 
@@ -120,14 +124,6 @@ class Engine:
                 raise ValueError(
                     f"{name or type(module).__name__} is compiled, and compiled code doesn't see that its parameters "
                     "come and go: train the module without torch.compile"
-                )
-
-    def _refuse_large(self) -> None:
-        for block in self._blocks():
-            if block.parameter_bytes > self._budget_bytes:
-                raise ValueError(
-                    f"block {block.name} has {block.parameter_bytes} bytes of parameters alone, "
-                    f"memory_bytes={self._budget_bytes}: give more memory_bytes, or smaller blocks (blocks=[names])"
                 )
 
     def _release(self) -> None:
@@ -264,7 +260,7 @@ class Standing:
 def _hollow(parameter: Tensor, place: torch.device) -> Tensor:
     """Scalar NaN (0 for integers) of a parameter's type and place, to be expanded: a wrong use of it shows."""
     numbers = parameter.is_floating_point() or parameter.is_complex()
-    return torch.full((), float("nan") if numbers else 0, dtype=parameter.dtype, device=place)
+    return torch.full((), float("nan") if numbers else 0, dtype=parameter.dtype, device=place)  # (): a few bytes
 
 
 class Resident(torch.autograd.Function):

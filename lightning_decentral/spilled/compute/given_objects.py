@@ -65,27 +65,24 @@ class GivenObjects:
     def __init__(self, arguments: tuple[Iterable[Any], dict[str, Any]], inputs: Sequence[Tensor]) -> None:
         self._held: list[_Held] = []
         self._tensors: list[tuple[Tensor, int, _Owner]] = []
-        args, kwargs = arguments
-        self._look(args, kwargs, {id(tensor) for tensor in inputs})
-        self.unreached = [owner.kind for tensor, _, owner in self._tensors if tensor.requires_grad]
-
-    def _look(self, args: Iterable[Any], kwargs: dict[str, Any], seen: set[int]) -> None:
+        (args, kwargs), seen = arguments, {id(tensor) for tensor in inputs}
         waiting = [(value, _Owner(value, isinstance(value, Cache))) for value in (*args, *kwargs.values())]
         while waiting:
             value, owner = waiting.pop()
             if isinstance(value, LEAVES) or id(value) in seen:
                 continue
-            seen.add(id(value))
+            seen.add(id(value))  # objects may hold each other in circles
             if isinstance(value, Tensor):
                 self._tensors.append((value, _version(value), owner))
                 continue
             attributes = getattr(value, "__dict__", None)
             if attributes is not None and not owner.is_cache and isinstance(value, Cache):
-                owner = _Owner(value, True)
+                owner = _Owner(value, True)  # what a cache holds is its own, also where others hold the cache
             holders = [holder for holder in (value, attributes) if isinstance(holder, (dict, list))]
             self._held += [_Held(holder, _copy(holder), owner) for holder in holders]
             parts = [part for holder in holders for part in _parts(holder)]
             waiting += [(part, owner) for part in (*parts, *(value if isinstance(value, tuple) else ()))]
+        self.unreached = [owner.kind for tensor, _, owner in self._tensors if tensor.requires_grad]
 
     def put_back(self) -> tuple[list[Any], list[str]]:
         """(caches that were written to, and are as before now; types of what else was written to)."""
@@ -93,7 +90,7 @@ class GivenObjects:
         others = [held.owner.kind for held in self._held if not held.owner.is_cache]
         others += [owner.kind for tensor, version, owner in self._tensors if _version(tensor) != version]
         caches = {id(held.owner.value): held.owner.value for held in self._held if held.owner.is_cache}
-        self._tensors = []
+        self._tensors = []  # they are held no longer: their memory is the device's
         for held in self._held:
             _put(held.holder, held.former)
         return list(caches.values()), others

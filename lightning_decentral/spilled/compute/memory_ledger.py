@@ -22,7 +22,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.present_bytes = self.peak_bytes = 0
-        self._living: dict[int, tuple[str, int, Any]] = {}
+        self._living: dict[int, tuple[str, int, Any]] = {}  # by storage: (where, bytes, weak reference)
 
     def add(self, tensors: Iterable[Any], where: str) -> None:
         """Record that these tensors are at `where`, whatever was recorded before."""

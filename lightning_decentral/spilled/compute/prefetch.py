@@ -80,8 +80,8 @@ class Loader:
         self._blocks = blocks
         self._route: Route | Singly = Singly(keeps=False)
         self._present: dict[str, PendingCopies] = {}
-        self._leaving: list[Leaving] = []
-        self._left: list[Leaving] = []
+        self._leaving: list[Leaving] = []  # sent in this visit
+        self._left: list[Leaving] = []  # sent in the one before
 
     @property
     def checks(self) -> bool:
@@ -92,7 +92,7 @@ class Loader:
         """A step, from nothing; `first` comes at once."""
         self.end()
         self._route, self.log, self.in_step = route, log, True
-        self._load(first or ())
+        self._load(first or ())  # nothing computes yet that it could hide behind
 
     def end(self) -> None:
         """End the step with nothing left on the device: the next one has other parameters."""

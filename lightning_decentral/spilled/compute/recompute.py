@@ -38,7 +38,7 @@ def graph_dropped(block: str, leaves: Iterable[Tensor]) -> Iterator[None]:
 
     for leaf in leaves:
         if leaf.requires_grad:
-            leaf.register_hook(refuse)
+            leaf.register_hook(refuse)  # also where nothing was saved on the way to it
     with torch.enable_grad(), saved_tensors_hooks(lambda tensor: None, refuse):
         yield
 
@@ -46,7 +46,7 @@ def graph_dropped(block: str, leaves: Iterable[Tensor]) -> Iterator[None]:
 def without_graph(tensor: Tensor, inputs: Sequence[Tensor]) -> Tensor:
     """A result of the block. Views can't lose their graph in place."""
     if any(tensor is given for given in inputs):
-        return tensor
+        return tensor  # autograd sees it as an input that is returned
     return tensor.detach() if tensor._is_view() else tensor.detach_()
 
 
@@ -83,15 +83,16 @@ class Moment:
     def __init__(self, module: nn.Module, device: OffloadDevice) -> None:
         self._module, self._device = module, device
         self._random = device.random_state()
-        self._default = torch.get_default_dtype()
+        self._default = torch.get_default_dtype()  # modules may make tensors of no given type
         self._autocast, self._remembered = Autocast(device.place), Remembered(module)
-        held = [(part, name, _at(part, name)) for part, name in _slots(module)]
+        held = [(part, name, buffer) for part in module.modules() for name, buffer in part._buffers.items()]
+        # (module, name, the buffer, its values): kept until `seal` finds which ones the call changed.
         self._buffers = [(part, name, b, b.clone()) for part, name, b in held if b is not None]
 
     def seal(self) -> None:
         """Keep the former values of what the call changed only."""
         # Values are compared, as not every operation counts versions; a device is asked once for all of them.
-        rows = [r for r in self._buffers if _at(r[0], r[1]) is r[2] and r[2].shape == r[3].shape]
+        rows = [r for r in self._buffers if r[0]._buffers[r[1]] is r[2] and r[2].shape == r[3].shape]
         same = torch.stack([(r[2] == r[3]).all() for r in rows]).tolist() if rows else []
         kept = {id(r[3]) for r, unchanged in zip(rows, same, strict=True) if unchanged}
         self._buffers = [r for r in self._buffers if id(r[3]) not in kept]
@@ -100,7 +101,7 @@ class Moment:
     def again(self) -> Iterator[None]:
         """Context manager in which the forward's state is as it was then; afterwards as it is now."""
         random, default = self._device.random_state(), torch.get_default_dtype()
-        now = [(module, name, _at(module, name)) for module, name, *_ in self._buffers]
+        now = [(module, name, module._buffers[name]) for module, name, *_ in self._buffers]
         with self._autocast.again(), self._remembered.again():
             try:
                 self._device.set_random_state(self._random)
@@ -113,14 +114,6 @@ class Moment:
                     module._buffers[name] = held
                 torch.set_default_dtype(default)
                 self._device.set_random_state(random)
-
-
-def _slots(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    return ((part, name) for part in module.modules() for name in part._buffers)
-
-
-def _at(module: nn.Module, name: str) -> Tensor | None:
-    return module._buffers[name]
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ class Run:
         self._kept: Leaving | None = None
         self._arriving: PendingCopies | None = None
         self._gradients: tuple[list[str], Leaving] | None = None
-        self._seen: list[Tensor] = []
+        self._seen: list[Tensor] = []  # results of the first run on the host, in a checked step
 
     # ---- forward ------------------------------------------------------------------------------------------------
 
@@ -110,8 +110,8 @@ class Run:
         self._refuse_written(copies, before)
         return answer
 
-    def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The call; its results' tensors."""
+    def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:  # any shapes: the distinct tensors given
+        """Call the block; its results' tensors."""
         loader, came = self._loader, [tensor._version for tensor in inputs]
         copies = loader.enter(self._block.index)
         place = loader.device.place
@@ -246,7 +246,7 @@ class _Parameters(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Run, *hosts: Tensor) -> Tensor:
         ctx.run = run
-        return torch.zeros(())
+        return torch.zeros(())  # (), on the host: the token
 
     @staticmethod
     @first_order

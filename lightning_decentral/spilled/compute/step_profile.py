@@ -64,7 +64,7 @@ class Log:
 
     def close(self) -> None:
         self._closed = self._device.now()
-        peak, visit = self._device.peak_bytes(), self._open
+        peak, visit = self._device.peak_bytes(), self._open  # the peak since `open`
         if visit is None:
             self.opening_bytes = max(peak, self.opening_bytes)
             return
@@ -76,7 +76,7 @@ class Log:
 
     def open(self, block: int, backward: bool, loaded_bytes: int, came_bytes: int) -> None:
         began = self._device.now()
-        self._load_bytes += came_bytes
+        self._load_bytes += came_bytes  # over all visits: the rate of the link is one number
         # Since `close`, loads alone were waited for.
         self._load_seconds += began - self._closed if came_bytes else 0.0
         self._device.forget_peak()

@@ -55,14 +55,15 @@ class StreamedUpdate:
             yield
         finally:
             del vars(optimizer)["step"]
-            vars(optimizer).update({} if own is None else {"step": own})
+            vars(optimizer).update({} if own is None else {"step": own})  # a scheduler's goes on counting
 
     def _update(self, optimizer: Optimizer, plain: Step, named: Mapping[str, Tensor]) -> None:
         if self._optimizer is not optimizer:
             self._optimizer, self._needs = optimizer, {}
         every = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
         given = [p for p in every if p.grad is not None]
-        self._needs = {p: need for p, need in self._needs.items() if p in every}
+        # Groups may have lost some, and others are of another shape now.
+        self._needs = {p: (shape, n) for p, (shape, n) in self._needs.items() if p in every and shape == p.shape}
         room = self._budget_bytes - self._device.present_bytes()
         for parameter in given:
             least = 2 * parameter.numel() * parameter.element_size()
@@ -71,7 +72,7 @@ class StreamedUpdate:
         if not self._needs:
             verify(optimizer, plain, given)
         for together in self._fitting(given, room):
-            if self._need(together[0]) is not None:
+            if together[0] in self._needs:
                 self._visit(optimizer, plain, together)
             else:
                 self._measure(optimizer, plain, together[0], named)
@@ -83,8 +84,7 @@ class StreamedUpdate:
         together, used = list[Tensor](), 0
         for parameter in given:
             # An unmeasured one takes all the room, so that it goes alone: its state may appear only with its update.
-            known = self._need(parameter)
-            need = room if known is None else known
+            need = self._needs.get(parameter, (None, room))[1]
             if together and used + need > room:
                 yield together
                 together, used = [], 0
@@ -92,10 +92,6 @@ class StreamedUpdate:
             used += need
         if together:
             yield together
-
-    def _need(self, parameter: Tensor) -> int | None:
-        shape, need = self._needs.get(parameter, (None, None))
-        return need if shape == parameter.shape else None
 
     def _measure(self, optimizer: Optimizer, plain: Step, parameter: Tensor, named: Mapping[str, Tensor]) -> None:
         before = self._device.present_bytes()
@@ -140,7 +136,7 @@ class Trip:
         assert parameter.grad is not None
         on_device = bool(group.get("capturable") or group.get("fused"))
         self._device, self._parameter, self._state = device, parameter, state
-        self._host, self._gradient = parameter.data, parameter.grad
+        self._host, self._gradient = parameter.data, parameter.grad  # of one shape, on the host
         tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         # A counter stays on the host, unless the optimizer wants it where the parameter is.
         self._left = {key: value for key, value in tensors.items() if value.dim() or on_device}
@@ -148,7 +144,7 @@ class Trip:
 
     def go(self) -> None:
         hosts = [self._host, self._gradient, *self._left.values()]
-        there, gradient, *states = self._device.fetch(hosts).ready()
+        there, gradient, *states = self._device.fetch(hosts).ready()  # in one call, behind one event
         self._parameter.data = there
         self._parameter.grad = gradient
         self._state.update(zip(self._left, states, strict=True))

@@ -41,7 +41,7 @@ class Leaving:
         """
         if self._event is not None:
             self._event.synchronize()
-        held, self._held = self._held, []
+        held, self._held = self._held, []  # from here on their memory may be used again
         if any(tensor._version != version for tensor, version in held):
             raise ValueError(
                 "the input of a block was changed in place behind it, before its copy had reached the host: "
@@ -132,11 +132,16 @@ class CpuTransfer(OffloadDevice):
 
     def fetch(self, hosts: Sequence[Tensor]) -> PendingCopies:
         copies = [host.detach().clone() for host in hosts]  # real ones: computing with the wrong is found
-        self.ledger.add(copies, DEVICE)
+        self.ledger.add(copies, DEVICE)  # as if it were one
         return PendingCopies(copies)
 
     def send(self, tensors: Sequence[Tensor], like: Sequence[Tensor] | None = None) -> Leaving:
-        copies = [_copy_like(tensor, other) for tensor, other in zip(tensors, like or tensors, strict=True)]
+        copies = [
+            torch.empty_like(other, dtype=tensor.dtype, requires_grad=False).copy_(tensor.detach())
+            if tensor.layout is torch.strided
+            else tensor.detach().clone()
+            for tensor, other in zip(tensors, like or tensors, strict=True)
+        ]
         self.ledger.add(copies, HOST)
         return Leaving(copies, [])
 
@@ -164,7 +169,7 @@ class Cuda(OffloadDevice):
 
     def __init__(self, place: torch.device) -> None:
         self.place, self.ledger = place, Ledger()
-        self._in, self._out = cuda.Stream(place), cuda.Stream(place)
+        self._in, self._out = cuda.Stream(place), cuda.Stream(place)  # both ways at once over the bus
 
     def pinned(self, tensor: Tensor) -> Tensor:
         return cuda.pinned(tensor)
@@ -182,13 +187,13 @@ class Cuda(OffloadDevice):
     def send(self, tensors: Sequence[Tensor], like: Sequence[Tensor] | None = None) -> Leaving:
         self._out.wait_stream(cuda.current_stream(self.place))  # behind what makes them
         with cuda.on(self._out), torch.no_grad():
-            copies = [self._sent(tensor, other) for tensor, other in zip(tensors, like or tensors, strict=True)]
+            copies = [
+                cuda.host_like(other, self.place, tensor.dtype).copy_(tensor, non_blocking=True)
+                if tensor.layout is torch.strided
+                else tensor.to("cpu")
+                for tensor, other in zip(tensors, like or tensors, strict=True)
+            ]
         return Leaving(copies, list(tensors), self._out.record_event())
-
-    def _sent(self, tensor: Tensor, like: Tensor) -> Tensor:
-        if tensor.layout is not torch.strided:
-            return tensor.to("cpu")
-        return cuda.host_like(like, self.place, tensor.dtype).copy_(tensor, non_blocking=True)
 
     def note(self, hosts: Sequence[Any], present: Sequence[Any]) -> None:
         """The allocator knows."""
@@ -216,9 +221,3 @@ class Cuda(OffloadDevice):
 
 def device_of(place: torch.device) -> OffloadDevice:
     return Cuda(place) if place.type == "cuda" else CpuTransfer()
-
-
-def _copy_like(tensor: Tensor, like: Tensor) -> Tensor:
-    if tensor.layout is not torch.strided:
-        return tensor.detach().clone()
-    return torch.empty_like(like, dtype=tensor.dtype, requires_grad=False).copy_(tensor.detach())

@@ -1,4 +1,7 @@
-"""Optimizer update, on the host or streamed to the device: parameters, gradients and state live on the host."""
+"""Optimizer update, on the host or streamed to the device: parameters, gradients and state live on the host.
+
+Short: the names that a user chooses by; the work is `streamed_update`'s.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -18,8 +21,7 @@ Updating = Callable[[Optimizer, Mapping[str, Tensor]], AbstractContextManager[No
 class Update(ABC):
     """A place for the update."""
 
-    @abstractmethod
-    def refuse(self, optimizer: Optimizer) -> None:
+    def refuse(self, optimizer: Optimizer) -> None:  # noqa: B027  # a host takes every optimizer
         """ValueError for one whose update can't run there."""
 
     @abstractmethod
@@ -31,11 +33,8 @@ class Update(ABC):
 class OnHost(Update):
     """Update on the host: any optimizer, all parameters at once, at the speed of the host's memory."""
 
-    def refuse(self, optimizer: Optimizer) -> None:
-        """Accept every optimizer."""
-
     def begin(self, device: OffloadDevice, budget_bytes: int) -> Updating:
-        return lambda optimizer, named: nullcontext()
+        return lambda optimizer, named: nullcontext()  # parameters, gradients and state are there already
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class OnDevice(Update):
     update each parameter by itself."""
 
     def refuse(self, optimizer: Optimizer) -> None:
-        refuse_joint(optimizer)
+        refuse_joint(optimizer)  # the first update finds the others that know of several parameters
 
     def begin(self, device: OffloadDevice, budget_bytes: int) -> Updating:
         return StreamedUpdate(device, budget_bytes).around

@@ -8,7 +8,7 @@ A step visits its blocks in forward order and then, in general, in backward orde
 Source: spilling and double buffering, Nagrecha et al. 2110.08633.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
@@ -142,19 +142,12 @@ def _caps(footprint: Footprint, budget_bytes: int) -> list[int]:
 
 def _packed(footprint: Footprint, cap_bytes: int) -> Shards:
     """Shards as long as they stay within the cap."""
-
-    def packs() -> Iterator[tuple[int, ...]]:
-        pack: tuple[int, ...] = ()
-        held: dict[str, int] = {}
-        for block in footprint.order:
-            both = {**held, **footprint.blocks[block].parameters}
-            if pack and sum(both.values()) > cap_bytes:
-                yield pack
-                pack, both = (), dict(footprint.blocks[block].parameters)
-            pack, held = (*pack, block), both
-        yield pack
-
-    return tuple(packs())
+    packs: list[tuple[int, ...]] = [()]
+    for block in footprint.order:
+        if packs[-1] and footprint.bytes_of([*packs[-1], block]) > cap_bytes:
+            packs.append(())
+        packs[-1] = (*packs[-1], block)
+    return tuple(packs)
 
 
 def _refuse(finest: ShardPlan, budget_bytes: int) -> None:
@@ -189,10 +182,7 @@ def summary(plan: ShardPlan, budget_bytes: int | None) -> dict[str, str]:
     names = [[footprint.blocks[block].name for block in blocks] for blocks in plan.shards]
     lines = {
         "shards": f"{len(plan.shards)} of {len(footprint.order)} blocks, parameters {size(footprint.parameter_bytes)}",
-        **{
-            f"shard {i}": f"{_span(blocks)}, {size(shard_bytes)}"
-            for i, (blocks, shard_bytes) in enumerate(zip(names, plan.shard_bytes, strict=True))
-        },
+        **{f"shard {i}": f"{_span(row)}, {size(plan.shard_bytes[i])}" for i, row in enumerate(names)},
         "peak": f"{size(plan.peak_bytes)} on the device, predicted, of {limit}",
         "seconds": f"{plan.seconds:.3g} a step, predicted, without the update; {lost:.3g} of them lost to "
         "loading and to computing forwards twice",

@@ -130,12 +130,12 @@ def test_what_comes_is_foretold(momentum: float) -> None:
     first, other = GossipStrategy(topology=Ring()), GossipStrategy(topology=Ring(), delay=0)
     known = trained(first, momentum).drift
     assert known is not None
-    assert known.apart(first, WORKERS, 1, RATE) == pytest.approx(trained(first, momentum).apart, rel=0.15)
-    assert known.apart(other, WORKERS, 1, 0.5 * RATE) == pytest.approx(trained(other, momentum, 0.5).apart, rel=0.15)
+    assert known.excess(first, WORKERS, 1, RATE) == pytest.approx(trained(first, momentum).excess, rel=0.15)
+    assert known.excess(other, WORKERS, 1, 0.5 * RATE) == pytest.approx(trained(other, momentum, 0.5).excess, rel=0.15)
     if not momentum:
         values = np.sort(np.linalg.eigvalsh(mixing_matrix(Ring(), WORKERS, 0)))[:-1]
         exact = 0.5 * float(CURVATURES.sum()) * RATE**2 * NOISE**2 * (1 / (1 - values**2)).sum() / WORKERS
-        assert known.apart(first, WORKERS, 1, RATE) == pytest.approx(exact, rel=0.1)
+        assert known.excess(first, WORKERS, 1, RATE) == pytest.approx(exact, rel=0.1)
 
 
 @pytest.mark.parametrize("steps", [1, 9, 300])
@@ -198,10 +198,10 @@ def test_a_rehearsal_says_what_it_foretold_and_tries_fewer_rates(monkeypatch: py
         Bowl(), data[0], workers=[2], target=-1.0, methods=methods, steps=10, rates=(0.5, 1.0), seeds=1,
         validation=data[1], say=heard.append,
     )  # fmt: skip
-    ring, complete = (next(row for row in found.rows if row.words == words) for words in methods)
+    ring, complete = (next(row for row in found.rows if row.overrides == words) for words in methods)
     assert (ring.rates, complete.rates, complete.rate) == (2, 1, ring.rate)
-    assert ring.apart_foretold is not None
-    assert ring.apart_foretold == pytest.approx(complete.apart_foretold)  # of two workers both are pairs
+    assert ring.excess_predicted is not None
+    assert ring.excess_predicted == pytest.approx(complete.excess_predicted)  # of two workers both are pairs
     text = "\n".join(found.sentences())
     assert "what workers of gossip lose to their mean in the end: up to" in text
     assert "taken for gossip strategy/topology=complete on 2 workers" in text

@@ -83,7 +83,7 @@ def test_the_rate_that_learns_is_found_and_ddp_is_compared() -> None:
         Line(), loader(), workers=[2], target=0.05, methods=[GOSSIP], steps=80, rates=(0.001, 5.0, 1000.0),
         validation=loader(8), profile=Profile(model(), links(rate=1e7).costs), minutes=5,
     )  # fmt: skip
-    assert {(row.words, row.rate) for row in found.rows} == {(BASELINE, 5.0), (GOSSIP, 5.0)}
+    assert {(row.overrides, row.rate) for row in found.rows} == {(BASELINE, 5.0), (GOSSIP, 5.0)}
     for row in found.rows:
         assert row.steps is not None
         assert len(row.seeds) == 2
@@ -104,7 +104,7 @@ def test_a_method_that_cant_be_rehearsed_and_one_without_time_are_said() -> None
         Line(), loader(), workers=[2], target=0.0, methods=[words], steps=10, rates=(1.0,), seeds=1,
         validation=held, say=heard.append,
     )  # fmt: skip
-    assert [row.words for row in found.rows] == [BASELINE]
+    assert [row.overrides for row in found.rows] == [BASELINE]
     assert list(found.refused.values()) == [
         "TokenPipelineStrategy can't be rehearsed: take gossip, compressed, partial_backprop or ddp"
     ]
@@ -180,8 +180,8 @@ def test_workers_that_drift_are_evaluated_one_by_one_too() -> None:
 
     found = search(make, [1.0], course)
     alone = [held.loss([worker.module]) for worker in crews[0].workers]
-    assert found.apart == sum(alone) / 2 - held.loss([worker.module for worker in crews[0].workers])
-    assert found.apart != 0
+    assert found.excess == sum(alone) / 2 - held.loss([worker.module for worker in crews[0].workers])
+    assert found.excess != 0
     assert found.noise is None
 
 

@@ -3,7 +3,6 @@
 The parts of `strategies` and `averaging` build on it.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -43,22 +42,23 @@ class MemberPlace:
     device: torch.device = CPU
 
 
-class Member(ABC):
-    """One worker's part, in the order in which Lightning's loop comes to it. Every call but `forward` and `backward` is
-    collective: all workers, each in a thread of its own.
+class Member:
+    """One worker's part, in the order in which Lightning's loop comes to it; here that of a worker that sends nothing.
+
+    Every call but `forward` and `backward` is collective: all workers, each in a thread of its own.
 
     Attributes:
         drifts: whether workers differ after an update.
         concurrent: whether it does nothing within a step, so that the steps of several workers may be computed at a
             time.
         check: what the strategy does with an update's gradients before it.
+        sent_bytes: by this worker so far.
     """
 
-    drifts: ClassVar[bool]
+    drifts: ClassVar[bool] = True
     concurrent: ClassVar[bool] = True
     check: Unchecked = Unchecked()
 
-    @abstractmethod
     def begin(self) -> None:
         """Prepare the first step."""
 
@@ -66,24 +66,21 @@ class Member(ABC):
         """Context around a `training_step` with these arguments."""
         return nullcontext()
 
-    def backward(self) -> None:  # noqa: B027  # most have nothing to prepare
+    def backward(self) -> None:
         """Prepare the module's own backward, through all of the graph, or a part of it."""
 
-    @abstractmethod
     def average(self) -> None:
         """.grad <- what the update takes, after the backward; not asked of those that drift."""
 
-    @abstractmethod
     def mix(self) -> None:
         """Send and receive what the strategy does after the update."""
 
-    @abstractmethod
     def release(self) -> None:
         """The parameters are the module's alone again."""
 
     @property
-    @abstractmethod
-    def sent_bytes(self) -> float: ...
+    def sent_bytes(self) -> float:
+        return 0.0
 
 
 class ReplicaMember(Member):

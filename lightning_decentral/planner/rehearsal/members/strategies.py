@@ -128,31 +128,9 @@ class SendsNothing:
     """Stand-in for a strategy: workers that send nothing."""
 
 
-class SilentMember(Member):
-    """Its gradients are its own, and so is its update."""
-
-    drifts: ClassVar[bool] = True
-
-    def begin(self) -> None:
-        """Nothing to make."""
-
-    def average(self) -> None:
-        """Nothing to send."""
-
-    def mix(self) -> None:
-        """Nothing to send."""
-
-    def release(self) -> None:
-        """Nothing was made."""
-
-    @property
-    def sent_bytes(self) -> float:
-        return 0.0
-
-
 @member_of.register
 def _(strategy: SendsNothing, module: LightningModule, optimizer: Optimizer, at: MemberPlace) -> Member:
-    return SilentMember()
+    return Member()
 
 
 class LoneDevice(IslandMember):
@@ -163,9 +141,7 @@ class LoneDevice(IslandMember):
 
 
 class Gossiping(Member):
-    """The mixers of a worker, made as the strategy makes them."""
-
-    drifts: ClassVar[bool] = True
+    """Worker of gossip, whose mixers are made as the strategy makes them."""
 
     def __init__(
         self, strategy: GossipStrategy, module: LightningModule, optimizer: Optimizer, at: MemberPlace
@@ -190,9 +166,6 @@ class Gossiping(Member):
             self._in_turn()
             self._trained |= trained
         self._mixers.adopt(optimizer)
-
-    def average(self) -> None:
-        """Gradients are a worker's own."""
 
     def mix(self) -> None:
         self._mixers.step(self._optimizer)

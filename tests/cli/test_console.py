@@ -27,8 +27,8 @@ from lightning_decentral.cli import (
     schedule,
     topology,
 )
-from lightning_decentral.cli.answers import blocks, quiet, say
-from lightning_decentral.cli.completion import options_of
+from lightning_decentral.cli.console import blocks, quiet, say
+from lightning_decentral.cli.main import options_of
 from lightning_decentral.recipes import command as cli
 from lightning_decentral.shared.plan.profile import Profile, write
 from tests.cli.test_schedule import JOBS
@@ -39,7 +39,7 @@ ANSWERS = {
     "cuts": (cuts.CutsAnswer, cuts.Depth),
     "plan": (planning.PlanAnswer, planning.MethodAnswer),
     "rehearse": (rehearsing.Rehearsal, rehearsing.Rehearsed),
-    "topology": (topology.Told,),
+    "topology": (topology.TopologyAnswer,),
     "profile": (profile.Profiled,),
     "network": (network.NetworkAnswer,),
     "placement": (placement.Placed,),

@@ -1,0 +1,156 @@
+"""Console of the commands: options that are read, answers that are printed as tables or JSON, no banners in front.
+
+A wrong option is one line; what can't be written is refused before it is measured. A table is printed where the screen
+is wide enough for it, otherwise blocks. JSON is the answer's dataclass: its fields in order, all nested ones, too.
+"""
+
+import argparse
+import dataclasses
+import json
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from math import isfinite
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
+from lightning_decentral.shared.figure import new_figure
+
+UNLIMITED, WIDTH = 10_000, 78  # columns
+BANNERS = ("lightning.pytorch", "lightning.fabric", "transformers")
+Fields = TypeVar("Fields")
+
+
+class Parser(argparse.ArgumentParser):
+    """Parser whose errors are one line, without how the command is used."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}: see {self.prog} --help\n")
+
+
+def whole(text: str) -> int:
+    """An argument of the command line as a whole number. ArgumentTypeError for another one."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number such as 8, got {text!r}") from None
+
+
+def number(text: str) -> float:
+    """An argument of the command line as a finite number. ArgumentTypeError for another one."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = float("nan")
+    if isfinite(found):
+        return found
+    raise argparse.ArgumentTypeError(f"must be a number such as 0.5, got {text!r}")
+
+
+def refuse_below(least: int, options: Mapping[str, float | None]) -> None:
+    """ValueError for a number that is given and lower."""
+    for option, value in options.items():
+        if value is not None and value < least:
+            raise ValueError(f"{option} must be at least {least}, got {value}: give {option} {max(least, 1)} or more")
+
+
+def refuse_unwritable(options: argparse.Namespace, names: Sequence[str]) -> None:
+    """ValueError for a file that couldn't be written in the end.
+
+    Args:
+        names: the options that name files to write.
+    """
+    for name in names:
+        if getattr(options, name) is None:
+            continue
+        path = Path(getattr(options, name))
+        done, there = "drawn" if name == "plot" else "written", path.exists()
+        try:
+            with path.open("ab"):
+                pass
+        except OSError as error:
+            why = f"{error.strerror}: name a file in a folder that is there and may be written to"
+            raise ValueError(f"--{name} {path} can't be {done}: {why}") from None
+        if not there:
+            path.unlink()
+        known = sorted(new_figure(1, 1).canvas.get_supported_filetypes()) if name == "plot" else []
+        if known and path.suffix.removeprefix(".").lower() not in known:
+            raise ValueError(f"--plot {path} can't be drawn: no format {path.suffix!r}: use one of {', '.join(known)}")
+
+
+def write_text(option: str, path: Path, text: str) -> None:
+    """ValueError, which names the option, where the file can't be written."""
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise ValueError(f"{option} {path} can't be written: {error.strerror}") from None
+
+
+def answer(options: argparse.Namespace, found: Any, *shown: Table | str) -> None:
+    """Print it for people, or as JSON where that was asked for.
+
+    Args:
+        found: a dataclass, the same in numbers.
+    """
+    if options.json:
+        print(json.dumps(dataclasses.asdict(found), default=str, indent=1))
+        return
+    console = Console(highlight=False)
+    for part in shown:
+        say(console, part)
+
+
+def filled(kind: type[Fields], source: object, **own: Any) -> Fields:
+    """A dataclass of this kind: `own`, and its other fields as those of the source that have the same names."""
+    names = [field.name for field in dataclasses.fields(kind) if field.name not in own]  # type: ignore[arg-type]
+    return kind(**own, **{name: getattr(source, name) for name in names})
+
+
+def say(console: Console, part: Table | str) -> None:
+    """A sentence is never cut, and stays one line for those who read it line by line; nor is a name in a table."""
+    if isinstance(part, str):
+        console.print(part, soft_wrap=True, markup=False)
+    elif Measurement.get(console, console.options.update(max_width=UNLIMITED), part).maximum <= console.width:
+        console.print(part)
+    else:
+        for line in blocks(part):
+            console.print(line, soft_wrap=True, markup=False)
+
+
+def blocks(table: Table) -> Iterator[str]:
+    """Each row as its first cell and, below it, `heading value` for all others that aren't empty."""
+    if table.title:
+        yield str(table.title)
+    headings = [str(column.header) for column in table.columns]
+    for row in zip(*(column.cells for column in table.columns), strict=True):
+        name, *values = map(str, row)
+        yield name
+        pairs = [f"{heading} {value}".strip() for heading, value in zip(headings[1:], values, strict=True) if value]
+        # Several in a line of at most `WIDTH` characters, a longer one alone.
+        line = f"  {pairs[0]}" if pairs else ""
+        for pair in pairs[1:]:
+            if len(joined := f"{line}, {pair}") > WIDTH:
+                yield line
+                joined = f"  {pair}"
+            line = joined
+        if line:
+            yield line
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence what other libraries print about a run: this one is nobody's."""
+    with ExitStack() as stack:
+        for name in BANNERS:
+            logger = logging.getLogger(name)
+            stack.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.ERROR)
+        stack.enter_context(warnings.catch_warnings())
+        for name in ("lightning", "transformers", "torch"):
+            warnings.filterwarnings("ignore", module=rf"{name}(\.|$)")
+        yield
