@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lightning_decentral.pipeline.compute.causal.causal_model import LEFT, PACKING, RIGHT, ROUTING
-from lightning_decentral.pipeline.compute.causal.trial import Verdict, judged
+from lightning_decentral.pipeline.compute.causal.trial import TrialOutcome, judged
 
 COMPLETED = {
     "ministral": {"head_dim": 128},
@@ -42,7 +42,7 @@ predicts the first token. Such calls need `sdpa`, where the class has it, or pad
 | --- | --- | --- | --- | --- | --- |"""
 
 
-def tried(name: str) -> tuple[str, str, Verdict]:
+def tried(name: str) -> tuple[str, str, TrialOutcome]:
     """(class, kind of attention, verdict) of one entry of the mapping."""
     kind = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name])
     config = CONFIG_MAPPING[name](**COMPLETED.get(name, {})).get_text_config(decoder=True)
@@ -50,7 +50,7 @@ def tried(name: str) -> tuple[str, str, Verdict]:
     return kind.__name__, config._attn_implementation, judged(kind, config)
 
 
-def cells(verdict: Verdict, routed: bool) -> Iterator[str]:
+def cells(verdict: TrialOutcome, routed: bool) -> Iterator[str]:
     for form in (RIGHT, LEFT, PACKING):
         yield "refused" if form in verdict.refused else "yes"
     yield "refused" if ROUTING in verdict.refused else "yes" if routed else "-"
@@ -63,7 +63,11 @@ def table(names: list[str]) -> str:
         try:
             kind, attention, verdict = tried(name)
         except Exception as error:  # of several configurations in one, or of none
-            kind, attention, verdict = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name], "", Verdict(None, {"": _line(error)})
+            kind, attention, verdict = (
+                MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name],
+                "",
+                TrialOutcome(None, {"": _line(error)}),
+            )
         if verdict.anatomy is None:
             others[kind] = f"| `{kind}` | {verdict.refused['']} |"
         else:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_decentral.pipeline.compute.causal.flex import HOST
+from lightning_decentral.pipeline.compute.causal.masks import HOST
 from lightning_decentral.pipeline.compute.causal.refusals import refuse_compiled_around
 from lightning_decentral.pipeline.compute.causal.trial import adapted
 from lightning_decentral.pipeline.compute.kv_cache import KVCache
