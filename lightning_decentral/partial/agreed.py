@@ -14,7 +14,7 @@ from lightning_decentral.partial.plan.cost import Balance, SavedBytes, memory_fr
 from lightning_decentral.partial.plan.depth import DepthAssignment, top
 from lightning_decentral.partial.wire.depth_controller import DepthController
 from lightning_decentral.shared.compute import worker_state
-from lightning_decentral.shared.compute.layout.packing import check_bucket_bytes
+from lightning_decentral.shared.compute.buckets import check_bucket_bytes
 from lightning_decentral.shared.plan.profile import BlockCost
 from lightning_decentral.shared.wire.meeting.notices import is_loss
 

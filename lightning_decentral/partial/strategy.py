@@ -2,6 +2,7 @@
 
 from datetime import timedelta
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -74,7 +75,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
         self.depth, self.cuts, self.balance, self.absent, self.bucket_bytes = options(
             depth or Temporal(), cuts, balance, absent, bucket_bytes
         )
-        self.member = self._steps = CutSteps(self.absent, partial(getattr, self._attendance, "waiting"))
+        self.member = self._steps = CutSteps(self.absent, partial(attrgetter("coordination.waiting"), self._attendance))
         self.nonfinite, self.gradient_check = nonfinite, GradientCheck(nonfinite, self._steps.settle)
         self._equal = EqualReplicas()
         self.followed = Unfollowed(self._equal.replaced)

@@ -200,8 +200,8 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._stage is not None
         self._wanted = self._updates + 1
-        with self._attendance.waiting:  # one stage for the others, all of the step
-            return self._stage.step(self.precision_plugin, self.microbatches, self._attendance.wire, args, kwargs)
+        with self._attendance.coordination.waiting:  # one stage for the others, all of the step
+            return self._stage.step(self.precision_plugin, self.microbatches, self.wire, args, kwargs)
 
     def _replaced(self) -> None:
         self.bond.replaced(self.optimizers)

@@ -24,8 +24,8 @@ from lightning_decentral.gossip.wire.exchange import (
     Traffic,
 )
 from lightning_decentral.shared.compute import cuda
+from lightning_decentral.shared.compute.buckets import is_short
 from lightning_decentral.shared.compute.device import DeviceStopwatch, Future, WorkerThread
-from lightning_decentral.shared.compute.layout.packing import is_short
 
 Result = TypeVar("Result")
 
@@ -81,7 +81,7 @@ class OverlapExchange(Exchange["Overlapped"]):
         """Memory until landed: the inner exchange's, and where messages are decoded one copy of what they become."""
         part = Overlapped(self, self._leaving.send(partial(self.inner.start, message, step, first)), first)
         self._round = [*self._round, part] if first else [part]
-        # Only the last bucket overlaps, where it is short (`packing.with_tail`): all others leave when it alone is
+        # Only the last bucket overlaps, where it is short (`buckets.with_tail`): all others leave when it alone is
         # missing, so that the links don't rest while it is mixed and the next neighbours find each other.
         if self._last_overlaps and len(self._round) == len(self._admitted) - 1:
             before = self._before[:-1]

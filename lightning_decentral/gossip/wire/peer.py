@@ -30,7 +30,7 @@ from lightning_decentral.gossip.wire.exchange import (
 )
 from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.codec.quantize import Plain
+from lightning_decentral.shared.compute.codec.deterministic import Plain
 from lightning_decentral.shared.compute.health import judged, scale, scales_in, stated
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Message, Transport

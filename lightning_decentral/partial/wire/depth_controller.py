@@ -14,7 +14,7 @@ from lightning_decentral.partial.compute.frozen_update import Absent, settle
 from lightning_decentral.partial.compute.search import CutPlan
 from lightning_decentral.partial.plan.depth import DepthAssignment, StepDepths, check
 from lightning_decentral.partial.wire.reducer import Rank, Reducer
-from lightning_decentral.shared.compute.device_steps import DeviceSteps
+from lightning_decentral.shared.compute.device import DeviceSteps
 from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas
 from lightning_decentral.shared.wire.gradients import at_the_end
 from lightning_decentral.shared.wire.transport import Wire
