@@ -104,7 +104,7 @@ class Chain(Pipelined):
     def shape(self, call: Call, start: int, stop: int) -> Shape | None:
         return None
 
-    def answer(self, call: Call, output: Tensor) -> Any:
+    def answer(self, call: Call, output: Tensor) -> Any:  # (batch, ..) as the last block returns it
         return self._reply(output)
 
 

@@ -29,14 +29,14 @@ class LayerRows:
         self._returned = length
         self._carried: Tensor | None = None
 
-    def extend(self, new: Tensor, start: int, stop: int) -> Tensor:
+    def extend(self, new: Tensor, start: int, stop: int) -> Tensor:  # (.., stop - start, head)
         """rows[:stop] once `new` stands at start..stop, differentiable towards `new`."""
         if start == 0 and stop == self._length:
             return new  # a single slice: nobody comes later to read what would be stored
         prefix: Tensor = _Extend.apply(new, self, start, stop)  # type: ignore[no-untyped-call]
         return prefix
 
-    def write(self, new: Tensor, start: int, stop: int) -> Tensor:
+    def write(self, new: Tensor, start: int, stop: int) -> Tensor:  # (.., stop - start, head)
         """The same without a gradient."""
         assert start <= self._filled, f"slice {start}..{stop} came before its context, known are {self._filled} tokens"
         if self.rows is None:
@@ -48,7 +48,7 @@ class LayerRows:
         self._filled = max(self._filled, stop)
         return rows[..., :stop, :]
 
-    def give_back(self, grad: Tensor, start: int, stop: int) -> Tensor:
+    def give_back(self, grad: Tensor, start: int, stop: int) -> Tensor:  # (.., stop, head)
         """The whole gradient of the rows start..stop, given the one that came through the prefix :stop.
 
         Raises:

@@ -47,8 +47,8 @@ class TargetCount(TorchFunctionMode):
         self,
         result: Tensor,
         input: Tensor,
-        target: Tensor,
-        weight: Tensor | None = None,
+        target: Tensor,  # (rows,) of classes, or soft (rows, classes)
+        weight: Tensor | None = None,  # (classes,)
         size_average: bool | None = None,
         ignore_index: int = -100,
         reduce: bool | None = None,
@@ -59,7 +59,7 @@ class TargetCount(TorchFunctionMode):
         if reduction == "mean" and weight is None and not target.is_floating_point():
             self.means.append(TargetMean(result, target, ignore_index))
 
-    def targets(self, loss: Tensor) -> Tensor | None:
+    def targets(self, loss: Tensor) -> Tensor | None:  # ()
         """Number of targets that `loss` is the mean over, a scalar; None where it isn't known to be one."""
         return next((mean.count() for mean in self.means if mean.value is loss or _same(mean.value, loss)), None)
 
@@ -68,7 +68,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.grad_fn is not None and a.grad_fn is b.grad_fn
 
 
-def weighed(loss: Tensor, weight: Tensor) -> Tensor:
+def weighed(loss: Tensor, weight: Tensor) -> Tensor:  # (..), broadcast
     """weight * loss; zero, and with gradients of zero, where there is no target and the mean over nothing is nan."""
     return torch.where(weight > 0, loss, 0.0) * weight
 

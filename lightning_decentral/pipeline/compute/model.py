@@ -111,7 +111,7 @@ class Pipelined(ABC):
         """Shape and type of what stands between any two stages; None where a forward must be run to know."""
 
     @abstractmethod
-    def answer(self, call: Call, output: Tensor) -> Any:
+    def answer(self, call: Call, output: Tensor) -> Any:  # (batch, length, vocabulary)
         """Return what the user's step gets for the output of the last stage, all slices together."""
 
 
@@ -144,13 +144,13 @@ def remember(before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
                 _full[here] = here._version
 
 
-def _is_full(tensor: Tensor) -> bool:
+def _is_full(tensor: Tensor) -> bool:  # (batch, length)
     """Return whether this may be a mask [batch, length] on the host, all ones."""
     number = tensor.device.type == "cpu" and tensor.dim() == 2 and not tensor.is_floating_point()
     return number and bool((tensor == 1).all())
 
 
-def part_of(tensor: Tensor, parts: int, index: int) -> Tensor:
+def part_of(tensor: Tensor, parts: int, index: int) -> Tensor:  # (batch, ..)
     """One of so many parts along the first axis. Those of a mask that hides nothing hide nothing."""
     part = tensor.tensor_split(parts)[index]
     if hides_nothing(tensor):
@@ -158,6 +158,6 @@ def part_of(tensor: Tensor, parts: int, index: int) -> Tensor:
     return part
 
 
-def hides_nothing(mask: Tensor) -> bool:
+def hides_nothing(mask: Tensor) -> bool:  # (batch, length)
     """Return whether the host knows that the mask is all ones; no device is asked."""
     return mask in _full and _full[mask] == mask._version

@@ -34,14 +34,14 @@ class Incoming:
         self.found: Tensor | None = None
         self._zeros: Callable[[], Tensor] | None = None
 
-    def of(self, hidden: Tensor) -> Tensor:
+    def of(self, hidden: Tensor) -> Tensor:  # (batch, tokens, width)
         """The hidden state, differentiable and no leaf: a block may write to it, as to what a block before it made."""
         self._zeros = partial(torch.zeros, hidden.shape, dtype=hidden.dtype, device=hidden.device)
         anchor = torch.zeros((), requires_grad=True)
         came: Tensor = _Come.apply(hidden.detach(), anchor, self)  # type: ignore[no-untyped-call]
         return came
 
-    def grad(self) -> Tensor | None:
+    def grad(self) -> Tensor | None:  # (batch, tokens, width)
         """Gradient of what came in, after the backward; None where nothing came in."""
         # Zeros where nothing asked for it: the stage before waits for a message.
         return self._zeros() if self.found is None and self._zeros else self.found
@@ -127,12 +127,12 @@ class Stage:
         self.bounds = list(pairwise(accumulate(slices, initial=0)))
         self._model, self._activations = model, activations
         self._weights, self.most_chunks_held = weights, 0
-        self._memories = [KVCache(sum(slices)) for _ in calls]
+        self._memories = [KVCache(sum(slices)) for _ in calls]  # of each micro-batch: slices of others are others
         self._kept: dict[tuple[int, int], _Kept] = {}
         self.outputs: dict[int, list[Tensor]] = {}
         """[micro-batch][slice]: outputs of the last stage, detached."""
 
-    def forward(self, microbatch: int, index: int, hidden: Tensor | None) -> Tensor:
+    def forward(self, microbatch: int, index: int, hidden: Tensor | None) -> Tensor:  # (batch, tokens, width)
         """Take one chunk forward; `hidden` is None on the first stage. What it comes to, detached."""
         call, memory, (start, stop) = self.calls[microbatch], self._memories[microbatch], self.bounds[index]
         incoming = Incoming()
@@ -151,7 +151,7 @@ class Stage:
             self.outputs.setdefault(microbatch, []).append(output.detach())
         return output.detach()
 
-    def backward(self, microbatch: int, index: int, grad: Tensor) -> Tensor | None:
+    def backward(self, microbatch: int, index: int, grad: Tensor) -> Tensor | None:  # as the chunk's output
         """Take it back: gradients of parameters are added to `.grad`, that of `hidden` is returned.
 
         None on the first stage.
@@ -235,7 +235,7 @@ class _Deliver(torch.autograd.Function):
         return None, None, None, *(g if g is None else g.mul_(grad.to(g.dtype)) for g in gradients)
 
 
-def deliver(value: Tensor, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
+def deliver(value: Tensor, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:  # value: ()
     """A loss with this value whose backward adds factor * gradients to the parameters' `.grad`.
 
     So whatever is done to a loss (division for accumulation, scaling for half precision) is done to the gradients, and

@@ -75,7 +75,7 @@ _READ: dict[Any, Callable[..., tuple[_Map, Tensor, Tensor, Tensor | None, Any]]]
 }
 
 
-def _in_two(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def _in_two(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:  # (.., in), (out, in) or (in, out), (out,)
     """Return whether the weight's gradient can wait: not where a weight or bias was computed, and hands it on."""
     plain = bias is None or (isinstance(bias, nn.Parameter) and bias.dim() == 1)
     trained = isinstance(weight, nn.Parameter) and weight.requires_grad and weight.dim() == 2
@@ -92,7 +92,7 @@ class _Cut(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # (.., out)
         (x,) = ctx.saved_tensors
         x, flat = x.detach(), grad.flatten(0, -2)
         weight, bias, kind = ctx.weight, ctx.bias, ctx.kind
@@ -108,7 +108,7 @@ class _Cut(torch.autograd.Function):
 
 
 @torch.no_grad()
-def _add(parameter: Tensor, gradient: Tensor) -> None:
+def _add(parameter: Tensor, gradient: Tensor) -> None:  # both of one shape
     if parameter.grad is None:
         parameter.grad = gradient.to(parameter.dtype)
     else:

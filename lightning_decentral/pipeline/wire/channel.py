@@ -27,11 +27,11 @@ class Boundary(ABC):
         """Allocate the tensor that a message for a tensor of this shape and dtype is received into."""
 
     @abstractmethod
-    def encode(self, tensor: Tensor) -> Tensor:
+    def encode(self, tensor: Tensor) -> Tensor:  # (batch, tokens, width)
         """The message, of the buffer's shape and type; contiguous."""
 
     @abstractmethod
-    def decode(self, message: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def decode(self, message: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:  # as `buffer` makes it
         """The tensor, or what is left of it."""
 
 
@@ -45,7 +45,7 @@ class ExactActivations(Boundary):
     def encode(self, tensor: Tensor) -> Tensor:
         return tensor.contiguous()
 
-    def decode(self, message: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def decode(self, message: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:  # as `buffer` makes it
         return message
 
 
@@ -59,7 +59,7 @@ class Bfloat16Activations(Boundary):
     def encode(self, tensor: Tensor) -> Tensor:
         return tensor.to(torch.bfloat16).contiguous()
 
-    def decode(self, message: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def decode(self, message: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:  # as `buffer` makes it
         return message.to(dtype)
 
 
@@ -80,7 +80,7 @@ class Int8Activations(Boundary):
         levels = (rows / scale.clamp(min=torch.finfo(torch.float32).tiny)).round().clamp(-127, 127).to(torch.int8)
         return torch.cat([levels, scale.view(torch.int8)], dim=1)  # the scale's four bytes: one message, not two
 
-    def decode(self, message: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def decode(self, message: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:  # as `buffer` makes it
         scale = message[:, -4:].contiguous().view(torch.float32)
         return (message[:, :-4].float() * scale).to(dtype).reshape(tuple(shape))
 
@@ -98,7 +98,7 @@ class Channel(ABC):
         """Wait for the tensor that was expected for this action."""
 
     @abstractmethod
-    def send(self, action: Action, tensor: Tensor) -> None:
+    def send(self, action: Action, tensor: Tensor) -> None:  # (batch, tokens, width)
         """Hand on what this action came to."""
 
     @abstractmethod

@@ -67,7 +67,7 @@ def _moment(action: Action, start: float) -> tuple[float, bool, int]:
 Close = Callable[[int, Tensor], Tensor]
 """(micro-batch, output of the last stage, all slices together) -> the scalar that goes back."""
 
-_name = cache(str)  # of an action
+_name = cache(str)  # of an action: a profile names each, and a run has few
 
 Clock = Callable[[], float]
 """Seconds since any moment."""

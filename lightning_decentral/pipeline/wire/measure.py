@@ -119,7 +119,7 @@ def _step(pipe: StageRunner, call: Call, slices: Sequence[int]) -> Step:
     return Step(max(taken for taken, _, _ in rows), own, rows[-1][-1])
 
 
-def _loss(_: int, logits: Tensor) -> Tensor:
+def _loss(_: int, logits: Tensor) -> Tensor:  # (batch, length, vocabulary)
     """Cross entropy with the first token as every target: as long as any targets take."""
     flat = logits.flatten(0, -2).float()
     return functional.cross_entropy(flat, torch.zeros(len(flat), dtype=torch.int64, device=flat.device))

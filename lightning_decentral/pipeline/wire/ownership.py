@@ -80,7 +80,7 @@ class Ownership:
         here = {self.order[p]: float(p.requires_grad) for p in (*self._tied, *self._outside)}
         return torch.tensor([here.get(name, -1.0) for name in self.several], dtype=torch.float64)
 
-    def refuse_uneven(self, flags: Tensor) -> None:
+    def refuse_uneven(self, flags: Tensor) -> None:  # (stages, several)
         """RuntimeError, the same on all stages, for what is trained on some of them alone.
 
         Args:

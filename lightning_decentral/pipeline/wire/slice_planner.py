@@ -53,7 +53,7 @@ class SlicePlanner:
                 self.profiles = [cost] if world is None else gather_objects(world, cost)[: pipe.size]
                 self._measured = batch, longest, masked
         key = f"{call.inputs.shape[0]} x {length}{'' if call.attention_mask is None else ', masked'}"
-        if key not in self.slices:
+        if key not in self.slices:  # a length keeps its plan, also where a later measurement comes out otherwise
             self.slices[key] = list(slicing.slices(length, self.situation(pipe.size)))
             planned()
         return self.slices[key]

@@ -125,7 +125,7 @@ class StageRunner:
         """The way to the neighbours for one step of this stage."""
         if self.over is None:
             return Nowhere()
-        shapes: dict[tuple[int, int, int], Shape] = {}
+        shapes: dict[tuple[int, int, int], Shape] = {}  # looked up twice a message: asked of the model once a step
         for microbatch, call in enumerate(stage.calls):
             for index, bounds in enumerate(stage.bounds):
                 known = self.model.shape(call, *bounds)
@@ -153,7 +153,7 @@ class StageRunner:
 
     # ---- reports at the end of a step ---------------------------------------------------------------------------
 
-    def _from_last(self, tensor: Tensor | None, asked: float) -> Tensor:
+    def _from_last(self, tensor: Tensor | None, asked: float) -> Tensor:  # (batch, length, ..), on the last stage
         """The last stage's tensor, on every stage.
 
         Args:
@@ -181,7 +181,7 @@ class StageRunner:
         self.over.broadcast(values, self.size - 1).wait()
         return values
 
-    def total(self, number: Tensor) -> Tensor:
+    def total(self, number: Tensor) -> Tensor:  # (..), in place
         """The sum over the stages."""
         if self.over is None:
             return number
@@ -215,7 +215,7 @@ def checksum(inputs: Sequence[Tensor]) -> float:
     return result
 
 
-def rows_of(row: Tensor, over: Transport | None) -> Tensor:
+def rows_of(row: Tensor, over: Transport | None) -> Tensor:  # (n,)
     """[stages, n]: every stage's row, where it lies. Collective."""
     if over is None:
         return row[None]

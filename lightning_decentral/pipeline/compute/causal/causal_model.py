@@ -117,7 +117,7 @@ class CausalModel(Pipelined):
         assert self._entering is not None
         return self._returned(self._entering)
 
-    def _returned(self, hidden: Tensor) -> Any:
+    def _returned(self, hidden: Tensor) -> Any:  # (batch, tokens, width)
         """Wrap a hidden state as a block returns it: alone, or in a tuple with None for the block's other outputs."""
         others = self._anatomy.returned
         return hidden if others is None else (hidden, *[None] * others)
@@ -176,7 +176,7 @@ class CausalModel(Pipelined):
         elif widths:  # zeros of those that are still to come
             rows, where = (call.inputs.shape[0], stop - start), call.inputs.device
             routed = [torch.zeros(*rows, width, dtype=self._like.dtype, device=where) for width in widths]
-        self._entering = hidden
+        self._entering = hidden  # the hollow block before this stage's own lets it in, as a block's result
         begin = {"input_ids": call.inputs[:, start:stop]} if hidden is None else {"inputs_embeds": hidden.detach()}
         mask, positions, documents = call.attention_mask, call.position_ids, call.documents
         given = {
@@ -220,7 +220,7 @@ class CausalModel(Pipelined):
         width = self._config.hidden_size + sum(self._widths(call))
         return (call.inputs.shape[0], stop - start, width), self._like.dtype
 
-    def answer(self, call: Call, output: Tensor) -> Any:
+    def answer(self, call: Call, output: Tensor) -> Any:  # (batch, length, vocabulary [+ widths of routers])
         """Return the model's own output for these logits: scaled, capped, with the loss where labels were given."""
         widths = self._widths(call)
         logits, *routed = output.split([output.shape[-1] - sum(widths), *widths], dim=-1)

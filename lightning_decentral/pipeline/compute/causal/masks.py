@@ -77,7 +77,7 @@ class Slice(NamedTuple):
 _current: ContextVar[Slice | None] = ContextVar("slice", default=None)
 
 
-def documents_of(position_ids: Tensor) -> Tensor | None:
+def documents_of(position_ids: Tensor) -> Tensor | None:  # (batch, length)
     """[batch, length]: the number of each token's document in its row; None where the host sees that every row is
     one."""
     steps = position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1)
@@ -86,7 +86,7 @@ def documents_of(position_ids: Tensor) -> Tensor | None:
 
 
 @contextmanager
-def masked(documents: Tensor | None, aligned: bool) -> Iterator[None]:
+def masked(documents: Tensor | None, aligned: bool) -> Iterator[None]:  # (batch or 1, tokens so far)
     """Context manager in which masks that `transformers` builds in this thread are those of such a slice."""
     _install()
     before = _current.set(Slice(documents, aligned))
@@ -131,7 +131,7 @@ Rule = Callable[[Any, Any, Any, Any], Any]
 """(row, head, query, key) -> whether the query sees the key."""
 
 
-def _same(documents: Tensor) -> Rule:
+def _same(documents: Tensor) -> Rule:  # (batch, keys)
     return lambda batch, head, query, key: documents[batch, query] == documents[batch, key]
 
 

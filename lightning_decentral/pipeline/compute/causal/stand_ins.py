@@ -58,7 +58,7 @@ class FixedOutput(nn.Module):
         return self._result
 
 
-def take_out(hidden: Tensor) -> Any:
+def take_out(hidden: Tensor) -> Any:  # (batch, tokens, width)
     raise Out(hidden)
 
 

@@ -101,7 +101,7 @@ def _try(kind: type, config: Any, place: torch.device, aligned: bool) -> TrialOu
     return TrialOutcome(anatomy, {form: why for form, why in found.items() if why is not None}, aligned)
 
 
-def _calls(copy: Any, ids: Tensor) -> dict[str, list[dict[str, Any]]]:
+def _calls(copy: Any, ids: Tensor) -> dict[str, list[dict[str, Any]]]:  # (BATCH, LENGTH)
     """Keyword arguments of the forwards that are tried, by the kind of call that a step may make."""
     routed, places = _routing(copy), torch.arange(LENGTH, device=ids.device)
     plain = {"input_ids": ids, "labels": ids, **dict.fromkeys(routed, False)}
@@ -115,7 +115,7 @@ def _calls(copy: Any, ids: Tensor) -> dict[str, list[dict[str, Any]]]:
     return {**calls, ROUTING: [{**plain, **routed}, {**padded[RIGHT], **routed}]} if routed else calls
 
 
-def _padded(call: Mapping[str, Any], kept: Tensor) -> dict[str, Any]:
+def _padded(call: Mapping[str, Any], kept: Tensor) -> dict[str, Any]:  # (LENGTH,) bool
     """Copy a call with padding in the second sequence: an attention mask, and labels of -100 there."""
     mask = torch.stack([torch.ones_like(kept), kept])
     return {**call, "attention_mask": mask.long(), "labels": call["labels"].masked_fill(~mask, -100)}
