@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lightning_decentral.pipeline.compute.causal.causal_model import LEFT, PACKING, RIGHT, ROUTING
-from lightning_decentral.pipeline.compute.causal.trial import Verdict, judged
+from lightning_decentral.pipeline.compute.causal.trial import TrialOutcome, judged
 
 COMPLETED = {
     "ministral": {"head_dim": 128},
@@ -45,7 +45,7 @@ MOST = 100
 ALONE = "another reason: `python benchmarks/pipeline.py causal_models NAME`"
 
 
-def tried(name: str) -> tuple[str, str, Verdict]:
+def tried(name: str) -> tuple[str, str, TrialOutcome]:
     """(class, kind of attention, verdict) of one entry of the mapping."""
     kind = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name])
     config = CONFIG_MAPPING[name](**COMPLETED.get(name, {})).get_text_config(decoder=True)
@@ -53,7 +53,7 @@ def tried(name: str) -> tuple[str, str, Verdict]:
     return kind.__name__, config._attn_implementation, judged(kind, config)
 
 
-def cells(verdict: Verdict, routed: bool) -> Iterator[str]:
+def cells(verdict: TrialOutcome, routed: bool) -> Iterator[str]:
     assert RIGHT not in verdict.refused  # a column that would say yes of all
     for form in (LEFT, PACKING):
         yield "refused" if form in verdict.refused else "yes"
@@ -67,7 +67,11 @@ def table(names: list[str]) -> str:
         try:
             kind, attention, verdict = tried(name)
         except Exception as error:  # of several configurations in one, or of none
-            kind, attention, verdict = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name], "", Verdict(None, {"": _line(error)})
+            kind, attention, verdict = (
+                MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name],
+                "",
+                TrialOutcome(None, {"": _line(error)}),
+            )
         if verdict.anatomy is None:
             others[kind] = shortened(verdict.refused[""])
         else:
@@ -94,8 +98,8 @@ def refused(verdicts: dict[str, str]) -> list[str]:
 
 
 def shortened(why: str) -> str:
-    said = why.removeprefix("a small copy of it says ")
-    return said if len(said) <= MOST else f"{said[:MOST].rpartition(' ')[0]} ..."
+    text = why.removeprefix("a small copy of it raises ")
+    return text if len(text) <= MOST else f"{text[:MOST].rpartition(' ')[0]} ..."
 
 
 def _line(error: Exception) -> str:

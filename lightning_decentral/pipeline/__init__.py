@@ -10,10 +10,6 @@ from typing import TYPE_CHECKING
 from lightning_decentral.shared import lazy_exports
 
 if TYPE_CHECKING:
-    from lightning_decentral.pipeline.compute.activation_codec import Bfloat16Activations as Bfloat16Activations
-    from lightning_decentral.pipeline.compute.activation_codec import Boundary as Boundary
-    from lightning_decentral.pipeline.compute.activation_codec import ExactActivations as ExactActivations
-    from lightning_decentral.pipeline.compute.activation_codec import Int8Activations as Int8Activations
     from lightning_decentral.pipeline.compute.adapters import Chain as Chain
     from lightning_decentral.pipeline.compute.adapters import blocks_of as blocks_of
     from lightning_decentral.pipeline.compute.stage import Activations as Activations
@@ -38,6 +34,10 @@ if TYPE_CHECKING:
     from lightning_decentral.pipeline.plan.slicing import Uniform as Uniform
     from lightning_decentral.pipeline.report import PipelineReport as PipelineReport
     from lightning_decentral.pipeline.strategy import TokenPipelineStrategy as TokenPipelineStrategy
+    from lightning_decentral.pipeline.wire.channel import Bfloat16Activations as Bfloat16Activations
+    from lightning_decentral.pipeline.wire.channel import Boundary as Boundary
+    from lightning_decentral.pipeline.wire.channel import ExactActivations as ExactActivations
+    from lightning_decentral.pipeline.wire.channel import Int8Activations as Int8Activations
     from lightning_decentral.shared.wire.pipeline_replicas import AverageGradients as AverageGradients
     from lightning_decentral.shared.wire.pipeline_replicas import Replicas as Replicas
 

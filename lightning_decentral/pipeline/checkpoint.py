@@ -84,13 +84,13 @@ class PipelineCheckpoints(Checkpoints):
         self.layout.refuse_changed(together=True)
         # What is resumed goes on as this run does: a checkpoint has the last stage's for all.
         self.layout.share_buffers(self._stage.root_device)
-        bond, apart = self._stage.bond, self._mean_model.diverged
-        keeps = (apart or bond.keeps) and STATES in checkpoint
+        bond, diverged = self._stage.bond, self._mean_model.diverged
+        keeps = (diverged or bond.keeps) and STATES in checkpoint
         path, identity = self._saving.agree(filepath, storage_options)
         mark = self._saving.mark(identity if keeps else "", path)
         whole = self.whole(self._of_mean(checkpoint), mark)
         tied = {**mark, "rank": self._worker.global_rank, "bond": bond.state_dict()} if keeps else {}
-        own = {**(checkpoint if apart else {}), KEY: tied} if keeps else None
+        own = {**(checkpoint if diverged else {}), KEY: tied} if keeps else None
         self._saving.commit(whole, own, path, identity, storage_options)
 
     def whole(self, checkpoint: Mapping[str, Any], mark: dict[str, Any]) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class PipelineCheckpoints(Checkpoints):
         # States of the whole model, which Lightning restores from; this stage's own ones follow at `start`.
         return {**checkpoint, **(self._own or {}), **{key: checkpoint[key] for key in WHOLE if key in checkpoint}}
 
-    def _go_on_apart(self) -> None:
+    def _go_on_diverged(self) -> None:
         if self._own is None:
             return
         own, self._own = self._own, None
@@ -186,6 +186,6 @@ class PipelineCheckpoints(Checkpoints):
 
     def start(self) -> None:
         # Not before: Lightning has now restored the mean and the first pipeline's optimizer.
-        self._go_on_apart()
+        self._go_on_diverged()
         self._start_random()
         self._restored = None

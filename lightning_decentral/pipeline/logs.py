@@ -32,12 +32,12 @@ class Logs:
         self._module: Any = module
         self._known: dict[int, tuple[list[Logged], list[Any]]] = {}
         self._calls: list[list[Logged]] = []
-        self._beside: list[dict[Any, Any]] = []
+        self._others: list[dict[Any, Any]] = []
         self.values: list[list[Tensor]] = []
         """[micro-batch]: logged scalars, which no host reads here."""
 
     def begin(self, microbatches: int) -> None:
-        self._calls, self._beside = [[] for _ in range(microbatches)], []
+        self._calls, self._others = [[] for _ in range(microbatches)], []
         self.values = [[] for _ in range(microbatches)]
 
     def recording(self, microbatch: int | None) -> "_Recording":
@@ -49,7 +49,7 @@ class Logs:
         if not isinstance(result, Mapping):
             return result
         # Detached: a graph would hold the micro-batch's activations.
-        self._beside.append({k: recursive_detach(value) for k, value in result.items() if k != "loss"})
+        self._others.append({k: recursive_detach(value) for k, value in result.items() if k != "loss"})
         return result["loss"]
 
     def _take(self, microbatch: int, *args: Any, **kwargs: Any) -> None:
@@ -86,7 +86,7 @@ class Logs:
 
     @property
     def _keys(self) -> list[Any]:
-        return list(self._beside[-1]) if self._beside else []
+        return list(self._others[-1]) if self._others else []
 
     def publish(self, signature: int, values: Sequence[Tensor], pipe: StageRunner) -> dict[Any, Any]:
         """Log on every stage what the last one was given. Collective where the names are new.
@@ -101,7 +101,7 @@ class Logs:
         calls, keys = self._known[signature]
         for (name, options), value in zip(calls, values, strict=True):
             self._module.log(name, value, **options)
-        rows, self._beside = self._beside, []  # the next step needs the memory
+        rows, self._others = self._others, []  # the next step needs the memory
         if len(rows) > 1:
             return {key: [row.get(key) for row in rows] for key in keys}
         return rows[0] if rows else dict.fromkeys(keys)

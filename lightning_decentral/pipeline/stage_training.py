@@ -1,8 +1,8 @@
 """A stage's training step: gradients unscaled, averaged over replicas, summed where tied, given to Lightning."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -12,8 +12,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_decentral.pipeline.compute.adapters import find
-from lightning_decentral.pipeline.compute.loss import deliver
-from lightning_decentral.pipeline.compute.model import Call, Pipelined
+from lightning_decentral.pipeline.compute.model import Pipelined
+from lightning_decentral.pipeline.compute.stage import deliver
 from lightning_decentral.pipeline.logs import Logs
 from lightning_decentral.pipeline.plan.schedule import Action
 from lightning_decentral.pipeline.plan.slicing import Planned, Slicing, Uniform
@@ -22,7 +22,9 @@ from lightning_decentral.pipeline.wire.ownership import Ownership
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
 from lightning_decentral.shared.plan.timeline import Span
-from lightning_decentral.shared.wire.transport import Transport
+from lightning_decentral.shared.wire.objects import gather_objects
+from lightning_decentral.shared.wire.pipeline_replicas import Bond
+from lightning_decentral.shared.wire.transport import Wire
 
 Gradients = list[Tensor | None]
 
@@ -56,10 +58,10 @@ class StageTraining:
 
     Args:
         slicing: where sequences are cut; None: planned. A model without tokens has one slice.
-        planned: called when a new plan is made.
-        average: what the optimizer is given for this stage's own gradients of parameters; collective over replicas.
+        summary: the plan as text, logged on worker 0 when there is a new one.
 
     Attributes:
+        average: what the optimizer is given for this stage's own gradients of parameters; collective over replicas.
         spans: when each action of the latest step computed.
         seconds: of the latest step's forward and backward on this stage, its waits included.
     """
@@ -72,82 +74,81 @@ class StageTraining:
         plans: SlicePlanner,
         *,
         slicing: Slicing | None,
-        planned: Callable[[], None],
-        average: Callable[[Gradients, Sequence[nn.Parameter]], Gradients],
+        summary: Callable[[], Mapping[str, str]],
     ) -> None:
         self.pipe, self.holdings = pipe, holdings
-        self._module, self._plans, self._average, self._planned = module, plans, average, planned
+        self._module, self._plans, self._summary = module, plans, summary
+        self.average: Callable[[Gradients, Sequence[nn.Parameter]], Gradients] = Bond().gradients
         self._slicing = (slicing or Planned()) if pipe.model.sliceable else Uniform(1)
         self._logs = Logs(module)
         self.spans: dict[Action, Span] = {}
         self.seconds = 0.0
+        blocks = pipe.place.stop_block - pipe.place.first_block
+        held = f"{blocks} blocks, {sum(p.numel() for p in holdings.kept):,} parameters"
+        plans.stages = [held] if pipe.over is None else gather_objects(pipe.over, held)
 
     def step(
         self,
         precision: Precision,
         microbatches: int,
-        device: torch.device,
-        roll: Transport | None,
+        wire: Wire | None,
         args: Any,
         kwargs: Any,
     ) -> Tensor | dict[Any, Any]:
         """The whole of forward and backward; the loss it returns hands the gradients to Lightning's own backward.
 
         Args:
-            roll: all workers of all pipelines, which take equal slices.
+            wire: of all workers of all pipelines, which take equal slices.
         """
+        roll = None if wire is None else wire.roll
         scaler = precision.scaler if isinstance(precision, MixedPrecision) else None
         scale = 1.0 if scaler is None else float(scaler.get_scale())
         step = TrainingStep(self.pipe, self._module, self._logs, microbatches, scale)
         every = [p for p in self.holdings.order if p in self.holdings.kept]
-        before = [p.grad for p in every]  # of batches whose gradients are accumulated
+        before = [p.grad for p in every]  # of batches whose gradients are accumulated, put back below
+        _set(every, [None] * len(every))  # so that only this batch's are divided and averaged
         with precision.train_step_context(), closing(step):
-            self._run(step, every, roll, args, kwargs)
+            step.read(*args, **kwargs)
+            self.holdings.refuse_changed()
+            try:
+                slices = self._plans.plan(self._slicing, step.calls[0], self.pipe, roll, self._log_plan)
+                begin = time.perf_counter()
+                self.spans = step.run(slices)
+            except torch.OutOfMemoryError as error:
+                raise self._plans.out_of_memory(self.pipe.rank) from error
+            self.seconds = time.perf_counter() - begin
         trained = [p for p in every if p.requires_grad]  # only now: the step may have thawed some before its call
         own = [p.grad for p in trained if p.grad is not None]
-        outcome = step.conclude(finite(own, device), self.holdings)
+        outcome = step.conclude(finite(own, self.pipe.device), self.holdings)
         # Lightning's own backward multiplies by `scale` again. Infinite on all where one isn't finite: every stage must
         # skip the step or stop; a scaler, back off.
         multiply(own, torch.where(outcome.finite, outcome.factor / scale, torch.inf))
-        _set(trained, self._average([p.grad for p in trained], trained))
+        _set(trained, self.average([p.grad for p in trained], trained))
         # Last: replicas of another stage add up in another order, a sum of two means is the same at both holders.
         self.pipe.tie(self.holdings.tied, self.holdings.outside)
         gradients = [p.grad for p in trained]
         _set(every, before)
         exact = torch.float64 if any(p.dtype == torch.float64 for p in trained) else torch.float32
         loss = deliver(outcome.loss.to(exact), gradients, trained)
-        return {"loss": loss, **outcome.beside} if outcome.beside else loss
+        return {"loss": loss, **outcome.others} if outcome.others else loss
 
-    def _run(
-        self, step: TrainingStep, every: Sequence[nn.Parameter], roll: Transport | None, args: Any, kwargs: Any
-    ) -> None:
-        # Empty, so that only this batch's gradients are divided and averaged; `step` puts the earlier ones back.
-        _set(every, [None] * len(every))
-        step.read(*args, **kwargs)
-        self.holdings.refuse_changed()
-        stage = self.pipe.rank
-        slices = self._plans.within_memory(stage, lambda: self._slices(step.calls, roll))
-        _set(every, [None] * len(every))  # a measurement's
-        begin = time.perf_counter()
-        self._plans.within_memory(stage, lambda: step.run(slices))
-        self.seconds = time.perf_counter() - begin
-        self.spans = step.spans
+    def _log_plan(self) -> None:
+        rank_zero_info("\n".join(f"{name}: {value}" for name, value in self._summary().items()))
 
-    def _slices(self, calls: Sequence[Call], roll: Transport | None) -> list[int]:
-        """Slices for this length and size of micro-batch; planned where it's the first of its kind. Collective."""
-        if self._slicing.measures:
-            self._plans.measure(calls[0], self.pipe, roll)
-        known = self._plans.known(calls[0], self.pipe.model.length(calls[0]))
-        if known is not None:
-            return known
-        slices = self._plans.make(self._slicing, calls[0], self.pipe)
-        self._planned()
-        return slices
+    def measured(self) -> dict[str, Span]:
+        """Span of each action of the latest step, on all stages, by their hosts' clocks. Collective."""
+        rows = [self.spans] if self.pipe.over is None else gather_objects(self.pipe.over, self.spans)
+        return {str(action): span for row in rows for action, span in row.items()}
 
 
-def said(plan: Mapping[str, str]) -> None:
-    """Log the plan on worker 0."""
-    rank_zero_info("\n".join(f"{name}: {value}" for name, value in plan.items()))
+@contextmanager
+def drawn_alike(broadcast: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Context manager in which all draw what worker 0 draws on its CPU: what is deferred is never sent. Collective."""
+    first = broadcast(own := torch.get_rng_state())
+    torch.set_rng_state(first)
+    yield
+    if not torch.equal(own, first):
+        torch.set_rng_state(own)
 
 
 def _set(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_decentral.pipeline.checkpoint import PipelineCheckpoints
-from lightning_decentral.pipeline.compute.activation_codec import Boundary, ExactActivations
 from lightning_decentral.pipeline.compute.deferred_init import Deferred, materialized
 from lightning_decentral.pipeline.compute.stage import Activations, Keep
 from lightning_decentral.pipeline.evaluation import StageEvaluation, evaluated
@@ -20,9 +19,10 @@ from lightning_decentral.pipeline.plan.schedule import OneForwardOneBackward, Sc
 from lightning_decentral.pipeline.plan.slicing import Slicing
 from lightning_decentral.pipeline.refusals import nothing_to_train, refuse_replaced, refuse_unserved
 from lightning_decentral.pipeline.stage_layout import StageGroups, StageLayout, place_of
-from lightning_decentral.pipeline.stage_training import StageTraining, pipelined, said
+from lightning_decentral.pipeline.stage_training import StageTraining, drawn_alike, pipelined
 from lightning_decentral.pipeline.totals import StageTotals
 from lightning_decentral.pipeline.training_step import moved
+from lightning_decentral.pipeline.wire.channel import Boundary, ExactActivations
 from lightning_decentral.pipeline.wire.ownership import Ownership
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
@@ -31,7 +31,6 @@ from lightning_decentral.shared.plan.timeline import Span
 from lightning_decentral.shared.updates import GradientCheck, NonFinite, Unfollowed
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
 from lightning_decentral.shared.wire.mean import mean
-from lightning_decentral.shared.wire.objects import gather_objects
 from lightning_decentral.shared.wire.pipeline_replicas import AverageGradients, Bond, Replicas
 from lightning_decentral.shared.wire.transport import Transport, Wire
 from lightning_decentral.shared.workers import WorkersStrategy
@@ -122,7 +121,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
 
     @property
     def drifts(self) -> bool:
-        return self.layout.pipelines > 1 and self.replicas.drifts
+        return self.replicas.drifts and self.layout.pipelines > 1
 
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
@@ -139,13 +138,8 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         """Defer what `configure_model` makes: its tensors have no memory until their stage is known. Collective."""
-        # What is deferred is never sent: all draw what worker 0 draws on its CPU.
-        first = self.broadcast(own := torch.get_rng_state())
-        torch.set_rng_state(first)
-        with torch.device("cpu"), self._deferred:
+        with drawn_alike(self.broadcast), torch.device("cpu"), self._deferred:
             yield
-        if not torch.equal(own, first):
-            torch.set_rng_state(own)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         with self._deferred.again():  # what has no memory yet is written down
@@ -177,10 +171,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
             kept.update(holdings.kept)
         options: Any = {"schedule": self.schedule, "activations": self.activations, "boundary": self.boundary}
         pipe = StageRunner(model, place, over, edges, device=self.root_device, hosts=hosts, **options)
-        options = {"planned": lambda: said(self.summary()), "average": lambda *of: self.bond.gradients(*of)}
-        self._stage = StageTraining(module, pipe, holdings, self.plans, slicing=self.slicing, **options)
-        mine = f"{counts[self.stage]} blocks, {sum(p.numel() for p in holdings.kept):,} parameters"
-        self.plans.stages = [mine] if over is None else gather_objects(over, mine)
+        self._stage = StageTraining(module, pipe, holdings, self.plans, slicing=self.slicing, summary=self.summary)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         refuse_replaced(self._totals is not None and self.drifts)
@@ -196,6 +187,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
             self.mean_model.hidden = self.bond.note
             peers = range(self.stage, self.world_size, self.num_stages)
             self.bond.prepare(self.optimizers, self._module, partial(self._group.layouts, peers=peers))
+            self._stage.average = self.bond.gradients
             self.bond.guard(self.gradient_check, getattr(self.precision_plugin, "scaler", None))
 
     # ---- a step -----------------------------------------------------------------------------------------------------
@@ -205,16 +197,15 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._stage is not None
-        roll = None if self.wire is None else self.wire.roll
         self._wanted = self._updates + 1
         with self._group.coordination.waiting:  # one stage for the others, all of the step
-            return self._stage.step(self.precision_plugin, self.microbatches, self.root_device, roll, args, kwargs)
+            return self._stage.step(self.precision_plugin, self.microbatches, self.wire, args, kwargs)
 
     def _replaced(self) -> None:
         self.bond.replaced(self.optimizers)
 
     def advance(self, optimizer: Optimizer) -> None:
-        self.bond.updated(optimizer, self._module.trainer.current_epoch)
+        self.bond.updated(optimizer, self.lightning_module.trainer.current_epoch)  # type: ignore[union-attr]
         self._updates += 1  # not before: who waits for buffers waits for this update, not for the next one
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -289,9 +280,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
     def measured(self) -> dict[str, Span]:
         """Span of each action of the latest step, on all stages, by their hosts' clocks. Collective."""
         assert self._stage is not None
-        spans, over = self._stage.spans, self._stage.pipe.over
-        rows = [spans] if over is None else gather_objects(over, spans)
-        return {str(action): span for row in rows for action, span in row.items()}
+        return self._stage.measured()
 
     def expected(self) -> ScheduleForecast | None:
         """A step with the latest plan; None before the first step or without measurements."""

@@ -16,12 +16,11 @@ from torch import Tensor
 
 from lightning_decentral.pipeline.compute.intercept import Suspended, called
 from lightning_decentral.pipeline.compute.loss import TargetCount, total, weighed
-from lightning_decentral.pipeline.compute.model import Call, Pipelined, checksum
-from lightning_decentral.pipeline.compute.padding import part_of, remember, tensors_in
+from lightning_decentral.pipeline.compute.model import Call, Pipelined, part_of, remember, tensors_in
 from lightning_decentral.pipeline.logs import Logs
 from lightning_decentral.pipeline.plan.schedule import Action
 from lightning_decentral.pipeline.wire.ownership import Ownership
-from lightning_decentral.pipeline.wire.stage_runner import StageRunner, rows_of
+from lightning_decentral.pipeline.wire.stage_runner import StageRunner, checksum, rows_of
 from lightning_decentral.shared.compute.device import AsyncRead
 from lightning_decentral.shared.plan.timeline import Span
 
@@ -36,13 +35,13 @@ class Outcome(NamedTuple):
     Args:
         factor: gradients are to be multiplied by it.
         finite: every stage's gradients are finite.
-        beside: what the step returned with its loss; None for each value where this stage doesn't know it.
+        others: what the step returned with its loss; None for each value where this stage doesn't know it.
     """
 
     loss: Tensor
     factor: Tensor
     finite: Tensor
-    beside: dict[Any, Any]
+    others: dict[Any, Any]
 
 
 class TrainingStep:
@@ -62,7 +61,6 @@ class TrainingStep:
         self._waiting: list[Suspended] = []
         self._counts: list[TargetCount] = []
         self._inputs: list[AsyncRead] = []
-        self.spans: dict[Action, Span] = {}
 
     def read(self, batch: Any, *rest: Any) -> None:
         """Cut the batch into micro-batches and see what the step asks of the model for each."""
@@ -97,9 +95,9 @@ class TrainingStep:
         for step in self._waiting:
             step.end()
 
-    def run(self, slices: Sequence[int]) -> None:
-        """Run all chunks forward and backward."""
-        self.spans = self._pipe.train(self.calls, slices, self._close).spans
+    def run(self, slices: Sequence[int]) -> dict[Action, Span]:
+        """Run all chunks forward and backward; when each action computed."""
+        return self._pipe.train(self.calls, slices, self._close).spans
 
     def _close(self, microbatch: int, output: Tensor) -> Tensor:
         model, step = self._pipe.model, self._waiting[microbatch]
@@ -162,14 +160,13 @@ class TrainingStep:
             known[1], known[2] = logs.signature, len(computed) - 2
             row[:2], row[FIXED : FIXED + len(computed) - 2] = computed[:2], computed[2:]
         row[2] = finite
-        told = rows_of(known, pipe.hosts)
-        if len(set(told[:, 0].tolist())) > 1:
+        all_known, rows = rows_of(known, pipe.hosts), rows_of(row, pipe.over)
+        if len(set(all_known[:, 0].tolist())) > 1:
             raise self._unlike()
-        holdings.refuse_uneven(told[:, KNOWN:])
-        rows = rows_of(row, pipe.over)
-        last, (_, signature, count) = rows[-1], told[-1, :KNOWN].tolist()
-        beside = logs.publish(int(signature), last[FIXED : FIXED + int(count)].unbind(), pipe)
-        return Outcome(last[0], last[1], rows[:, 2].all(), beside)
+        holdings.refuse_uneven(all_known[:, KNOWN:])
+        last, (_, signature, count) = rows[-1], all_known[-1, :KNOWN].tolist()
+        others = logs.publish(int(signature), last[FIXED : FIXED + int(count)].unbind(), pipe)
+        return Outcome(last[0], last[1], rows[:, 2].all(), others)
 
     def _unlike(self) -> ValueError:
         """Error that states why the model's inputs differ between the stages. Collective."""
@@ -193,7 +190,7 @@ class TrainingStep:
         if len(columns) > LOGGED:
             raise ValueError(f"training_step logs {len(columns)} values: a token pipeline carries at most {LOGGED}")
         weights, losses = zip(*self._losses, strict=True)
-        flat = [_beside(value, losses[0]) for column in (weights, losses, *columns) for value in column]
+        flat = [_scalar(value, losses[0]) for column in (weights, losses, *columns) for value in column]
         weighing, *values = torch.stack(flat).view(-1, len(losses)).unbind()
         means, factor = total(weighing, torch.stack(values))
         # Without targets there is no mean of what was logged, and the last micro-batch's stands for it.
@@ -210,7 +207,7 @@ def _refuse_differentiable(model: Pipelined, call: Call) -> None:
         )
 
 
-def _beside(value: Tensor, other: Tensor) -> Tensor:
+def _scalar(value: Tensor, other: Tensor) -> Tensor:
     """The scalar in float64 on the other's device; one of the host is filled in, as a copy would be waited for."""
     there = value.device.type == other.device.type
     return value.double() if there else torch.full((), float(value), dtype=torch.float64, device=other.device)

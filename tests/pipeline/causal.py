@@ -13,9 +13,9 @@ from lightning_decentral.pipeline.compute.causal.trial import adapted
 from lightning_decentral.pipeline.compute.loss import TargetCount, total
 from lightning_decentral.pipeline.compute.model import Call, StagePlace
 from lightning_decentral.pipeline.compute.stage import Stage
-from lightning_decentral.pipeline.compute.weight_grad import Apart, AtOnce
+from lightning_decentral.pipeline.compute.weight_grad import SplitWeights
 from lightning_decentral.pipeline.plan.schedule import Kind
-from lightning_decentral.pipeline.wire.channel import Edge, Edges, Links, Nowhere
+from lightning_decentral.pipeline.wire.channel import Edge, EdgeChannel, Edges, Nowhere
 from lightning_decentral.pipeline.wire.executor import Executor
 from lightning_decentral.shared.wire.transport import GlooTransport, Transport
 from tests.pipeline.nccl_order import Posting, ahead
@@ -139,10 +139,13 @@ def sliced(
         model = adapted(copy.deepcopy(original).to(device))
         calls = [Call(parts[0][m], None if parts[1] is None else parts[1][m]) for m in range(microbatches)]
         model.keep(place)
-        weights = Apart() if schedule and schedule.splits else AtOnce()
+        weights = SplitWeights() if schedule and schedule.splits else None
         stage = Stage(model, place, calls, slices, activations or Keep(), weights)
-        shapes = lambda a, _: model.shape(calls[a.microbatch], *stage.bounds[a.slice])  # noqa: E731
-        channel = Nowhere() if edges is None else Links(edges, shapes, device, boundary)
+        shapes = {
+            (m, s, r): model.shape(call, *bounds)
+            for m, call in enumerate(calls) for s, bounds in enumerate(stage.bounds) for r in range(num_stages)
+        }  # fmt: skip
+        channel = Nowhere() if edges is None else EdgeChannel(edges, shapes, device, boundary)
         shares: list[Shares] = []
 
         def close(microbatch: int, logits: Tensor) -> Tensor:

@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_decentral import TokenPipelineStrategy
 from lightning_decentral.pipeline import Given
 from lightning_decentral.pipeline.compute.causal.causal_model import CausalModel
-from lightning_decentral.pipeline.compute.model import Call
-from lightning_decentral.pipeline.compute.padding import hides_nothing, part_of, remember, tensors_in
+from lightning_decentral.pipeline.compute.model import Call, hides_nothing, part_of, remember, tensors_in
 from tests import simulated
 from tests.pipeline.causal import VOCABULARY
 from tests.pipeline.training import LENGTH, Language

@@ -12,13 +12,14 @@ from torchmetrics import MeanMetric
 from lightning_decentral.pipeline import ExactActivations, Keep, OneForwardOneBackward, Planned
 from lightning_decentral.pipeline.compute.causal.trial import adapted
 from lightning_decentral.pipeline.compute.intercept import Suspended, answering, called
-from lightning_decentral.pipeline.compute.loss import TargetCount, deliver, total, weighed
+from lightning_decentral.pipeline.compute.loss import TargetCount, total, weighed
 from lightning_decentral.pipeline.compute.model import Call, StagePlace
+from lightning_decentral.pipeline.compute.stage import deliver
 from lightning_decentral.pipeline.logs import Logs
 from lightning_decentral.pipeline.stage_training import finite, multiply
-from lightning_decentral.pipeline.training_step import TrainingStep, checksum, split
+from lightning_decentral.pipeline.training_step import TrainingStep, split
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
-from lightning_decentral.pipeline.wire.stage_runner import StageRunner
+from lightning_decentral.pipeline.wire.stage_runner import StageRunner, checksum
 from tests.pipeline.causal import batch, built, token_mean
 from tests.pipeline.training import Language, alone, fit, forked, pipeline
 
@@ -173,20 +174,18 @@ def test_a_measurement_serves_all_shorter_sequences_and_those_without_a_mask():
     found = []
     for size in sizes:
         call = Call(torch.zeros(size, dtype=torch.int64))
-        plans.measure(call, pipe, None)
-        slices = plans.make(Planned(), call, pipe)
+        slices = plans.plan(Planned(), call, pipe, None, lambda: None)
         assert sum(slices) == size[1]
         found.append(plans.profiles)
     assert found[1] is found[0]
     assert found[2] is not found[1]
     assert found[3] is not found[2]
-    assert plans.known(Call(torch.zeros(2, 48)), 48) is not None
+    assert list(plans.slices) == ["2 x 48", "2 x 24", "2 x 56", "1 x 24"]
     masked = Call(call.inputs, torch.ones_like(call.inputs))  # as costly as any of its size, so measured once more
-    assert plans.known(masked, 24) is None
     for asked in (masked, call):
-        plans.measure(asked, pipe, None)
-        plans.make(Planned(), asked, pipe)
+        plans.plan(Planned(), asked, pipe, None, lambda: None)
         found.append(plans.profiles)
+    assert "1 x 24, masked" in plans.slices
     assert found[4] is not found[3]
     assert found[5] is found[4]
     assert plans.expected().seconds > 0

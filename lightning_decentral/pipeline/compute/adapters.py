@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_decentral.pipeline.compute.causal.flex import HOST
+from lightning_decentral.pipeline.compute.causal.masks import HOST
 from lightning_decentral.pipeline.compute.causal.refusals import refuse_compiled_around
 from lightning_decentral.pipeline.compute.causal.trial import adapted
 from lightning_decentral.pipeline.compute.kv_cache import KVCache
@@ -104,7 +104,7 @@ class Chain(Pipelined):
     def shape(self, call: Call, start: int, stop: int) -> Shape | None:
         return None
 
-    def answer(self, call: Call, output: Tensor) -> Any:
+    def answer(self, call: Call, output: Tensor) -> Any:  # (batch, ..) as the last block returns it
         return self._reply(output)
 
 

@@ -139,7 +139,10 @@ class Deferred(TorchDispatchMode):
         drawn = torch.Tag.nondeterministic_seeded in func.tags
         state = _generator(args, kwargs).get_state() if drawn else None
         result = self._draw(func, args, kwargs) if drawn else func(*args, **_on_meta(func, given, kwargs))
-        self._write(_Done(func, _views((args, kwargs)), _views(result), state, torch.get_default_dtype()))
+        done = _Done(func, _views((args, kwargs)), _views(result), state, torch.get_default_dtype())
+        for key in done.touched():
+            self._of[key].append(len(self._done))
+        self._done.append(done)
         return result
 
     def _draw(self, function: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -152,11 +155,6 @@ class Deferred(TorchDispatchMode):
         return tree_map_only(
             Tensor, lambda t: own[id(t)] if id(t) in own else torch.empty_like(t, device="meta"), drawn
         )
-
-    def _write(self, done: _Done) -> None:
-        for key in done.touched():
-            self._of[key].append(len(self._done))
-        self._done.append(done)
 
     @torch.no_grad()
     def made(self, tensor: Tensor) -> Tensor:
@@ -187,7 +185,12 @@ class Deferred(TorchDispatchMode):
             ValueError: a hook on one of them, which would be lost.
         """
         kept, dropped = list(kept), list(dropped)
-        _refuse_hooks([*kept, *dropped])
+        hooks = ((t, t._backward_hooks or t._post_accumulate_grad_hooks) for t in (*kept, *dropped) if _deferred(t))
+        if (hooked := next((t for t, has in hooks if has), None)) is not None:
+            raise ValueError(
+                f"a tensor of shape {tuple(hooked.shape)} got a hook while it had no memory: register hooks in "
+                "on_fit_start instead of configure_model"
+            )
         for tensor in kept:
             if _deferred(tensor):
                 _become(tensor, self.made(tensor))
@@ -265,15 +268,6 @@ def _become(tensor: Tensor, values: Tensor) -> None:
     own.__class__ = type(tensor)
     own.__dict__.update(tensor.__dict__)  # marks that others left there
     torch.utils.swap_tensors(tensor, own)
-
-
-def _refuse_hooks(tensors: Sequence[Tensor]) -> None:
-    hooked = [t for t in tensors if _deferred(t) and (t._backward_hooks or t._post_accumulate_grad_hooks)]
-    if hooked:
-        raise ValueError(
-            f"a tensor of shape {tuple(hooked[0].shape)} got a hook while it had no memory: register hooks in "
-            "on_fit_start instead of configure_model"
-        )
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch._compile import (
 )
 
 
-class Store:
+class LayerRows:
     """The keys, or the values, of one layer for one micro-batch: [..., length, head].
 
     Args:
@@ -29,14 +29,14 @@ class Store:
         self._returned = length
         self._carried: Tensor | None = None
 
-    def extend(self, new: Tensor, start: int, stop: int) -> Tensor:
+    def extend(self, new: Tensor, start: int, stop: int) -> Tensor:  # (.., stop - start, head)
         """rows[:stop] once `new` stands at start..stop, differentiable towards `new`."""
         if start == 0 and stop == self._length:
             return new  # a single slice: nobody comes later to read what would be stored
         prefix: Tensor = _Extend.apply(new, self, start, stop)  # type: ignore[no-untyped-call]
         return prefix
 
-    def write(self, new: Tensor, start: int, stop: int) -> Tensor:
+    def write(self, new: Tensor, start: int, stop: int) -> Tensor:  # (.., stop - start, head)
         """The same without a gradient."""
         assert start <= self._filled, f"slice {start}..{stop} came before its context, known are {self._filled} tokens"
         if self.rows is None:
@@ -48,7 +48,7 @@ class Store:
         self._filled = max(self._filled, stop)
         return rows[..., :stop, :]
 
-    def give_back(self, grad: Tensor, start: int, stop: int) -> Tensor:
+    def give_back(self, grad: Tensor, start: int, stop: int) -> Tensor:  # (.., stop, head)
         """The whole gradient of the rows start..stop, given the one that came through the prefix :stop.
 
         Raises:
@@ -66,7 +66,7 @@ class Store:
 
 class _Extend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, new: Tensor, store: Store, start: int, stop: int) -> Tensor:
+    def forward(ctx: Any, new: Tensor, store: LayerRows, start: int, stop: int) -> Tensor:
         ctx.store, ctx.start, ctx.stop = store, start, stop
         return store.write(new, start, stop)
 
@@ -79,26 +79,29 @@ class KVCache:
     """All layers' keys and values of one micro-batch; what `transformers` calls a cache, as far as its models ask.
 
     A model is called once per slice, after `at(start, stop)`.
+
+    Attributes:
+        stores: (keys, values) by layer, of those that have stored any.
     """
 
     is_compileable = False
 
     def __init__(self, length: int) -> None:
         self.length = length
-        self._stores: dict[int, tuple[Store, Store]] = {}
+        self.stores: dict[int, tuple[LayerRows, LayerRows]] = {}
         self._start, self._stop = 0, length
 
     def at(self, start: int, stop: int) -> "KVCache":
         """The same rows for the slice start..stop."""
         # Another object for each slice: what is recomputed later still knows its place.
         view = KVCache(self.length)
-        view._stores, view._start, view._stop = self._stores, start, stop
+        view.stores, view._start, view._stop = self.stores, start, stop
         return view
 
     @_disable_dynamo  # a compiled block would take the rows for a constant
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Keys and values of all tokens up to the slice's end, [batch, heads, tokens, head]."""
-        stores = self._stores.setdefault(layer_idx, (Store(self.length), Store(self.length)))
+        stores = self.stores.setdefault(layer_idx, (LayerRows(self.length), LayerRows(self.length)))
         return stores[0].extend(keys, self._start, self._stop), stores[1].extend(values, self._start, self._stop)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -118,10 +121,10 @@ class KVCache:
     @property
     def layers(self) -> set[int]:
         """Indices of the layers that have stored keys and values."""
-        return set(self._stores)
+        return set(self.stores)
 
     @property
     def bytes(self) -> int:
         """Bytes of all rows that are held."""
-        rows = [store.rows for stores in self._stores.values() for store in stores if store.rows is not None]
+        rows = [store.rows for stores in self.stores.values() for store in stores if store.rows is not None]
         return sum(row.numel() * row.element_size() for row in rows)

@@ -1,11 +1,10 @@
-"""Loss normalization over micro-batches (token means), and gradients handed over as an ordinary loss.
+"""Loss normalization over micro-batches: token means.
 
     loss = sum_m (n_m / N) loss_m,   N = sum_m n_m,   n_m: targets of micro-batch m that aren't ignored
 
 Averaging the micro-batches' means instead would weigh a padded one too much.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ COUNTED = {functional.cross_entropy, functional.nll_loss}
 
 
 @dataclass(frozen=True)
-class Mean:
+class TargetMean:
     """A mean over the targets that aren't ignored."""
 
     value: Tensor
@@ -35,7 +34,7 @@ class TargetCount(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.means: list[Mean] = []
+        self.means: list[TargetMean] = []
         self._depth = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -48,8 +47,8 @@ class TargetCount(TorchFunctionMode):
         self,
         result: Tensor,
         input: Tensor,
-        target: Tensor,
-        weight: Tensor | None = None,
+        target: Tensor,  # (rows,) of classes, or soft (rows, classes)
+        weight: Tensor | None = None,  # (classes,)
         size_average: bool | None = None,
         ignore_index: int = -100,
         reduce: bool | None = None,
@@ -58,9 +57,9 @@ class TargetCount(TorchFunctionMode):
     ) -> None:
         # Classes with weights and soft targets have means over something else than a number of targets.
         if reduction == "mean" and weight is None and not target.is_floating_point():
-            self.means.append(Mean(result, target, ignore_index))
+            self.means.append(TargetMean(result, target, ignore_index))
 
-    def targets(self, loss: Tensor) -> Tensor | None:
+    def targets(self, loss: Tensor) -> Tensor | None:  # ()
         """Number of targets that `loss` is the mean over, a scalar; None where it isn't known to be one."""
         return next((mean.count() for mean in self.means if mean.value is loss or _same(mean.value, loss)), None)
 
@@ -69,7 +68,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.grad_fn is not None and a.grad_fn is b.grad_fn
 
 
-def weighed(loss: Tensor, weight: Tensor) -> Tensor:
+def weighed(loss: Tensor, weight: Tensor) -> Tensor:  # (..), broadcast
     """weight * loss; zero, and with gradients of zero, where there is no target and the mean over nothing is nan."""
     return torch.where(weight > 0, loss, 0.0) * weight
 
@@ -86,28 +85,3 @@ def total(weights: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """
     whole = weights.sum()
     return weighed(values, weights).sum(-1) / whole, torch.where(whole > 0, 1 / whole, 0.0)
-
-
-class _Deliver(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, gradients: list[Tensor | None], *parameters: Tensor) -> Tensor:
-        ctx.gradients = gradients
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:
-            raise RuntimeError("the loss of a pipeline goes back once: its gradients are handed over, not computed")
-        return None, None, None, *(g if g is None else g.mul_(grad.to(g.dtype)) for g in gradients)
-
-
-def deliver(value: Tensor, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
-    """A loss with this value whose backward adds factor * gradients to the parameters' `.grad`.
-
-    So whatever is done to a loss (division for accumulation, scaling for half precision) is done to the gradients, and
-    zeroing, clipping and stepping stay as they are. The gradients are used up.
-    """
-    anchor = torch.zeros((), device=value.device, requires_grad=True)  # a stage may have nothing that is trained
-    loss: Tensor = _Deliver.apply(value, list(gradients), anchor, *parameters)  # type: ignore[no-untyped-call]
-    return loss

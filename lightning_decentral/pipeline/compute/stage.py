@@ -2,22 +2,27 @@
 
 A chunk is one slice of one micro-batch. Its graph begins at the hidden state that came in and ends at the one that goes
 out; keys and values of other slices come and go through `KVCache`.
+
+Slices, and recomputed activations, are the whole model only where a forward leaves it as it was (`unchanged`). What an
+observer of fake quantization, or a spectral norm, did to one slice it wouldn't do to the next, nor to the same slice a
+second time, without a sign.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_decentral.pipeline.compute.kv_cache import KVCache
 from lightning_decentral.pipeline.compute.model import Call, Pipelined, StagePlace
-from lightning_decentral.pipeline.compute.weight_grad import AtOnce, WeightGradients
+from lightning_decentral.pipeline.compute.weight_grad import SplitWeights
 
 Compute = Callable[[Tensor | None], Tensor]
 
@@ -29,14 +34,14 @@ class Incoming:
         self.found: Tensor | None = None
         self._zeros: Callable[[], Tensor] | None = None
 
-    def of(self, hidden: Tensor) -> Tensor:
+    def of(self, hidden: Tensor) -> Tensor:  # (batch, tokens, width)
         """The hidden state, differentiable and no leaf: a block may write to it, as to what a block before it made."""
         self._zeros = partial(torch.zeros, hidden.shape, dtype=hidden.dtype, device=hidden.device)
         anchor = torch.zeros((), requires_grad=True)
         came: Tensor = _Come.apply(hidden.detach(), anchor, self)  # type: ignore[no-untyped-call]
         return came
 
-    def grad(self) -> Tensor | None:
+    def grad(self) -> Tensor | None:  # (batch, tokens, width)
         """Gradient of what came in, after the backward; None where nothing came in."""
         # Zeros where nothing asked for it: the stage before waits for a message.
         return self._zeros() if self.found is None and self._zeros else self.found
@@ -103,7 +108,10 @@ class Stage:
         model: after `keep(place)`.
         calls: one for each micro-batch.
         slices: lengths in tokens; `(1,)` for a model without a token axis.
-        weights: when their gradients are computed.
+        weights: their gradients, where the schedule splits backwards; None: computed with the backward.
+
+    Attributes:
+        most_chunks_held: so far, the most that were taken forward and not yet wholly back.
     """
 
     def __init__(
@@ -113,18 +121,18 @@ class Stage:
         calls: Sequence[Call],
         slices: Sequence[int],
         activations: Activations,
-        weights: WeightGradients | None = None,
+        weights: SplitWeights | None = None,
     ) -> None:
         self.place, self.calls = place, calls
         self.bounds = list(pairwise(accumulate(slices, initial=0)))
         self._model, self._activations = model, activations
-        self._weights = weights or AtOnce()
-        self._memories = [KVCache(sum(slices)) for _ in calls]
+        self._weights, self.most_chunks_held = weights, 0
+        self._memories = [KVCache(sum(slices)) for _ in calls]  # of each micro-batch: slices of others are others
         self._kept: dict[tuple[int, int], _Kept] = {}
         self.outputs: dict[int, list[Tensor]] = {}
         """[micro-batch][slice]: outputs of the last stage, detached."""
 
-    def forward(self, microbatch: int, index: int, hidden: Tensor | None) -> Tensor:
+    def forward(self, microbatch: int, index: int, hidden: Tensor | None) -> Tensor:  # (batch, tokens, width)
         """Take one chunk forward; `hidden` is None on the first stage. What it comes to, detached."""
         call, memory, (start, stop) = self.calls[microbatch], self._memories[microbatch], self.bounds[index]
         incoming = Incoming()
@@ -132,17 +140,18 @@ class Stage:
             hidden = incoming.of(hidden)
 
         def compute(hidden: Tensor | None) -> Tensor:
-            with self._weights.during((microbatch, index)):
+            with nullcontext() if self._weights is None else self._weights.during((microbatch, index)):
                 return self._model.forward(self.place, call, hidden, memory, start, stop)
 
         output = self._activations.run(compute, hidden)
         if output.requires_grad:
             self._kept[microbatch, index] = _Kept(incoming, output)
+            self.most_chunks_held = max(self.most_chunks_held, self.chunks_held)
         if self.place.last:
             self.outputs.setdefault(microbatch, []).append(output.detach())
         return output.detach()
 
-    def backward(self, microbatch: int, index: int, grad: Tensor) -> Tensor | None:
+    def backward(self, microbatch: int, index: int, grad: Tensor) -> Tensor | None:  # as the chunk's output
         """Take it back: gradients of parameters are added to `.grad`, that of `hidden` is returned.
 
         None on the first stage.
@@ -155,9 +164,83 @@ class Stage:
 
     def weights(self, microbatch: int, index: int) -> None:
         """The second half of a backward, where it's split: gradients of weights are added to `.grad`."""
+        assert self._weights is not None
         self._weights.finish((microbatch, index))
 
     @property
     def chunks_held(self) -> int:
         """Chunks that were taken forward and not yet wholly back."""
-        return len(self._kept.keys() | self._weights.waiting)
+        return len(self._kept if self._weights is None else self._kept.keys() | self._weights.waiting)
+
+
+@contextmanager
+def unchanged(module: nn.Module, among: str, remedy: str) -> Iterator[None]:
+    """Context manager around forwards that must all meet the same buffers of the module.
+
+    Args:
+        among: a description of these forwards.
+
+    Raises:
+        ValueError: afterwards, where a buffer isn't what it was; running statistics of norms, which a training forward
+            doesn't read, may change.
+    """
+    before = {name: buffer.detach().clone() for name, buffer in _read_buffers(module)}
+    yield
+    for name, buffer in _read_buffers(module):
+        if name not in before or not _same(before[name], buffer):
+            kind = type(module.get_submodule(name.rpartition(".")[0])).__name__
+            raise ValueError(
+                f"every forward changes {name} ({kind}), so {among} would each meet another model: {remedy}, or fix it "
+                "before the fit (fake quantization by model.apply(torch.ao.quantization.disable_observer))"
+            )
+
+
+@contextmanager
+def put_back(module: nn.Module) -> Iterator[None]:
+    """Afterwards every buffer is what it was before, whatever observers have seen meanwhile."""
+    before = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    yield
+    with torch.no_grad():
+        for name, buffer in module.named_buffers():
+            if name in before:
+                buffer.resize_(before[name].shape).copy_(before[name])  # an observer's first forward gives some a size
+
+
+def _read_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield all buffers, with their names, but running statistics of norms."""
+    for path, part in module.named_modules():
+        if not isinstance(part, nn.modules.batchnorm._NormBase):
+            for name, buffer in part.named_buffers(recurse=False):
+                yield (f"{path}.{name}" if path else name), buffer
+
+
+def _same(before: Tensor, after: Tensor) -> bool:
+    """Value by value, NaN being NaN. By value, since fused observers write without a trace in `_version`."""
+    if before.shape != after.shape:
+        return False
+    return bool(((before == after) | ((before != before) & (after != after))).all())
+
+
+class _Deliver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, gradients: list[Tensor | None], *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("the loss of a pipeline goes back once: its gradients are handed over, not computed")
+        return None, None, None, *(g if g is None else g.mul_(grad.to(g.dtype)) for g in gradients)
+
+
+def deliver(value: Tensor, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:  # value: ()
+    """A loss with this value whose backward adds factor * gradients to the parameters' `.grad`.
+
+    So whatever is done to a loss (division for accumulation, scaling for half precision) is done to the gradients, and
+    zeroing, clipping and stepping stay as they are. The gradients are used up.
+    """
+    anchor = torch.zeros((), device=value.device, requires_grad=True)  # a stage may have nothing that is trained
+    loss: Tensor = _Deliver.apply(value, list(gradients), anchor, *parameters)  # type: ignore[no-untyped-call]
+    return loss

@@ -9,9 +9,8 @@ get their gradients with the first half.
 Source: Qi et al. 2401.10241 (zero bubble).
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -22,52 +21,24 @@ from torch.overrides import TorchFunctionMode
 Chunk = tuple[int, int]
 
 
-class WeightGradients(ABC):
-    """Policy for the gradients of weights: when they are computed."""
-
-    @abstractmethod
-    def during(self, chunk: Chunk) -> AbstractContextManager[Any]:
-        """Context manager around the forward of a chunk (micro-batch, slice)."""
-
-    @abstractmethod
-    def finish(self, chunk: Chunk) -> None:
-        """The second half of its backward."""
-
-    @property
-    @abstractmethod
-    def waiting(self) -> set[Chunk]:
-        """Chunks whose second half is still to come."""
-
-
-class AtOnce(WeightGradients):
-    """Gradients of weights computed with the backward: there is no second half."""
-
-    def during(self, chunk: Chunk) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def finish(self, chunk: Chunk) -> None:
-        """Do nothing: no second half is left."""
-
-    @property
-    def waiting(self) -> set[Chunk]:
-        return set()
-
-
-class Apart(WeightGradients):
+class SplitWeights:
     """Gradients of linear maps' weights (`linear`, and `addmm` as GPT-2 writes it) computed in the second half."""
 
     def __init__(self) -> None:
         self._halves: dict[Chunk, list[Callable[[], None]]] = {}
 
     def during(self, chunk: Chunk) -> AbstractContextManager[Any]:
+        """Context manager around the forward of a chunk (micro-batch, slice)."""
         return _Cutting(self._halves.setdefault(chunk, []))  # a recomputation comes a second time
 
     def finish(self, chunk: Chunk) -> None:
+        """Run the second half of its backward."""
         for half in self._halves.pop(chunk):
             half()
 
     @property
     def waiting(self) -> set[Chunk]:
+        """Chunks whose second half is still to come."""
         return {chunk for chunk, halves in self._halves.items() if halves}  # without any: not yet back at all
 
 
@@ -104,7 +75,7 @@ _READ: dict[Any, Callable[..., tuple[_Map, Tensor, Tensor, Tensor | None, Any]]]
 }
 
 
-def _in_two(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def _in_two(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:  # (.., in), (out, in) or (in, out), (out,)
     """Return whether the weight's gradient can wait: not where a weight or bias was computed, and hands it on."""
     plain = bias is None or (isinstance(bias, nn.Parameter) and bias.dim() == 1)
     trained = isinstance(weight, nn.Parameter) and weight.requires_grad and weight.dim() == 2
@@ -121,7 +92,7 @@ class _Cut(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # (.., out)
         (x,) = ctx.saved_tensors
         x, flat = x.detach(), grad.flatten(0, -2)
         weight, bias, kind = ctx.weight, ctx.bias, ctx.kind
@@ -137,7 +108,7 @@ class _Cut(torch.autograd.Function):
 
 
 @torch.no_grad()
-def _add(parameter: Tensor, gradient: Tensor) -> None:
+def _add(parameter: Tensor, gradient: Tensor) -> None:  # both of one shape
     if parameter.grad is None:
         parameter.grad = gradient.to(parameter.dtype)
     else:

@@ -67,8 +67,8 @@ class Pipelining(Method):
         parts = self._parts(setting)
         reduced = self.prices(setting)[1].seconds(max(map(_bytes, parts)))
         update = max(sum(block.update_seconds for block in part) for part in parts)
-        beside = update + setting.model.loop_seconds
-        return synchronous(lambda f: self._run(setting, f).seconds + f * beside, factors) + reduced
+        fixed = update + setting.model.loop_seconds
+        return synchronous(lambda f: self._run(setting, f).seconds + f * fixed, factors) + reduced
 
     def tasks(self, setting: Setting) -> list[Task[str]]:
         """One step of one pipeline, without the update."""

@@ -1,18 +1,88 @@
-"""Point-to-point messages between stages: hidden states down, their gradients up; nobody waits to send."""
+"""Point-to-point messages between stages: hidden states down, their gradients up; nobody waits to send.
+
+A `Boundary` writes them for the wire (activation compression). Training with anything but `ExactActivations` isn't
+exact any more. Source: 2301.02654 (it hurts most at early boundaries).
+"""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_decentral.pipeline.compute.activation_codec import Boundary, ExactActivations
 from lightning_decentral.pipeline.compute.model import Shape
 from lightning_decentral.pipeline.plan.schedule import Action, Kind
 from lightning_decentral.shared.wire.pending import PeerLost, Pending
 from lightning_decentral.shared.wire.transport import Message, Transport
+
+
+class Boundary(ABC):
+    """Shapes and types of messages are known on both sides before they are sent."""
+
+    @abstractmethod
+    def buffer(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate the tensor that a message for a tensor of this shape and dtype is received into."""
+
+    @abstractmethod
+    def encode(self, tensor: Tensor) -> Tensor:  # (batch, tokens, width)
+        """The message, of the buffer's shape and type; contiguous."""
+
+    @abstractmethod
+    def decode(self, message: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:  # as `buffer` makes it
+        """The tensor, or what is left of it."""
+
+
+@dataclass(frozen=True)
+class ExactActivations(Boundary):
+    """Hidden states and gradients sent as they are, without compression."""
+
+    def buffer(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+    def encode(self, tensor: Tensor) -> Tensor:
+        return tensor.contiguous()
+
+    def decode(self, message: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:  # as `buffer` makes it
+        return message
+
+
+@dataclass(frozen=True)
+class Bfloat16Activations(Boundary):
+    """Rounded to bfloat16: two bytes a number, a relative error of 2^-9 at most."""
+
+    def buffer(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(tuple(shape), dtype=torch.bfloat16, device=device)
+
+    def encode(self, tensor: Tensor) -> Tensor:
+        return tensor.to(torch.bfloat16).contiguous()
+
+    def decode(self, message: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:  # as `buffer` makes it
+        return message.to(dtype)
+
+
+@dataclass(frozen=True)
+class Int8Activations(Boundary):
+    """round(127 x / max |x|) with one scale for each row (token): one byte a number and four for the scale.
+
+    The error of a number is at most max |x| / 254 of its row.
+    """
+
+    def buffer(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(prod(shape[:-1]), shape[-1] + 4, dtype=torch.int8, device=device)
+
+    def encode(self, tensor: Tensor) -> Tensor:
+        rows = tensor.reshape(-1, tensor.shape[-1]).float()
+        scale = rows.abs().amax(dim=1, keepdim=True) / 127
+        # A row of zeros would be 0 / 0.
+        levels = (rows / scale.clamp(min=torch.finfo(torch.float32).tiny)).round().clamp(-127, 127).to(torch.int8)
+        return torch.cat([levels, scale.view(torch.int8)], dim=1)  # the scale's four bytes: one message, not two
+
+    def decode(self, message: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:  # as `buffer` makes it
+        scale = message[:, -4:].contiguous().view(torch.float32)
+        return (message[:, :-4].float() * scale).to(dtype).reshape(tuple(shape))
 
 
 class Channel(ABC):
@@ -28,7 +98,7 @@ class Channel(ABC):
         """Wait for the tensor that was expected for this action."""
 
     @abstractmethod
-    def send(self, action: Action, tensor: Tensor) -> None:
+    def send(self, action: Action, tensor: Tensor) -> None:  # (batch, tokens, width)
         """Hand on what this action came to."""
 
     @abstractmethod
@@ -86,18 +156,18 @@ class _Arriving:
     shape: Shape
 
 
-class Links(Channel):
+class EdgeChannel(Channel):
     """Channel over the edges to the neighbours.
 
     Args:
         edges: of this stage; none where there is no neighbour.
-        shapes: shapes(action, stage): of the action's chunk, of what leaves that stage forward.
+        shapes: of what leaves a stage forward, by (micro-batch, slice, stage).
     """
 
     def __init__(
         self,
         edges: Edges,
-        shapes: Callable[[Action, int], Shape],
+        shapes: Mapping[tuple[int, int, int], Shape],
         device: torch.device,
         boundary: Boundary | None = None,
     ) -> None:
@@ -111,44 +181,38 @@ class Links(Channel):
         if (action.kind, source) not in self._edges:
             return
         # A gradient has the shape of the hidden state that left the lower one of the two stages.
-        shape = self._shapes(action, min(source, action.stage))
+        shape = self._shapes[action.microbatch, action.slice, min(source, action.stage)]
         message = self._boundary.buffer(*shape, self._device)
-        (pending,) = self._receive(action, source, message)
+        over, peer = self._edges[action.kind, source]
+        with _NamingStages(action.stage, source):
+            _, (pending,) = over.exchange([], [Message(peer, message, _tag(action))])
         self._arriving[action] = _Arriving(pending, message, shape)
 
     def receive(self, action: Action) -> Tensor:
         arriving = self._arriving.pop(action)
         with _NamingStages(action.stage, _before(action)):
             arriving.pending.wait()
-        # A gradient that comes back shows that the hidden state had arrived.
-        self._let_go([sent for sent in (Action(Kind.FORWARD, *_chunk(action)),) if action.kind is Kind.BACKWARD])
+        if action.kind is Kind.BACKWARD:  # a gradient that comes back shows that the hidden state had arrived
+            self._let_go(Action(Kind.FORWARD, action.stage, action.microbatch, action.slice))
         return self._boundary.decode(arriving.message, *arriving.shape)
 
     def send(self, action: Action, tensor: Tensor) -> None:
         target = _after(action)
-        _, dtype = self._shapes(action, min(target, action.stage))
+        _, dtype = self._shapes[action.microbatch, action.slice, min(target, action.stage)]
         message = self._boundary.encode(tensor.to(dtype))  # under autocast it may be of another type than expected
-        (pending,) = self._send(action, target, message)
+        over, peer = self._edges[action.kind, target]
+        with _NamingStages(action.stage, target):
+            (pending,), _ = over.exchange([Message(peer, message, _tag(action))], [])
         self._leaving[action] = pending, message  # gloo reads it later
 
     def close(self) -> None:
-        self._let_go(list(self._leaving))
+        for action in list(self._leaving):
+            self._let_go(action)
 
-    def _let_go(self, actions: Sequence[Action]) -> None:
-        for action in actions:
-            pending, _ = self._leaving.pop(action)
-            with _NamingStages(action.stage, _after(action)):
-                pending.wait()
-
-    def _send(self, action: Action, target: int, tensor: Tensor) -> list[Pending]:
-        over, peer = self._edges[action.kind, target]
-        with _NamingStages(action.stage, target):
-            return over.exchange([Message(peer, tensor, _tag(action))], [])[0]
-
-    def _receive(self, action: Action, source: int, tensor: Tensor) -> list[Pending]:
-        over, peer = self._edges[action.kind, source]
-        with _NamingStages(action.stage, source):
-            return over.exchange([], [Message(peer, tensor, _tag(action))])[1]
+    def _let_go(self, action: Action) -> None:
+        pending, _ = self._leaving.pop(action)
+        with _NamingStages(action.stage, _after(action)):
+            pending.wait()
 
 
 class _NamingStages:
@@ -174,10 +238,6 @@ def _before(action: Action) -> int:
 
 def _after(action: Action) -> int:
     return action.stage + 1 if action.kind is Kind.FORWARD else action.stage - 1
-
-
-def _chunk(action: Action) -> tuple[int, int, int]:
-    return action.stage, action.microbatch, action.slice
 
 
 def _tag(action: Action) -> int:

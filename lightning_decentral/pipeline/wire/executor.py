@@ -1,21 +1,73 @@
-"""Executes a stage's part of a schedule, action by action: the schedule decides, the stage computes."""
+"""Executes a stage's part of a schedule, action by action: the schedule decides, the stage computes.
+
+Receives are posted before the actions that need them:
+
+    two ahead    the action's own and two more: one that is needed next, one that travels meanwhile
+    in step      those that are sent before the action in one order of all stages' actions
+
+By NCCL a posted receive is a running kernel, and so is a send until its receive is posted. What waits for a whole
+device (memory that is given back, a kernel's first loading, `torch.cuda.synchronize`) waits for both. Two ahead, the
+sender may need something of this very stage, whose host stands still. In step, a stage that stands before X has sent
+only what comes before X, and posted exactly what is sent before X: it waits for stages alone that stand at something
+earlier. So the earliest of those that wait goes on, however many wait at once, wherever, however large messages are.
+
+By gloo a host waits for its messages, one by one: there two ahead is safe, and in step would come late.
+"""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
 from lightning_decentral.pipeline.compute.stage import Stage
-from lightning_decentral.pipeline.plan.posting import Posts, two_ahead
-from lightning_decentral.pipeline.plan.schedule import Action, Kind
+from lightning_decentral.pipeline.plan.schedule import Action, Kind, equally_long
 from lightning_decentral.pipeline.wire.channel import Channel
 from lightning_decentral.shared.plan.timeline import Span
 
+AHEAD = 2
+Posts = Mapping[Action, Sequence[Action]]
+"""action -> those whose receives are posted before it, in order."""
+
+
+def two_ahead(actions: Sequence[Action]) -> Posts:
+    """Post receives two ahead, for a stage with these actions."""
+    coming = [action for action in actions if action.kind is not Kind.WEIGHTS]
+    later = zip(coming[1:], coming[AHEAD + 1 :], strict=False)
+    return {coming[0]: coming[: AHEAD + 1], **{action: [expected] for action, expected in later}}
+
+
+def in_step(stages: Sequence[Sequence[Action]], num_slices: int) -> list[Posts]:
+    """Post receives in step, for each of these stages; all must ask with the same actions."""
+    order = {action: _moment(action, span.start) for action, span in equally_long(stages, num_slices).items()}
+
+    def posts(own: Sequence[Action]) -> Posts:
+        found: dict[Action, list[Action]] = {}
+        moments = [order[action] for action in own]
+        for action in own:
+            for needed in action.needs(len(stages), num_slices):
+                if needed.stage != action.stage:
+                    found.setdefault(own[bisect(moments, order[needed])], []).append(action)
+        return found
+
+    return [posts(own) for own in stages]
+
+
+def _moment(action: Action, start: float) -> tuple[float, bool, int]:
+    """Place of an action in the order: its start; of those that start at once senders come first, so what they send is
+    received before its turn. Any order would do in which nothing comes before what it needs."""
+    forward = action.kind is Kind.FORWARD
+    return start, not forward, action.stage if forward else -action.stage
+
+
 Close = Callable[[int, Tensor], Tensor]
 """(micro-batch, output of the last stage, all slices together) -> the scalar that goes back."""
+
+_name = cache(str)  # of an action: a profile names each, and a run has few
 
 Clock = Callable[[], float]
 """Seconds since any moment."""
@@ -33,7 +85,6 @@ class Executor:
         self._stage, self._channel, self._close, self._own = stage, channel, close, own
         self._grads: dict[int, list[Tensor]] = {}
         self._due: list[tuple[int, int]] = []
-        self.most_chunks_held = 0
         self.spans: dict[Action, Span] = {}
         """Span in which each action computed, without its wait for what comes in; on a device, when it was launched."""
         self.own_seconds: dict[Action, float] = {}
@@ -56,9 +107,8 @@ class Executor:
         for action in actions:
             for coming in posts.get(action, ()):
                 self._channel.expect(coming)
-            with record_function(str(action)):
+            with record_function(_name(action)):
                 do[action.kind](action)
-            self.most_chunks_held = max(self.most_chunks_held, self._stage.chunks_held)
         self._channel.close()
 
     @contextmanager

@@ -20,10 +20,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_decentral.pipeline.compute.model import Call
-from lightning_decentral.pipeline.plan.cost import Measured, fit
+from lightning_decentral.pipeline.plan.cost import Link, Measured, StageCost, fit, message_seconds, through
 from lightning_decentral.pipeline.plan.schedule import Action, Costs, Kind, Schedule, tasks
 from lightning_decentral.pipeline.plan.slicing import equal
-from lightning_decentral.pipeline.plan.stage_cost import Link, StageCost, message_seconds, through
 from lightning_decentral.pipeline.wire.channel import Channel
 from lightning_decentral.pipeline.wire.executor import Clock
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
@@ -120,7 +119,7 @@ def _step(pipe: StageRunner, call: Call, slices: Sequence[int]) -> Step:
     return Step(max(taken for taken, _, _ in rows), own, rows[-1][-1])
 
 
-def _loss(_: int, logits: Tensor) -> Tensor:
+def _loss(_: int, logits: Tensor) -> Tensor:  # (batch, length, vocabulary)
     """Cross entropy with the first token as every target: as long as any targets take."""
     flat = logits.flatten(0, -2).float()
     return functional.cross_entropy(flat, torch.zeros(len(flat), dtype=torch.int64, device=flat.device))
@@ -188,7 +187,7 @@ def _timed(work: Callable[[], None], now: Clock) -> float:
 
 def _call(channel: Channel, stage: int, message: torch.Tensor) -> None:
     channel.send(Action(Kind.FORWARD, stage, 0, 0), message)
-    channel.expect(back := Action(Kind.BACKWARD, stage, 0, 0))  # not before what it answers (`plan.posting`)
+    channel.expect(back := Action(Kind.BACKWARD, stage, 0, 0))  # not before what it answers (`executor`)
     channel.receive(back)
 
 

@@ -80,7 +80,7 @@ class Ownership:
         here = {self.order[p]: float(p.requires_grad) for p in (*self._tied, *self._outside)}
         return torch.tensor([here.get(name, -1.0) for name in self.several], dtype=torch.float64)
 
-    def refuse_uneven(self, flags: Tensor) -> None:
+    def refuse_uneven(self, flags: Tensor) -> None:  # (stages, several)
         """RuntimeError, the same on all stages, for what is trained on some of them alone.
 
         Args:
@@ -184,7 +184,14 @@ class Ownership:
 
 
 def _named(module: nn.Module) -> dict[nn.Parameter, str]:
-    return {parameter: name for name, parameter in module.named_parameters()}
+    """{parameter: its first name}."""
+    # By hand: `named_parameters` counts as a reading of all parameters, of which a stage has a part (`totals`).
+    named: dict[nn.Parameter, str] = {}
+    for path, part in module.named_modules():
+        for leaf, parameter in part._parameters.items():
+            if parameter is not None:
+                named.setdefault(parameter, f"{path}.{leaf}" if path else leaf)
+    return named
 
 
 def optimizer_part(optimizer: Optimizer, state: State, order: Mapping[nn.Parameter, str]) -> State:
@@ -198,10 +205,10 @@ def optimizer_part(optimizer: Optimizer, state: State, order: Mapping[nn.Paramet
 def settings_of(optimizer: Optimizer) -> list[dict[str, str]]:
     """[group]: its settings as text, parameters left out."""
     own = {"params", "param_names"}
-    return [{key: _said(value) for key, value in g.items() if key not in own} for g in optimizer.param_groups]
+    return [{key: _text(value) for key, value in g.items() if key not in own} for g in optimizer.param_groups]
 
 
-def _said(value: Any) -> str:
+def _text(value: Any) -> str:
     return repr(value.tolist() if isinstance(value, Tensor) else value)
 
 

@@ -1,20 +1,17 @@
 """Planner of a run's slices: planned for each length of sequence when it first comes, the same on every stage."""
 
 from collections.abc import Callable
-from typing import TypeVar
 
 import torch
 
 from lightning_decentral.pipeline.compute.model import Call
+from lightning_decentral.pipeline.plan.cost import StageCost, expected, priced
 from lightning_decentral.pipeline.plan.schedule import Schedule, ScheduleForecast, forecast
 from lightning_decentral.pipeline.plan.slicing import Situation, Slicing
-from lightning_decentral.pipeline.plan.stage_cost import StageCost, expected, priced
 from lightning_decentral.pipeline.wire.measure import profile
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
 from lightning_decentral.shared.wire.objects import gather_objects
 from lightning_decentral.shared.wire.transport import Transport
-
-T = TypeVar("T")
 
 
 class SlicePlanner:
@@ -33,44 +30,40 @@ class SlicePlanner:
         self.stages: list[str] = []
         """Description of what each stage holds."""
 
-    def known(self, call: Call, length: int) -> list[int] | None:
-        """The slices for such a call; None where it's the first."""
-        return self.slices.get(_key(call, length))
+    def plan(
+        self, slicing: Slicing, call: Call, pipe: StageRunner, world: Transport | None, planned: Callable[[], None]
+    ) -> list[int]:
+        """The slices for such a call; planned where it's the first of its length and size. Collective over `world`.
 
-    def measure(self, call: Call, pipe: StageRunner, world: Transport | None) -> None:
-        """Measure the stages' costs where a slicing asks for it, before every step; it takes gradients away.
+        A slicing that measures takes gradients away: all stages' costs are measured, before every step where one is
+        due. A measurement serves all sequences that aren't longer, of this batch size, with a mask or without, if it
+        had one.
 
-        A measurement serves all sequences that aren't longer, of this batch size, with a mask or without, if it had
-        one. Collective over `world`.
+        Args:
+            planned: called when a new plan is made.
         """
-        # The first pipeline's call decides: others may be longer or shorter, but all must measure in the same step.
-        own = call.inputs.shape[0], pipe.model.length(call), int(call.attention_mask is not None)
-        batch, length, masked = _firsts(own, pipe, world)
-        if batch != self._measured[0] or length > self._measured[1] or masked > self._measured[2]:
-            cost = profile(pipe, call)
-            # The first pipeline's, so that a length has one plan.
-            self.profiles = [cost] if world is None else gather_objects(world, cost)[: pipe.size]
-            self._measured = batch, length, masked
-
-    def make(self, slicing: Slicing, call: Call, pipe: StageRunner) -> list[int]:
         length = pipe.model.length(call)
-        slices = list(slicing.slices(length, self.situation(pipe.size)))
-        self.slices[_key(call, length)] = slices
-        return slices
+        if slicing.measures:
+            # The first pipeline's call decides: others may be longer or shorter, but all must measure in the same step.
+            own = call.inputs.shape[0], length, int(call.attention_mask is not None)
+            batch, longest, masked = _firsts(own, pipe, world)
+            if batch != self._measured[0] or longest > self._measured[1] or masked > self._measured[2]:
+                cost = profile(pipe, call)
+                # The first pipeline's, so that a length has one plan.
+                self.profiles = [cost] if world is None else gather_objects(world, cost)[: pipe.size]
+                self._measured = batch, longest, masked
+        key = f"{call.inputs.shape[0]} x {length}{'' if call.attention_mask is None else ', masked'}"
+        if key not in self.slices:  # a length keeps its plan, also where a later measurement comes out otherwise
+            self.slices[key] = list(slicing.slices(length, self.situation(pipe.size)))
+            planned()
+        return self.slices[key]
 
-    def within_memory(self, stage: int, work: Callable[[], T]) -> T:
-        """Run the work and return its result.
-
-        Raises:
-            RuntimeError: the device's memory wasn't enough; states what the stages hold and what helps.
-        """
-        try:
-            return work()
-        except torch.OutOfMemoryError as error:
-            raise RuntimeError(
-                f"stage {stage} ran out of memory: take more slices or microbatches, activations=Recompute(), or "
-                f"fewer blocks on this stage ({'; '.join(self.stages)})"
-            ) from error
+    def out_of_memory(self, stage: int) -> RuntimeError:
+        """Error of a device whose memory wasn't enough: what the stages hold and what helps."""
+        return RuntimeError(
+            f"stage {stage} ran out of memory: take more slices or microbatches, activations=Recompute(), or "
+            f"fewer blocks on this stage ({'; '.join(self.stages)})"
+        )
 
     def situation(self, num_stages: int) -> Situation:
         """Situation that slices are planned for; without measurements a slice costs its length."""
@@ -114,10 +107,6 @@ class SlicePlanner:
             **fitted,
             "memory": f"at most {held} slices of a sequence at once on stages 0, 1, ..",
         }
-
-
-def _key(call: Call, length: int) -> str:
-    return f"{call.inputs.shape[0]} x {length}{'' if call.attention_mask is None else ', masked'}"
 
 
 def _firsts(own: tuple[int, int, int], pipe: StageRunner, world: Transport | None) -> tuple[int, int, int]:

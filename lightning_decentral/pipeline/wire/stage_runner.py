@@ -1,24 +1,20 @@
 """Runs a stage step after step: its channel, its shapes, tied weights, and what stages sum when a step ends."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lightning_decentral.pipeline.compute.activation_codec import Boundary
 from lightning_decentral.pipeline.compute.kv_cache import KVCache
-from lightning_decentral.pipeline.compute.model import Call, Pipelined, Shape, StagePlace, checksum
-from lightning_decentral.pipeline.compute.repeatable import put_back, unchanged
-from lightning_decentral.pipeline.compute.stage import Activations, Stage
-from lightning_decentral.pipeline.compute.weight_grad import Apart, AtOnce
-from lightning_decentral.pipeline.plan.posting import Posts, in_step, two_ahead
+from lightning_decentral.pipeline.compute.model import Call, Pipelined, Shape, StagePlace
+from lightning_decentral.pipeline.compute.stage import Activations, Stage, put_back, unchanged
+from lightning_decentral.pipeline.compute.weight_grad import SplitWeights
 from lightning_decentral.pipeline.plan.schedule import Action, Kind, Schedule
-from lightning_decentral.pipeline.wire.channel import Channel, Edges, Links, Nowhere
-from lightning_decentral.pipeline.wire.executor import Clock, Close, Executor
+from lightning_decentral.pipeline.wire.channel import Boundary, Channel, EdgeChannel, Edges, Nowhere
+from lightning_decentral.pipeline.wire.executor import Clock, Close, Executor, Posts, in_step, two_ahead
 from lightning_decentral.shared.compute.modules import evaluating
 from lightning_decentral.shared.wire.objects import gather_objects
 from lightning_decentral.shared.wire.transport import Message, Transport
@@ -106,25 +102,20 @@ class StageRunner:
         program: Program,
         own: Clock = time.thread_time,
     ) -> tuple[Executor, Stage]:
-        weights = Apart() if self.schedule.splits else AtOnce()
+        weights = SplitWeights() if self.schedule.splits else None
         stage = Stage(self.model, self.place, calls, slices, self._activations, weights)
         executor = Executor(stage, self.channel(stage), close, own)
-        with self._repeatable(slices):
-            executor.run(*program)
-        return executor, stage
-
-    @contextmanager
-    def _repeatable(self, slices: Sequence[int]) -> Iterator[None]:
-        """ValueError, the first time, where this model can't be run in slices, or again."""
         repeated = self._activations.repeats and torch.is_grad_enabled()
         if self._known_repeatable or not (len(slices) > 1 or repeated):
-            yield
-            return
+            executor.run(*program)
+            return executor, stage
+        # The first time: ValueError where this model can't be run in slices, or again.
         sliced = "slices of a sequence", "train with slicing=Uniform(1)"
         again = "a forward and its recomputation", "train with activations=Keep()"
         with unchanged(self.model.module, *(again if repeated else sliced)):
-            yield
+            executor.run(*program)
         self._known_repeatable = True
+        return executor, stage
 
     def empty(self, call: Call, slices: Sequence[int]) -> Stage:
         """The stage before its first chunk."""
@@ -134,20 +125,19 @@ class StageRunner:
         """The way to the neighbours for one step of this stage."""
         if self.over is None:
             return Nowhere()
-        for call in stage.calls:
-            self._learn(call)
-        return Links(self._edges, lambda action, r: self._shape(stage, action, r), self.device, self._boundary)
-
-    def _shape(self, stage: Stage, action: Action, sender: int) -> Shape:
-        call = stage.calls[action.microbatch]
-        known = self.model.shape(call, *stage.bounds[action.slice])
-        return self._shapes[call.inputs.shape][sender] if known is None else known
+        shapes: dict[tuple[int, int, int], Shape] = {}  # looked up twice a message: asked of the model once a step
+        for microbatch, call in enumerate(stage.calls):
+            for index, bounds in enumerate(stage.bounds):
+                known = self.model.shape(call, *bounds)
+                if known is None and call.inputs.shape not in self._shapes:
+                    self._learn(call, self.over)
+                rows = self._shapes[call.inputs.shape] if known is None else [known] * self.size
+                shapes.update({(microbatch, index, sender): shape for sender, shape in enumerate(rows)})
+        return EdgeChannel(self._edges, shapes, self.device, self._boundary)
 
     @torch.no_grad()
-    def _learn(self, call: Call) -> None:
+    def _learn(self, call: Call, over: Transport) -> None:
         """Run zeros once through the stages, one after the other, where shapes aren't known beforehand. Collective."""
-        if self.over is None or call.inputs.shape in self._shapes or self.model.shape(call, 0, 1) is not None:
-            return
         shapes: list[Shape] = []
         # Dropout draws nothing, and no statistics are taken of zeros.
         with evaluating(self.model.module), put_back(self.model.module):
@@ -158,12 +148,12 @@ class StageRunner:
                     hidden = None if self.place.first else torch.zeros(shape, dtype=dtype, device=self.device)
                     output = self.model.forward(self.place, call, hidden, KVCache(1), 0, 1)
                     mine = tuple(output.shape), output.dtype
-                shapes.append(gather_objects(self.over, mine)[r])
+                shapes.append(gather_objects(over, mine)[r])
         self._shapes[call.inputs.shape] = shapes
 
     # ---- reports at the end of a step ---------------------------------------------------------------------------
 
-    def _from_last(self, tensor: Tensor | None, asked: float) -> Tensor:
+    def _from_last(self, tensor: Tensor | None, asked: float) -> Tensor:  # (batch, length, ..), on the last stage
         """The last stage's tensor, on every stage.
 
         Args:
@@ -191,7 +181,7 @@ class StageRunner:
         self.over.broadcast(values, self.size - 1).wait()
         return values
 
-    def total(self, number: Tensor) -> Tensor:
+    def total(self, number: Tensor) -> Tensor:  # (..), in place
         """The sum over the stages."""
         if self.over is None:
             return number
@@ -215,7 +205,17 @@ class StageRunner:
             parameter.grad = self.total(_gradient(parameter))
 
 
-def rows_of(row: Tensor, over: Transport | None) -> Tensor:
+def checksum(inputs: Sequence[Tensor]) -> float:
+    """The same for the same inputs of all calls, on the host, and hardly for others."""
+    result = 0.0
+    for tensor in inputs:
+        flat = tensor.flatten().double()
+        # Weighed by place: the same tokens in another order are another batch.
+        result += float((flat * (torch.arange(flat.numel(), dtype=torch.float64) % 1009 + 1)).sum())
+    return result
+
+
+def rows_of(row: Tensor, over: Transport | None) -> Tensor:  # (n,)
     """[stages, n]: every stage's row, where it lies. Collective."""
     if over is None:
         return row[None]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_decentral.pipeline.compute.kv_cache import KVCache, Store
+from lightning_decentral.pipeline.compute.kv_cache import KVCache, LayerRows
 
 BOUNDS = [(0, 3), (3, 4), (4, 7)]
 
@@ -20,7 +20,7 @@ def parts():
 def test_gradients_are_those_of_concatenation():
     weights = [torch.randn(2, b, 4, dtype=torch.float64) for _, b in BOUNDS]
     cut, joined = parts(), parts()
-    for prefix, weight in reversed(list(zip(prefixes(Store(7), cut), weights, strict=True))):
+    for prefix, weight in reversed(list(zip(prefixes(LayerRows(7), cut), weights, strict=True))):
         (prefix.sin() * weight).sum().backward()
     wholes = [torch.cat(joined[: i + 1], dim=1) for i in range(3)]
     sum((whole.sin() * weight).sum() for whole, weight in zip(wholes, weights, strict=True)).backward()
@@ -29,18 +29,18 @@ def test_gradients_are_those_of_concatenation():
 
 
 def test_the_first_slice_may_not_come_back_first():
-    first, _, _ = prefixes(Store(7), parts())
+    first, _, _ = prefixes(LayerRows(7), parts())
     with pytest.raises(RuntimeError, match=r"slice 0..3 came back before slice ..7: last slice first"):
         first.sum().backward()
 
 
 def test_a_slice_may_not_come_before_its_context():
     with pytest.raises(AssertionError, match=r"slice 3..4 came before its context, known are 0 tokens"):
-        Store(7).extend(torch.zeros(1, 1, 4), 3, 4)
+        LayerRows(7).extend(torch.zeros(1, 1, 4), 3, 4)
 
 
 def test_writing_again_changes_nothing():
-    store = Store(7)
+    store = LayerRows(7)
     ours = parts()
     found = prefixes(store, ours)
     before = store.rows.clone()
@@ -60,7 +60,7 @@ def test_rows_are_freed_once_the_first_slice_is_back():
 
 def test_one_slice_is_handed_through():
     new = torch.zeros(1, 7, 4)
-    assert Store(7).extend(new, 0, 7) is new
+    assert LayerRows(7).extend(new, 0, 7) is new
 
 
 def test_positions_of_a_slice():

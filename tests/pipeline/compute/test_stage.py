@@ -78,7 +78,7 @@ def test_chunks_held_are_those_of_the_plan(schedule):
     held = {}
 
     def watch(executor, stage):
-        held[0 if stage.place.first else 1 if not stage.place.last else 2] = executor.most_chunks_held
+        held[0 if stage.place.first else 1 if not stage.place.last else 2] = stage.most_chunks_held
         assert stage.chunks_held == 0
 
     sliced(

@@ -1,12 +1,14 @@
 """A backward in two halves against the whole one."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from lightning_decentral.pipeline.compute.weight_grad import Apart, AtOnce
+from lightning_decentral.pipeline.compute.weight_grad import SplitWeights
 
 
 def network(dtype=torch.float32):
@@ -20,20 +22,21 @@ def gradients(weights, half_precision):
     """(of the input, of the parameters after the first half, after the second)."""
     model, rows = network(), torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(1)).requires_grad_()
     for chunk in ((0, 0), (0, 1)):
-        with weights.during(chunk), torch.autocast("cpu", torch.bfloat16, enabled=half_precision):
+        split = nullcontext() if weights is None else weights.during(chunk)
+        with split, torch.autocast("cpu", torch.bfloat16, enabled=half_precision):
             output = model(rows)
         output.backward(torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape))
     first = {n for n, p in model.named_parameters() if p.grad is not None}
-    waiting = weights.waiting
-    for chunk in ((0, 0), (0, 1)):
+    waiting = set() if weights is None else set(weights.waiting)
+    for chunk in waiting:
         weights.finish(chunk)
     return rows.grad, first, waiting, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("half_precision", [False, True])
 def test_two_halves_are_the_whole(half_precision):
-    towards, all_names, none, wanted = gradients(AtOnce(), half_precision)
-    found_towards, first, waiting, found = gradients(Apart(), half_precision)
+    towards, all_names, none, wanted = gradients(None, half_precision)
+    found_towards, first, waiting, found = gradients(SplitWeights(), half_precision)
     assert (none, waiting) == (set(), {(0, 0), (0, 1)})
     assert all_names == set(wanted) == set(found)
     assert first == {"1.weight", "1.bias", "5.bias"}  # of the norm; a map whose weight is frozen isn't cut
@@ -45,7 +48,7 @@ def test_two_halves_are_the_whole(half_precision):
 
 
 def test_what_waits_is_freed_at_the_second_half():
-    weights, model = Apart(), network()
+    weights, model = SplitWeights(), network()
     rows = torch.randn(2, 6, requires_grad=True)
     with weights.during((0, 0)):
         model(rows).sum().backward()
@@ -78,12 +81,13 @@ LINEAR_MAPS = {
 def test_every_gradient_arrives_whatever_is_mapped(name):
     def gradients(weights):
         model, x = Bare(), torch.linspace(-1, 1, 12).view(3, 4).requires_grad_()
-        with weights.during((0, 0)):
+        with nullcontext() if weights is None else weights.during((0, 0)):
             LINEAR_MAPS[name](model, x).cos().sum().backward()
-        weights.finish((0, 0))
+        if weights is not None:
+            weights.finish((0, 0))
         return {"x": x.grad, **{n: p.grad for n, p in model.named_parameters()}}
 
-    wanted, found = gradients(AtOnce()), gradients(Apart())
+    wanted, found = gradients(None), gradients(SplitWeights())
     assert {n for n in wanted if wanted[n] is not None} == {n for n in found if found[n] is not None}
     for n, gradient in wanted.items():
         torch.testing.assert_close(found[n], gradient)

@@ -10,10 +10,8 @@ import transformers
 from lightning_decentral.pipeline import ExactActivations, Keep, OneForwardOneBackward, Planned, ZeroBubble
 from lightning_decentral.pipeline.compute.causal.trial import adapted
 from lightning_decentral.pipeline.compute.model import Call, StagePlace
-from lightning_decentral.pipeline.plan.cost import CostModel
-from lightning_decentral.pipeline.plan.schedule import halved, tasks
-from lightning_decentral.pipeline.plan.slicing import equal
-from lightning_decentral.pipeline.plan.stage_cost import (
+from lightning_decentral.pipeline.plan.cost import (
+    CostModel,
     Link,
     StageCost,
     action_seconds,
@@ -22,6 +20,8 @@ from lightning_decentral.pipeline.plan.stage_cost import (
     priced,
     through,
 )
+from lightning_decentral.pipeline.plan.schedule import halved, tasks
+from lightning_decentral.pipeline.plan.slicing import equal
 from lightning_decentral.pipeline.wire import measure
 from lightning_decentral.pipeline.wire.measure import COUNTS, RepeatedSteps, Step, fitted, ping, profile
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner

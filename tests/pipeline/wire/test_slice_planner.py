@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightning_decentral.pipeline import ExactActivations, Keep, OneForwardOneBackward
+from lightning_decentral.pipeline import ExactActivations, Keep, OneForwardOneBackward, Planned
 from lightning_decentral.pipeline.compute.causal.trial import adapted
 from lightning_decentral.pipeline.compute.model import Call, StagePlace
-from lightning_decentral.pipeline.plan.cost import CostModel
-from lightning_decentral.pipeline.plan.stage_cost import Link, StageCost
+from lightning_decentral.pipeline.plan.cost import CostModel, Link, StageCost
 from lightning_decentral.pipeline.wire import slice_planner as planning
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
@@ -37,7 +36,7 @@ def test_the_first_pipelines_measurements_are_every_ones(monkeypatch: pytest.Mon
         plans = SlicePlanner(OneForwardOneBackward(), 1)
         monkeypatch.setattr(planning, "profile", lambda pipe, _: replace(PROFILE, loss_seconds=pipe.seconds))
         own.seconds = float(rank)
-        plans.measure(Call(torch.zeros(2, 24, dtype=torch.int64)), own, over)
+        plans.plan(Planned(), Call(torch.zeros(2, 24, dtype=torch.int64)), own, over, lambda: None)
         return [cost.loss_seconds for cost in plans.profiles]
 
     assert world(4, worker) == [[0.0, 1.0]] * 4
@@ -54,7 +53,7 @@ def test_pipelines_with_sequences_of_different_lengths_measure_in_the_same_steps
         own, over = pipe(StagePlace(0, 4, True, True)), GlooTransport(group)
         plans = SlicePlanner(OneForwardOneBackward(), 1)
         for both in lengths:
-            plans.measure(Call(torch.zeros(2, both[over.rank], dtype=torch.int64)), own, over)
+            plans.plan(Planned(), Call(torch.zeros(2, both[over.rank], dtype=torch.int64)), own, over, lambda: None)
         return [cost.loss_seconds for cost in plans.profiles]
 
     monkeypatch.setattr(planning, "profile", lambda _, call: replace(PROFILE, loss_seconds=float(call.inputs.shape[1])))

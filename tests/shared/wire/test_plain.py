@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_decentral.pipeline.logs import Logged
+from lightning_decentral.pipeline.plan.cost import Link
 from lightning_decentral.pipeline.plan.schedule import Action, Kind
-from lightning_decentral.pipeline.plan.stage_cost import Link
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.plan.timeline import Span
 from lightning_decentral.shared.wire.plain import NotPlain, Serialized, lengths, pack, unpack

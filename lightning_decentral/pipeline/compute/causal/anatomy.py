@@ -7,7 +7,7 @@ belongs to the first stage, what is called after the last to the last.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_decentral.pipeline.compute.causal.small_copy import EXPERTS, Unfit
 from lightning_decentral.pipeline.compute.kv_cache import KVCache
+from lightning_decentral.pipeline.compute.model import StagePlace
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,8 @@ def dissect(module: Any, run: Callable[[KVCache], Any], length: int) -> Anatomy:
         raise Unfit("has no map from hidden states to logits of its own (get_output_embeddings)")
     parts = _parts(module, blocks)
     layers = [f"{blocks}.{i}" for i in range(len(module.get_submodule(blocks)))]
-    beside = [*parts, *layers, blocks.rpartition(".")[0]]
-    with watched(module, beside) as (met, results), watched(module, _inside(module, layers)) as (_, inside):
+    around = [*parts, *layers, blocks.rpartition(".")[0]]
+    with watched(module, around) as (met, results), watched(module, _inside(module, layers)) as (_, inside):
         output = run(memory := KVCache(length))
     order = [path for path in met if path in layers]
     if order != layers:
@@ -88,7 +89,7 @@ def dissect(module: Any, run: Callable[[KVCache], Any], length: int) -> Anatomy:
     between = [path for path in parts if path in met[first:last] and path not in layers]
     if between:
         raise Unfit(f"calls {between[0]} between its blocks")
-    block, model = results[layers[0]], results[beside[-1]]
+    block, model = results[layers[0]], results[around[-1]]
     returned = len(block) - 1 if isinstance(block, tuple) else None
     routers = _routers(module, layers, inside, output)
     return Anatomy(blocks, head, before, after, returned, routers, type(model), len(memory.layers) == len(layers))
@@ -102,7 +103,7 @@ def _blocks(module: Any) -> str:
     if len(outer) != 1:
         raise Unfit(f"has {len(outer)} lists of {depth} blocks instead of one" + (f": {outer}" if outer else ""))
     if "." not in outer[0]:
-        raise Unfit("has its blocks beside its head, not in a model of their own")
+        raise Unfit("has its blocks next to its head, not in a model of their own")
     return outer[0]
 
 
@@ -110,10 +111,10 @@ def _parts(module: nn.Module, blocks: str) -> list[str]:
     """Paths of the modules with parameters next to those on the path from the model down to its blocks."""
     names = blocks.split(".")
     way = [".".join(names[:i]) for i in range(len(names) + 1)]
-    beside = [
+    around = [
         ".".join(filter(None, (up, name))) for up in way[:-1] for name, _ in module.get_submodule(up).named_children()
     ]
-    return [path for path in beside if path not in way and any(True for _ in module.get_submodule(path).parameters())]
+    return [path for path in around if path not in way and any(True for _ in module.get_submodule(path).parameters())]
 
 
 def _inside(module: nn.Module, layers: list[str]) -> list[str]:
@@ -157,3 +158,34 @@ def _routers(module: Any, layers: list[str], results: Mapping[str, Any], output:
                 router = Router(type(module.get_submodule(path)).__name__, index, names[item.shape[-1]])
                 found[id(item)] = path.removeprefix(f"{layer}."), router  # outer modules return after inner ones
     return dict(found.values())
+
+
+@contextmanager
+def routing_seen(
+    routers: Sequence[Sequence[tuple[nn.Module, Router]]], place: StagePlace, name: str
+) -> Iterator[dict[int, Tensor]]:
+    """Yields the logits that this stage's routers compute within, by their number.
+
+    Args:
+        routers: of each block.
+        name: of the model.
+    """
+    seen: dict[int, Tensor] = {}
+    numbered = list(enumerate((i, *found) for i, row in enumerate(routers) for found in row))
+    own = [row for row in numbered if place.first_block <= row[1][0] < place.stop_block]
+    hooks = [
+        part.register_forward_hook(
+            lambda _, __, result, n=n, r=router: seen.update({n: result if r.index is None else result[r.index]})
+        )
+        for n, (_, part, router) in own
+    ]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if len(seen) != len(own):
+        raise ValueError(
+            f"{len(own) - len(seen)} routers of {name} gave no logits for its loss: leave "
+            "the blocks uncompiled, or output_router_logits out"
+        )

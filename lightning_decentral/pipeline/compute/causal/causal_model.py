@@ -7,20 +7,26 @@ slices are there.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_decentral.pipeline.compute.causal.anatomy import Anatomy, Router
+from lightning_decentral.pipeline.compute.causal.anatomy import Anatomy, Router, routing_seen
 from lightning_decentral.pipeline.compute.causal.masks import documents_of, masked
 from lightning_decentral.pipeline.compute.causal.refusals import original, refuse_unsliceable
-from lightning_decentral.pipeline.compute.causal.ropes import reach
-from lightning_decentral.pipeline.compute.causal.stand_ins import Given, Hollow, Out, Silent, take_out, take_out_result
+from lightning_decentral.pipeline.compute.causal.small_copy import reach
+from lightning_decentral.pipeline.compute.causal.stand_ins import (
+    FixedOutput,
+    Hollow,
+    Out,
+    Silent,
+    take_out,
+    take_out_result,
+)
 from lightning_decentral.pipeline.compute.kv_cache import KVCache
-from lightning_decentral.pipeline.compute.model import Call, Pipelined, Shape, StagePlace
-from lightning_decentral.pipeline.compute.padding import hides_nothing
+from lightning_decentral.pipeline.compute.model import Call, Pipelined, Shape, StagePlace, hides_nothing
 from lightning_decentral.pipeline.plan.partition import weighed
 from lightning_decentral.shared.compute.block_cost import parameter_bytes
 from lightning_decentral.shared.plan.profile import BlockCost
@@ -57,29 +63,29 @@ class CausalModel(Pipelined):
         self._entering: Tensor | None = None
         self._reach = reach(self._config)
         refuse_unsliceable(module)
-        self._routers = self._found_routers()
+        known = anatomy.routers
+        inside = [dict(original(block).named_modules()) for block in self.blocks]
+        self._routers: list[list[tuple[nn.Module, Router]]] = [  # of each block that the anatomy knows, in order
+            [(parts[n], router) for n, router in known.items() if n in parts and type(parts[n]).__name__ == router.kind]
+            for parts in inside
+        ]
+        self._like = self._first_parameter()
+
+    def _first_parameter(self) -> nn.Parameter:
+        """A parameter in whose type hidden states travel."""
+        # Kept by `keep`: to look for it in each step would read all parameters, of which a stage has a part.
+        return next(p for p in self.module.parameters() if p.is_floating_point())
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
         return list(self.module.get_submodule(self._anatomy.blocks).children())
 
-    def _found_routers(self) -> list[list[tuple[nn.Module, Router]]]:
-        """Routers of each block that the anatomy knows, by block, in order."""
-        known = self._anatomy.routers
-        inside = [dict(original(block).named_modules()) for block in self.blocks]
-        return [
-            [(parts[n], router) for n, router in known.items() if n in parts and type(parts[n]).__name__ == router.kind]
-            for parts in inside
-        ]
-
     def loads(self) -> tuple[list[BlockCost], BlockCost, BlockCost]:
-        before, after = (sum(map(self._bytes, paths)) for paths in (self._anatomy.before, self._anatomy.after))
+        paths = self._anatomy.before, self._anatomy.after
+        before, after = (sum(parameter_bytes(self.module.get_submodule(p).parameters()) for p in ps) for ps in paths)
         sizes = [parameter_bytes(block.parameters()) for block in self.blocks]
         # Looking up an embedding costs no time worth counting.
         return [weighed(size) for size in sizes], BlockCost(parameter_bytes=before), weighed(after)
-
-    def _bytes(self, path: str) -> int:
-        return parameter_bytes(self.module.get_submodule(path).parameters())
 
     # ---- parts --------------------------------------------------------------------------------------------------
 
@@ -93,6 +99,7 @@ class CausalModel(Pipelined):
             self._silence([path for path in a.before if not (place.last and path in a.after)], dtype)
         if not place.last:
             self._silence([path for path in a.after if not (place.first and path in a.before)], dtype)
+        self._like = self._first_parameter()
 
     def _way(self, index: int, place: StagePlace) -> Callable[[Tensor], Any]:
         """Forward of a hollow block: the last one before the stage's own lets in, any behind them takes out."""
@@ -110,7 +117,7 @@ class CausalModel(Pipelined):
         assert self._entering is not None
         return self._returned(self._entering)
 
-    def _returned(self, hidden: Tensor) -> Any:
+    def _returned(self, hidden: Tensor) -> Any:  # (batch, tokens, width)
         """Wrap a hidden state as a block returns it: alone, or in a tuple with None for the block's other outputs."""
         others = self._anatomy.returned
         return hidden if others is None else (hidden, *[None] * others)
@@ -120,7 +127,7 @@ class CausalModel(Pipelined):
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         bound = inspect.signature(type(self.module).forward).bind(self.module, *args, **kwargs).arguments
         given = {k: v for k, v in {**bound, **bound.get("kwargs", {})}.items() if k not in ("self", "kwargs")}
-        self._refuse_foreign(given)
+        refuse_foreign(type(self.module).__name__, given)
         mask, positions = given.get("attention_mask"), given.get("position_ids")
         # A model that keeps keys and values doesn't look for documents, nor is it made to here.
         caching = self._config.use_cache if given.get("use_cache") is None else given["use_cache"]
@@ -131,27 +138,6 @@ class CausalModel(Pipelined):
         call = Call(given["input_ids"], mask, positions, extra, documents)
         self._refuse_untrue(call)
         return call
-
-    def _refuse_foreign(self, given: Mapping[str, Any]) -> None:
-        """ValueError for what a pipeline knows nothing of."""
-        if given.get("past_key_values") is not None:
-            raise ValueError(GENERATES.format(type(self.module).__name__))
-        asked = {name: value for name, value in given.items() if value is not None and value is not False}
-        if asked.get("logits_to_keep") == 0:  # all of them
-            del asked["logits_to_keep"]
-        wrong = [f"with {name}" for name in sorted(set(asked) - READ - OF_THE_ANSWER)]
-        if "input_ids" not in asked or given.get("return_dict") is False:
-            wrong.append("without input_ids, or with return_dict=False")
-        shapes = {name: tuple(asked[name].shape) for name in TOKENS if isinstance(asked.get(name), Tensor)}
-        wrong += [f"with {name} of shape {shape}" for name, shape in shapes.items() if len(shape) != 2]
-        wrong += [
-            f"with {name} of type {type(asked[name]).__name__}" for name in TOKENS if name in asked.keys() - shapes
-        ]
-        if wrong:
-            raise ValueError(
-                f"{type(self.module).__name__} was called {wrong[0]}, which a token pipeline can't serve: call it with "
-                "input_ids and, as needed, attention_mask, position_ids and labels, all [batch, length]"
-            )
 
     def _refuse_untrue(self, call: Call) -> None:
         """ValueError for a kind of call for which slices aren't the same as the whole."""
@@ -184,8 +170,13 @@ class CausalModel(Pipelined):
         self, place: StagePlace, call: Call, hidden: Tensor | None, memory: KVCache, start: int, stop: int
     ) -> Tensor:
         """[batch, tokens, width], or from the last stage [batch, tokens, vocabulary]; routers' logits behind it."""
-        hidden, routed = self._arrived(call, hidden, start, stop)
-        self._entering = hidden
+        widths, routed = self._widths(call), list[Tensor]()
+        if hidden is not None:
+            hidden, *routed = hidden.split([self._config.hidden_size, *widths], dim=-1)
+        elif widths:  # zeros of those that are still to come
+            rows, where = (call.inputs.shape[0], stop - start), call.inputs.device
+            routed = [torch.zeros(*rows, width, dtype=self._like.dtype, device=where) for width in widths]
+        self._entering = hidden  # the hollow block before this stage's own lets it in, as a block's result
         begin = {"input_ids": call.inputs[:, start:stop]} if hidden is None else {"inputs_embeds": hidden.detach()}
         mask, positions, documents = call.attention_mask, call.position_ids, call.documents
         given = {
@@ -195,22 +186,20 @@ class CausalModel(Pipelined):
             "use_cache": True,
         }
         documents = None if documents is None else documents[:, :stop]
-        with masked(documents, self.aligned), self._routing_seen(call, place) as seen:
+        name = type(self.module).__name__
+        seeing = routing_seen(self._routers, place, name) if widths else nullcontext(dict[int, Tensor]())
+        with masked(documents, self.aligned), seeing as seen:
             output = self._run(place, {**begin, **given})
-        self._check_memory(place, memory)
+        missing = set(range(place.first_block, place.stop_block)) - memory.stores.keys()
+        if self._anatomy.remembering and missing:
+            raise ValueError(  # it was changed after the model was built
+                f"block {min(missing)} of {name} gave no keys and values to past_key_values, as "
+                "its class does: later slices would not see earlier ones; use its own attention, or slicing=Uniform(1)"
+            )
         if not routed:
             return output
         own = {at: logits.view(*output.shape[:2], -1).to(output.dtype) for at, logits in seen.items()}
         return torch.cat([output, *(own.get(i, before) for i, before in enumerate(routed))], dim=-1)
-
-    def _check_memory(self, place: StagePlace, memory: KVCache) -> None:
-        """ValueError for a block that was changed after the model was built and keeps nothing for later slices."""
-        missing = set(range(place.first_block, place.stop_block)) - memory.layers
-        if self._anatomy.remembering and missing:
-            raise ValueError(
-                f"block {min(missing)} of {type(self.module).__name__} gave no keys and values to past_key_values, as "
-                "its class does: later slices would not see earlier ones; use its own attention, or slicing=Uniform(1)"
-            )
 
     def _run(self, place: StagePlace, given: Mapping[str, Any]) -> Tensor:
         """The model's own forward, up to this stage's end."""
@@ -228,10 +217,10 @@ class CausalModel(Pipelined):
 
     def shape(self, call: Call, start: int, stop: int) -> Shape | None:
         """The residual stream, in the type of the parameters; behind it the logits of routers, where asked for."""
-        dtype = next(p.dtype for p in self.module.parameters() if p.is_floating_point())
-        return (call.inputs.shape[0], stop - start, self._config.hidden_size + sum(self._widths(call))), dtype
+        width = self._config.hidden_size + sum(self._widths(call))
+        return (call.inputs.shape[0], stop - start, width), self._like.dtype
 
-    def answer(self, call: Call, output: Tensor) -> Any:
+    def answer(self, call: Call, output: Tensor) -> Any:  # (batch, length, vocabulary [+ widths of routers])
         """Return the model's own output for these logits: scaled, capped, with the loss where labels were given."""
         widths = self._widths(call)
         logits, *routed = output.split([output.shape[-1] - sum(widths), *widths], dim=-1)
@@ -248,49 +237,33 @@ class CausalModel(Pipelined):
         """Context manager in which the submodule at this path returns `result`."""
         up, _, name = path.rpartition(".")
         modules = self.module.get_submodule(up)._modules
-        before, modules[name] = modules[name], Given(result)
+        before, modules[name] = modules[name], FixedOutput(result)
         try:
             yield
         finally:
             modules[name] = before
-
-    # ---- routers of experts, whose logits go along with the hidden state ----------------------------------------
 
     def _widths(self, call: Call) -> list[int]:
         """Widths of the logits of all routers, in order; [] where the loss doesn't ask for them."""
         known = vars(self._config)
         return [known[router.width] for found in self._routers for _, router in found] if self._routing(call) else []
 
-    def _arrived(
-        self, call: Call, hidden: Tensor | None, start: int, stop: int
-    ) -> tuple[Tensor | None, Sequence[Tensor]]:
-        """(hidden state, logits of routers: zeros of those that are still to come)."""
-        widths, dtype = self._widths(call), next(self.module.parameters()).dtype
-        if hidden is None:
-            rows = (call.inputs.shape[0], stop - start)
-            return None, [torch.zeros(*rows, width, dtype=dtype, device=call.inputs.device) for width in widths]
-        hidden, *routed = hidden.split([self._config.hidden_size, *widths], dim=-1)
-        return hidden, routed
 
-    @contextmanager
-    def _routing_seen(self, call: Call, place: StagePlace) -> Iterator[dict[int, Tensor]]:
-        """Yields the logits that this stage's routers compute within, by their number."""
-        seen: dict[int, Tensor] = {}
-        numbered = list(enumerate((i, *found) for i, row in enumerate(self._routers) for found in row))
-        own = [row for row in numbered if place.first_block <= row[1][0] < place.stop_block and self._routing(call)]
-        hooks = [
-            part.register_forward_hook(
-                lambda _, __, result, n=n, r=router: seen.update({n: result if r.index is None else result[r.index]})
-            )
-            for n, (_, part, router) in own
-        ]
-        try:
-            yield seen
-        finally:
-            for hook in hooks:
-                hook.remove()
-        if len(seen) != len(own):
-            raise ValueError(
-                f"{len(own) - len(seen)} routers of {type(self.module).__name__} gave no logits for its loss: leave "
-                "the blocks uncompiled, or output_router_logits out"
-            )
+def refuse_foreign(name: str, given: Mapping[str, Any]) -> None:
+    """ValueError for arguments of a model's call that a pipeline knows nothing of."""
+    if given.get("past_key_values") is not None:
+        raise ValueError(GENERATES.format(name))
+    asked = {key: value for key, value in given.items() if value is not None and value is not False}
+    if asked.get("logits_to_keep") == 0:  # all of them
+        del asked["logits_to_keep"]
+    wrong = [f"with {key}" for key in sorted(set(asked) - READ - OF_THE_ANSWER)]
+    if "input_ids" not in asked or given.get("return_dict") is False:
+        wrong.append("without input_ids, or with return_dict=False")
+    shapes = {key: tuple(asked[key].shape) for key in TOKENS if isinstance(asked.get(key), Tensor)}
+    wrong += [f"with {key} of shape {shape}" for key, shape in shapes.items() if len(shape) != 2]
+    wrong += [f"with {key} of type {type(asked[key]).__name__}" for key in TOKENS if key in asked.keys() - shapes]
+    if wrong:
+        raise ValueError(
+            f"{name} was called {wrong[0]}, which a token pipeline can't serve: call it with "
+            "input_ids and, as needed, attention_mask, position_ids and labels, all [batch, length]"
+        )

@@ -1,4 +1,4 @@
-"""Masks of slices: packed sequences kept separate, padding hidden, and a bias in the place of a mask for flash kernels.
+"""Attention of slices: packed sequences kept separate, padding hidden, and masks that leave torch its flash kernels.
 
     position_ids  0 1 2 0 1 0 1 2 3        documents  0 0 0 1 1 2 2 2 2
 
@@ -8,10 +8,14 @@ them where it builds a mask without a cache; slices have one, so here it's done 
 A slice of s tokens behind c others asks for a mask [s, c + s], with which torch leaves its flash kernels. Where nothing
 else is masked, torch's causal bias, aligned at the lower right, means the same: token i sees keys 0 ... c + i.
 
-`transformers` builds no mask where padding hides nothing. Whether it does a device would have to tell, and its host
-would wait: there padding is masked, unless the host saw before that it hides nothing (`padding.py`).
+`transformers` builds no mask where padding hides nothing. Whether it does a device would have to answer, and its host
+would wait: there padding is masked, unless the host saw before that it hides nothing (`model.hides_nothing`).
+
+Flex attention, softmax(mask(b, h, q, k) ? score(s * <query_q, key_k>, b, h, q, k) : -inf) value, is compiled by
+`transformers` into kernels for a device's types; a trial evaluates mask and score as they are written, in float64.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,7 +25,40 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
-from lightning_decentral.pipeline.compute.causal.flex import FLEX
+FLEX = "flex_attention"
+HOST = torch.device("cpu")
+
+
+def trains(device: torch.device) -> bool:
+    """Return whether torch's flex attention has a backward on this device: found by a try."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    token = torch.zeros(1, 1, 1, 16, device=device, requires_grad=True)
+    try:
+        with torch.enable_grad(), _as_written():
+            flex_attention(token, token, token)
+    except (NotImplementedError, ValueError):  # which of them depends on torch's version and kind of device
+        return False
+    return True
+
+
+@contextmanager
+def tried_at(config: Any, device: torch.device) -> Iterator[torch.device]:
+    """Yields where a copy with this configuration is tried: on the host, unless only `device` can."""
+    if config._attn_implementation != FLEX:
+        yield HOST
+        return
+    with _as_written():
+        yield device
+
+
+@contextmanager
+def _as_written() -> Iterator[None]:
+    """Context manager in which torch compiles nothing, and its warnings that compiling is faster are hidden."""
+    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
 
 SEPARABLE = ("eager", "sdpa", FLEX)
 """Kinds of attention whose masks are built from a function of two places."""
@@ -40,7 +77,7 @@ class Slice(NamedTuple):
 _current: ContextVar[Slice | None] = ContextVar("slice", default=None)
 
 
-def documents_of(position_ids: Tensor) -> Tensor | None:
+def documents_of(position_ids: Tensor) -> Tensor | None:  # (batch, length)
     """[batch, length]: the number of each token's document in its row; None where the host sees that every row is
     one."""
     steps = position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1)
@@ -49,7 +86,7 @@ def documents_of(position_ids: Tensor) -> Tensor | None:
 
 
 @contextmanager
-def masked(documents: Tensor | None, aligned: bool) -> Iterator[None]:
+def masked(documents: Tensor | None, aligned: bool) -> Iterator[None]:  # (batch or 1, tokens so far)
     """Context manager in which masks that `transformers` builds in this thread are those of such a slice."""
     _install()
     before = _current.set(Slice(documents, aligned))
@@ -94,7 +131,7 @@ Rule = Callable[[Any, Any, Any, Any], Any]
 """(row, head, query, key) -> whether the query sees the key."""
 
 
-def _same(documents: Tensor) -> Rule:
+def _same(documents: Tensor) -> Rule:  # (batch, keys)
     return lambda batch, head, query, key: documents[batch, query] == documents[batch, key]
 
 

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from lightning_decentral.pipeline.compute.causal.anatomy import Anatomy
-from lightning_decentral.pipeline.compute.causal.flex import FLEX, trains
-from lightning_decentral.pipeline.compute.causal.masks import SEPARABLE
+from lightning_decentral.pipeline.compute.causal.masks import FLEX, SEPARABLE, trains
 
 REMEDY = "compile its blocks instead: for block in model.{blocks}: block.compile()"
 

@@ -47,7 +47,7 @@ class Silent(nn.Module):
         return torch.zeros((), dtype=self._dtype, device=given.device)
 
 
-class Given(nn.Module):
+class FixedOutput(nn.Module):
     """Returns what is known already."""
 
     def __init__(self, result: Any) -> None:
@@ -58,7 +58,7 @@ class Given(nn.Module):
         return self._result
 
 
-def take_out(hidden: Tensor) -> Any:
+def take_out(hidden: Tensor) -> Any:  # (batch, tokens, width)
     raise Out(hidden)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_decentral.pipeline.compute.causal.anatomy import Anatomy, dissect
 from lightning_decentral.pipeline.compute.causal.causal_model import LEFT, PACKING, RIGHT, ROUTING, CausalModel
-from lightning_decentral.pipeline.compute.causal.flex import HOST, tried_at
+from lightning_decentral.pipeline.compute.causal.masks import HOST, tried_at
 from lightning_decentral.pipeline.compute.causal.refusals import refuse_attention, refuse_compiled, refuse_unsliceable
 from lightning_decentral.pipeline.compute.causal.small_copy import Unfit, isolated, small_copy
 from lightning_decentral.pipeline.compute.model import StagePlace
@@ -34,7 +34,7 @@ Gradients = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TrialOutcome:
     """Outcome of the trial on a small copy of a model.
 
     Args:
@@ -48,7 +48,7 @@ class Verdict:
     aligned: bool = False
 
 
-_known: dict[tuple[type, str], Verdict] = {}
+_known: dict[tuple[type, str], TrialOutcome] = {}
 _lock = Lock()
 
 
@@ -73,8 +73,8 @@ def adapted(module: nn.Module, device: torch.device = HOST) -> CausalModel:
     return CausalModel(module, verdict.anatomy, verdict.refused, verdict.aligned)
 
 
-def judged(kind: type, config: Any, device: torch.device = HOST) -> Verdict:
-    """Return the verdict on models of this class and configuration; tried once in a process."""
+def judged(kind: type, config: Any, device: torch.device = HOST) -> TrialOutcome:
+    """Return the outcome for models of this class and configuration; tried once in a process."""
     with _lock, tried_at(config, device) as place:
         key = kind, f"{config.to_json_string(use_diff=False)} {config._attn_implementation} {place.type} {device.type}"
         if key not in _known:
@@ -83,7 +83,7 @@ def judged(kind: type, config: Any, device: torch.device = HOST) -> Verdict:
         return _known[key]
 
 
-def _try(kind: type, config: Any, place: torch.device, aligned: bool) -> Verdict:
+def _try(kind: type, config: Any, place: torch.device, aligned: bool) -> TrialOutcome:
     """Try to cut a small copy; whatever exception it raises is the reason why the model can't be cut."""
     try:
         copy = small_copy(kind, config).to(place)
@@ -91,17 +91,17 @@ def _try(kind: type, config: Any, place: torch.device, aligned: bool) -> Verdict
         ask = {"input_ids": ids, "use_cache": True, **_routing(copy)}
         anatomy = dissect(copy, lambda memory: copy(past_key_values=memory, **ask), LENGTH)
     except Exception as error:
-        return Verdict(None, {"": _words(error)})
+        return TrialOutcome(None, {"": _one_line(error)})
     calls = _calls(copy, ids)
     aligned = aligned and _differs(copy, anatomy, calls[""], aligned=True) is None
     why = None if aligned else _differs(copy, anatomy, calls[""])
     if why is not None:
-        return Verdict(None, {"": why})
+        return TrialOutcome(None, {"": why})
     found = {form: _differs(copy, anatomy, of, aligned) for form, of in calls.items() if form}
-    return Verdict(anatomy, {form: why for form, why in found.items() if why is not None}, aligned)
+    return TrialOutcome(anatomy, {form: why for form, why in found.items() if why is not None}, aligned)
 
 
-def _calls(copy: Any, ids: Tensor) -> dict[str, list[dict[str, Any]]]:
+def _calls(copy: Any, ids: Tensor) -> dict[str, list[dict[str, Any]]]:  # (BATCH, LENGTH)
     """Keyword arguments of the forwards that are tried, by the kind of call that a step may make."""
     routed, places = _routing(copy), torch.arange(LENGTH, device=ids.device)
     plain = {"input_ids": ids, "labels": ids, **dict.fromkeys(routed, False)}
@@ -115,7 +115,7 @@ def _calls(copy: Any, ids: Tensor) -> dict[str, list[dict[str, Any]]]:
     return {**calls, ROUTING: [{**plain, **routed}, {**padded[RIGHT], **routed}]} if routed else calls
 
 
-def _padded(call: Mapping[str, Any], kept: Tensor) -> dict[str, Any]:
+def _padded(call: Mapping[str, Any], kept: Tensor) -> dict[str, Any]:  # (LENGTH,) bool
     """Copy a call with padding in the second sequence: an attention mask, and labels of -100 there."""
     mask = torch.stack([torch.ones_like(kept), kept])
     return {**call, "attention_mask": mask.long(), "labels": call["labels"].masked_fill(~mask, -100)}
@@ -134,14 +134,16 @@ def _differs(copy: nn.Module, anatomy: Anatomy, calls: list[dict[str, Any]], ali
             if why is not None:
                 return why
     except Exception as error:
-        return _words(error)
+        return _one_line(error)
     return None
 
 
-def _words(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     """One line."""
     text = " ".join(str(error).split())
-    return f"it {text}" if isinstance(error, Unfit) else f"a small copy of it says {type(error).__name__}: {text[:200]}"
+    return (
+        f"it {text}" if isinstance(error, Unfit) else f"a small copy of it raises {type(error).__name__}: {text[:200]}"
+    )
 
 
 def whole(copy: Any, call: Mapping[str, Any]) -> tuple[Tensor, Gradients]:

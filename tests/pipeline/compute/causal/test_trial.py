@@ -68,7 +68,7 @@ class OtherwiseForCausalLM(transformers.LlamaForCausalLM):
     (LookaheadForCausalLM, r"can't be cut into slices: the loss of a small copy differs by \d.* of itself; return a"),
     (ForgetfulForCausalLM, r"the gradient of model\.\S+ in a small copy differs by \d.* of itself"),
     (TwiceForCausalLM, r"it doesn't call the blocks of model.layers once each and in order"),
-    (OtherwiseForCausalLM, r"a small copy of it says TypeError: .*missing 1 required .*'width'"),
+    (OtherwiseForCausalLM, r"a small copy of it raises TypeError: .*missing 1 required .*'width'"),
 ])  # fmt: skip
 def test_a_model_that_slices_would_change_is_refused(kind, words):
     model = kind(CONFIG, *([8] if kind is OtherwiseForCausalLM else []))
