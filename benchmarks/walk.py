@@ -97,8 +97,8 @@ def _mixer(codec: Codec) -> Mixer:
 def _arrived(mixer: Mixer) -> None:
     """Wait for the threads without entering what is counted."""
     for flight in mixer._flights:
-        for started in flight.started:
-            started.landed._done.wait()
+        for message in flight.messages:
+            message.landed._done.wait()
 
 
 def main() -> None:

@@ -12,9 +12,10 @@ from lightning_decentral.gossip import pipeline_replicas as gossip_replicas
 from lightning_decentral.gossip.compute.combine.momentum import QuasiGlobalMomentum
 from lightning_decentral.gossip.compute.combine.outer import Outer
 from lightning_decentral.gossip.compute.healing import Healing
+from lightning_decentral.gossip.compute.mixing import Sick
 from lightning_decentral.gossip.compute.unused import Used
 from lightning_decentral.gossip.wire import island_member
-from lightning_decentral.gossip.wire.exchange import Landed, Traffic, kept
+from lightning_decentral.gossip.wire.exchange import Landed, Traffic
 from lightning_decentral.gossip.wire.making import Making
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizer_mixer import OptimizerMixer, Written
@@ -84,8 +85,11 @@ def a_save_heals() -> None:
     def landed(mixer: Any, flight: Any, place: int) -> Any:
         forget, mixer.healing.forget = mixer.healing.forget, lambda: None
         try:
-            rate = mixer._rate(mixer.turn(flight.round))
-            return mixer._landed(flight, place, lambda started: kept(rate, started), Landed)
+            turn, message = mixer.turn(flight.round), flight.messages[place]
+            return message.keep(mixer._rate(turn) is not None)
+        except Sick as sick:
+            mixed = mixer._healed(sick, flight, place, turn)
+            return Landed(message.sent, message.sent.clone() if mixed is None else mixed)
         finally:
             mixer.healing.forget = forget
 

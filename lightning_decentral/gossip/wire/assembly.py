@@ -11,7 +11,7 @@ from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.traffic import Cliques, Partition, partitions
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.gossip.wire.clique import CliqueExchange
-from lightning_decentral.gossip.wire.exchange import Copied, Exchange, Hearing, Started, Traffic
+from lightning_decentral.gossip.wire.exchange import Copied, Exchange, InFlight, StepLinks, Traffic
 from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.shared.compute.buckets import Pool
@@ -22,9 +22,9 @@ from lightning_decentral.shared.wire.transport import Transport
 #
 #   training           update t | forward, backward t+1      | update t+1
 #   Mixer              launch t:                             | land t:
-#                      copy, start, depart                   | apply, then launch t+1
+#                      launch, depart                        | apply, then launch t+1
 #   GatherExchange     this device's part                    | gather the parts          in an island of several devices
-#   OverlapExchange    hand over                             | take over                 on a host, with a delay:
+#   OverlapExchange    copy, hand over                       | take over                 on a host, with a delay:
 #     leaving          | encode, send    \                                               two threads
 #     arriving                            wait, decode, mix
 #   ExchangeByStep     of step t, whatever that is:
@@ -94,7 +94,7 @@ def _by_cliques(
     return CliqueExchange(steps, own, worker, device, pool)
 
 
-class ExchangeByStep(Exchange[Started]):
+class ExchangeByStep(Exchange[InFlight]):
     """Step t is exchange t mod period's. None of them encodes.
 
     Args:
@@ -115,22 +115,18 @@ class ExchangeByStep(Exchange[Started]):
     def _of(self, step: int) -> Exchange[Any]:
         return self._steps[step % len(self._steps)]
 
-    def neighbours(self, step: int) -> Hearing:
+    def neighbours(self, step: int) -> StepLinks:
         return self._of(step).neighbours(step)
-
-    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> Started:
-        started: Started = self._of(step).start(message, step, first)
-        return started
 
     def copied(self, x: Tensor, step: int, place: int) -> Copied:
         return self._of(step).copied(x, step, place)
 
-    def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> tuple[Tensor, Started]:
-        launched: tuple[Tensor, Started] = self._of(step).launch(message, step, place, copied)
+    def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> InFlight:
+        launched: InFlight = self._of(step).launch(message, step, place, copied)
         return launched
 
-    def depart(self, started: Sequence[Started], step: int) -> None:
-        self._of(step).depart(started, step)
+    def depart(self, launched: Sequence[InFlight], step: int) -> None:
+        self._of(step).depart(launched, step)
 
     def traffic(self) -> Traffic:
         return sum((part.traffic() for part in self._parts), Traffic())

@@ -192,10 +192,10 @@ class OptimizerMixer:
 
     def traffic(self) -> Traffic:
         """Traffic of the parameters and the states; the rounds are the parameters'."""
-        return self.mixer.exchange.traffic() + self._of_states()
+        return self.mixer.traffic() + self._of_states()
 
     def _of_states(self) -> Traffic:
-        beside = (state.mixer.exchange.traffic() for state in self.states)
+        beside = (state.mixer.traffic() for state in self.states)
         return sum((replace(traffic, rounds=0) for traffic in beside), Traffic())
 
     def state_dict(self) -> dict[str, Any]:

@@ -261,7 +261,7 @@ def test_a_message_that_goes_back_before_it_landed_is_seen() -> None:
 
     def early(self: mixer.Mixer, flight: mixer.Flight, *rest: object) -> None:
         launch(self, flight, *rest)  # type: ignore[arg-type]
-        self.exchange.pool.give(flight.sent[-1:])
+        self.exchange.pool.give([flight.messages[-1].sent])
 
     with mock.patch.object(mixer.Mixer, "_launch", early):
         assert wrong() >= 3

@@ -26,7 +26,7 @@ from lightning_decentral.gossip import Complete, Gossip, Own, Plain
 from lightning_decentral.gossip.islands import WholeMatrices, sharded_state
 from lightning_decentral.gossip.plan.traffic import Cliques
 from lightning_decentral.gossip.wire.assembly import assembled
-from lightning_decentral.gossip.wire.flight import Flight
+from lightning_decentral.gossip.wire.exchange import Flight
 from lightning_decentral.gossip.wire.island_shards import Sharding
 from lightning_decentral.gossip.wire.making import Making
 from lightning_decentral.gossip.wire.mixer import Mixer
@@ -281,7 +281,7 @@ def test_a_message_of_shards_that_goes_back_before_it_landed_is_seen() -> None:
 
     def early(self: Mixer, flight: Flight, *rest: Any) -> None:
         launch(self, flight, *rest)
-        self.exchange.pool.give(flight.sent[-1:])
+        self.exchange.pool.give([flight.messages[-1].sent])
 
     with mock.patch.object(Mixer, "_launch", early), SEEN:
         train(Run())

@@ -4,16 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from statistics import fmean
-from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from lightning_decentral.elastic.plan.asynchronous import Asynchronous, Heard
 from lightning_decentral.elastic.wire.rounds.links import Post
-from lightning_decentral.gossip.compute.link import Buffers
-from lightning_decentral.gossip.wire.exchange import HEADER
-from lightning_decentral.gossip.wire.peer import PeerExchange, PeerMessages
+from lightning_decentral.gossip.wire.exchange import HEADER, Copied
+from lightning_decentral.gossip.wire.peer import PeerExchange, PeerMessage
 from lightning_decentral.shared.compute.health import stated
 
 ROUND, ELEMENTS = 0, 1
@@ -37,38 +35,37 @@ class AsynchronousExchange(PeerExchange):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._sizes: dict[int, list[int]] = {}  # {a part's first bucket: bytes of each of its messages}
+        self._sizes: dict[int, list[int]] = {}  # {a bucket's place: bytes of each of its tensors}
         self._came: dict[int, list[bytearray]] = {}
         self._weights: Mapping[int, float] = {}
 
-    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> PeerMessages:
-        if first not in self._sizes:
-            like = self.coder.buffers([self.transport.rank], message, first)[self.transport.rank]
-            self._sizes[first] = [HEADER * 8, *(t.numel() * t.element_size() for t in like)]
+    def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> PeerMessage:
+        sent, rank = self._copy(message, copied), self.transport.rank
+        if place not in self._sizes:
+            like = self.coder.buffers([rank], sent, place)[rank]
+            self._sizes[place] = [HEADER * 8, *(t.numel() * t.element_size() for t in like)]
             self.pool.give(like)
-        packets = self.coder.encode(message, self.neighbours(step).heard_by, step, first)
-        said = stated([step, self._elements], message, self.device).view(1, HEADER)
-        return PeerMessages(self, step, first, message, said, packets, {})
+        packets = self.coder.encode(sent, self.neighbours(step).heard_by, step, place)
+        headers = stated([step, self._elements], [sent], self.device).view(1, HEADER)
+        return PeerMessage(self, step, place, {}, sent, headers, packets, {})
 
-    def depart(self, started: Sequence[PeerMessages], step: int) -> None:
-        self._tally.bytes_sent += self.transport.post([*chain(*(part.sends() for part in started))])
-        for part in started:
-            part.departed = perf_counter()
+    def depart(self, launched: Sequence[PeerMessage], step: int) -> None:
+        self._bytes_sent += self.transport.post([*chain(*(message.sends() for message in launched))])
 
-    def _accepted(self, part: PeerMessages) -> tuple[Mapping[int, Buffers], Tensor]:
-        if not part.first:
-            self._take(part.step)
-        begins = sum(len(sizes) for first, sizes in self._sizes.items() if first < part.first)
-        part.buffers = self.coder.buffers(self._came, part.message, part.first)
-        said = [part.said]
-        for j, buffers in part.buffers.items():
-            header, *payload = self._came[j][begins : begins + len(self._sizes[part.first])]
-            said.append(_read(header, torch.int64).clone().view(1, HEADER))
-            said[-1][0, ROUND] = part.step  # of which age it is, is judged already
+    def receive(self, message: PeerMessage) -> tuple[Mapping[int, Tensor], Tensor]:
+        if not message.place:
+            self._take(message.step)
+        begins = sum(len(sizes) for place, sizes in self._sizes.items() if place < message.place)
+        message.buffers, message.row = self.coder.buffers(self._came, message.sent, message.place), self._weights
+        headers = [message.headers]
+        for j, buffers in message.buffers.items():
+            header, *payload = self._came[j][begins : begins + len(self._sizes[message.place])]
+            headers.append(_read(header, torch.int64).clone().view(1, HEADER))
+            headers[-1][0, ROUND] = message.step  # of which age it is, is judged already
             for tensor, raw in zip(buffers, payload, strict=True):
                 tensor.copy_(_read(raw, tensor.dtype).view(tensor.shape))
-        part.said = torch.cat(said)
-        return super()._accepted(part)
+        message.headers = torch.cat(headers)
+        return super().receive(message)
 
     def _take(self, step: int) -> None:
         """Take what has come of whole rounds, and set the weight of each sender."""
@@ -85,9 +82,6 @@ class AsynchronousExchange(PeerExchange):
         self._weights = self.order.row(self.transport.rank, step, heard)
         self._came = {j: came for j, (_, came) in found.items()}
         self.age = fmean([max(0, step - h.round) for h in heard] or [0.0])
-
-    def _row(self, part: PeerMessages) -> Mapping[int, float]:
-        return self._weights
 
 
 def _read(raw: bytearray, dtype: torch.dtype) -> Tensor:

@@ -9,7 +9,7 @@ another view, neither does. Over a view that stays, rounds are those of `PeerExc
 nobody waits: `asynchronous`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,11 +22,11 @@ from lightning_decentral.elastic.wire.rounds.asynchronous import AsynchronousExc
 from lightning_decentral.elastic.wire.rounds.links import Links
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.error_feedback import coder_of
-from lightning_decentral.gossip.compute.link import Buffers, Coder
+from lightning_decentral.gossip.compute.link import Coder
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Neighbours, Weights
-from lightning_decentral.gossip.wire.exchange import Exchange, Traffic
-from lightning_decentral.gossip.wire.peer import PeerExchange, PeerMessages
+from lightning_decentral.gossip.wire.exchange import Copied, Exchange, Traffic
+from lightning_decentral.gossip.wire.peer import PeerExchange, PeerMessage
 from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
@@ -40,23 +40,21 @@ KEPT_VIEWS = 4
 class ForgivingExchange(PeerExchange):
     """Exchange in which this member's own message, as others decode it, stands in for one that is lost or cut."""
 
-    def _heard(self, part: PeerMessages) -> dict[int, Buffers]:
-        arrived = zip(part.receives(), part.incoming, strict=True)
-        lost = {message.peer for message, pending in arrived if not pending.done()}
-        for j in lost:
-            part.headers[j].copy_(part.header)
-            self.pool.give(part.buffers[j])
-        whole = {j: payload for j, payload in part.buffers.items() if j not in lost}
-        heard = self.coder.decode(whole, part.message, part.first)
+    def _decoded(self, message: PeerMessage) -> Mapping[int, Tensor]:
+        arrived = zip(message.receives(), message.incoming, strict=True)
+        lost = {tensor.peer for tensor, pending in arrived if not pending.done()}
+        for j, header in zip(message.buffers, message.headers[1:], strict=True):
+            if j in lost:
+                header.copy_(message.headers[0])
+                self.pool.give(message.buffers[j])
+        whole = {j: payload for j, payload in message.buffers.items() if j not in lost}
+        received, own = self.coder.decode(whole, message.sent, message.place), message.sent
         # In the sources' order always, in which they are added up.
-        return {j: heard[j] if j in heard else self._own(part) for j in part.buffers}
-
-    def _own(self, part: PeerMessages) -> Buffers:
-        return [self.pool.take(message).copy_(message) for message in part.message]
+        return {j: received[j] if j in received else self.pool.take(own).copy_(own) for j in message.buffers}
 
 
 @dataclass
-class ElasticExchange(Exchange[PeerMessages]):
+class ElasticExchange(Exchange[PeerMessage]):
     """One `PeerExchange` for each view, on the host.
 
     Args:
@@ -126,13 +124,13 @@ class ElasticExchange(Exchange[PeerMessages]):
         for _, exchange, _ in self._since:
             exchange.admit(buckets, combine)
 
-    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> PeerMessages:
-        return self._of(step)[0].start(message, step, first)
+    def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> PeerMessage:
+        return self._of(step)[0].launch(message, step, place, copied)
 
-    def depart(self, started: Sequence[PeerMessages], step: int) -> None:
+    def depart(self, launched: Sequence[PeerMessage], step: int) -> None:
         exchange, links = self._of(step)
         links.round = step
-        exchange.depart(started, step)
+        exchange.depart(launched, step)
 
     def traffic(self) -> Traffic:
         return sum((exchange.traffic() for _, exchange, _ in self._since), self._earlier)
