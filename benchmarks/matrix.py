@@ -118,8 +118,10 @@ def from_package(python: Path, package: Path, work: Path) -> str:
 
 
 def tests(python: Path, wheel: Path, work: Path) -> dict[str, int]:
-    """How many passed, failed, were skipped; what failed is printed. The package is the wheel's: the tests run in a
-    checkout without it."""
+    """Run the tests of a checkout without the package, which is the wheel's; print what failed.
+
+    Returns how many passed, failed and were skipped.
+    """
     run([python, "-m", "pip", "install", "-q", "--no-deps", "--force-reinstall", wheel], work)
     shutil.rmtree(work / "source" / "lightning_decentral")
     words = [python, "-m", "pytest", "-q", "-n", "2", "-m", "quick", "-p", "no:cacheprovider"]

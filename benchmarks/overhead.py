@@ -137,7 +137,7 @@ def compare(builders: dict[str, Any], turns: int, *args: Any) -> dict[str, list[
 
 
 def ratio(rows: dict[str, list[dict[str, Any]]], name: str, against: str) -> float:
-    """Of the medians over the turns."""
+    """Return the ratio of the medians over the turns."""
     seconds = {key: statistics.median(row["seconds"] for row in rows[key]) for key in (name, against)}
     return seconds[name] / seconds[against]
 

@@ -26,7 +26,7 @@ from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.overlap import overlapped
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.gossip.wire.round_cost import LoopbackTransport
-from lightning_decentral.shared.compute.layout.packing import pack
+from lightning_decentral.shared.compute.buckets import pack
 
 PACKAGE = str(Path(lightning_decentral.__file__).parent)
 INLINE = {"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"}
@@ -34,7 +34,7 @@ WORKERS, ELEMENTS, WARM_UP = 4, 4096, 5
 
 
 class Walk(NamedTuple):
-    """What was entered, by thread."""
+    """Modules that were entered, by thread."""
 
     entered: dict[str, list[tuple[str, str]]]
 

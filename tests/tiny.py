@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_decentral.optim import AccumAdamW, MomentumWarmup, Muon, muon_groups
-from lightning_decentral.shared.compute.layout import packing
+from lightning_decentral.shared.compute import buckets
 from lightning_decentral.shared.wire.fsdp import full_tensor
 from tests import forking, world
 
@@ -78,7 +78,7 @@ def recorded(folder: Path, size: int) -> Tensor:
 def cut_small_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the last bucket of models of some hundred parameters have a tail, in processes that are forked from here."""
     for name, value in {"LEAST_CUT_BYTES": 0, "SHORT": 2, "TAIL": 8}.items():
-        monkeypatch.setattr(packing, name, value)
+        monkeypatch.setattr(buckets, name, value)
 
 
 def in_processes(function: Callable[..., Any], *args: Any, seconds: float = 60.0) -> Any:

@@ -11,7 +11,7 @@ HELP = ("-h", "--help")
 
 
 class CannotRun(Exception):
-    """What this machine lacks, or what was asked for and can't be: the command ends with this line."""
+    """Error that ends the command in one line: what this machine lacks, or what was asked for and can't be."""
 
 
 def parts(question: str) -> dict[str, Path]:

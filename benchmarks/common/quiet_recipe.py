@@ -39,7 +39,7 @@ def built(cfg: DictConfig) -> tuple[Loaders, Learner, Trainer]:
 
 
 def own_batches(data: Loaders, workers: int, rank: int) -> Iterator[Any]:
-    """Of one of so many workers, without an end, as Lightning shares them out."""
+    """Yield batches of one of the workers, without an end, as Lightning shares them out."""
     data.prepare_data()
     data.setup("fit")
     loader = data.train_dataloader()

@@ -56,7 +56,8 @@ def files(checkout: Path, only: str) -> list[str]:
 
 
 def outcomes(options: argparse.Namespace, strategy: str, chosen: Path | None) -> dict[str, Outcome]:
-    """Of one run of pytest for the tests that Lightning runs together, and one for those it runs alone."""
+    """Return the outcomes of two runs of pytest: of the tests that Lightning runs together, and of those it runs
+    alone."""
     file = (options.out / f"{strategy.replace(', ', '-')}.jsonl").absolute()
     file.unlink(missing_ok=True)
     here, there = (str(path.absolute()) for path in (HERE, options.checkout / "tests"))

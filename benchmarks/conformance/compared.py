@@ -49,7 +49,7 @@ class Row:
 
 
 def read_outcomes(path: Path) -> dict[str, Outcome]:
-    """By test; of one that ran twice the last."""
+    """Return the outcomes by test; the last of one that ran twice."""
     if not path.exists():
         return {}
     found = [json.loads(line) for line in path.read_text().splitlines()]
@@ -67,7 +67,7 @@ def read_differences(path: Path) -> list[Difference]:
 def rows(
     ddp: Mapping[str, Outcome], under: Mapping[str, Mapping[str, Outcome]], meant: Sequence[Difference]
 ) -> list[Row]:
-    """Of every test that asks for ddp, and ends well under it."""
+    """Return a row for every test that asks for ddp and ends well under it."""
     good = {name: one for name, one in ddp.items() if one.asked and one.outcome == "passed"}
     pairs = [
         (strategy, good[name], one) for strategy, all_ in under.items() for name, one in all_.items() if name in good
@@ -83,7 +83,7 @@ def _row(strategy: str, ddp: Outcome, found: Outcome, meant: Sequence[Difference
 
 
 def unused(rows: Iterable[Row], meant: Sequence[Difference]) -> list[Difference]:
-    """Of the differences that are meant those which no test shows any more."""
+    """Return the intended differences that no test shows any more."""
     shown = [row for row in rows if row.verdict == MEANT]
     return [one for one in meant if not any(one.covers(row.strategy, row.found) for row in shown)]
 
@@ -105,7 +105,7 @@ def _line(row: Row) -> str:
 
 
 def plain(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """For a file."""
+    """Return the rows as they are written to a file."""
     return [
         {"strategy": row.strategy, "test": row.found.test, "verdict": row.verdict, "outcome": row.found.outcome}
         | ({"line": row.found.line, "because": row.because} if row.verdict != SAME else {})

@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _concerned(item: Any) -> bool:
-    """Whether the test says `ddp` somewhere; which strategy it really asks for is seen when it runs."""
+    """Return whether the test's source names `ddp`; which strategy it really asks for is seen when it runs."""
     parameters = repr(item.callspec.params) if hasattr(item, "callspec") else ""
     return "ddp" in parameters or ("ddp" in inspect.getsource(item.function) if hasattr(item, "function") else False)
 
@@ -70,7 +70,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool:
 
 
 def _forked(item: pytest.Item, result: Path, limit: float) -> bool:
-    """Whether the test had to be killed."""
+    """Run the test in a forked process; return whether it had to be killed."""
     pid = os.fork()
     if pid == 0:
         os.setsid()

@@ -15,13 +15,13 @@ ALLOWED |= {f"lobby {name}": ALLOWED[name] for name in ("memory", "threads", "de
 
 
 def joined(row: Row, ages: dict[str, list[Row]]) -> Row:
-    """With the seconds until each newcomer's first step; those that were killed before had none."""
+    """Add the seconds until each newcomer's first step; those that were killed before have none."""
     firsts = [ages[name][0]["at"] for name in row["newcomers"] if ages.get(name)]
     return {**row, "joined": [first - row["at"] for first in firsts]}
 
 
 def series(row: Row) -> dict[str, list[float]]:
-    """What is measured, in its order."""
+    """Return the measured series by name, in their order."""
     spared, lobby = row["spared"], row["lobby"]
     paces = [(b["at"] - a["at"]) / (b["step"] - a["step"]) for a, b in pairwise(spared)]
     found = {name: [of[name] for of in spared] for name in ("memory", "threads", "descriptors")}
@@ -41,7 +41,7 @@ def medians(values: Sequence[float]) -> tuple[float, float]:
 
 
 def faults_of(row: Row) -> list[str]:
-    """What isn't as it should be, each in a line."""
+    """Return what isn't as it should be, a line each."""
     grown = [
         f"{name}: {early:.4g} in the second quarter, {late:.4g} in the last one"
         for name, (early, late) in compared(row).items()

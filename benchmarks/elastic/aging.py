@@ -95,7 +95,7 @@ def held(pid: int) -> dict[str, float]:
 
 
 def train(parent: int, job: Job, name: str) -> None:
-    """Until the file `over` says so."""
+    """Train until the file `over` exists."""
     begin(parent, job, name)
     faulthandler.register(signal.SIGUSR1)  # where it is, into its log
     tell = Tell(job, name)
@@ -153,7 +153,7 @@ class Storm:
             self._let_go_on(self._draw.uniform(*self._pause))
 
     def _victims(self) -> list[str]:
-        """Those that take part, but for the spared one."""
+        """Return the members that take part, but for the spared one."""
         return [name for name in self._run.alive if name != SPARED and self._run.said(name, "age")]
 
     def _fault(self, kind: str) -> None:

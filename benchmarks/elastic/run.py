@@ -114,20 +114,22 @@ class Run:
         call(*args)
 
     def warm(self) -> bool:
-        """Whether all train. Who came just while the run began has ended, and is started again."""
+        """Wait until all train, and return whether they do. A worker that came just while the run began has ended: it
+        is started again."""
         for _ in self.fallen():
             self.start()
         return all(len(self.said(name, "step")) > WARM for name in self.alive)
 
     def kill(self, name: str) -> float:
-        """When."""
+        """Kill this worker; return the time."""
         process, at = self.alive.pop(name), time.monotonic()
         process.kill()
         process.join()
         return at
 
     def fallen(self) -> list[str]:
-        """Who ended before the run did, an error in its log: cut off, or asleep for too long. Forgotten here."""
+        """Return, and forget, the workers that ended before the run did, with an error in their logs: cut off, or
+        asleep for too long."""
         gone = [name for name, process in self.alive.items() if not process.is_alive() and not self.has_ended(name)]
         for name in gone:
             self.alive.pop(name)
@@ -146,7 +148,8 @@ class Run:
         return lines(self.job.folder / f"{name}.jsonl", kind)
 
     def has_ended(self, name: str) -> bool:
-        """By its last line: reading all of a long run's again and again would take a core from its workers."""
+        """Return whether the log's last line says so: reading all of a long run's log again would take a core from its
+        workers."""
         file = self.job.folder / f"{name}.jsonl"
         if not file.exists():
             return False

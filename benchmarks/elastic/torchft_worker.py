@@ -31,7 +31,7 @@ HEARTBEAT, JOIN = 1.0, 1.0
 
 
 def lighthouse(job: Job, host: str, says: Callable[[int], None]) -> None:
-    """Until it is killed."""
+    """Serve torchft's lighthouse until it is killed."""
     server = LighthouseServer(
         bind=f"{host}:0",
         min_replicas=max(1, job.workers // 2),
@@ -87,7 +87,7 @@ def average(manager: Manager, net: nn.Module) -> None:
 
 
 def train(parent: int, job: Job, name: str) -> None:
-    """Until the run ends, or its parent."""
+    """Train until the run or the parent process ends."""
     begin(parent, job, name)
     module, tell = Student(), Tell(job, name)
     plain = torch.optim.SGD(module.net.parameters(), lr=0.05, momentum=0.9)

@@ -21,7 +21,7 @@ WIDTH, EXAMPLES, HELD_OUT, BATCH = 64, 4096, 1024, 16
 
 @dataclass(frozen=True)
 class Job:
-    """What all workers of a run have in common.
+    """Settings that all workers of a run share.
 
     Args:
         lobby: where they meet; empty: plain gossip, of `workers` that this process forks.
@@ -110,7 +110,7 @@ class Tell(Callback):
 
 
 def train(parent: int, job: Job, name: str) -> None:
-    """Until the run ends, or its parent."""
+    """Train until the run or the parent process ends."""
     begin(parent, job, name)
     module, tell = Student(), Tell(job, name)
     quiet = {f"enable_{what}": False for what in ("checkpointing", "progress_bar", "model_summary")}

@@ -21,7 +21,7 @@ def plain(folder: Path) -> Path:
 
 
 def own(folder: Path) -> list[Path]:
-    """What the workers wrote for themselves beside `last.ckpt`, by rank."""
+    """Return the files that workers wrote for themselves in addition to `last.ckpt`, by rank."""
     place = folder / "checkpoints"
     files = [
         path for path in place.rglob("*") if path.is_file() and path.parent != place and "last" in str(path.parent)
@@ -115,7 +115,7 @@ def _blocked(folder: Path) -> None:
 
 
 def _another_save(place: Place) -> Outcome:
-    """As on nodes with disks of their own."""
+    """Save in another folder, as on nodes with disks of their own."""
     other = changed(resume=str(plain(place.saved("gossip", seed=0.03))))
     started = place.train("run", on(1, other), resume=plain(place.saved("gossip")))
     started.wait()
@@ -190,7 +190,7 @@ def _killed(rank: int) -> Callable[[Place], Outcome]:
 
 
 def _stop_all(run: Run, rank: int) -> None:
-    """As a scheduler that ends a job of which one task has died."""
+    """Stop all workers, as a scheduler does with a job of which one task has died."""
     if run.processes[rank].poll():
         for process in run.processes:
             if process.status is None:

@@ -21,7 +21,7 @@ SAVE = 3  # each epoch saves two files: from here the second epoch's
 
 
 def on(rank: int, fault: Fault) -> Fault:
-    """On this worker alone."""
+    """Restrict the fault to this worker."""
     return lambda worker: fault(worker) if worker.rank == rank else None
 
 
@@ -42,7 +42,7 @@ def fail(module: LightningModule | None) -> None:
 
 
 def leave(module: LightningModule | None) -> None:
-    """As a job whose time is over."""
+    """End the process as a job does whose time is over."""
     os._exit(0)
 
 
@@ -99,7 +99,7 @@ def before_the_world(act: Act) -> Fault:
 
 
 def in_group_making(act: Act) -> Fault:
-    """When the second group is made."""
+    """Inject the fault when the second group is made."""
 
     def fault(worker: Worker) -> None:
         inner, calls = dist.new_group, []
@@ -153,7 +153,7 @@ def slow(seconds: float) -> Fault:
 
 
 class _Saves(Callback):
-    """Around the saves of the second epoch."""
+    """Callback that acts around the saves of the second epoch."""
 
     def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
         self._begin, self._end, self._count = begin, end, 0
@@ -170,7 +170,7 @@ class _Saves(Callback):
 
 
 def no_room(worker: Worker) -> None:
-    """In the saves of the second epoch no file may be longer than 10,000 bytes: a write fails as on a full disk."""
+    """Limit files to 10,000 bytes in the saves of the second epoch: a write fails as on a full disk."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     worker.callbacks.append(
@@ -182,7 +182,7 @@ def no_room(worker: Worker) -> None:
 
 
 def killed_at_operation(number: int) -> Fault:
-    """At the number-th opening, renaming, making or removing of a file in the folder in the second epoch's saves."""
+    """Kill the worker at the number-th opening, renaming, making or removing of a file in the second epoch's saves."""
 
     def fault(worker: Worker) -> None:
         state = {"saving": False, "count": 0}

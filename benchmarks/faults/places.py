@@ -90,7 +90,7 @@ def _stray(place: Place) -> Outcome:
 
 
 def ports_of(pids: set[int]) -> set[int]:
-    """On which these processes listen."""
+    """Return the ports on which these processes listen."""
     sockets = set()
     for pid in pids:
         with suppress(OSError):

@@ -23,7 +23,7 @@ METHODS = ("gossip", "partial_backprop", "token_pipeline")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a row may run.
+    """Folders and ports where a row may run.
 
     Args:
         shared: folder of runs that several rows look at.
@@ -72,7 +72,7 @@ class Row:
     pattern: str = ""
 
     def right(self, outcome: Outcome) -> bool:
-        """Whether that end was due."""
+        """Return whether that end was due."""
         return outcome.kind in self.due and (outcome.kind != LINE or bool(re.search(self.pattern, outcome.said)))
 
 

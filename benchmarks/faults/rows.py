@@ -105,6 +105,6 @@ def under_rules() -> Iterator[Row]:
 
 
 def rows() -> list[Row]:
-    """Of all groups."""
+    """Return the rows of all groups."""
     others = files, settings, places, alone
     return [*ends(), *stops(), *numbers(), *under_rules(), *(row for module in others for row in module.rows())]

@@ -29,7 +29,7 @@ RAW = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """How it went (one of the five) and the line that was said."""
+    """Outcome of a run, one of the five, and the line that was printed."""
 
     kind: str
     said: str = ""
@@ -45,7 +45,7 @@ class Process:
     status: int | None = None
 
     def poll(self) -> bool:
-        """Whether it has ended."""
+        """Return whether it has ended."""
         if self.status is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self.status = os.waitstatus_to_exitcode(status) if pid else None
@@ -98,7 +98,7 @@ class Run:
         return process
 
     def wait(self, victims: Sequence[int] = (), aside: Callable[[float], None] = lambda now: None) -> None:
-        """Until all but the victims have ended, or the time is over; then all that is left is killed.
+        """Wait until all but the victims have ended, or the time is over; then kill all that are left.
 
         Args:
             aside: called again and again meanwhile.
@@ -116,7 +116,7 @@ class Run:
             process.kill()
 
     def wait_for(self, condition: Callable[[], bool]) -> bool:
-        """Whether it came true in time."""
+        """Wait for the condition; return whether it came true in time."""
         until = time.monotonic() + self.seconds
         while time.monotonic() < until and not condition():
             time.sleep(0.02)
@@ -185,7 +185,7 @@ def result(folder: Path) -> dict[str, Tensor]:
 
 
 def unsound(folder: Path) -> str | None:
-    """What is wrong with the numbers of a run that ended well."""
+    """Return what is wrong with the numbers of a run that ended well."""
     for file in [*sorted((folder / "checkpoints").glob("*.ckpt")), *sorted(folder.rglob("handed-back-*.pt"))]:
         loaded = torch.load(file, weights_only=True)
         for name, tensor in loaded.get("state_dict", loaded).items():

@@ -109,10 +109,10 @@ def rows() -> Iterator[Row]:
 
 
 def _refused(fault: str, method: str, faults: list[Fault]) -> Row:
-    """By a line about settings, not about a worker that went away over them."""
+    """Return a row that ends by a line about settings, not about a worker that went away over them."""
     return struck(GROUP, fault, method, faults, (), (LINE,), pattern="^ValueError")
 
 
 def _ring(fault: str) -> gossip.Topology:
-    """What the other worker has where topologies differ."""
+    """Return the topology of the other worker where topologies differ."""
     return gossip.RandomMatching(seed=3) if "RandomMatching" in fault else gossip.Ring()

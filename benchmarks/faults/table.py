@@ -72,7 +72,7 @@ def measured(row: Row, place: Place) -> Found:
 
 
 def beside(chosen: Sequence[Row], folder: Path, seconds: float, jobs: int) -> Iterator[Found]:
-    """So many rows at a time, each in a process of its own; in their order."""
+    """Run several rows at a time, each in a process of its own; yield them in their order."""
     running: dict[int, int] = {}
     left, next_shown = list(enumerate(chosen)), 0
     while next_shown < len(chosen):
@@ -150,7 +150,7 @@ def publish(page: Path, found: Sequence[Found], some: bool) -> None:
 
 
 def about_of(page: str) -> str:
-    """What the page says of its table; of its latest rows only the last command."""
+    """Return the page's text about its table: of the latest rows only the last command."""
     lines = page.partition(BEGIN)[2].strip().partition("\n\n")[0].splitlines()
     return " ".join(lines).partition(" Later, rows of ")[0]
 

@@ -114,7 +114,7 @@ METHODS = {
 
 @dataclass
 class Worker:
-    """What one worker is about to do; a fault changes it before it begins.
+    """Arguments of one worker, which a fault changes before it begins.
 
     Args:
         folder: the run's own, for checkpoints.

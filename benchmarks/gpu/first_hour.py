@@ -63,7 +63,7 @@ def run(part: str, device: str) -> dict[str, Any]:
 
 
 def page(result: dict[str, Any]) -> str:
-    """As Markdown."""
+    """Return the result as Markdown."""
     about = "\n".join(f"- {name}: {value}" for name, value in result["hardware"].items())
     parts = []
     for name, found in result["parts"].items():

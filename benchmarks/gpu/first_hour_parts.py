@@ -195,7 +195,7 @@ def workers(device: torch.device) -> Iterator[Row]:
 
 
 def devices(device: torch.device) -> Iterator[Row]:
-    """By NCCL, a device each."""
+    """Yield the rows by NCCL, a device each."""
     count = torch.cuda.device_count() if device.type == "cuda" else 2
     if count < 2:
         yield Row("strategies by NCCL", f"needs two devices, here is {count}")

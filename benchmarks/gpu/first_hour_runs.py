@@ -20,13 +20,14 @@ PORTS = count(30_000 + os.getpid() % 340 * 8)
 
 
 def side_by_side(calls: Sequence[Callable[[], str]]) -> Iterator[str]:
-    """What each says, in their order: nothing here is timed, and processors stand idle beside one process."""
+    """Run several calls at the same time; yield their lines in order. Nothing here is timed, and one process leaves
+    processors idle."""
     with ThreadPoolExecutor(max_workers=max(1, len(os.sched_getaffinity(0)) // 2)) as pool:
         yield from pool.map(lambda call: call(), calls)
 
 
 def pytested(where: list[str], mark: str, seconds: int) -> str:
-    """What pytest says in its last line, the names of what failed, and of files that ask for a package that isn't here.
+    """Return pytest's last line, the names of failed tests, and of files that need a package which isn't installed.
 
     Such files hold up nothing. Of those with marked tests only `tests/benchmarks/test_gpu.py` is one: it needs Hydra.
     """

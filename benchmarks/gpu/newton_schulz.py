@@ -67,7 +67,7 @@ def torchs(matrices: Sequence[Tensor]) -> None:
 
 
 def calls(width: int, blocks: int, device: torch.device) -> dict[str, Callable[[], Any]]:
-    """What is timed, by name."""
+    """Return what is timed, by name."""
     model = gpt2(width, blocks).to(device)
     groups = muon_groups(model)
     matrices = [torch.randn_like(p) for p in groups[0]["params"]]

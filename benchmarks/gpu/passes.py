@@ -48,7 +48,7 @@ LAUNCHES = {"state_": 2, "correct_and_state_": 2}
 
 
 class Cost(NamedTuple):
-    """Of one round.
+    """Passes over memory that one round takes.
 
     Attributes:
         passes: over the parameters, in all.
@@ -120,7 +120,7 @@ def _places(tree: Any) -> dict[tuple[int, int], int]:
 
 
 def cost(codec: Codec, neighbours: int = 1, buckets: int = 4) -> Cost:
-    """Of a round with this codec, on a device."""
+    """Return the cost of a round with this codec, on a device."""
     with ExitStack() as stack:
         stack.enter_context(simulated.device(seed=0))
         flat = torch.randn(ELEMENTS).to(CUDA)
@@ -136,7 +136,7 @@ def cost(codec: Codec, neighbours: int = 1, buckets: int = 4) -> Cost:
 
 
 def summed(counting: Counting, buckets: int) -> Cost:
-    """Of what was counted, as multiples of the parameters' bytes and by bucket."""
+    """Return the counted passes as multiples of the parameters' bytes, and kernels by bucket."""
     whole = 4 * ELEMENTS
     shares = {name: round(moved / whole, 2) for name, moved in counting.moved.most_common() if moved > whole / 10}
     passes = sum(counting.moved.values()) / whole
@@ -144,7 +144,8 @@ def summed(counting: Counting, buckets: int) -> Cost:
 
 
 def averaging(buckets: int = 4, parameters: int = 16) -> Cost:
-    """Of a step's `GradientAverage` over an `ExactMean`: packing and dividing, and nothing is copied back."""
+    """Return the cost of a step's `GradientAverage` over an `ExactMean`: packing and dividing, nothing is copied
+    back."""
     with ExitStack() as stack:
         stack.enter_context(simulated.device(seed=0))
         own = [nn.Parameter(torch.randn(ELEMENTS // parameters).to(CUDA)) for _ in range(parameters)]

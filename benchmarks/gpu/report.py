@@ -5,7 +5,7 @@ from typing import Any
 
 
 def page(result: dict[str, Any]) -> str:
-    """As a page."""
+    """Return the result as a Markdown page."""
     about = "\n".join(f"- {name}: {value}" for name, value in result["hardware"].items())
     rows = [
         f"| {name} | {1e3 * statistics.median(row['seconds']['plain']):.2f} | "

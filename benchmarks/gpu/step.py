@@ -76,7 +76,7 @@ class Clock(Callback):
 
 
 def step_seconds(strategy: Strategy, work: Work, steps: int, device: torch.device) -> float:
-    """Of one run."""
+    """Return the seconds of a step, from one run."""
     clock = Clock(device)
     trainer = Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",

@@ -66,7 +66,7 @@ OWN = ("accumulating", "PowerSGD")
 
 
 def family(method: str) -> str:
-    """Of its optimizer: whose rates and momenta it is tuned over."""
+    """Return the family of its optimizer, over which rates and momenta are tuned."""
     return "muon" if "Muon" in method else "adamw"
 
 
@@ -77,7 +77,7 @@ def plain(method: str) -> str:
 
 
 def tuned_alone(method: str) -> bool:
-    """Whether its rate and momentum are looked for, and no other method's serve."""
+    """Return whether its rate and momentum are tuned for itself, and no other method's serve."""
     return plain(method) == method or any(word in method for word in OWN)
 
 

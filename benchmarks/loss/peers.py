@@ -35,7 +35,7 @@ class Apart(DDPStrategy):
     """Lightning's processes and sampler, without torch's wrapper: every worker keeps its gradients."""
 
     def configure_ddp(self) -> None:
-        """Not."""
+        """Leave the module as it is, without DDP's wrapper."""
 
 
 class DiLoCo(Callback):
@@ -91,7 +91,7 @@ class DiLoCo(Callback):
         return manager
 
     def on_train_end(self, *_: Any) -> None:
-        """In the order that is the reverse: the optimizer, the manager, then, when all are here, the lighthouse."""
+        """Close in reverse order: the optimizer, the manager, then, when all are here, the lighthouse."""
         self._open.close()
 
 
@@ -103,7 +103,7 @@ def address_of(peer: str) -> str:
 
 
 class _Loss(nn.Module):
-    """What decent-dp wraps: the loss of a batch."""
+    """Module that decent-dp wraps: its output is the loss of a batch."""
 
     def __init__(self, learner: Learner) -> None:
         super().__init__()

@@ -71,7 +71,8 @@ def options_of(steps: int | None, longest: float) -> argparse.Namespace:
 
 
 def recipe_for(name: str, hosts: int, methods: list[str] | None = None) -> Recipe:
-    """With the steps and words that it has on so many hosts; of `gpt-1440-steps` the schedule is as long as it says."""
+    """Return the recipe with the steps and overrides for this number of hosts; `gpt-1440-steps` has a schedule of that
+    length."""
     name, steps = scheduled(name)
     found, more = RECIPES[name], TUNED.get((name, hosts), {})
     if (rates := RESULTS / f"tuning-{name}-{slug()}.json").exists():
@@ -113,7 +114,7 @@ Key = tuple[str, str, str]
 
 
 def keep(results: dict[str, Any], path: Path, key: Key, found: Any) -> None:
-    """At its place among the methods, and on the disk."""
+    """Write the result at its place among the methods to the disk."""
     kind, place, method = key
     known = {**results[kind].get(place, {}), method: found}
     order = [*RECIPES[scheduled(place.partition(" ")[0])[0]].methods]
@@ -122,7 +123,7 @@ def keep(results: dict[str, Any], path: Path, key: Key, found: Any) -> None:
 
 
 def time_steps(options: argparse.Namespace, results: dict[str, Any]) -> None:
-    """Of the methods that aren't there yet, all at a rate in one launch."""
+    """Time steps of the methods that have no result yet, all at a rate in one launch."""
     for rate, name in track([(rate, name) for name in options.recipes for rate in options.rates], "seconds"):
         recipe, place = recipe_for(name, options.hosts, options.methods), f"{name} {options.hosts} {rate}"
         known = results["seconds"].get(place, {})

@@ -17,9 +17,9 @@ import torch
 from hydra.utils import instantiate
 
 from common.quiet_recipe import built, composed
-from lightning_decentral.planner.rehearsal.batches import data_of, shared_out
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.loop import LoopSettings
+from lightning_decentral.planner.rehearsal.worker import copies_of, data_of
 from loss.methods import SHARED
 from loss.peers import LOCAL, OUTER_LR, OUTER_MOMENTUM
 from network.accuracy import Recipe, scores
@@ -47,8 +47,7 @@ def rehearsed(recipe: Recipe, words: list[str], hosts: int, seed: int) -> dict[s
     cfg = composed([*recipe.words, *_strategy(words), f"trainer.max_steps={updates}", *NO_END], seed)
     cfg.data.batch_size *= together
     data, module, _ = built(cfg)
-    batches, epoch = shared_out(data_of(data), hosts)
-    loop = LoopSettings(cfg.trainer.gradient_clip_val, 1.0, epoch, updates)
+    batches, loop = copies_of(data_of(data)), LoopSettings(cfg.trainer.gradient_clip_val, 1.0, updates)
     strategy, rows = instantiate(cfg.strategy, _convert_="all"), []
     steps = list(range(recipe.every, recipe.steps + 1, recipe.every))
     with Crew(module, batches, strategy, hosts, updates, loop=loop) as crew:

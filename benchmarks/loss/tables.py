@@ -44,18 +44,18 @@ class Trained(NamedTuple):
             yield step, round(statistics.mean(scores), 3)
 
     def steps(self, method: str, loss: float) -> int | None:
-        """Of the first mark at the loss or below."""
+        """Return the step of the first mark at the loss or below."""
         return next((step for step, found in self.losses(method) if found <= round(loss, 3)), None)
 
     def how(self, method: str) -> str:
-        """In what it differs from the table's own runs."""
+        """Return in what its settings differ from the table's own runs."""
         of = [run[method] for run in self.runs if method in run]
         steps = f"{of[0]['steps'][-1]} steps{', one seed' if len(of) == 1 else ''}" if self.other else ""
         return "".join(f"; {word}" for word in (self.recipe, steps) if word)
 
 
 def trained(results: dict[str, Any], recipe: str, hosts: int, named: str = "") -> list[Trained]:
-    """With the recipe's own schedule, then with others, the shortest first."""
+    """Return the runs with the recipe's own schedule, then those with others, the shortest first."""
     found, rates = [], rates_of(results, f"{SAME_STEPS.get(recipe, recipe)} {hosts} ")
     names = {scheduled(key.partition(" ")[0])[::-1] for key in results["curves"] if key.split(" ")[1] == f"{hosts}"}
     for name in (recipe, *(f"{recipe}-{steps}-steps" for steps, of in sorted(names) if steps and of == recipe)):
@@ -65,7 +65,7 @@ def trained(results: dict[str, Any], recipe: str, hosts: int, named: str = "") -
 
 
 class Table:
-    """What was measured of one recipe on so many hosts, over seeds and rates."""
+    """Results of one recipe and number of hosts, over seeds and rates."""
 
     def __init__(self, results: dict[str, Any], recipe: str, hosts: int) -> None:
         self.title, self.recipe = f"{recipe}, {hosts} hosts", recipe
@@ -84,7 +84,7 @@ class Table:
         return [run[method]["scores"][-1] for run in self.runs if method in run]
 
     def steps(self, method: str, loss: float, of: Trained | None = None) -> int | None:
-        """Of the first mark at the loss or below, to the third digit, of the mean curve over the seeds."""
+        """Return the step at which the mean curve over the seeds first is at the loss or below, to the third digit."""
         return (of or self.own).steps(method, loss)
 
     def sooner(self, method: str, peer: str, rate: str, of: Trained | None = None) -> str:

@@ -66,7 +66,7 @@ def last_loss(
 
 
 def steps_of(recipe: str) -> int:
-    """Of a run: one epoch of `gpt`, another recipe's own."""
+    """Return the steps of a run: one epoch of `gpt`, another recipe's own."""
     return STEPS if recipe == "gpt" else RECIPES[recipe].steps
 
 

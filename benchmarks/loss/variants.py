@@ -132,7 +132,7 @@ def blocking() -> dict[str, Variant]:
 
 
 def graphs() -> dict[str, Variant]:
-    """What is left of the gap to `ddp` when workers disagree less, and when they don't at all."""
+    """Return variants that measure what is left of the gap to `ddp` at smaller consensus errors, down to none."""
     own = {"own": [*MUON, "optimizer.lr=2e-2"], "travels": [*TRAVELS, "optimizer.lr=2e-2"]}
     found = {"graphs, ddp": Variant(METHODS["ddp, Muon"], steps=1080)}
     for way, (graph, delay) in product(own, (("hypercube", 1), ("hypercube", 0), ("complete", 1), ("complete", 0))):
@@ -163,7 +163,7 @@ def warm_ups() -> dict[str, Variant]:
 
 
 def keep(kept: dict[str, Any], name: str, found: float) -> None:
-    """On the disk."""
+    """Write the found loss to the disk."""
     kept["losses"][name], here = found, description()
     if kept.setdefault("hardware", here)["processor"] != here["processor"]:
         kept["also on"] = sorted({*kept.get("also on", []), here["processor"]})

@@ -45,7 +45,7 @@ ALONE_STEPS = 50
 
 
 class Recipe(NamedTuple):
-    """What is trained, for how many steps with a mark after every so many, and the scores to reach.
+    """Recipe with its number of steps, the distance of its marks and the scores to reach.
 
     `sign` is -1 where a lower score is better. Of a step a simulated accelerator takes `asleep` seconds; where it is
     None, the processor computes it.
@@ -124,7 +124,7 @@ def mean_rows(folder: Path, place: str, workers: int) -> Tensor:
 
 
 def seconds_at(records: list[dict[str, Any]], steps: list[int]) -> list[float]:
-    """From the first worker's start to the last one's end of each of these steps."""
+    """Return the seconds from the first worker's start to the last one's end of each of these steps."""
     start = min(record["begin"] for record in records)
     return [max(record["ends"][step - 1] for record in records) - start for step in steps]
 

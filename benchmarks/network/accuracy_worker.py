@@ -138,7 +138,7 @@ def train_alone(plan: Plan, host: int) -> None:
 
 
 def main() -> None:
-    """By itself, then every method of the plan in turn, in one process group."""
+    """Train alone, then by every method of the plan in turn, in one process group."""
     folder = Path(sys.argv[1])
     plan: Plan = json.loads((folder / "plan.json").read_text()) | {"folder": folder}
     train_alone(plan, int(os.environ["NODE_RANK"]))

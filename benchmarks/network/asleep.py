@@ -23,7 +23,7 @@ def blocks_of(model: nn.Module) -> Blocks:
 
 
 def put_to_sleep(model: Learner, seconds: float) -> None:
-    """Of so many seconds a step sleeps a third forward, the rest backward. Its updates are SGD's, on the processor:
+    """Make steps sleep for so many seconds, a third forward, the rest backward. Updates are SGD's, on the processor:
     every method of a recipe has the same. They keep `momentum_buffer`, as Muon's do, so that it can travel."""
     blocks = blocks_of(model)
 
@@ -39,7 +39,7 @@ def put_to_sleep(model: Learner, seconds: float) -> None:
 
 
 def costs(blocks: Sequence[Sequence[Tensor]], seconds: float, beside: float) -> tuple[BlockCost, ...]:
-    """Of the same steps, with what the processor takes beside them as the updates'."""
+    """Return the costs of the same steps, with the processor's other work counted as the updates'."""
     forward, update = seconds / 3 / len(blocks), beside / len(blocks)
     sizes = [sum(tensor.numel() * tensor.element_size() for tensor in some) for some in blocks]
     return tuple(BlockCost(f"block {i}", forward, 2 * forward, update, size) for i, size in enumerate(sizes))

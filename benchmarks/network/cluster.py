@@ -43,7 +43,7 @@ class ClusterError(CannotRun):
 
 
 def bits_per_second(rate: str) -> float:
-    """Of tc's words: 200mbit -> 2e8."""
+    """Parse a rate in tc's units: 200mbit -> 2e8."""
     for unit, factor in UNITS.items():
         if rate.endswith(unit):
             return float(rate.removesuffix(unit)) * factor
@@ -73,7 +73,7 @@ class Cluster:
         return f"{self.name}-{index}"
 
     def address(self, index: int) -> str:
-        """Of a host's eth0; it exists inside these namespaces only."""
+        """Return the address of a host's eth0, which exists inside these namespaces only."""
         return f"10.77.0.{index + 1}"
 
     def up(self, rate: str) -> None:
@@ -125,7 +125,7 @@ class Cluster:
             self._limit(index, rate)
 
     def environment(self, index: int, port: int) -> dict[str, str]:
-        """What a process on that host is started with, for Lightning's own environment."""
+        """Return the environment variables of a process on that host, for Lightning's own environment."""
         return {
             **os.environ,
             "NODE_RANK": str(index),

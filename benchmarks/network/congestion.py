@@ -23,7 +23,8 @@ WAYS |= {f"bbr, route congctl {name}": ("bbr", name) for name in ("reno", "cubic
 
 
 def choose(hosts: Cluster, own: str, route: str) -> None:
-    """On every host. What a namespace may choose: `sysctl net.ipv4.tcp_allowed_congestion_control`."""
+    """Choose the congestion control on every host. A namespace may choose from `sysctl
+    net.ipv4.tcp_allowed_congestion_control`."""
     for index in range(hosts.hosts):
         name = hosts.host(index)
         control = f"net.ipv4.tcp_congestion_control={own}"

@@ -42,7 +42,7 @@ START = (
 
 
 def host_seconds(hosts: Cluster, measured: dict[str, Any], warm_up: int) -> float:
-    """Of a step beside the sleep: the update, Lightning's work, waiting for one of the processors that all share."""
+    """Return a step's seconds in addition to the sleep: the update, Lightning's work, waits for a shared processor."""
     shape = {name: measured[name] for name in ("steps", "parameters", "layers", "compute")}
     options = argparse.Namespace(**shape, model="sleeping", longest_step=8.0)
     rows = measure(hosts, ["alone"], options, 1.0)["alone"]["ends"]
@@ -75,7 +75,7 @@ def model(measured: dict[str, Any], beside: float, works: tuple[RoundWork, ...])
 
 
 def profiled(hosts: Cluster, trained: Model, sizes: str = "65536 1048576 8388608 33554432") -> Profile:
-    """With the network as the hosts measure it, on messages of so many bytes."""
+    """Return a profile with the network as the hosts measure it, on messages of so many bytes."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "profile.json"
         write(Profile(trained), path)
@@ -117,7 +117,7 @@ def table(rows: dict[str, dict[str, tuple[float, float]]]) -> str:
 
 
 def verdict(rows: dict[str, dict[str, tuple[float, float]]]) -> str:
-    """How many are within a tenth, and in order."""
+    """Return how many are within a tenth, and in order."""
     errors = [abs(forecast / found - 1) for methods in rows.values() for forecast, found in methods.values()]
     text = f"Within 10 %: {sum(e <= 0.1 for e in errors)} of {len(errors)}; largest {max(errors):.0%}."
     for setting, methods in rows.items():

@@ -57,7 +57,7 @@ RUNS = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one run.
+    """Comparison of one published run with its prediction.
 
     Args:
         milliseconds: predicted.
@@ -68,12 +68,12 @@ class Verdict:
 
     @property
     def winner_agrees(self) -> bool:
-        """Whether the alternating ring is predicted to be as fast as any, as it was measured."""
+        """Return whether the alternating ring is predicted to be as fast as any, as it was measured."""
         return self.milliseconds[RING] <= min(self.milliseconds.values()) * (1 + 1e-9)
 
     @property
     def order_agrees(self) -> bool:
-        """Whether the methods' order is the measured one, where equal predictions agree with any."""
+        """Return whether the methods' order is the measured one; equal predictions agree with any."""
         ring, peer, reduced = (self.milliseconds[name] for name in (RING, ONE_PEER, ALL_REDUCE))
         return ring <= peer * (1 + 1e-9) and peer <= reduced * (1 + 1e-9)
 
@@ -82,7 +82,7 @@ class Verdict:
         return self.milliseconds[method] / self.run.milliseconds[method]
 
     def speedup(self, milliseconds: Mapping[str, float]) -> float:
-        """Of the alternating ring over all-reduce."""
+        """Return the speed-up of the alternating ring over all-reduce."""
         return milliseconds[ALL_REDUCE] / milliseconds[RING]
 
     @property
@@ -102,7 +102,7 @@ def setting(run: Published) -> Setting:
 
 
 def methods(run: Published) -> dict[str, Method]:
-    """Those that were measured."""
+    """Return the methods that were measured."""
     ring = GossipForecast(AlternatingExponentialRing(run.per_node))
     return {ALL_REDUCE: DataParallel(), ONE_PEER: GossipForecast(OnePeerExponential()), RING: ring}
 

@@ -50,7 +50,7 @@ def processor(share: float) -> Iterator[None]:
 
 
 def _own_group(version_2: bool) -> str:
-    """Of this process, below the root."""
+    """Return this process's own control group, below the root."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if (version_2 and not controllers) or "cpu" in controllers.split(","):

@@ -77,7 +77,8 @@ def busy_per_step(busy: list[list[float]], warm_up: int) -> float:
 
 
 def mean_compute(seconds: float, hosts: int, straggler: str) -> float:
-    """Of a host and step, with one host in each that many times slower; 0 for layers that don't sleep."""
+    """Return the mean seconds of a host and step, with one host that many times slower in each; 0 for layers that don't
+    sleep."""
     if straggler in MODELS:
         return 0.0
     times = 1.0 if straggler.startswith(SLOWER) else float(straggler)
@@ -149,7 +150,7 @@ def draw(results: dict[str, Any], warm_up: int, path: Path) -> None:
 
 
 def _said(label: str) -> str:
-    """What is unusual about a run."""
+    """Return what is unusual about a run."""
     if label.startswith(SLOWER):
         return f", {label.removeprefix(SLOWER)} of the processors' time"
     if label in MODELS:
@@ -158,7 +159,7 @@ def _said(label: str) -> str:
 
 
 def label_of(options: argparse.Namespace, straggler: float) -> str:
-    """Of a setting, beside hosts and rate.
+    """Return the label of a setting, in addition to hosts and rate.
 
     Raises:
         ClusterError: a slower processor together with what has its own label.

@@ -66,7 +66,8 @@ class Sleeper(nn.Module):
 
 
 class Linears(nn.Module):
-    """As many square layers, of about as many numbers, that compute: 64 rows a step. All hosts share the processors."""
+    """Square layers that compute 64 rows a step, as many as the others and of about as many numbers. All hosts share
+    the processors."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
@@ -96,7 +97,8 @@ class Module(LightningModule):
 
 
 class Clock(Callback):
-    """When each step ended, by the clock that all hosts share, and the processor seconds of this host until then."""
+    """Callback that notes when each step ended, by the clock that all hosts share, and this host's processor
+    seconds."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []

@@ -26,7 +26,7 @@ Row = dict[str, str]
 
 
 def rows(name: str) -> Iterator[Row]:
-    """Of all tables of a report of results, each by its own headings; what stands before a table is `title`."""
+    """Yield the rows of all tables of a report, each by its own headings; `title` is what stands before a table."""
     title, heads = "", []
     for line in report(name).splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -69,7 +69,7 @@ def sooner(recipe: str, method: str) -> str:
 
 
 def by_rate(recipe: str, what: str, page: str = "") -> list[Row]:
-    """Of the table with this title, of the page with this in its name."""
+    """Return the table with this title on the page with this in its name."""
     hosts = {"8-hosts-": 8, "16-hosts-": 16}.get(page, 4)
     found = rows(f"loss-per-second-{page}2-cores")
     return [row for row in found if row["title"].startswith(f"{recipe}, {hosts} hosts: {what}")]
@@ -87,7 +87,7 @@ def uneven() -> str:
 
 
 def questions() -> str:
-    """What to type by the first question that is answered with yes, and one number for it."""
+    """Return the table of questions: what to type at the first yes, and one number for it."""
     slow = {row["method"]: row for row in rows("cluster-speed-2-cores") if row["straggler or model"] == "3"}
     equal = {(row["recipe"], row["run"]): row["mean ± deviation"] for row in rows("quality-2-cores")}
     speed, accuracy, text = (
@@ -138,7 +138,7 @@ def stragglers() -> str:
 
 
 def seconds_to_a_target() -> str:
-    """To a target that all methods reach, and the score of the last step."""
+    """Return the table of seconds to a target that all methods reach, and the score of the last step."""
     body = []
     for row in rows("cluster-accuracy-2-cores"):
         recipe, steps = row["title"].partition(":")[0], row["title"].partition(" steps")[0].split()[-1]

@@ -1,4 +1,4 @@
-"""The tables of docs/measured.md, and of elastic.md and how-it-works.md, from the results; tests hold them to these.
+"""The tables of docs/measured.md, of elastic.md and of benchmarks/notes.md, from the results; tests hold them to these.
 
     python benchmarks/pages.py measured           # prints them
     python benchmarks/pages.py measured --write   # puts them into the page
@@ -70,7 +70,7 @@ def slow_network() -> str:
 
 
 def forecasts() -> str:
-    """How far off predicted seconds of a step are, by setting."""
+    """Return the table of errors of predicted step times, by setting."""
     found: dict[str, list[float]] = {}
     for row in rows("predicted-2-cores"):
         found.setdefault(row["hosts, rate"], []).append(abs(float(row["off by"].rstrip("%"))))
@@ -233,7 +233,7 @@ def spread(seconds: list[float]) -> str:
 
 
 def device() -> str:
-    """Of the first hour on one: times of kernels and rounds over those that their bytes take at a copy's rate."""
+    """Return the table of the first hour on a device: times over those that the bytes take at a copy's rate."""
     parts = result("first-hour-nvidia-h100-80gb-hbm3.json")["parts"]
     found = {row["name"]: (row["value"], row["predicted"]) for part in parts.values() for row in part["rows"]}
     timed = {
@@ -256,7 +256,7 @@ TABLES = (
     quality, overhead, memory, slow_network, stragglers, forecasts, seconds_to_a_target, unequal_data, pipeline,
     partial, sweeps, faults, elastic,
 )  # fmt: skip
-ELASTIC, DEVICE = (beside, changing, aged), (device,)
+ELASTIC, NOTES = (beside,), (changing, aged, device)
 
 
 def written(page: str, tables: Sequence[Callable[[], str]]) -> str:
@@ -271,7 +271,7 @@ def written(page: str, tables: Sequence[Callable[[], str]]) -> str:
 
 
 DOCS = ROOT / "docs"
-PAGES = {DOCS / "measured.md": TABLES, DOCS / "elastic.md": ELASTIC, DOCS / "how-it-works.md": DEVICE}
+PAGES = {DOCS / "measured.md": TABLES, DOCS / "elastic.md": ELASTIC, ROOT / "benchmarks" / "notes.md": NOTES}
 
 
 def main() -> None:

@@ -57,7 +57,7 @@ def report(name: str) -> str:
 
 
 def names() -> list[str]:
-    """Of the results that have a report."""
+    """Return the names of results that have a report."""
     return [path.stem for path in sorted(RESULTS.glob("*.json")) if maker(path.stem)]
 
 

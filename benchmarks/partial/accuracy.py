@@ -104,7 +104,7 @@ def train(words: list[str], metric: str, steps: int, rate: float, seed: int) -> 
 
 
 def apart(function: Callable[..., Any], *args: Any) -> Any:
-    """In a forked process of its own."""
+    """Call it in a forked process of its own."""
     queue = multiprocessing.get_context("fork").SimpleQueue()
     process = multiprocessing.get_context("fork").Process(target=lambda: queue.put(function(*args)))
     process.start()

@@ -146,7 +146,7 @@ def saved_bytes(depth: int) -> int:
 
 
 def isolated() -> list[str]:
-    """What puts a command into a network namespace of its own, or nothing where that isn't granted."""
+    """Return what puts a command into a network namespace of its own, or nothing where that isn't granted."""
     words = ["unshare", "-rn", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
     try:
         granted = subprocess.run([*words, "true"], capture_output=True, timeout=20).returncode == 0

@@ -132,7 +132,7 @@ def measure(depth: Any, absent: Any) -> dict[str, int]:
 
 
 def lines(rows: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """Of a page: shares of full training."""
+    """Return the lines of a page: shares of full training."""
     full = rows["full"]
     head = ["| policy | saved activations | gradients | optimizer state | sum |", "| --- | --- | --- | --- | --- |"]
     for name, row in rows.items():

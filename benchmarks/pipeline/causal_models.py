@@ -38,8 +38,10 @@ slices as whole, in float64. See [the token pipeline](token-pipeline.md#which-mo
 routers. With eager attention a padding token on the left attends to everything, those after it too, and
 predicts the first token. Such calls need `sdpa`, where the class has it, or padding on the right.
 
-| class | attention | padding right | padding left | packed sequences | router loss |
-| --- | --- | --- | --- | --- | --- |"""
+| attention | padding left | packed sequences | router loss | classes |
+| --- | --- | --- | --- | --- |"""
+MOST = 100
+"""Characters of a reason."""
 
 
 def tried(name: str) -> tuple[str, str, Verdict]:
@@ -51,13 +53,14 @@ def tried(name: str) -> tuple[str, str, Verdict]:
 
 
 def cells(verdict: Verdict, routed: bool) -> Iterator[str]:
-    for form in (RIGHT, LEFT, PACKING):
+    assert RIGHT not in verdict.refused  # a column that would say yes of all
+    for form in (LEFT, PACKING):
         yield "refused" if form in verdict.refused else "yes"
     yield "refused" if ROUTING in verdict.refused else "yes" if routed else "-"
 
 
 def table(names: list[str]) -> str:
-    rows: dict[str, str] = {}
+    sliced: dict[str, str] = {}
     others: dict[str, str] = {}
     for name in names:
         try:
@@ -65,19 +68,31 @@ def table(names: list[str]) -> str:
         except Exception as error:  # of several configurations in one, or of none
             kind, attention, verdict = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name], "", Verdict(None, {"": _line(error)})
         if verdict.anatomy is None:
-            others[kind] = f"| `{kind}` | {verdict.refused['']} |"
+            others[kind] = shortened(verdict.refused[""])
         else:
-            routed = bool(verdict.anatomy.routers)
-            rows[kind] = f"| `{kind}` | {attention} | {' | '.join(cells(verdict, routed))} |"
+            sliced[kind] = " | ".join([attention, *cells(verdict, bool(verdict.anatomy.routers))])
         print(kind, verdict.refused, file=sys.stderr, flush=True)
-    others = {kind: row for kind, row in others.items() if kind not in rows}
-    head = HEAD.format(version=transformers.__version__, sliced=len(rows), all=len(rows) + len(others))
-    tail = "\n## Refused\n\n| class | why |\n| --- | --- |"
-    return "\n".join([head, *(rows[k] for k in sorted(rows)), tail, *(others[k] for k in sorted(others))])
+    others = {kind: why for kind, why in others.items() if kind not in sliced}
+    head = HEAD.format(version=transformers.__version__, sliced=len(sliced), all=len(sliced) + len(others))
+    return "\n".join([head, *grouped(sliced), "\n## Refused\n\n| why | classes |\n| --- | --- |", *grouped(others)])
+
+
+def grouped(verdicts: dict[str, str]) -> list[str]:
+    """A row for each verdict with its classes, that of most classes first."""
+    classes: dict[str, list[str]] = {}
+    for kind in sorted(verdicts):
+        classes.setdefault(verdicts[kind], []).append(f"`{kind}`")
+    rows = sorted(classes.items(), key=lambda row: (-len(row[1]), row[0]))
+    return [f"| {verdict} | {', '.join(kinds)} |" for verdict, kinds in rows]
+
+
+def shortened(why: str) -> str:
+    said = why.removeprefix("a small copy of it says ")
+    return said if len(said) <= MOST else f"{said[:MOST].rpartition(' ')[0]} ..."
 
 
 def _line(error: Exception) -> str:
-    return f"its default configuration says {type(error).__name__}: {' '.join(str(error).split())[:120]}"
+    return f"its default configuration: {type(error).__name__}: {' '.join(str(error).split())[:120]}"
 
 
 def main() -> None:

@@ -67,7 +67,7 @@ def step(model: nn.Module, ids: Tensor) -> None:
 
 
 def launched(model: nn.Module, ids: Tensor) -> Counter[str]:
-    """Of one step, by operation; kernels that were compiled are "fused"."""
+    """Count the launches of one step, by operation; kernels that were compiled are "fused"."""
     with profile(activities=[ProfilerActivity.CPU]) as found:
         step(model, ids)
     names = [event.name for event in found.events()]

@@ -36,7 +36,7 @@ Taken = dict[str, Any]
 
 @dataclass(frozen=True)
 class Size:
-    """Of the model, and of the sequences it learns from."""
+    """Size of the model and of the sequences it learns from."""
 
     width: int
     blocks: int
@@ -44,14 +44,14 @@ class Size:
 
     @classmethod
     def options(cls, parser: ArgumentParser) -> None:
-        """What a benchmark takes on its command line."""
+        """Add the options of a size to the command line."""
         parser.add_argument("--width", type=int, default=512, help="of the residual stream, a multiple of 64")
         parser.add_argument("--blocks", type=int, default=4, help="of the whole model, a multiple of 2")
         parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
 
     @classmethod
     def of(cls, options: Namespace) -> "Size":
-        """What was said there."""
+        """Read the size from the parsed options."""
         return cls(options.width, options.blocks, options.length)
 
     def model(self) -> GPT2LMHeadModel:
@@ -126,7 +126,7 @@ class Bench:
         return step
 
     def turns(self, steps: dict[str, Step], count: int) -> list[dict[str, Taken]]:
-        """So many; each step of one comes after one like it."""
+        """Return the times of so many turns; each step of one comes after one like it."""
         return [self.turn(steps) for _ in range(count)]
 
     def turn(self, steps: dict[str, Step]) -> dict[str, Taken]:
@@ -162,7 +162,7 @@ class Bench:
         dist.barrier()
 
     def taken(self, step: Step) -> Taken:
-        """What a step took that came after one like it, as in training: its memory is where that one left it."""
+        """Return a step's times after one like it, as in training: its memory is where that one left it."""
         step()
         self._forget()
         self.own_seconds = {}

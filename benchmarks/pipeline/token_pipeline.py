@@ -90,7 +90,7 @@ def work(rank: int, options: argparse.Namespace, results: Any) -> None:
 
 
 def slicings(length: int, situation: Priced, counts: Sequence[int]) -> dict[str, list[int]]:
-    """What a sequence is cut into, by name."""
+    """Return the slicings of a sequence, by name."""
     found = {f"{n} equal": list(equal(length, n)) for n in counts}
     found |= {f"{n} balanced": list(Balanced(n).slices(length, situation)) for n in BALANCED}
     planned = list(Planned().slices(length, situation))

@@ -128,7 +128,7 @@ def cell(
 
 
 def key(method: Method, schedule: str, alpha: float) -> str:
-    """Of a cell in the results."""
+    """Return the key of a cell in the results."""
     return f"{method.key} | {schedule} | alpha {alpha:g}"
 
 

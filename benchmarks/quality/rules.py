@@ -55,7 +55,7 @@ WITHOUT_MOMENTUM = {"Muon": ["optimizer.momentum=0"], "AccumAdamW": ["optimizer.
 
 
 def words(rule: str, optimizer: str) -> list[str]:
-    """Of the recipe."""
+    """Return the overrides of the recipe."""
     if rule == "ddp":
         return [*RULES[rule], *OPTIMIZERS[optimizer], *OF_DDP[optimizer]]
     own = WITHOUT_MOMENTUM[optimizer] if rule == "QuasiGlobalMomentum" else []
@@ -81,7 +81,7 @@ def first(runs: dict[str, float]) -> list[tuple[str, str, int]]:
 
 
 def further(runs: dict[str, float]) -> list[tuple[str, str, int]]:
-    """With the others, of the better optimizer, when all of the first have run."""
+    """Return further runs with the other rules' better optimizer, when all of the first have run."""
     every = [(rule, better(runs, rule), seed) for seed in SEEDS[1:] for rule in RULES]
     return [one for one in every if "{}, {}, {}".format(*one) not in runs]
 
@@ -110,7 +110,7 @@ def table(runs: dict[str, float]) -> str:
 
 
 def losses(runs: dict[str, float], rule: str) -> list[float]:
-    """With the better optimizer, by seed, as far as they have run."""
+    """Return the losses with the better optimizer, by seed, as far as they have run."""
     keys = [f"{rule}, {better(runs, rule)}, {seed}" for seed in SEEDS]
     return [runs[key] for key in keys if key in runs]
 

@@ -31,7 +31,7 @@ ASLEEP = tuple(place._replace(asleep=STEP) for place in PLACES)
 
 
 def measure(kept: dict[str, Any]) -> Iterator[str]:
-    """What isn't kept yet: networks, profiles, real steps; says which."""
+    """Measure what isn't kept yet: networks, profiles, real steps; yield its name."""
     yield from networks(kept.setdefault("networks", {}))
     for place in ASLEEP:
         if place.key not in kept.setdefault("profiles", {}):
@@ -42,7 +42,7 @@ def measure(kept: dict[str, Any]) -> Iterator[str]:
 
 
 def profiled(place: Place) -> Model:
-    """Of hosts that all train at once."""
+    """Return the profile of hosts that all train at once."""
     _, model, _ = built(composed(RECIPES[place.recipe].words, SEED))
     blocks = blocks_of(model)
     size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())

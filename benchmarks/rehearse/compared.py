@@ -30,11 +30,11 @@ from torch.utils.data import DataLoader, Subset
 from common.hardware import description, slug
 from common.paths import RESULTS
 from common.quiet_recipe import built, composed
-from lightning_decentral.planner.rehearsal.batches import data_of, shared_out
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.evaluation import HeldOutEvaluation
 from lightning_decentral.planner.rehearsal.loop import LoopSettings
 from lightning_decentral.planner.rehearsal.search import MARKS, Point, SearchCourse, reached, search, smoothed
+from lightning_decentral.planner.rehearsal.worker import copies_of, data_of
 from network.accuracy import EXAMPLES, Recipe
 from rehearse import asleep
 from rehearse.seconds import HOSTS, METHODS_HERE, PLACES, RATES, REAL, RECIPES, SEED, Place, forecasts, measure
@@ -51,11 +51,11 @@ def crew_of(
     """(module, data, what makes the crew at a learning rate)."""
     cfg = composed([*recipe.words, *words], SEED)
     data, module, _ = built(cfg)
-    batches, epoch = shared_out(data_of(data), hosts)
+    batches = copies_of(data_of(data))
     used = strategy or instantiate(cfg.strategy, _convert_="all")
 
     def make(rate: float) -> Crew:
-        loop = LoopSettings(cfg.trainer.gradient_clip_val, rate, epoch, recipe.steps)
+        loop = LoopSettings(cfg.trainer.gradient_clip_val, rate, recipe.steps)
         return Crew(module, batches, used, hosts, recipe.steps, loop=loop)
 
     return module, data, make
@@ -99,7 +99,8 @@ def real_runs(place: Place, kept: dict[str, Any]) -> dict[str, list[Point]]:
 
 
 def verdict(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """How many seconds and steps are right, in how many settings the best is the best, how many pairs have their order.
+    """Return how many seconds and steps are right, in how many settings the best is the best, how many pairs are in
+    order.
     Pairs are counted twice: all, and those that are as far apart as a setting's two best have to be."""
     found = {"settings": 0, "clear": 0, "best_right": 0, "pairs": 0, "pairs_right": 0, "apart": 0, "apart_right": 0}
     for setting in dict.fromkeys((row["place"], row["rate"], row["target"]) for row in rows):

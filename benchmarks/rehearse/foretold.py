@@ -43,7 +43,6 @@ from common.paths import RESULTS, command
 from common.quiet_recipe import built, composed, own_batches
 from lightning_decentral.planner.forecasts import strategy_of
 from lightning_decentral.planner.noise import steps_ratio
-from lightning_decentral.planner.rehearsal.batches import data_of, shared_out
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.disagreement import Drift, probed
 from lightning_decentral.planner.rehearsal.evaluation import HeldOutEvaluation, held_out
@@ -58,7 +57,7 @@ from lightning_decentral.planner.rehearsal.search import (
     search,
     smoothed,
 )
-from lightning_decentral.planner.rehearsal.worker import quiet
+from lightning_decentral.planner.rehearsal.worker import copies_of, data_of, quiet
 
 CURVES = RESULTS / "loss-per-second-2-cores.json"
 PARTS, FARTHER = (0.3, 0.4, 0.5, 0.6), (1.1, 1.2, 1.3, 1.4, 1.5)
@@ -110,17 +109,17 @@ def making(recipe: str, workers: int, words: str) -> tuple[Callable[[float], Cre
     cfg = composed([f"recipe={recipe}"], 0)
     data, module, _ = built(cfg)
     given = data_of(data)
-    batches, epoch = shared_out(given, workers)
+    batches = copies_of(given)
     clip = cfg.trainer.gradient_clip_val
 
     def make(rate: float) -> Crew:
-        return Crew(module, batches, strategy_of(words), workers, STEPS, loop=LoopSettings(clip, rate, epoch, STEPS))
+        return Crew(module, batches, strategy_of(words), workers, STEPS, loop=LoopSettings(clip, rate, STEPS))
 
     return make, HeldOutEvaluation(module, held_out(module, given, None))
 
 
 def apart(recipe: str) -> Iterator[dict[str, Any]]:
-    """What disagreement costs each method while it learns fast, foretold and come."""
+    """Yield what disagreement costs each method while it learns fast, predicted and measured."""
     drift: Drift | None = None
     for workers, title in ((n, title) for n, titles in APART_OF.items() for title in titles):
         make, evaluation = making(recipe, workers, APART[title])
@@ -186,7 +185,7 @@ def whole() -> dict[str, Any]:
 
 
 def alone_seconds(recipe: str, times: int = 100) -> float:
-    """Of a forward and a backward, median of so many."""
+    """Return the seconds of a forward and a backward, the median of `times`."""
     data, module, _ = built(composed([f"recipe={recipe}"], 0))
     rows, model, own, found = own_batches(data, WORKERS[1], 0), Loss(quiet(module).train()), torch.get_num_threads(), []
     for threads in (own, 1):

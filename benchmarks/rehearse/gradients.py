@@ -26,7 +26,7 @@ lock = threading.Lock()
 
 
 def count(owner: Any, name: str) -> None:
-    """Of each call from now on that has to do with gradients."""
+    """Count each call, from now on, that has to do with gradients."""
     called = getattr(owner, name)
 
     def counted(*args: Any, **options: Any) -> Any:

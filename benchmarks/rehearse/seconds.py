@@ -48,7 +48,7 @@ SEED, HOSTS = 0, 4
 
 
 class Place(NamedTuple):
-    """What is compared: a recipe on so many hosts, rehearsed for so many steps, to these losses.
+    """Comparison of a rehearsal with real runs: a recipe, its hosts, the rehearsed steps and the losses to reach.
 
     Args:
         asleep: seconds that a simulated accelerator takes a step; None: the processor computes it.
@@ -115,7 +115,7 @@ def _means(same: tuple[Any, ...], names: tuple[str, ...]) -> dict[str, float]:
 
 
 def measure(kept: dict[str, Any]) -> Iterator[str]:
-    """What isn't kept yet: networks, profiles, turns, real steps, real losses; says which."""
+    """Measure what isn't kept yet: networks, profiles, turns, real steps, real losses; yield its name."""
     yield from networks(kept.setdefault("networks", {}))
     yield from profiles(kept.setdefault("profiles", {}))
     yield from turns(kept.setdefault("turns", {}))
@@ -126,7 +126,7 @@ def measure(kept: dict[str, Any]) -> Iterator[str]:
 
 
 def networks(kept: dict[str, Any]) -> Iterator[str]:
-    """At each rate, as the hosts measure it, on messages up to the model's size."""
+    """Measure the network at each rate, as the hosts do, on messages up to the model's size."""
     for rate in RATES:
         if rate not in kept:
             with cluster(HOSTS, rate, name="profiles") as place:
@@ -135,7 +135,7 @@ def networks(kept: dict[str, Any]) -> Iterator[str]:
 
 
 def profiles(kept: dict[str, Any]) -> Iterator[str]:
-    """Of each recipe with each optimizer, `PROFILES` times."""
+    """Profile each recipe with each optimizer, `PROFILES` times."""
     for turn, (key, words) in product(range(PROFILES), profiled_with().items()):
         if len(kept.setdefault(key, [])) <= turn:
             with cluster(PROCESSORS, FREE, name="profiles") as hosts:
@@ -144,7 +144,7 @@ def profiles(kept: dict[str, Any]) -> Iterator[str]:
 
 
 def turns(kept: dict[str, float]) -> Iterator[str]:
-    """How many times as long a step takes where hosts share the processors."""
+    """Measure how many times as long a step takes where hosts share the processors."""
     for place in PLACES:
         if place.hosts > PROCESSORS and place.key not in kept:
             kept[place.key] = alone(place, place.hosts) / alone(place, PROCESSORS)
@@ -159,7 +159,7 @@ def alone(place: Place, hosts: int) -> float:
 
 
 def real_seconds(place: Place, kept: dict[str, Any], methods: Mapping[str, list[str]] = METHODS_HERE) -> Iterator[str]:
-    """Of a step of each method at each rate."""
+    """Measure the seconds of a step of each method at each rate."""
     for rate in RATES:
         here = kept.setdefault(f"{place.key} {rate}", {})
         for some in in_launches(place, here, methods):
@@ -196,7 +196,7 @@ def profiled_with() -> dict[str, list[str]]:
 
 
 def profile_of(name: str, words: list[str]) -> str:
-    """By its optimizer."""
+    """Return the name of the profile, by its optimizer."""
     return f"{name} {composed([*RECIPES[name].words, *words], SEED).optimizer._target_.rpartition('.')[2]}"
 
 
@@ -227,7 +227,7 @@ def read_from(found: dict[str, Any]) -> Profile:
 
 
 def shared(model: Model, turns: float) -> Model:
-    """As it takes where hosts that share the processors make everything so many times as long."""
+    """Return the model with all its times multiplied, as where hosts share the processors."""
     blocks = tuple(replace(one, **{k: turns * getattr(one, k) for k in PASSES}) for one in model.blocks)
     rounds = tuple(replace(one, **{k: turns * getattr(one, k) for k in SIDES}) for one in model.rounds)
     return replace(

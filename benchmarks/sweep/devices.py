@@ -62,7 +62,7 @@ class Nothing:
 
 class Silent:
     def show(self, sweep: Sweep) -> None: ...
-    def ended(self, entrant: SweepMember, outcome: JobReturn) -> None: ...
+    def ended(self, member: SweepMember, outcome: JobReturn) -> None: ...
 
 
 class Simulated:
@@ -72,29 +72,29 @@ class Simulated:
         self._jobs = jobs
 
     def __call__(
-        self, entrant: SweepMember, environment: Mapping[str, str], lifeline: tuple[Connection, Connection]
+        self, member: SweepMember, environment: Mapping[str, str], lifeline: tuple[Connection, Connection]
     ) -> Any:
         def run() -> JobReturn:
             admission = Admission.found()
             assert admission is not None
             return JobReturn(
-                status=JobStatus.COMPLETED, _return_value=asleep(Seat(admission, Nothing()), self.job(entrant))
+                status=JobStatus.COMPLETED, _return_value=asleep(Seat(admission, Nothing()), self.job(member))
             )
 
         def main() -> None:
             lifeline[1].close()
-            live(entrant, environment, lifeline[0], run)
+            live(member, environment, lifeline[0], run)
 
         process = get_context("fork").Process(target=main)
         process.start()
         return process
 
-    def job(self, entrant: SweepMember) -> Job:
-        return self._jobs[int(entrant.name)]
+    def job(self, member: SweepMember) -> Job:
+        return self._jobs[int(member.name)]
 
 
 def asleep(seat: Seat, job: Job) -> list[tuple[float, float]]:
-    """When each grant began and ended."""
+    """Return when each grant began and ended."""
     grants: list[tuple[float, float]] = []
     for batch in range(job.batches):
         turn = TurnReport(batch / job.batches, (job.batches - batch) * job.device)
@@ -117,12 +117,12 @@ def asleep(seat: Seat, job: Job) -> list[tuple[float, float]]:
 def shared(jobs: Sequence[Job], devices: int, policy: Policy, quantum: float) -> dict[str, Any]:
     """A sweep of sleeping members: seconds from first grant to last end, and the share that devices were used."""
     with tempfile.TemporaryDirectory() as folder:
-        entrants = [
+        members = [
             SweepMember(str(i), (), OmegaConf.create({"hydra": {"overrides": {"task": []}}}), Path(folder) / str(i))
             for i in range(len(jobs))
         ]
         arbiter = Arbiter(policy, [f"simulated:{i}" for i in range(devices)], quantum_seconds=quantum)
-        outcomes = Sweep(entrants, arbiter, Simulated(jobs), Silent(), alive=len(jobs)).run()
+        outcomes = Sweep(members, arbiter, Simulated(jobs), Silent(), alive=len(jobs)).run()
     grants = [(start, end) for outcome in outcomes.values() for start, end in outcome.return_value]
     makespan = max(end for _, end in grants) - min(start for start, _ in grants)
     work = sum(job.batches * job.device for job in jobs)
@@ -142,7 +142,8 @@ def lower_bound(jobs: Sequence[Job], devices: int) -> float:
 
 
 def handover() -> dict[str, float]:
-    """On one device two members take turns of 2 ms: from the end of one's grant to the beginning of the other's."""
+    """Measure the handover between two members that take turns of 2 ms on one device: from the end of one's grant to
+    the beginning of the other's."""
     grants = shared([Job(500, 0.002)] * 2, 1, RoundRobin(), 0.001)["grants"]
     waits = sorted(1e3 * (b[0] - a[1]) for a, b in pairwise(grants))
     return {

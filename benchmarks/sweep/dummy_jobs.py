@@ -27,7 +27,7 @@ PROGRAM = [sys.executable, "-I", "-S", str(Path(stand_in.__file__))]
 
 
 class DummyJob(ABC):
-    """What a piece does.
+    """Base of dummy jobs: what a piece does.
 
     Attributes:
         said: what was real in a rehearsal.
@@ -37,18 +37,18 @@ class DummyJob(ABC):
 
     @abstractmethod
     def words(self, devices: int) -> list[str]:
-        """Of the command line of `stand_in`; measured here where it must be.
+        """Return the arguments of `stand_in`; measured here where it must be.
 
         Raises:
             ValueError: so many devices can't be stood in for.
         """
 
     def core(self, device: int) -> int:
-        """On which it works; 0 where it doesn't matter."""
+        """Return the core on which a device's stand-in works; 0 where it doesn't matter."""
         return 0
 
     def rehearse(self, queues: Sequence[Queue], devices: Sequence[Processor], policy: Policy) -> Spans:
-        """When each piece really ran; seconds since the beginning, from the grant to the answer.
+        """Return when each piece really ran: seconds since the beginning, from the grant to the answer.
 
         Raises:
             ValueError: jobs that can't be scheduled, more devices than can be stood in for.
@@ -98,7 +98,7 @@ STAND_INS: dict[str, DummyJob] = {"compute": Computing(), "sleep": Sleeping()}
 
 
 def cores() -> list[int]:
-    """That this process may use."""
+    """Return the processor cores that this process may use."""
     return sorted(os.sched_getaffinity(0))
 
 
@@ -117,7 +117,7 @@ class _Run:
         self._jobs: list[subprocess.Popen[bytes]] = []
 
     def through(self) -> Spans:
-        """Until all pieces have run."""
+        """Run until all pieces have run."""
         for job in range(len(self._dispatch.queues)):
             process = self._started()
             assert process.stdout is not None
@@ -132,7 +132,7 @@ class _Run:
         return self._spans
 
     def _started(self) -> "subprocess.Popen[bytes]":
-        """In a session of its own: Ctrl-C reaches the parent, which ends it."""
+        """Start it in a session of its own: Ctrl-C reaches the parent, which ends it."""
         pipe = subprocess.PIPE
         self._jobs.append(subprocess.Popen(self._command, stdin=pipe, stdout=pipe, start_new_session=True))
         return self._jobs[-1]

@@ -60,7 +60,7 @@ class Way:
     turns: bool = False
 
     def core(self, job: int, rank: int) -> int | None:
-        """Where the piece `rank` of the job is."""
+        """Return the core of the piece `rank` of the job."""
         return None if self.places is None else cores()[self.places.pieces[job].index(rank)]
 
 

@@ -31,7 +31,7 @@ def rate(seconds: float) -> float:
 
 
 def serve(kind: str, rounds_per_second: float) -> None:
-    """Until the input ends."""
+    """Serve until the input ends."""
     for line in sys.stdin:
         core, seconds = line.split()
         if kind == "compute":

@@ -15,8 +15,7 @@ def callbacks() -> list[Any]:
     refuse_without_multirun()
     if VARIABLE not in os.environ:
         return []
-    from lightning_decentral.sweep.scoring import Scoring
-    from lightning_decentral.sweep.time_slicing import Gate
+    from lightning_decentral.sweep.time_slicing import Gate, Scoring
     from lightning_decentral.sweep.wire.client import Admission
 
     admission = Admission.found()

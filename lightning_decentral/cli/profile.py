@@ -30,8 +30,14 @@ from lightning_decentral.cli.options import whole
 from lightning_decentral.gossip.wire.round_cost import ROUNDS, round_works
 from lightning_decentral.partial.compute.search import joints
 from lightning_decentral.partial.dry_run import run_of, step_of
-from lightning_decentral.planner.block_profile import REPEATS, WARM_UP, measure_blocks
-from lightning_decentral.planner.optimizer_profile import hidden_of, products_per_second, states_of
+from lightning_decentral.planner.block_profile import (
+    REPEATS,
+    WARM_UP,
+    hidden_of,
+    measure_blocks,
+    products_per_second,
+    states_of,
+)
 from lightning_decentral.planner.plan.optimizer_cost import MUON, hidden_bytes, stepping_bytes
 from lightning_decentral.shared.application import Application
 from lightning_decentral.shared.compute.hardware import DeviceLaps, HostLaps, ProcessorTime, device_name, laps

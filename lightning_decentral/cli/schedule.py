@@ -96,7 +96,7 @@ def run(options: argparse.Namespace) -> None:
         console.print(f"running for about {makespan_seconds(jobs, found['simulated']):.3g} s ...")
         found["real"] = trainings.rehearse(jobs, there, policies[names[0]])
         say(console, ends_table(jobs, found))
-        remarks = [*remarks, verdict(jobs, found, trainings.said)]
+        remarks = [*remarks, verdict(jobs, found, trainings.measure)]
     ends = {title: finish_seconds(spans) for title, spans in found.items()}
     rows = {name: outcome(jobs, there, spans) for name, spans in schedules.items()}
     lines = [*remarks, *written(options, found)]

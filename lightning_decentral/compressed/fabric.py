@@ -9,16 +9,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_decentral.compressed.strategy import refuse_impossible
+from lightning_decentral.shared.compute.buckets import bucket_bytes_of
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Int8
-from lightning_decentral.shared.compute.layout.packing import bucket_bytes_of
 from lightning_decentral.shared.fabric.loop import LOOK_STEPS
 from lightning_decentral.shared.fabric.strategy import FabricWorkers
 from lightning_decentral.shared.nonfinite import GradientCheck, NonFinite
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas, of_all
 from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage
-from lightning_decentral.shared.wire.averaging.skipped_updates import scale_of
+from lightning_decentral.shared.wire.averaging.residuals import scale_of
 from lightning_decentral.shared.wire.compressed_mean import mean_by
 from lightning_decentral.shared.wire.transport import Wire
 

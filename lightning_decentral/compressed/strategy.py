@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_decentral.optim.muon import Muon
+from lightning_decentral.shared.compute.buckets import bucket_bytes_of, check_bucket_bytes
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Int8
-from lightning_decentral.shared.compute.device_steps import DeviceSteps
-from lightning_decentral.shared.compute.layout.packing import bucket_bytes_of, check_bucket_bytes
+from lightning_decentral.shared.compute.device import DeviceSteps
 from lightning_decentral.shared.compute.modules import same
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.nonfinite import GradientCheck, NonFinite, Unchecked
@@ -23,7 +23,7 @@ from lightning_decentral.shared.updates import Unfollowed
 from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas
 from lightning_decentral.shared.wire.averaging.equal_replicas import of_all as of_all
 from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage
-from lightning_decentral.shared.wire.averaging.skipped_updates import scale_of
+from lightning_decentral.shared.wire.averaging.residuals import scale_of
 from lightning_decentral.shared.wire.compressed_mean import Mean, mean_by, refuse_estimates
 from lightning_decentral.shared.wire.owners import InPlace, by_owners
 from lightning_decentral.shared.wire.transport import Transport, Wire

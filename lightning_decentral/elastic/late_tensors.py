@@ -16,7 +16,7 @@ from torch.nn.modules import module as registration
 
 from lightning_decentral.elastic.wire.participant import Participant
 from lightning_decentral.shared.compute.carried import carried
-from lightning_decentral.shared.compute.digest import digest
+from lightning_decentral.shared.compute.worker_state import digest
 from lightning_decentral.shared.evaluation import callbacks_of
 
 LOOK_SECONDS = 0.05

@@ -20,8 +20,8 @@ from lightning_decentral.elastic.wire.participant import Participant
 from lightning_decentral.elastic.wire.rounds.holding import Holding
 from lightning_decentral.elastic.wire.rounds.stages import Stages
 from lightning_decentral.shared.checkpoint.saving import Worker
-from lightning_decentral.shared.compute.codec.quantize import Plain
-from lightning_decentral.shared.compute.layout.model import ModelLayout, lay_states, refuse_shared
+from lightning_decentral.shared.compute.codec.deterministic import Plain
+from lightning_decentral.shared.compute.layout import ModelLayout, lay_states, refuse_shared
 from lightning_decentral.shared.compute.worker_state import KEY
 from lightning_decentral.shared.wire.mean import MeanModel
 from lightning_decentral.shared.wire.objects import broadcast_world, collect_objects, gather_objects

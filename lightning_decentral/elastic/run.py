@@ -46,7 +46,7 @@ from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizer_mixer import parameters_of
 from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.layout.model import ModelLayout, described
+from lightning_decentral.shared.compute.layout import ModelLayout, described
 from lightning_decentral.shared.updates import Updates
 from lightning_decentral.shared.wire.mean import MeanModel
 from lightning_decentral.shared.wire.transport import Wire
@@ -264,12 +264,12 @@ class ElasticRun(WatchedProcess):
         **kwargs: Any,
     ) -> Any:
         assert self._member is not None
-        with self._updates or self._attendance.updating, loops.scaled(optimizer, self._member.share):
+        with self._updates or self._attendance.coordination.updating, loops.scaled(optimizer, self._member.share):
             output = DDPStrategy.optimizer_step(self, optimizer, self.gradients(closure, optimizer), model, **kwargs)
         self.mean_model.apart = True
-        with self._attendance.waiting:
+        with self._attendance.coordination.waiting:
             self.advance(optimizer)
-            self._attendance.tick()
+            self._attendance.coordination.tick()
         return output
 
     def advance(self, optimizer: Optimizer) -> None:

@@ -21,8 +21,8 @@ from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.making import Making
 from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.codec.quantize import Plain
-from lightning_decentral.shared.compute.layout.model import refuse_shared
+from lightning_decentral.shared.compute.codec.deterministic import Plain
+from lightning_decentral.shared.compute.layout import refuse_shared
 from lightning_decentral.shared.fabric.strategy import FabricWorkers
 from lightning_decentral.shared.nonfinite import BeforeUpdate
 from lightning_decentral.shared.plan.arguments import checked

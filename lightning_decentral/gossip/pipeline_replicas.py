@@ -22,13 +22,13 @@ from lightning_decentral.gossip.wire.optimizer_mixer import parameters_of
 from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.gossip.wire.overlap import overlapped
 from lightning_decentral.gossip.wire.peer import PeerExchange
-from lightning_decentral.shared.compute.layout.model import ModelLayout, refuse_shared
-from lightning_decentral.shared.compute.layout.packing import pack
+from lightning_decentral.shared.compute.buckets import pack
+from lightning_decentral.shared.compute.layout import ModelLayout, refuse_shared
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.plan.seam import Elasticity
 from lightning_decentral.shared.wire.agreement import start_from_worker_0
 from lightning_decentral.shared.wire.mean import Swap, mean
-from lightning_decentral.shared.wire.meeting.layouts import MakeLayouts, unasked
+from lightning_decentral.shared.wire.meeting.comparison import MakeLayouts, unasked
 from lightning_decentral.shared.wire.pipeline_replicas import Bond, Group, Replicas
 
 

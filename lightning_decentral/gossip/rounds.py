@@ -23,10 +23,9 @@ from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.making import Making, as_they_are
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizer_mixer import healing, parameters_of
-from lightning_decentral.shared.compute.buckets import Bucket
+from lightning_decentral.shared.compute.buckets import Bucket, with_tail
 from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.layout.model import ModelLayout
-from lightning_decentral.shared.compute.layout.packing import with_tail
+from lightning_decentral.shared.compute.layout import ModelLayout
 from lightning_decentral.shared.plan.arguments import at_least
 from lightning_decentral.shared.wire.agreement import start_from_worker_0
 from lightning_decentral.shared.wire.transport import Wire

@@ -26,8 +26,8 @@ from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.shared.checkpoint.reading import PRECISION
 from lightning_decentral.shared.compute.buckets import Bucket
 from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.codec.quantize import Plain
-from lightning_decentral.shared.compute.layout.model import refuse_shared
+from lightning_decentral.shared.compute.codec.deterministic import Plain
+from lightning_decentral.shared.compute.layout import refuse_shared
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.nonfinite import BeforeUpdate
 from lightning_decentral.shared.plan.arguments import checked
@@ -35,7 +35,7 @@ from lightning_decentral.shared.plan.seam import Elasticity, StrategyType
 from lightning_decentral.shared.replica import Evaluate, ReplicaStrategy
 from lightning_decentral.shared.updates import Mixed
 from lightning_decentral.shared.wire.mean import Swap
-from lightning_decentral.shared.wire.meeting.layouts import Trained
+from lightning_decentral.shared.wire.meeting.comparison import Trained
 from lightning_decentral.shared.wire.transport import Wire
 
 

@@ -1,7 +1,7 @@
 """Structured partial backpropagation: the backward stops at a cut, its depth planned for each worker and step.
 
-`strategy` binds it to Lightning, `callbacks` are what users watch, `start` is what they read first, `dry_run` is a
-training step without a trace, `agreed` what all workers cut; `fabric` binds it to loops with Fabric.
+`strategy` binds it to Lightning, `callbacks` are what users watch, `dry_run` is a training step without a trace,
+`agreed` what all workers cut and how it is described; `fabric` binds it to loops with Fabric.
 Below: `plan` (depths: values without torch), `compute` (cuts), `wire` (gradients). Public: all names below.
 """
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from lightning_decentral.partial.plan.cost import SavedBytes as SavedBytes
     from lightning_decentral.partial.plan.cost import Seconds as Seconds
     from lightning_decentral.partial.plan.depth import Balanced as Balanced
+    from lightning_decentral.partial.plan.depth import Cyclic as Cyclic
     from lightning_decentral.partial.plan.depth import DepthAssignment as DepthAssignment
     from lightning_decentral.partial.plan.depth import Full as Full
+    from lightning_decentral.partial.plan.depth import Order as Order
     from lightning_decentral.partial.plan.depth import PerWorker as PerWorker
+    from lightning_decentral.partial.plan.depth import Random as Random
     from lightning_decentral.partial.plan.depth import Staircase as Staircase
     from lightning_decentral.partial.plan.depth import Temporal as Temporal
     from lightning_decentral.partial.plan.depth import contributors as contributors
-    from lightning_decentral.partial.plan.depth_order import Cyclic as Cyclic
-    from lightning_decentral.partial.plan.depth_order import Order as Order
-    from lightning_decentral.partial.plan.depth_order import Random as Random
     from lightning_decentral.partial.plan.selection import BlockCoordinate as BlockCoordinate
     from lightning_decentral.partial.plan.selection import Lisa as Lisa
     from lightning_decentral.partial.plan.selection import Selection as Selection

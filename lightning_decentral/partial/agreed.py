@@ -1,20 +1,25 @@
-"""Cuts and depths that all workers agree on: worker 0's, or those of the checkpoint that is resumed.
+"""Cuts and depths that all workers agree on at the first batch, and their description as text.
 
-Every binding (a Trainer's, Fabric's) states in its own way when a step begins; what it cuts is decided here.
+They are worker 0's, or those of the checkpoint that is resumed. Every binding (a Trainer's, Fabric's) states in its own
+way when a step begins; what it cuts is decided here.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from lightning_decentral.partial.compute.frozen_update import Absent, Skip
 from lightning_decentral.partial.compute.search import CutPlan, Cuts, check_wish
 from lightning_decentral.partial.compute.trial import Decide, Found
-from lightning_decentral.partial.plan.cost import Balance, SavedBytes
-from lightning_decentral.partial.plan.depth import DepthAssignment
+from lightning_decentral.partial.plan.cost import Balance, SavedBytes, memory_fraction, selected_fraction
+from lightning_decentral.partial.plan.depth import DepthAssignment, top
 from lightning_decentral.partial.wire.depth_controller import DepthController
 from lightning_decentral.shared.compute import worker_state
-from lightning_decentral.shared.compute.layout.packing import check_bucket_bytes
+from lightning_decentral.shared.compute.buckets import check_bucket_bytes
+from lightning_decentral.shared.plan.profile import BlockCost
 from lightning_decentral.shared.wire.meeting.notices import is_loss
+
+STEPS = 10_000  # looked at, to find what the assignment ever trains; it may be long before it changes
+ROWS = 8
 
 
 def options(
@@ -26,10 +31,8 @@ def options(
     return depth, cuts, balance or SavedBytes(), absent or Skip(), bucket_bytes
 
 
-class Together:
-    """Decisions of workers that search together: worker 0's runs say what all of them go on with.
-
-    Each worker runs its own step as often as the others, so that what a step waits for comes.
+def decided(gather: Callable[[Any], list[Any]], compute: Callable[[], Found]) -> Found:
+    """Worker 0's result of a computation that all workers run, each as often as the others: what it waits for comes.
 
     Args:
         gather: every worker's value, in order of rank; collective.
@@ -38,42 +41,37 @@ class Together:
         ValueError: on every worker, why there is no such cut on one of them.
         RuntimeError: on the others, where the step failed on one with any other error.
     """
-
-    def __init__(self, gather: Callable[[Any], list[Any]]) -> None:
-        self._gather = gather
-
-    def __call__(self, compute: Callable[[], Found], /) -> Found:
-        found, refused, failed = None, "", ""
-        try:
-            found = compute()
-        except ValueError as error:
-            refused = str(error)
-        except Exception as error:
-            if is_loss(error):
-                raise  # there is nobody to tell
-            failed = f"{type(error).__name__}: {error}"
-            self._gather((None, "", failed))
-            raise
-        outcomes = self._gather((found, refused, failed))
-        self._refuse(outcomes)
-        first: Found = outcomes[0][0]
-        return first
-
-    @staticmethod
-    def _refuse(outcomes: list[Any]) -> None:
-        for rank, (_, _, failed) in enumerate(outcomes):
-            if failed:
-                raise RuntimeError(f"worker {rank} found no cuts, it failed with {failed}")
-        for _, refused, _ in outcomes:
-            if refused:
-                raise ValueError(refused)
+    found, refused, failed = None, "", ""
+    try:
+        found = compute()
+    except ValueError as error:
+        refused = str(error)
+    except Exception as error:
+        if is_loss(error):
+            raise  # nobody is left to be informed
+        failed = f"{type(error).__name__}: {error}"
+        gather((None, "", failed))
+        raise
+    outcomes = gather((found, refused, failed))
+    for rank, (_, _, failed) in enumerate(outcomes):
+        if failed:
+            raise RuntimeError(f"worker {rank} found no cuts, it failed with {failed}")
+    for _, refused, _ in outcomes:
+        if refused:
+            raise ValueError(refused)
+    first: Found = outcomes[0][0]
+    return first
 
 
 def found_together(gather: Callable[[Any], list[Any]], find: Callable[[Decide], CutPlan]) -> CutPlan:
     """Cuts that all workers find together, without a trace in their random numbers. Collective."""
+
+    def decide(compute: Callable[[], Found], /) -> Found:
+        return decided(gather, compute)
+
     before = worker_state.random_state()  # the search draws random numbers of the run's generators
     try:
-        found = find(Together(gather))
+        found = find(decide)
     except ValueError as error:
         raise ValueError(str(error)) from error
     worker_state.set_random_state(before)
@@ -109,13 +107,52 @@ def agreed(rank: int, broadcast: Callable[[Any], Any], find: Callable[[], CutPla
 def wished(cuts: Cuts, saved: Mapping[str, Any] | None) -> Cuts:
     """The cuts of the checkpoint that is resumed, if the same were asked for there."""
     # And not searched for again: a measured balance may come out otherwise today.
-    return list(saved["boundaries"]) if saved and saved["wish"] == words(cuts) else cuts
+    return list(saved["boundaries"]) if saved and saved["wish"] == _text(cuts) else cuts
 
 
 def remembered(driver: DepthController, cuts: Cuts) -> dict[str, Any]:
     """State for a checkpoint: the cuts, and the text of what was asked for."""
-    return {"wish": words(cuts), "boundaries": list(driver.plan.boundaries)}
+    return {"wish": _text(cuts), "boundaries": list(driver.plan.boundaries)}
 
 
-def words(cuts: Cuts) -> str:
+def _text(cuts: Cuts) -> str:
     return str(cuts) if isinstance(cuts, (int, str)) else ", ".join(cuts)
+
+
+def described(driver: DepthController, network: str) -> str:
+    """The cuts, and what each depth or selection costs, in a few lines."""
+    plan = driver.plan
+    if not plan.boundaries:
+        return f"partial backprop trains {network} in full: it has one layer, nothing to cut"
+    chain = f" of {plan.chain}" if plan.chain else ""
+    lines = [
+        f"partial backprop, {driver.assignment}: {plan.segments} segments{chain}",
+        f"  cut before {', '.join(plan.boundaries)}",
+        *_rows(driver),
+    ]
+    return "\n".join(lines)
+
+
+def _rows(driver: DepthController) -> Iterator[str]:
+    assignment, size, warm_up = driver.assignment, driver.place.size, int(driver.assignment.warm_up)
+    # Of the warm-up its first step; then densely at first and sparsely later.
+    steps = {0, *(warm_up + step for step in (*range(100), *range(100, STEPS, 97)))}
+    trained = {assignment.trained(rank, size, step, driver.plan.segments) for step in steps for rank in range(size)}
+    kinds = sorted(trained, key=lambda own: (-len(own), own))
+    for own in kinds[:ROWS]:
+        yield _row(own, driver.lowest(own), driver.plan.costs)
+    if len(kinds) > ROWS:
+        yield f"  and {len(kinds) - ROWS} more"
+
+
+def _row(own: tuple[int, ...], lowest: int, costs: tuple[BlockCost, ...]) -> str:
+    depth = len(costs) - lowest
+    sizes = [cost.parameter_bytes for cost in costs]
+    passing = own != top(depth, len(costs))
+    what = f"segment{'s' * (len(own) > 1)} {', '.join(map(str, own))}" if passing else f"depth {depth} of {len(costs)}"
+    # What passed segments keep depends on their layers: a matrix needs nothing to pass a gradient on.
+    most = "at most " if passing else ""
+    return (
+        f"  {what}: compute {selected_fraction(costs, own, lowest):.2f}, saved activations {most}"
+        f"{memory_fraction(costs, depth):.2f}, gradients {sum(sizes[s] for s in own) / max(1, sum(sizes)):.2f} of full"
+    )

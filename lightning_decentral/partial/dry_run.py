@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_decentral.partial.compute.own_state import own_state, write_back
+from lightning_decentral.partial.compute.trial import own_state, write_back
 from lightning_decentral.partial.plan.depth import DepthAssignment, ended
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.block_cost import Run
@@ -76,7 +76,7 @@ def loss_of(output: Any) -> Tensor:
             return loss
         case _:
             raise ValueError(
-                "the first training_step returned no loss, and a step is taken apart by its loss: return one"
+                "the first training_step returned no loss, and cuts are verified by its gradients: return one"
             )
 
 

@@ -9,14 +9,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_decentral.partial.agreed import found_together, options, remembered, wished
+from lightning_decentral.partial.agreed import described, found_together, options, remembered, wished
 from lightning_decentral.partial.compute.frozen_update import Absent
 from lightning_decentral.partial.compute.search import CutPlan, Cuts, search
 from lightning_decentral.partial.compute.trial import Decide
 from lightning_decentral.partial.dry_run import repeated
 from lightning_decentral.partial.plan.cost import Balance
 from lightning_decentral.partial.plan.depth import DepthAssignment, Temporal
-from lightning_decentral.partial.start import described
 from lightning_decentral.partial.wire.depth_controller import CutSteps, DepthController
 from lightning_decentral.partial.wire.reducer import Rank
 from lightning_decentral.shared.fabric.loop import LOOK_STEPS
@@ -26,7 +25,7 @@ from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas
 
 
-class Network(nn.Module):
+class CutModule(nn.Module):
     """Module that the loop calls: a forward within a cut."""
 
     def __init__(self, module: nn.Module, cut: Callable[..., AbstractContextManager[None]]) -> None:
@@ -101,7 +100,7 @@ class FabricPartialBackpropStrategy(FabricWorkers):
             raise ValueError(f"{self.depth} asks for unequal batches, which only a Trainer hands out: use Staircase")
         self._module = module
         self._equal.begin(module, self.wire, self._attendance.layouts, lambda: self.optimizers)
-        return Network(module, self._cut)
+        return CutModule(module, self._cut)
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Gradients are averaged segment by segment."""

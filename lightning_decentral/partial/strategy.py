@@ -2,6 +2,7 @@
 
 from datetime import timedelta
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -9,14 +10,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_decentral.partial.agreed import found_together, options, remembered, wished
+from lightning_decentral.partial.agreed import described, found_together, options, remembered, wished
 from lightning_decentral.partial.compute.frozen_update import Absent
 from lightning_decentral.partial.compute.search import Cuts, search
 from lightning_decentral.partial.compute.uneven_batches import shared
 from lightning_decentral.partial.dry_run import refuse_unserved, run_of, timed, warm_up_state
 from lightning_decentral.partial.plan.cost import Balance
 from lightning_decentral.partial.plan.depth import DepthAssignment, Temporal
-from lightning_decentral.partial.start import described
 from lightning_decentral.partial.wire.depth_controller import CutSteps, DepthController
 from lightning_decentral.partial.wire.reducer import Rank
 from lightning_decentral.shared.meeting import TIMEOUT
@@ -75,7 +75,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
         self.depth, self.cuts, self.balance, self.absent, self.bucket_bytes = options(
             depth or Temporal(), cuts, balance, absent, bucket_bytes
         )
-        self.member = self._steps = CutSteps(self.absent, partial(getattr, self._attendance, "waiting"))
+        self.member = self._steps = CutSteps(self.absent, partial(attrgetter("coordination.waiting"), self._attendance))
         self.nonfinite, self.gradient_check = nonfinite, GradientCheck(nonfinite, self._steps.settle)
         self._equal = EqualReplicas()
         self.followed = Unfollowed(self._equal.replaced)
@@ -127,12 +127,14 @@ class PartialBackpropStrategy(ReplicaStrategy):
     # ---- one step ---------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        driver = self.driver or self._find_cuts(*args, **kwargs)
-        with driver.together(self._module.trainer.global_step):
+        module: Any = self.lightning_module
+        driver = self._steps.driver or self._find_cuts(*args, **kwargs)
+        with driver.together(module.trainer.global_step):
             return super().training_step(*args, **kwargs)
 
     def advance(self, optimizer: Optimizer) -> None:
-        self._equal.advance(self._module.trainer.current_epoch)
+        module: Any = self.lightning_module
+        self._equal.advance(module.trainer.current_epoch)
 
     def rounds(self) -> list[int]:
         return self._equal.rounds()

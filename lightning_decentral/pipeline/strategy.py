@@ -209,7 +209,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
         assert self._stage is not None
         roll = None if self.wire is None else self.wire.roll
         self._wanted = self._updates + 1
-        with self._attendance.waiting:  # one stage for the others, all of the step
+        with self._attendance.coordination.waiting:  # one stage for the others, all of the step
             return self._stage.step(self.precision_plugin, self.microbatches, self.root_device, roll, args, kwargs)
 
     def _replaced(self) -> None:

@@ -1,6 +1,6 @@
 """Says beforehand what pays: forecasts of all methods on a measured network, side by side (`lightning-decentral plan`).
 
-`candidates` are what is compared, `compare` does it, `variations` on other clusters, `show` and `report` say it;
+`candidates` are what is compared, `compare` does it, also on other clusters, `show` and `report` print it;
 `block_profile` and `network` measure a model and a network. Below: `plan`. Public: the commands, and `placement` and
 `host_links` of `plan`.
 """

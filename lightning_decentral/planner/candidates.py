@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.codec.packed import Int4
-from lightning_decentral.shared.compute.codec.quantize import BFloat16, Int8
+from lightning_decentral.shared.compute.codec.deterministic import BFloat16
+from lightning_decentral.shared.compute.codec.quantize import Int4, Int8
 from lightning_decentral.shared.plan.forecast import Cluster
 from lightning_decentral.shared.plan.profile import Model
 

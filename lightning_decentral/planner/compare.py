@@ -1,17 +1,22 @@
-"""Comparison of forecasts: all candidates side by side, and which one to train with."""
+"""Comparison of forecasts: all candidates side by side, which one to train with, and the same for other clusters."""
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
 from lightning_decentral.planner.candidates import BASELINE, Candidate, candidates, in_full
 from lightning_decentral.planner.forecasts import method_of, strategy_of
 from lightning_decentral.planner.plan.optimizer_cost import trained_with
-from lightning_decentral.shared.plan.forecast import Method, Setting, StepForecast, drawn, forecast
+from lightning_decentral.shared.plan.forecast import Cluster, Method, Setting, StepForecast, drawn, forecast
 
 THRESHOLD = 0.1
 AS_FAST = 0.02
+NODES = (2, 4, 8, 16)
+RATES = (1.25e7, 1.25e8, 1.25e9, 3.125e9, 1.25e10, 5e10)  # 100 Mbit/s ... 400 Gbit/s
+MOST_WORKERS = 128
+RUNS = 2
+NOTHING = "nothing fits"
 
 
 @dataclass(frozen=True)
@@ -107,22 +112,19 @@ def plan(
     if optimizer is not None:
         setting = replace(setting, model=trained_with(setting.model, optimizer))
     factors = drawn(variation, setting.cluster.workers)
-    asked = [Candidate(words, words) for words in tuple(also)]
-    for candidate in asked:  # a mistake in overrides asked for is the user's to mend, not a row that is refused
-        strategy_of(candidate.words)
+    asked = tuple(also)
+    for words in asked:  # a mistake in overrides asked for is the user's to mend, not a row that is refused
+        strategy_of(words)
     rows, refused = [], []
-    for candidate in [*candidates(setting.cluster, setting.model, slices), *asked]:
-        try:
-            method = method_of(strategy_of(candidate.words), setting.cluster, slices)
-            method.memory_bytes(setting.without_network)  # where nothing of the network can be missing
-        except ValueError as error:
-            refused.append(RefusedMethod(candidate, str(error)))
-            continue
-        rows.append(ComparedMethod(candidate, method, forecast(method, setting, factors)))
+    for candidate, method in _methods(setting, slices, asked):
+        if isinstance(method, str):
+            refused.append(RefusedMethod(candidate, method))
+        else:
+            rows.append(ComparedMethod(candidate, method, forecast(method, setting, factors)))
     best = _best(rows, memory_bytes, threshold)
     order = tuple(sorted(rows, key=lambda row: row.forecast.seconds))
     stay = best is not None and best.candidate.words == BASELINE
-    return Comparison(setting, order, tuple(refused), best, stay, memory_bytes, tuple(one.words for one in asked))
+    return Comparison(setting, order, tuple(refused), best, stay, memory_bytes, asked)
 
 
 def _best(rows: Sequence[ComparedMethod], memory_bytes: float | None, threshold: float) -> ComparedMethod | None:
@@ -142,3 +144,67 @@ def chosen(found: Sequence[tuple[Candidate, float]], threshold: float) -> Candid
     ]
     fastest = min((seconds for _, seconds in gaining), default=0.0)
     return next((candidate for candidate, seconds in gaining if seconds <= (1 + AS_FAST) * fastest), baseline[0])
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cluster: seconds of the candidates by title, and the one to train with or `NOTHING`."""
+
+    workers: int
+    bytes_per_second: float
+    seconds: dict[str, float]
+    best: str
+
+    def speedup(self, title: str) -> float:
+        """Speed-up of a candidate over ddp; 0 where one of them has no seconds."""
+        return self.seconds["ddp"] / self.seconds[title] if {title, "ddp"} <= self.seconds.keys() else 0.0
+
+
+def sizes(setting: Setting, nodes: Sequence[int] = NODES) -> list[int]:
+    """Numbers of workers, the setting's own among them."""
+    per_node = setting.cluster.per_node
+    return sorted({setting.cluster.workers, *(n * per_node for n in nodes if n * per_node <= MOST_WORKERS)})
+
+
+def grid(
+    setting: Setting,
+    variation: Sequence[float],
+    workers: Sequence[int],
+    rates: Sequence[float],
+    threshold: float,
+    slices: int = 1,
+    also: Sequence[str] = (),
+    memory_bytes: float = inf,
+) -> list[Cell]:
+    """Every number of workers with every rate; the latency stays as it is.
+
+    Args:
+        also: overrides of further candidates.
+        memory_bytes: of a device; what needs more isn't recommended.
+    """
+    latency, found = setting.network.price("exchange", "between", 2).latency_seconds, []
+    for count in workers:
+        where = replace(setting, cluster=Cluster(count, setting.cluster.per_node))
+        factors = drawn(variation, count, RUNS)
+        rows = _methods(where, slices, also)
+        served = [(one, method) for one, method in rows if not isinstance(method, str) and method.equal]
+        assert any(candidate.words == BASELINE for candidate, _ in served)  # ddp serves every cluster
+        fit = {one for one, method in served if method.memory_bytes(where.without_network) <= memory_bytes}
+        for rate in rates:
+            there = replace(where, network=where.network.linked("between", latency, rate))
+            seconds = {one: float(method.seconds(there, factors).mean()) for one, method in served}
+            best = chosen([(one, spent) for one, spent in seconds.items() if one in fit], threshold)
+            by_title = {one.title: spent for one, spent in seconds.items()}
+            found.append(Cell(count, rate, by_title, best.title if best else NOTHING))
+    return found
+
+
+def _methods(where: Setting, slices: int, also: Iterable[str]) -> Iterator[tuple[Candidate, Method | str]]:
+    """Yield each candidate with its method, or why it can't serve the cluster."""
+    for candidate in [*candidates(where.cluster, where.model, slices), *(Candidate(own, own) for own in also)]:
+        try:
+            method = method_of(strategy_of(candidate.words), where.cluster, slices)
+            method.memory_bytes(where.without_network)  # where nothing of the network can be missing
+            yield candidate, method
+        except ValueError as error:
+            yield candidate, str(error)

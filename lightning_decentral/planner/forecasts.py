@@ -31,9 +31,8 @@ from lightning_decentral.pipeline.plan.forecast import Pipelining
 from lightning_decentral.pipeline.plan.slicing import Balanced, Planned, Uniform
 from lightning_decentral.pipeline.strategy import TokenPipelineStrategy
 from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.codec.difference import DifferenceCompression
-from lightning_decentral.shared.compute.codec.packed import Int2, Int4
-from lightning_decentral.shared.compute.codec.quantize import BFloat16, Float16, Int8, Plain
+from lightning_decentral.shared.compute.codec.deterministic import BFloat16, DifferenceCompression, Float16, Plain
+from lightning_decentral.shared.compute.codec.quantize import Int2, Int4, Int8
 from lightning_decentral.shared.plan.data_parallel import BUCKET_BYTES, DataParallel, ShardedForecast
 from lightning_decentral.shared.plan.forecast import Cluster, Method
 from lightning_decentral.shared.plan.profile import RoundWork

@@ -6,9 +6,8 @@ from io import StringIO
 from math import inf
 from typing import Any
 
-from lightning_decentral.planner.compare import THRESHOLD, Comparison
+from lightning_decentral.planner.compare import RATES, THRESHOLD, Cell, Comparison, grid, sizes
 from lightning_decentral.planner.show import HEADINGS, cells, sentences
-from lightning_decentral.planner.variations import RATES, Cell, grid, sizes
 from lightning_decentral.shared.figure import ACCENT, INK, WORKER, new_figure
 from lightning_decentral.shared.plan.timeline import Span, Task, run
 

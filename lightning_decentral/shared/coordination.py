@@ -17,14 +17,12 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_decentral.shared.compute.device import Backlog
 from lightning_decentral.shared.updates import Rounds, Updates
 from lightning_decentral.shared.wire.agreement import RollCall, Uneven
 from lightning_decentral.shared.wire.meeting import waits
 from lightning_decentral.shared.wire.meeting.notices import Presence
-from lightning_decentral.shared.wire.meeting.rescue import Rescue
 from lightning_decentral.shared.wire.meeting.stopping import StopAgreement
-from lightning_decentral.shared.wire.meeting.waits import Wait, Waits
+from lightning_decentral.shared.wire.meeting.waits import Backlog, Rescue, Wait, Waits
 from lightning_decentral.shared.wire.pending import Naming
 from lightning_decentral.shared.wire.transport import Wire, abort_nccl
 
@@ -32,11 +30,11 @@ Result = TypeVar("Result")
 
 
 class Uncoordinated:
-    """Coordination of a single worker: there is nobody to wait for.
+    """Fit of a single worker: there is nobody to wait for.
 
     Attributes:
-        waiting: around whatever may wait for other workers.
-        updating: around the optimizer steps that the strategy takes.
+        waiting: context for whatever may wait for other workers without being a call of Lightning's.
+        updating: context for the optimizer steps that the strategy takes.
     """
 
     waiting: AbstractContextManager[Any] = nullcontext()
@@ -63,8 +61,8 @@ class Uncoordinated:
         """End the coordination with the fit."""
 
 
-class Coordination(Uncoordinated):
-    """One fit's stop agreement, roll call and patched loops.
+class FitCoordinator(Uncoordinated):
+    """One fit's stop agreement, roll call and patched loops; a context for what may wait for other workers.
 
     Args:
         of: whose rounds they are.
@@ -84,10 +82,12 @@ class Coordination(Uncoordinated):
     ) -> None:
         self._of, self._met, self._open, self._calling = of, 0, True, False
         self._stop, self._presence, self._rank = stop, presence, wire.roll.rank
-        self._backlog = Backlog(wire.world.queued)
-        self.waiting = self._roll = RollCall(
+        self._since: float | None = None  # by the monotonic clock, a wait for others; None: this host waits for nobody
+        self.waiting = self
+        self._roll = RollCall(
             wire.roll, wire.store, of.rounds, of.wanted, self._take_part, lambda: self._met, name, stop.left_after
         )
+        self._queued, self._backlog = wire.world.queued, Backlog(wire.world.queued)
         self._rescue = Rescue(presence, self._backlog.since, abort_nccl, stop.patience_seconds)
         self.updating = self._updates = Updates(of)
         self._loops = LoopPatches(trainer, stop, self._roll, self._updates)
@@ -103,12 +103,18 @@ class Coordination(Uncoordinated):
     def rests(self) -> bool:
         return self._roll.rests
 
+    def __enter__(self) -> None:
+        self._since = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self._since = None
+
     def meet(self, call: Callable[[], Result]) -> Result:
         if not self._open:
             return call()  # the fit has ended: nobody answers a roll call
         self._met, self._calling = self._met + 1, True
         try:
-            with self._roll, Naming("the others", self._rank):
+            with self, Naming("the others", self._rank):
                 return call()
         finally:
             self._calling = False
@@ -116,14 +122,15 @@ class Coordination(Uncoordinated):
 
     def _wait(self) -> Wait | None:
         """This worker's wait for others where it has lasted for long; otherwise None."""
-        since = self._roll.waiting_since
+        since = self._since
         if since is None or time.monotonic() - since < waits.LONG_SECONDS:
             return None
         return Wait(self._met, self._calling, self._presence.phase())
 
     def tick(self) -> None:
-        self._backlog.mark()
-        self._rescue.check()
+        if self._queued:  # a host waits in the calls themselves
+            self._backlog.mark()
+            self._rescue.check()
         self._stop.tick()
 
     def _take_part(self, index: int) -> None:

@@ -1,13 +1,13 @@
 """Workers that find, notice and leave each other: one worker's `Attendance`, a part of every strategy with several.
 
 It has the groups over which they communicate. Knows no method. What a worker waits for in a fit is counted and named by
-`Coordination`.
+`FitCoordinator`.
 """
 
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
@@ -18,16 +18,15 @@ from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import RunningStage
 
-from lightning_decentral.shared.compute.device import Backlog
-from lightning_decentral.shared.coordination import Coordination, Result, Uncoordinated
+from lightning_decentral.shared.coordination import FitCoordinator, Result, Uncoordinated
 from lightning_decentral.shared.refusals import refuse_backend
 from lightning_decentral.shared.updates import Rounds
+from lightning_decentral.shared.wire.meeting.comparison import Layout, Layouts, Unasked
 from lightning_decentral.shared.wire.meeting.groups import connect, make_world
-from lightning_decentral.shared.wire.meeting.layouts import Layout, Layouts, Unasked
 from lightning_decentral.shared.wire.meeting.notices import Notices, Presence
 from lightning_decentral.shared.wire.meeting.rendezvous import Meeting, group_failed
-from lightning_decentral.shared.wire.meeting.rescue import Rescue
 from lightning_decentral.shared.wire.meeting.stopping import StopAgreement
+from lightning_decentral.shared.wire.meeting.waits import Backlog, Rescue
 from lightning_decentral.shared.wire.transport import Wire, abort_nccl, connected, own_connection, prefixed
 
 GOODBYE_SECONDS = 10.0
@@ -76,6 +75,7 @@ class Attending(Protocol):
     """Strategy whose worker takes part in the meeting."""
 
     cluster_environment: ClusterEnvironment | None
+    wire: Wire | None
 
     @property
     def lightning_module(self) -> Any: ...
@@ -97,7 +97,7 @@ class Attendance:
         timeout: how long a worker waits for another, in set-up, in a step or anywhere, before it ends.
 
     Attributes:
-        wire: the groups that every method needs; None before set-up, and for a single worker.
+        coordination: of what waits for other workers, now.
         ready: set-up is over.
 
     Raises:
@@ -108,9 +108,8 @@ class Attendance:
         if timeout <= timedelta(0):
             raise ValueError(f"timeout must be positive, got {timeout}: {TIMEOUT} is the default")
         self._of, self.timeout = of, timeout
-        self.wire: Wire | None = None
         self.ready = self._saving = False
-        self._together = Uncoordinated()
+        self.coordination = Uncoordinated()
         self._presence: Presence | None = None
         self._notices: Notices | None = None
         self._stop: StopAgreement | None = None
@@ -180,25 +179,25 @@ class Attendance:
             raise group_failed(met, meeting.rank, error) from error
 
     def join_groups(self) -> Wire | None:
-        """`wire`, made where there is none. Collective."""
-        if self.wire is None and connected():
+        """The strategy's `wire`, made where there is none. Collective."""
+        if self._of.wire is None and connected():
             # After the last fit there is no board.
             agree = bool if self._notices is None else partial(self._notices.agree, timeout=self.timeout)
-            self.wire = connect(self._of.root_device, self.timeout, agree=agree)
+            self._of.wire = connect(self._of.root_device, self.timeout, agree=agree)
             if self._presence is not None:
-                self._together = Watched(self.wire.world.queued, self._presence, self.timeout.total_seconds())
-        return self.wire
+                self.coordination = Watched(self._of.wire.world.queued, self._presence, self.timeout.total_seconds())
+        return self._of.wire
 
     def leave_groups(self, alone: bool) -> None:
         """Give them back; where an exception may have left messages under way, without waiting for them."""
-        if self.wire is not None:
-            (self.wire.abandon if alone else self.wire.close)()
-        self.wire = None
+        if self._of.wire is not None:
+            (self._of.wire.abandon if alone else self._of.wire.close)()
+        self._of.wire = None
 
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Context for the writing of a checkpoint, which all do together."""
-        between, self._saving = self.wire is None, True
+        between, self._saving = self._of.wire is None, True
         yield
         self._saving = False  # after an error it stays: that is where this worker ends
         if between:  # two fits, or after the last: groups made for this checkpoint alone
@@ -207,17 +206,17 @@ class Attendance:
     # ---- a fit: what waits is counted and named, all stop together --------------------------------------------------
 
     def coordinate(self, trainer: Trainer, of: Rounds) -> None:
-        """Coordinate the fit with the other workers from now on, until `release`."""
-        if self.wire is None:
+        """Coordinate the fit with the other workers from now on, until `coordination.close`."""
+        if self._of.wire is None:
             return
         assert self._notices is not None
         assert self._presence is not None
         notices, presence = self._notices, self._presence
         place = notices.rank, notices.size, self.timeout.total_seconds()
         self._stop = stop = StopAgreement(self._store, notices.read, *place, presence.wake)
-        self._together.close()  # set-up was watched
+        self.coordination.close()  # set-up was watched
         name = f"fit-{self._fits}"  # the store still has what earlier fits wrote
-        self._together = Coordination(self.wire, trainer, of, stop, presence, name)
+        self.coordination = FitCoordinator(self._of.wire, trainer, of, stop, presence, name)
         self._fits += 1
 
     def layouts(self, layout: Callable[[], Layout], peers: Sequence[int] = ()) -> Layouts | Unasked:
@@ -226,47 +225,27 @@ class Attendance:
             return Unasked()
         peers = peers or range(self._notices.size)
         self._compared, name = self._compared + 1, f"layouts-{self._compared}-{peers[0]}"
-        return Layouts(self._notices, self._presence, peers, name, layout, self.timeout, lambda: self._together.rests)
-
-    def meet(self, call: Callable[[], Result]) -> Result:
-        """Run what waits for other workers."""
-        return self._together.meet(call)
-
-    def tick(self) -> None:
-        """Count a round; called once in each."""
-        self._together.tick()
-
-    def release(self) -> None:
-        """The fit has ended; how it did still decides who may meet."""
-        self._together.close()
-
-    @property
-    def waiting(self) -> AbstractContextManager[Any]:
-        """Context for whatever may wait for other workers without being a call of Lightning's."""
-        return self._together.waiting
-
-    @property
-    def updating(self) -> AbstractContextManager[Any]:
-        """Context for the optimizer steps that the strategy takes."""
-        return self._together.updating
+        return Layouts(
+            self._notices, self._presence, peers, name, layout, self.timeout, lambda: self.coordination.rests
+        )
 
     @property
     def alone(self) -> bool:
         """An exception has taken this worker off the others' path: nothing collective may be called any more."""
         trainer = self._trainer
-        return trainer is not None and trainer.interrupted and not self._together.agreed and connected()
+        return trainer is not None and trainer.interrupted and not self.coordination.agreed and connected()
 
     # ---- the end ----------------------------------------------------------------------------------------------------
 
     def leave(self, error: BaseException) -> None:
         """Report to the others why this worker ends, unless all have agreed to; a bare report of a lost peer gets the
         reason in place."""
-        if self._presence is not None and not self._together.agreed:
+        if self._presence is not None and not self.coordination.agreed:
             self._presence.leave(error)
 
     def close(self, alone: bool) -> None:
         """The end of the meeting; unless an exception has taken this worker away, worker 0 waits for the others."""
-        self._together.close()
+        self.coordination.close()
         if self._presence is not None and self._notices is not None:
             self._presence.close()
             if not alone:

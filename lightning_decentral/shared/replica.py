@@ -16,8 +16,8 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_decentral.shared.checkpoint.reading import refuse_other_number
 from lightning_decentral.shared.checkpoint.replica import ReplicaCheckpoints, WholeModel
-from lightning_decentral.shared.compute.device_steps import DeviceSteps
-from lightning_decentral.shared.compute.layout.model import ModelLayout, lay_states
+from lightning_decentral.shared.compute.device import DeviceSteps
+from lightning_decentral.shared.compute.layout import ModelLayout, lay_states
 from lightning_decentral.shared.evaluation import PrunedTogether, callbacks_of
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
 from lightning_decentral.shared.wire.fsdp import is_sharded, refuse_sharded
@@ -94,7 +94,8 @@ class ReplicaStrategy(WorkersStrategy):
     # ---- steps --------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module
+        module = self.lightning_module
+        assert module is not None
         with self.precision_plugin.train_step_context():
             return self.member.train(module, *self._calls(module, "training_step", args, kwargs))
 
@@ -136,7 +137,9 @@ class ReplicaStrategy(WorkersStrategy):
         """Update; where all take the same one, an optimizer that decides by the loss (line search) gets their mean."""
         alike = isinstance(optimizer, LBFGS) and self.wire is not None and not self.drifts
         # Under manual optimization the devices of a worker have averaged gradients in the backward.
-        whole = partial(self.member.averaging, closure) if self._module.automatic_optimization else closure
+        assert self.lightning_module is not None
+        automatic = self.lightning_module.automatic_optimization
+        whole = partial(self.member.averaging, closure) if automatic else closure
         output = super().optimizer_step(optimizer, partial(self._mean_loss, whole) if alike else whole, model, **kwargs)
         self.member.updated(optimizer)
         return output

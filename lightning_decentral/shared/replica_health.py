@@ -12,8 +12,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_decentral.shared.compute.digest import digest
 from lightning_decentral.shared.compute.health import TOLERANCE, Unequal, bits, looks, rates, unequal
+from lightning_decentral.shared.compute.worker_state import digest
 from lightning_decentral.shared.plan.described import first_difference
 from lightning_decentral.shared.wire.fsdp import is_sharded, local, shards
 from lightning_decentral.shared.wire.health import (
@@ -175,7 +175,7 @@ class ReplicaHealth:
             return
         self._check_same_tensors(list(named.values()))
         found = [one for rows in self._grouped(of_group, looks(named)) for one in unequal(rows)]
-        self._judge(sorted(found, key=lambda one: -one.apart))
+        self._judge(sorted(found, key=lambda one: -one.deviation))
 
     @staticmethod
     def _check_same_rates(groups: Sequence[Mapping[int, Mapping[str, str]]]) -> None:
@@ -191,7 +191,7 @@ class ReplicaHealth:
         if gradients and of.drifts and not self._gathered and module is not None and any(of.rounds()):
             self._gathered = True
             every = self._grouped(self._same_stage(), looks(self._alike()))
-            if any(one.apart > ROUNDING for rows in every for one in unequal(rows)):
+            if any(one.deviation > ROUNDING for rows in every for one in unequal(rows)):
                 rank_zero_warn(OTHER_MODELS)
         return gradients
 
@@ -251,7 +251,7 @@ class ReplicaHealth:
         buffer = next((f" (the buffer {one.name} differs, too)" for one in found if one.name not in trained), "")
         for one in parameters:
             # What is absurd on a device of an island is left out of the mean, with its island.
-            if one.apart > TOLERANCE and not (self._of.drifts and one.absurd):
+            if one.deviation > TOLERANCE and not (self._of.drifts and one.absurd):
                 raise FloatingPointError(
                     f"{one}{buffer}, and they must be equal: nothing is validated or saved, earlier checkpoints stay. "
                     "Resume from the last one, and look at the worker's memory and at what writes to its parameters"
@@ -260,8 +260,8 @@ class ReplicaHealth:
         self._say("buffers", [one for one in found if one.name not in trained])
 
     def _say(self, kind: str, found: Sequence[Unequal]) -> None:
-        if found and found[0].apart > 2 * self._told.get(kind, -1.0):
-            self._told[kind] = found[0].apart
+        if found and found[0].deviation > 2 * self._told.get(kind, -1.0):
+            self._told[kind] = found[0].deviation
             rank_zero_warn(f"{found[0]}, one of {len(found)} {kind} that differ between workers. {WHY[kind]}")
 
     def _number(self, replica: int, over: Transport) -> int:

@@ -23,9 +23,9 @@ from lightning.pytorch.callbacks import (
 from torch.optim import Optimizer
 
 import lightning_decentral
-from lightning_decentral.shared.plan.described import constructed, described, said
+from lightning_decentral.shared.plan.described import constructed, describe_by_repr, described
 from lightning_decentral.shared.refusals import own_bases
-from lightning_decentral.shared.wire.meeting.settings import check_same_settings
+from lightning_decentral.shared.wire.meeting.comparison import check_same_settings
 from lightning_decentral.shared.wire.transport import connected, everyone
 
 OF_ONE_WORKER = (
@@ -47,8 +47,7 @@ MEETING = (
 PLAIN = (type(None), bool, int, float, str, timedelta)
 PATIENCE = timedelta(minutes=30)
 
-for _kind in (torch.dtype, torch.device, torch.Size):
-    said(_kind)
+describe_by_repr(torch.dtype, torch.device, torch.Size)
 
 
 class Worker(Protocol):

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lightning_decentral.shared.compute.modules import same
 from lightning_decentral.shared.wire.fsdp import local
 
 LOOK_BATCHES = 128
@@ -100,7 +99,7 @@ class Updates:
         self._hook = register_optimizer_step_post_hook(self._stepped)
 
     def __enter__(self) -> None:
-        if not same(self._known, self._of.optimizers):
+        if self._known != self._of.optimizers:  # other objects: an optimizer equals itself alone
             self._known = list(self._of.optimizers)
             self._of.followed.replaced()
         self._inside = True

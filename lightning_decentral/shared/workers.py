@@ -50,6 +50,7 @@ class WorkersStrategy(DDPStrategy):
         start_method: how the processes of a host are started.
 
     Attributes:
+        wire: the groups that every method needs; None before set-up, and for a single worker.
         mean_model: the mean of workers that diverge.
         checkpoints: how this method saves and resumes; the constructor of a subclass sets it.
         own: what may differ between workers: names of arguments, `parameters of the optimizers`.
@@ -59,6 +60,7 @@ class WorkersStrategy(DDPStrategy):
     """
 
     checkpoints: Checkpoints
+    wire: Wire | None = None
     root_device = property(own_device)
     gradient_check = Unchecked()
     followed: Follows = Unfollowed()
@@ -93,11 +95,6 @@ class WorkersStrategy(DDPStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """The package registers its names itself; DDP's would name this class `ddp`."""
-
-    @property
-    def wire(self) -> Wire | None:
-        """The groups that every method needs; None before set-up, and for a single worker."""
-        return self._attendance.wire
 
     @property
     def _module(self) -> LightningModule:
@@ -204,7 +201,7 @@ class WorkersStrategy(DDPStrategy):
 
     def meet(self, call: Callable[[], Result]) -> Result:
         """Run what waits for other workers; for parts that are made before a fit is coordinated."""
-        return self._attendance.meet(call)
+        return self._attendance.coordination.meet(call)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if not self.alone:
@@ -226,14 +223,15 @@ class WorkersStrategy(DDPStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """The user's update, exactly as in one process; then what the method does after it."""
-        with self._attendance.updating:
+        coordination = self._attendance.coordination
+        with coordination.updating:
             checked = self.gradient_check.after(closure, optimizer, self.precision_plugin)
             output = super().optimizer_step(optimizer, checked, model, **kwargs)
         if self.wire is not None:
             self.mean_model.apart = self.drifts  # not before: up to the first update all are equal
-            with self._attendance.waiting:
+            with coordination.waiting:
                 self.advance(optimizer)
-                self._attendance.tick()
+                coordination.tick()
         return output
 
     # ---- the mean model: what Lightning does once for all workers sees it -------------------------------------------
@@ -297,7 +295,7 @@ class WorkersStrategy(DDPStrategy):
 
     def teardown(self) -> None:
         alone = self.alone
-        self._attendance.release()
+        self._attendance.coordination.close()
         self.evaluation.close()
         self.release()
         self._attendance.leave_groups(alone)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_decentral.shared.checkpoint.reading import refuse_other_number
 from lightning_decentral.shared.compute import cuda
-from lightning_decentral.shared.compute.layout.model import refuse_lazy
+from lightning_decentral.shared.compute.layout import refuse_lazy
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.refusals import named
 from lightning_decentral.spilled.compute.engine import Engine
@@ -156,7 +156,7 @@ class SpilledStrategy(SingleDeviceStrategy):
 
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         assert self._updating is not None, "steps run between set-up and teardown"
-        with self._updating.taking(optimizer, self._running.parameters):
+        with self._updating(optimizer, self._running.parameters):
             return super().optimizer_step(optimizer, *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

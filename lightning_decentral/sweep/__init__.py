@@ -1,10 +1,17 @@
 """Many trainings that share devices (`hydra/launcher=shard_parallel`), after Nagrecha's Hydra; JigSaw and SPASE.
 
 `launcher` makes members of Hydra's overrides, `server` runs them in `processes`, `time_slicing` gives each its device
-between batches, `eviction` moves what it keeps there to the host, `scoring` reports its scores; `progress`,
-`ranking` and `gantt` show it; `trainings` runs the jobs of a schedule; `record` and `score_file` are what a member
-leaves. Below: `plan` (who is next, who ends: values without torch), `wire` (the two ends of the socket).
-Public: all names below.
+between batches and reports its scores, `eviction` moves what it keeps there to the host; `progress` and `gantt` show
+it; `trainings` runs the jobs of a schedule.
+
+    member     one training of a sweep: overrides, a folder, a record (`member.SweepMember`); its process has a `Gate`,
+               whose `Seat` asks for the device; the scheduler keeps a `MemberAccount` of it
+    job        what a policy chooses among: a member as `policy.Job`, or without a process a `Queue` of a simulation
+    training   an entry of a jobs file that is a real training (`jobs_file.Training`): `trainings` makes it a member
+
+"A member starves": `plan/policy` (who is next), `plan/arbiter` (who may run), `server` (its messages), `wire/client`
+(its wait). Below: `plan` (who is next, who ends: values without torch), `wire` (the two ends of the socket). Public:
+all names below.
 """
 
 from typing import TYPE_CHECKING

@@ -23,16 +23,13 @@ from lightning_decentral.shared.plan.timeline import (
     read_chrome_trace,
     write_chrome_trace,
 )
-from lightning_decentral.sweep import gantt, ranking
+from lightning_decentral.sweep import gantt
 from lightning_decentral.sweep import progress as table
-from lightning_decentral.sweep.member import SweepMember, width_of
+from lightning_decentral.sweep.member import SweepMember, forget_scores, read_record, read_scores, width_of
 from lightning_decentral.sweep.plan.arbiter import Arbiter
 from lightning_decentral.sweep.plan.devices import slots
-from lightning_decentral.sweep.plan.policy import Policy
-from lightning_decentral.sweep.plan.scores import Scoreboard
+from lightning_decentral.sweep.plan.policy import Policy, Scoreboard
 from lightning_decentral.sweep.processes import Fork, Spawn
-from lightning_decentral.sweep.record import read_record
-from lightning_decentral.sweep.score_file import forget_scores, read_scores
 from lightning_decentral.sweep.server import Starts, Sweep
 
 log = logging.getLogger(__name__)
@@ -54,7 +51,7 @@ class Launch:
         self._resume, self._checkpoint = resume, checkpoint
         self._alive_per_device = alive_per_device
         self._scores = Scoreboard()
-        self._entrants: list[SweepMember] = []
+        self._members: list[SweepMember] = []
         self._outcomes: dict[str, JobReturn] = {}
         self._spans: dict[str, Span] = {}
         self._began = time.perf_counter()
@@ -82,25 +79,25 @@ class Launch:
         configure_log(config.hydra.hydra_logging, config.hydra.verbose)
         refuse_without_gate()
         numbered = enumerate(job_overrides, start=initial_job_idx)
-        entrants = [_entrant(hydra_context, config, list(words), number) for number, words in numbered]
-        for entrant in entrants:
-            arbiter.refuse_wider(entrant.name, entrant.width)
+        members = [_member(hydra_context, config, list(overrides), number) for number, overrides in numbered]
+        for member in members:
+            arbiter.refuse_wider(member.name, member.width)
         folder = Path(str(config.hydra.sweep.dir))
-        done = self._taken_up(entrants, folder) if self._resume else forgotten(entrants)
-        self._entrants += entrants
+        done = self._taken_up(members, folder) if self._resume else forgotten(members)
+        self._members += members
         self._outcomes |= done
-        left = [entrant for entrant in told_apart(entrants) if entrant.name not in done]
+        left = [member for member in distinguished(members) if member.name not in done]
         self._run(left, arbiter, starts_on(arbiter.devices)(hydra_context, task_function))
-        self._report(told_apart(self._entrants), left, folder)
-        return [self._outcomes[entrant.name] for entrant in entrants]
+        self._report(distinguished(self._members), left, folder)
+        return [self._outcomes[member.name] for member in members]
 
     def _run(self, left: list[SweepMember], arbiter: Arbiter, starts: Starts) -> None:
         where = ", ".join(arbiter.devices)
         log.info(f"Launching {len(left)} jobs on {where}, {type(arbiter.policy).__name__} first")
         if not left:
             return
-        for entrant in left:
-            log.info(f"\t#{entrant.name} : {' '.join(entrant.words)}")
+        for member in left:
+            log.info(f"\t{member.title}")
         alive = self._alive_per_device * len(arbiter.devices)
         with table.LiveTable() as watcher:
             sweep = Sweep(left, arbiter, starts, watcher, alive, self._scores)
@@ -110,21 +107,21 @@ class Launch:
         numbered = enumerate(spans.items(), start=len(self._spans))
         self._spans |= {f"{name.rpartition('/')[0]}/{number}": span for number, (name, span) in numbered}
 
-    def _taken_up(self, entrants: list[SweepMember], folder: Path) -> dict[str, JobReturn]:
+    def _taken_up(self, members: list[SweepMember], folder: Path) -> dict[str, JobReturn]:
         """Outcomes of an earlier run; the others go on from their last checkpoint, if their configuration takes one."""
-        if not self._entrants:  # the first batch; later ones may not have begun
-            if not any(entrant.log.exists() for entrant in entrants):
+        if not self._members:  # the first batch; later ones may not have begun
+            if not any(member.log.exists() for member in members):
                 raise ValueError(f"nothing to resume in {folder}: name the sweep's folder with hydra.sweep.dir=...")
             self._before(folder / TRACE)
         done = {}
-        for entrant in entrants:
-            read_scores(entrant, self._scores)
-            outcome = read_record(entrant)
+        for member in members:
+            read_scores(member, self._scores)
+            outcome = read_record(member)
             if outcome is not None and outcome.status is JobStatus.COMPLETED:
-                done[entrant.name] = outcome
-                log.info(f"\t#{entrant.name} : {' '.join(entrant.words)} : finished before")
+                done[member.name] = outcome
+                log.info(f"\t{member.title} : finished before")
             else:
-                self._go_on(entrant)
+                self._go_on(member)
         return done
 
     def _before(self, trace: Path) -> None:
@@ -133,23 +130,23 @@ class Launch:
             self._spans = read_chrome_trace(trace)
             self._began -= max((span.finish for span in self._spans.values()), default=0.0)
 
-    def _go_on(self, entrant: SweepMember) -> None:
+    def _go_on(self, member: SweepMember) -> None:
         # Lightning names a further one last-v1.ckpt: the youngest counts.
-        last = max(entrant.folder.rglob("last*.ckpt"), key=lambda path: path.stat().st_mtime, default=None)
-        if last is None or self._checkpoint not in entrant.config:
+        last = max(member.folder.rglob("last*.ckpt"), key=lambda path: path.stat().st_mtime, default=None)
+        if last is None or self._checkpoint not in member.config:
             reason = "no last.ckpt in its folder" if last is None else f"no key {self._checkpoint} takes one"
-            log.info(f"\t#{entrant.name} : {' '.join(entrant.words)} : from its start ({reason})")
+            log.info(f"\t{member.title} : from its start ({reason})")
             return
-        with open_dict(entrant.config):
-            entrant.config[self._checkpoint] = str(last)
-        log.info(f"\t#{entrant.name} : {' '.join(entrant.words)} : from {last}")
+        with open_dict(member.config):
+            member.config[self._checkpoint] = str(last)
+        log.info(f"\t{member.title} : from {last}")
 
     def _report(self, known: list[SweepMember], ended: list[SweepMember], folder: Path) -> None:
         """Show and write the ranking of all members so far, and who ran when, next to the members' folders."""
-        ranked = ranking.standings(known, self._outcomes, self._scores)
-        ranking.write_ranking(ranked, folder / "ranking.csv")
+        ranked = table.standings(known, self._outcomes, self._scores)
+        table.write_ranking(ranked, folder / "ranking.csv")
         console = table.LiveTable().console
-        console.print(ranking.ranking(ranked))
+        console.print(table.ranking(ranked))
         write_chrome_trace(chrome_trace(self._spans, "sweep"), folder / TRACE)
         try:
             panels = {"Members of the sweep by device": gantt.bars_of_sweep(self._spans)}
@@ -157,17 +154,17 @@ class Launch:
         except ValueError as error:
             log.info(f"no gantt.png: {error}")
         log.info(f"ranking, trace and Gantt chart: {folder}")
-        for entrant in ended:
-            if self._outcomes[entrant.name].status is JobStatus.FAILED:
-                log.error(f"member {entrant.name} ({' '.join(entrant.words)}) failed, its log: {entrant.log}")
-        if (best := ranking.best_line(ranked)) is not None:
+        for member in ended:
+            if self._outcomes[member.name].status is JobStatus.FAILED:
+                log.error(f"member {member.name} ({' '.join(member.own_overrides)}) failed, its log: {member.log}")
+        if (best := table.best_line(ranked)) is not None:
             console.print(best, markup=False, highlight=False, soft_wrap=True)
 
 
-def forgotten(entrants: Sequence[SweepMember]) -> dict[str, JobReturn]:
+def forgotten(members: Sequence[SweepMember]) -> dict[str, JobReturn]:
     """An earlier sweep's scores are not this one's; nobody has ended."""
-    for entrant in entrants:
-        forget_scores(entrant)
+    for member in members:
+        forget_scores(member)
     return {}
 
 
@@ -198,11 +195,10 @@ def refuse_without_gate() -> None:
         )
 
 
-def told_apart(entrants: Sequence[SweepMember]) -> list[SweepMember]:
+def distinguished(members: Sequence[SweepMember]) -> list[SweepMember]:
     """The members with those of their overrides that not all of them have."""
-    shared = set.intersection(*(set(entrant.words) for entrant in entrants)) if len(entrants) > 1 else set()
-    kept = [tuple(word for word in entrant.words if word not in shared) for entrant in entrants]
-    return [replace(entrant, words=words) for entrant, words in zip(entrants, kept, strict=True)]
+    shared = set.intersection(*(set(member.own_overrides) for member in members)) if len(members) > 1 else set()
+    return [replace(m, own_overrides=tuple(o for o in m.own_overrides if o not in shared)) for m in members]
 
 
 def starts_on(devices: Sequence[str]) -> type[Fork] | type[Spawn]:
@@ -217,14 +213,14 @@ def _must_spawn(devices: Sequence[str]) -> bool:
     return not alone or threading.active_count() > 1 or any(name.startswith("cuda") for name in devices)
 
 
-def _entrant(hydra_context: HydraContext, config: DictConfig, words: list[str], number: int) -> SweepMember:
+def _member(hydra_context: HydraContext, config: DictConfig, overrides: list[str], number: int) -> SweepMember:
     """The job of these overrides, as Hydra's basic launcher would run it."""
-    one = hydra_context.config_loader.load_sweep_config(config, words)
+    one = hydra_context.config_loader.load_sweep_config(config, overrides)
     with open_dict(one):
         one.hydra.job.id, one.hydra.job.num = str(number), number
     with _as_hydra_config(one):
         folder = Path(str(one.hydra.sweep.dir)) / str(one.hydra.sweep.subdir)
-    return SweepMember(str(number), tuple(filter_overrides(words)), one, folder.absolute(), width_of(one))
+    return SweepMember(str(number), tuple(filter_overrides(overrides)), one, folder.absolute(), width_of(one))
 
 
 @contextmanager

@@ -10,6 +10,8 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -18,28 +20,25 @@ from hydra.core.singleton import Singleton
 from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
 from hydra.types import HydraContext, TaskFunction
 
-from lightning_decentral.sweep.member import SweepMember, failed, returned
-from lightning_decentral.sweep.record import write_record
+from lightning_decentral.sweep.member import SweepMember, failed, returned, write_record
 from lightning_decentral.sweep.wire.client import Admission
 
 Run = Callable[[], JobReturn]
 
 
+@dataclass
 class Fork:
     """Starts a member as a copy of this process: at once, and nothing has to be packed."""
 
-    def __init__(self, hydra_context: HydraContext, task_function: TaskFunction) -> None:
-        self._hydra_context, self._task_function = hydra_context, task_function
+    hydra_context: HydraContext
+    task_function: TaskFunction
 
     def __call__(
-        self, entrant: SweepMember, environment: Mapping[str, str], lifeline: tuple[Connection, Connection]
+        self, member: SweepMember, environment: Mapping[str, str], lifeline: tuple[Connection, Connection]
     ) -> Any:
-        def run() -> JobReturn:
-            return run_entrant(self._hydra_context, self._task_function, entrant)
-
         def main() -> None:
             lifeline[1].close()  # the writing end must be the sweep's alone for its end to be noticed
-            live(entrant, environment, lifeline[0], run)
+            live(member, environment, lifeline[0], partial(run_member, self.hydra_context, self.task_function, member))
 
         # What is buffered would be printed by the copy, too.
         sys.stdout.flush()
@@ -49,23 +48,24 @@ class Fork:
         return process
 
 
+@dataclass
 class Spawn:
     """Starts a member as a new interpreter: where this process has threads or a GPU, which no copy of it could use."""
 
-    def __init__(self, hydra_context: HydraContext, task_function: TaskFunction) -> None:
-        self._hydra_context, self._task_function = hydra_context, task_function
+    hydra_context: HydraContext
+    task_function: TaskFunction
 
     def __call__(
-        self, entrant: SweepMember, environment: Mapping[str, str], lifeline: tuple[Connection, Connection]
+        self, member: SweepMember, environment: Mapping[str, str], lifeline: tuple[Connection, Connection]
     ) -> Any:
-        arguments = (self.packed(entrant), dict(environment), lifeline[0])
+        arguments = (self.packed(member), dict(environment), lifeline[0])
         process = multiprocessing.get_context("spawn").Process(target=spawned, args=arguments)
         # Inherited: before it calls anything the new interpreter imports the user's script, which may ask for GPUs.
         with _within(environment):
             process.start()
         return process
 
-    def packed(self, entrant: SweepMember) -> bytes:
+    def packed(self, member: SweepMember) -> bytes:
         """All that the new interpreter needs; functions of a script and within functions by their value.
 
         Raises:
@@ -77,7 +77,7 @@ class Spawn:
             raise ValueError(
                 "members that can't be forked (GPUs) need cloudpickle: pip install 'lightning-decentral[sweeps]'"
             ) from None
-        return bytes(cloudpickle.dumps((Singleton.get_state(), self._hydra_context, self._task_function, entrant)))
+        return bytes(cloudpickle.dumps((Singleton.get_state(), self.hydra_context, self.task_function, member)))
 
 
 @contextmanager
@@ -96,24 +96,24 @@ def _within(environment: Mapping[str, str]) -> Iterator[None]:
 
 def spawned(packed: bytes, environment: dict[str, str], lifeline: Connection) -> None:
     """The main function of a new interpreter."""
-    singletons, hydra_context, task_function, entrant = pickle.loads(packed)
+    singletons, hydra_context, task_function, member = pickle.loads(packed)
     Singleton.set_state(singletons)
-    live(entrant, environment, lifeline, lambda: run_entrant(hydra_context, task_function, entrant))
+    live(member, environment, lifeline, partial(run_member, hydra_context, task_function, member))
 
 
-def run_entrant(hydra_context: HydraContext, task_function: TaskFunction, entrant: SweepMember) -> JobReturn:
+def run_member(hydra_context: HydraContext, task_function: TaskFunction, member: SweepMember) -> JobReturn:
     """The member's run, as Hydra's own launchers run it."""
     setup_globals()
     return run_job(
         hydra_context=hydra_context,
         task_function=task_function,
-        config=entrant.config,
+        config=member.config,
         job_dir_key="hydra.sweep.dir",
         job_subdir_key="hydra.sweep.subdir",
     )
 
 
-def live(entrant: SweepMember, environment: Mapping[str, str], lifeline: Connection, run: Run) -> None:
+def live(member: SweepMember, environment: Mapping[str, str], lifeline: Connection, run: Run) -> None:
     """The life of a member's process, from its start to its record."""
     # A session of its own: Ctrl-C reaches the sweep alone, and killing the group all that the member has started.
     os.setsid()
@@ -122,8 +122,8 @@ def live(entrant: SweepMember, environment: Mapping[str, str], lifeline: Connect
     os.environ.update(environment)
     watch = threading.Thread(target=_die_with, args=(lifeline, Admission.found(environment)), daemon=True)
     watch.start()
-    redirect(entrant.log)
-    write_record(entrant, attempt(entrant, run))
+    redirect(member.log)
+    write_record(member, attempt(member, run))
     logging.shutdown()
     if lifeline.poll():  # the sweep was killed: to end first would leave its socket behind
         watch.join()
@@ -147,7 +147,7 @@ def redirect(log: Path) -> None:
     sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
 
 
-def attempt(entrant: SweepMember, run: Run) -> JobReturn:
+def attempt(member: SweepMember, run: Run) -> JobReturn:
     """The outcome, whichever way it ends; an interrupted member has none and stays unfinished.
 
     A program that ends itself with a message, sys.exit("error: ..."), has failed with that message.
@@ -156,11 +156,11 @@ def attempt(entrant: SweepMember, run: Run) -> JobReturn:
         outcome = run()
     except SystemExit as ended:
         if not ended.code:
-            return returned(entrant, JobStatus.COMPLETED, None)
+            return returned(member, JobStatus.COMPLETED, None)
         print(ended.code, file=sys.stderr)
-        return failed(entrant, RuntimeError(str(ended.code)))
+        return failed(member, RuntimeError(str(ended.code)))
     except Exception as error:
-        outcome = failed(entrant, error)
+        outcome = failed(member, error)
     if outcome.status is JobStatus.FAILED:
         # Hydra keeps the exception and prints nothing; this is the member's log.
         traceback.print_exception(outcome._return_value)

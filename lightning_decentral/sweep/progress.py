@@ -1,6 +1,12 @@
-"""Progress of a sweep as its user sees it, while it runs: a live table."""
+"""Progress of a sweep as its user sees it: a live table while it runs, the ranking of its members at its end."""
 
+import csv
 import logging
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 
 from hydra.core.utils import JobReturn, JobStatus
@@ -9,9 +15,9 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from lightning_decentral.sweep.member import SweepMember
+from lightning_decentral.sweep.member import MemberFailed, SweepMember
 from lightning_decentral.sweep.plan.arbiter import MemberAccount, Phase
-from lightning_decentral.sweep.record import MemberFailed
+from lightning_decentral.sweep.plan.policy import Score, Scoreboard
 from lightning_decentral.sweep.server import Sweep
 
 log = logging.getLogger(__name__)
@@ -28,20 +34,20 @@ def clock(seconds: float) -> str:
 def shares(sweep: Sweep) -> dict[str, float]:
     """Share of all device time so far, by member, running grants included."""
     whole = max(sweep.now, 1e-9) * len(sweep.arbiter.devices)
-    members = {**sweep.arbiter.ended, **sweep.arbiter.members}
-    running = {name: (sweep.now - m.since) * len(m.devices) for name, m in members.items()}
-    return {name: (m.busy_seconds + running[name]) / whole for name, m in members.items()}
+    accounts = {**sweep.arbiter.ended, **sweep.arbiter.members}
+    running = {name: (sweep.now - m.since) * len(m.devices) for name, m in accounts.items()}
+    return {name: (m.busy_seconds + running[name]) / whole for name, m in accounts.items()}
 
 
 def seconds_left(sweep: Sweep) -> float | None:
     """max(longest remaining, sum of the remaining / devices), those that haven't started as long as the mean of the
     whole others; None while nothing is known."""
-    members = sweep.arbiter.members.values()
-    left = {m.name: m.turn.remaining_seconds for m in members if m.turn.remaining_seconds is not None}
+    accounts = sweep.arbiter.members.values()
+    left = {m.name: m.turn.remaining_seconds for m in accounts if m.turn.remaining_seconds is not None}
     if not left:
         return None
-    whole = [m.busy_seconds + left.get(m.name, 0.0) for m in [*members, *sweep.arbiter.ended.values()]]
-    unknown = len(sweep.entrants) - len(sweep.outcomes) - len(left)
+    whole = [m.busy_seconds + left.get(m.name, 0.0) for m in [*accounts, *sweep.arbiter.ended.values()]]
+    unknown = len(sweep.members) - len(sweep.outcomes) - len(left)
     every = [*left.values(), *[sum(whole) / len(whole)] * unknown]
     return max(max(every), sum(every) / len(sweep.arbiter.devices))
 
@@ -49,11 +55,11 @@ def seconds_left(sweep: Sweep) -> float | None:
 def picture(sweep: Sweep) -> Table:
     part, left = shares(sweep), seconds_left(sweep)
     end = "not known yet" if left is None else f"in {clock(left)}"
-    through = f"{len(sweep.outcomes)} of {len(sweep.entrants)} members ended"
+    through = f"{len(sweep.outcomes)} of {len(sweep.members)} members ended"
     title = f"{through}, devices busy {sum(part.values()):.0%}, end {end}"
     table = Table("member", "overrides", "state", "progress", "device time", "left", title=title, title_justify="left")
-    for name, entrant in sweep.entrants.items():
-        table.add_row(name, " ".join(entrant.words), *_row(sweep, name, part.get(name, 0.0)))
+    for name, member in sweep.members.items():
+        table.add_row(name, " ".join(member.own_overrides), *_row(sweep, name, part.get(name, 0.0)))
     return table
 
 
@@ -63,12 +69,12 @@ def _row(sweep: Sweep, name: str, part: float) -> tuple[str | ProgressBar, ...]:
         through = outcome.status is JobStatus.COMPLETED
         done = "ended early" if name in sweep.scores.verdicts else "done"
         return done if through else "[red]failed[/]", "", f"{part:.0%}", ""
-    member: MemberAccount | None = sweep.arbiter.members.get(name)
-    if member is None:
+    account: MemberAccount | None = sweep.arbiter.members.get(name)
+    if account is None:
         return "not started", "", "", ""
-    state = STATES[member.phase] + (f" on {', '.join(member.devices)}" if member.devices else "")
-    left = member.turn.remaining_seconds
-    bar = ProgressBar(total=1.0, completed=member.turn.progress or 0.0, width=20)
+    state = STATES[account.phase] + (f" on {', '.join(account.devices)}" if account.devices else "")
+    left = account.turn.remaining_seconds
+    bar = ProgressBar(total=1.0, completed=account.turn.progress or 0.0, width=20)
     return state, bar, f"{part:.0%}", "" if left is None else clock(left)
 
 
@@ -94,19 +100,99 @@ class LiveTable:
         if self._live.is_started:
             self._live.update(picture(sweep), refresh=True)
 
-    def ended(self, entrant: SweepMember, outcome: JobReturn) -> None:
-        words = f"#{entrant.name} : {' '.join(entrant.words)}"
+    def ended(self, member: SweepMember, outcome: JobReturn) -> None:
         if outcome.status is JobStatus.COMPLETED:
-            self._say(f"\t{words} : done, {outcome.return_value}")
+            self._print(f"\t{member.title} : done, {outcome.return_value}")
         else:
-            self._say(f"\t{words} : failed, {MemberFailed.of(outcome._return_value)}; its log: {entrant.log}")
+            self._print(f"\t{member.title} : failed, {MemberFailed.of(outcome._return_value)}; its log: {member.log}")
 
-    def judged(self, entrant: SweepMember, verdict: str) -> None:
-        self._say(f"\t#{entrant.name} : {' '.join(entrant.words)} : ends early, {verdict}")
+    def judged(self, member: SweepMember, verdict: str) -> None:
+        self._print(f"\t{member.title} : ends early, {verdict}")
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         """Above the table, if there is one."""
         if self._live.is_started:
             self.console.print(line, markup=False, highlight=False)
         else:
             log.info(line)
+
+
+RETURNED = "returned"
+
+
+@dataclass(frozen=True)
+class RankedMember:
+    """A member at the end.
+
+    Args:
+        status: "completed", "failed", or "ended early".
+        score: what it is ranked by; None: it has none.
+        returned: by its program.
+    """
+
+    member: SweepMember
+    status: str
+    score: Score | None
+    returned: object = None
+
+    @property
+    def loss(self) -> float:
+        return math.inf if self.score is None else self.score.loss
+
+
+def standings(
+    members: Sequence[SweepMember], outcomes: Mapping[str, JobReturn], board: Scoreboard
+) -> list[RankedMember]:
+    """The best first, those that failed and those without a number last.
+
+    Where members were compared it is by the best score of each, otherwise by what they returned, the lowest first.
+    """
+    found = [_standing(member, outcomes[member.name], board) for member in members]
+    return sorted(found, key=lambda one: (one.loss, int(one.member.name) if one.member.name.isdigit() else 0))
+
+
+def _standing(member: SweepMember, outcome: JobReturn, board: Scoreboard) -> RankedMember:
+    if outcome.status is not JobStatus.COMPLETED:
+        return RankedMember(member, outcome.status.name.lower(), None)
+    status = "ended early" if member.name in board.verdicts else "completed"
+    score = board.best(member.name) if board.histories else _returned(outcome)
+    return RankedMember(member, status, score, outcome._return_value)
+
+
+def _returned(outcome: JobReturn) -> Score | None:
+    value = outcome._return_value
+    return Score(RETURNED, "min", 0, float(value)) if isinstance(value, (int, float)) else None
+
+
+def ranking(ranked: Sequence[RankedMember]) -> Table:
+    """A table of all, best first."""
+    table = Table("rank", "member", "overrides", "objective", title=_title(ranked), title_justify="left")
+    for place, one in enumerate(ranked, start=1):
+        value = one.status if one.score is None else f"{one.score.value:.6g}"
+        objective = f"{value} ({one.status})" if one.status == "ended early" else value
+        table.add_row(str(place), one.member.name, " ".join(one.member.own_overrides), objective)
+    return table
+
+
+def _title(ranked: Sequence[RankedMember]) -> str:
+    first = ranked[0].score if ranked else None
+    by = "" if first is None or first.metric == RETURNED else f" by {first.metric}"
+    return f"Ranking{by}, {'highest' if first is not None and first.mode == 'max' else 'lowest'} first"
+
+
+def best_line(ranked: Sequence[RankedMember]) -> str | None:
+    """The best member's overrides, as a command line takes them; None: nobody has a number."""
+    best = ranked[0]
+    if best.score is None or best.loss == math.inf:
+        return None
+    return f"best: {shlex.join(best.member.own_overrides)} ({best.score})"
+
+
+def write_ranking(ranked: Sequence[RankedMember], path: Path) -> None:
+    """The same as CSV, with the folder of each."""
+    with path.open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(("member", "overrides", "status", "objective", "folder"))
+        for one in ranked:
+            value = one.returned if one.score is None else one.score.value
+            rows.writerow((one.member.name, " ".join(one.member.own_overrides), one.status, value, one.member.folder))

@@ -17,14 +17,11 @@ from hydra.core.utils import JobReturn
 
 from lightning_decentral.shared.compute.hardware import cores
 from lightning_decentral.shared.wire.meeting.interrupts import terminated_as_interrupted
-from lightning_decentral.sweep.member import SweepMember, failed
+from lightning_decentral.sweep.member import MemberFailed, SweepMember, begin_record, failed, read_record, write_scores
 from lightning_decentral.sweep.plan.arbiter import Arbiter, Instruction, Orders, TurnReport
 from lightning_decentral.sweep.plan.devices import environment
-from lightning_decentral.sweep.plan.policy import WatchedMember
-from lightning_decentral.sweep.plan.scores import Score, Scoreboard
+from lightning_decentral.sweep.plan.policy import Score, Scoreboard, WatchedMember
 from lightning_decentral.sweep.processes import kill_group
-from lightning_decentral.sweep.record import MemberFailed, begin_record, read_record
-from lightning_decentral.sweep.score_file import write_scores
 from lightning_decentral.sweep.wire.client import Admission, Message, score_of, turn_of
 from lightning_decentral.sweep.wire.seats import Seats
 
@@ -33,13 +30,9 @@ GRACE_SECONDS = 8.0
 REFRESH_SECONDS = 0.5
 
 
-class Starts(Protocol):
-    """Starter of a member's process."""
-
-    def __call__(
-        self, entrant: SweepMember, environment: Mapping[str, str], lifeline: tuple[Connection, Connection]
-    ) -> Any:
-        """A multiprocessing process, started."""
+Lifeline = tuple[Connection, Connection]
+Starts = Callable[[SweepMember, Mapping[str, str], Lifeline], Any]
+"""Starts a member's process: (member, environment, lifeline) -> a multiprocessing process."""
 
 
 class Watcher(Protocol):
@@ -48,10 +41,10 @@ class Watcher(Protocol):
     def show(self, sweep: "Sweep") -> None:
         """Show the sweep's state; called from time to time."""
 
-    def ended(self, entrant: SweepMember, outcome: JobReturn) -> None:
+    def ended(self, member: SweepMember, outcome: JobReturn) -> None:
         """A member has ended."""
 
-    def judged(self, entrant: SweepMember, verdict: str) -> None:
+    def judged(self, member: SweepMember, verdict: str) -> None:
         """A member was ended early, and why."""
 
 
@@ -65,19 +58,19 @@ class Sweep:
 
     def __init__(
         self,
-        entrants: Sequence[SweepMember],
+        members: Sequence[SweepMember],
         arbiter: Arbiter,
         starts: Starts,
         watcher: Watcher,
         alive: int,
         scores: Scoreboard | None = None,
     ) -> None:
-        self.entrants = {entrant.name: entrant for entrant in entrants}
+        self.members = {member.name: member for member in members}
         self.arbiter, self._starts, self._watcher, self._alive = arbiter, starts, watcher, alive
         self.scores = scores or Scoreboard()
         self.outcomes: dict[str, JobReturn] = {}
         self.processes: dict[str, Any] = {}
-        self._queue = list(entrants)
+        self._queue = list(members)
         self._selector = selectors.DefaultSelector()
         self.seats = Seats(self._selector, self)
         self._shown = 0.0
@@ -101,8 +94,8 @@ class Sweep:
             listener.listen()
             self._selector.register(listener, selectors.EVENT_READ, self.seats.accept)
             self._lifeline = Pipe(duplex=False)
-            for entrant in self._queue:
-                begin_record(entrant)
+            for member in self._queue:
+                begin_record(member)
             try:
                 with terminated_as_interrupted():
                     self._work()
@@ -125,45 +118,45 @@ class Sweep:
     def _look_around(self) -> None:
         # A sentinel is silent while a process that the member left behind holds it open.
         for name in [name for name, process in self.processes.items() if process.exitcode is not None]:
-            self._ended(self.entrants[name])
+            self._ended(self.members[name])
         self._watcher.show(self)
 
-    def _start(self, entrant: SweepMember) -> None:
-        member = self.arbiter.join(entrant.name, entrant.width)
+    def _start(self, member: SweepMember) -> None:
+        account = self.arbiter.join(member.name, member.width)
         watched = self.arbiter.policy.watched
         admission = Admission(
             socket=self._path,
-            member=entrant.name,
-            width=entrant.width,
+            member=member.name,
+            width=member.width,
             # Several devices are kept: the member's workers would wait for each other.
-            quantum_seconds=self.arbiter.quantum_seconds if entrant.width == 1 else float("inf"),
+            quantum_seconds=self.arbiter.quantum_seconds if member.width == 1 else float("inf"),
             memory_bytes=self.arbiter.memory_bytes,
             threads=max(1, cores() // len(self.arbiter.devices)),
             compared=watched is not None,
             **asdict(watched or WatchedMember()),
         )
-        process = self._starts(entrant, {**environment(member.home), **admission.variable()}, self._lifeline)
-        self.processes[entrant.name] = process
-        self._selector.register(process.sentinel, selectors.EVENT_READ, lambda _: self._ended(entrant))
+        process = self._starts(member, {**environment(account.home), **admission.variable()}, self._lifeline)
+        self.processes[member.name] = process
+        self._selector.register(process.sentinel, selectors.EVENT_READ, lambda _: self._ended(member))
 
-    def _ended(self, entrant: SweepMember) -> None:
-        process = self.processes.pop(entrant.name)
+    def _ended(self, member: SweepMember) -> None:
+        process = self.processes.pop(member.name)
         self._selector.unregister(process.sentinel)
         process.join()
         if process.exitcode:  # it had no time to end what it had started
             kill_group(process.pid)
-        self.seats.hang_up(entrant.name)
-        self.arbiter.leave(entrant.name, self.now)
-        outcome = _outcome(entrant, process.exitcode)
-        self.outcomes[entrant.name] = outcome
-        self._watcher.ended(entrant, outcome)
+        self.seats.hang_up(member.name)
+        self.arbiter.leave(member.name, self.now)
+        outcome = _outcome(member, process.exitcode)
+        self.outcomes[member.name] = outcome
+        self._watcher.ended(member, outcome)
 
     # ---- members' messages ------------------------------------------------------------------------------------------
 
     def expects(self, name: str) -> bool:
         return name in self.processes
 
-    def hear(self, name: str, message: Message) -> None:
+    def receive(self, name: str, message: Message) -> None:
         events: dict[object, Callable[[], object]] = {
             "request": lambda: self.arbiter.request(name),
             "renew": lambda: self._renew(name, turn_of(message)),
@@ -171,10 +164,10 @@ class Sweep:
             "left": lambda: self.arbiter.left(name),
             "score": lambda: self._judge(name, score_of(message)),
         }
-        word = message.get("say")
-        if not isinstance(word, str) or word not in events:
-            raise ValueError(f"say={word!r:.40} means nothing")
-        events[word]()
+        event = message.get("say")
+        if not isinstance(event, str) or event not in events:
+            raise ValueError(f"say={event!r:.40} means nothing")
+        events[event]()
 
     def _renew(self, name: str, turn: TurnReport) -> None:
         self.arbiter.give_back(name, turn, self.now)
@@ -186,8 +179,8 @@ class Sweep:
         verdict = self.scores.verdicts.get(name) or self.arbiter.policy.verdict(self.scores.histories, name)
         if verdict is not None:
             self.scores.verdicts[name] = verdict
-            self._watcher.judged(self.entrants[name], verdict)
-        write_scores(self.entrants[name], self.scores)
+            self._watcher.judged(self.members[name], verdict)
+        write_scores(self.members[name], self.scores)
         self.seats.write(name, {"order": (Instruction.END if verdict else Instruction.GO_ON).value})
 
     def leave_seat(self, name: str) -> None:
@@ -218,10 +211,10 @@ class Sweep:
             self._selector.close()
 
 
-def _outcome(entrant: SweepMember, exit_code: int) -> JobReturn:
+def _outcome(member: SweepMember, exit_code: int) -> JobReturn:
     """Outcome from the member's record, if it has left one; else a failure with the exit code."""
     try:
-        found = read_record(entrant)
+        found = read_record(member)
     except ValueError as error:
-        return failed(entrant, MemberFailed.of(error))
-    return found or failed(entrant, MemberFailed("RuntimeError", f"ended with exit code {exit_code}"))
+        return failed(member, MemberFailed.of(error))
+    return found or failed(member, MemberFailed("RuntimeError", f"ended with exit code {exit_code}"))

@@ -1,7 +1,8 @@
 """Time slicing: a callback that, between two batches, returns the device of a sweep's member and waits for it.
 
 Lightning adds it to every Trainer of a member's process, through its entry points
-(`lightning.pytorch.callbacks_factory`).
+(`lightning.pytorch.callbacks_factory`); where a policy compares members, `Scoring` comes with it, which sends each
+validation's score.
 """
 
 import math
@@ -14,11 +15,12 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.sweep.eviction import Residence
 from lightning_decentral.sweep.plan.arbiter import TurnReport
-from lightning_decentral.sweep.plan.scores import Score
+from lightning_decentral.sweep.plan.policy import Score
 from lightning_decentral.sweep.wire.client import Admission, Seat
 from lightning_decentral.sweep.wire.own_clock import standing_still
 
@@ -77,13 +79,15 @@ class Gate(Callback):
         self._trainer = trainer
         self._peak_bytes = 0
         if self._device.type == "cuda":
-            self._limit_cuda()
+            memory = self._admission.memory_bytes
+            if memory is not None and memory < cuda.total_bytes(self._device):
+                cuda.limit_bytes(memory, self._device)  # the allocator refuses what the arbiter doesn't know of
             self._take()  # now: the module moves there next
         elif self._admission.threads and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(self._admission.threads)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._take_together()
+        self.on_validation_start()
         try:
             self._total = float(trainer.estimated_stepping_batches)
         except MisconfigurationException:  # accumulation that changes from epoch to epoch
@@ -107,38 +111,27 @@ class Gate(Callback):
             self._give()
         self._batch_end = self._clock()
 
-    def on_validation_start(self, *_: Any) -> None:
-        self._take_together()
+    def on_validation_start(self, *_: Any, **__: Any) -> None:
+        """The other workers of several devices' member wait with worker 0, once: their clocks stand still, too."""
+        if self._admission.width > 1 and not self._met:
+            with standing_still():
+                self._take()
+                self._active.strategy.barrier("turn")
+            self._met = True
 
-    def on_test_start(self, *_: Any) -> None:
-        self._take_together()
+    on_test_start = on_predict_start = on_validation_start
 
-    def on_predict_start(self, *_: Any) -> None:
-        self._take_together()
-
-    def on_validation_batch_start(self, *_: Any) -> None:
+    def on_validation_batch_start(self, *_: Any, **__: Any) -> None:
         self._take()
 
-    def on_test_batch_start(self, *_: Any) -> None:
-        self._take()
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
-    def on_predict_batch_start(self, *_: Any) -> None:
-        self._take()
+    def on_train_epoch_end(self, *_: Any, **__: Any) -> None:
+        """Return the device: what comes between loops, checkpoints and logs, needs none."""
+        self._batch_end = math.inf
+        self._give()
 
-    def on_train_epoch_end(self, *_: Any) -> None:
-        self._rest()  # what comes between loops, checkpoints and logs, needs no device
-
-    def on_validation_end(self, *_: Any) -> None:
-        self._rest()
-
-    def on_test_end(self, *_: Any) -> None:
-        self._rest()
-
-    def on_predict_end(self, *_: Any) -> None:
-        self._rest()
-
-    def on_train_end(self, *_: Any) -> None:
-        self._rest()
+    on_validation_end = on_test_end = on_predict_end = on_train_end = on_train_epoch_end
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if isinstance(exception, torch.OutOfMemoryError) and self._admission.memory_bytes is not None:
@@ -172,22 +165,10 @@ class Gate(Callback):
         if self._active.global_rank == 0 and not self._seat.fresh:
             self._seat.take(self._turn() if self._seat.held else TurnReport())
 
-    def _take_together(self) -> None:
-        """The other workers of several devices' member wait with worker 0, once: their clocks stand still, too."""
-        if self._admission.width > 1 and not self._met:
-            with standing_still():
-                self._take()
-                self._active.strategy.barrier("turn")
-            self._met = True
-
     def _give(self) -> None:
         """Give the device back; a member of several devices keeps them: its workers would wait for each other."""
         if self._active.global_rank == 0 and self._admission.width == 1 and self._seat.held:
             self._seat.give(self._turn())
-
-    def _rest(self) -> None:
-        self._batch_end = math.inf
-        self._give()
 
     def _leave_for_good(self) -> None:
         self._met = False
@@ -244,8 +225,43 @@ class Gate(Callback):
             f"(hydra.launcher.memory_bytes={self._admission.memory_bytes}): train it with strategy=spilled, or raise it"
         )
 
-    def _limit_cuda(self) -> None:
-        """The allocator refuses what the arbiter doesn't know of."""
-        memory = self._admission.memory_bytes
-        if memory is not None and memory < cuda.total_bytes(self._device):
-            cuda.limit_bytes(memory, self._device)
+
+class Scoring(Callback):
+    """Callback behind a gate, whose seat it uses; ends fits like `EarlyStopping`, on all workers of a member alike.
+
+    Args:
+        metric: None: what the first checkpoint callback that monitors one monitors, with its mode.
+        mode: None: "min".
+
+    Raises:
+        ValueError: in the fit, where there is no such metric.
+    """
+
+    def __init__(self, gate: Gate, metric: str | None, mode: str | None) -> None:
+        self._gate, self._metric, self._mode = gate, metric, mode
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.sanity_checking or trainer.state.fn != "fit":
+            return
+        metric, mode = self._watched(trainer)  # everywhere: a metric that isn't there is an error of all workers
+        if metric not in trainer.callback_metrics:
+            known = ", ".join(map(str, trainer.callback_metrics)) or "nothing"
+            raise ValueError(
+                f"hydra.launcher.policy.metric={metric} was not logged when a validation ended ({known}): "
+                "log it in validation_step, or name another one"
+            )
+        score = Score(metric, mode, trainer.global_step, float(trainer.callback_metrics[metric]))
+        ends = trainer.global_rank == 0 and self._gate.ends(score)
+        if trainer.strategy.reduce_boolean_decision(ends, all=False):
+            trainer.should_stop = True
+
+    def _watched(self, trainer: Trainer) -> tuple[str, str]:
+        if self._metric is not None:
+            return self._metric, self._mode or "min"
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.monitor is not None:
+                return callback.monitor, self._mode or callback.mode
+        raise ValueError(
+            "this sweep's policy compares a logged metric, and no ModelCheckpoint monitors one: name it with "
+            "hydra.launcher.policy.metric=val_loss"
+        )

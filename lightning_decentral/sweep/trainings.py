@@ -6,7 +6,6 @@ start is over before the clock starts.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from hydra import compose, initialize_config_module
@@ -15,7 +14,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from hydra.errors import HydraException
 from hydra.types import HydraContext
-from omegaconf import DictConfig, open_dict
+from omegaconf import open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_decentral.shared.application import Application
@@ -24,7 +23,7 @@ from lightning_decentral.shared.compute.hardware import cores
 from lightning_decentral.shared.errors import one_line
 from lightning_decentral.sweep import progress as table
 from lightning_decentral.sweep.launcher import refuse_without_gate, starts_on
-from lightning_decentral.sweep.member import SweepMember, width_of
+from lightning_decentral.sweep.member import MemberFailed, SweepMember, width_of
 from lightning_decentral.sweep.plan.arbiter import Arbiter
 from lightning_decentral.sweep.plan.devices import slots
 from lightning_decentral.sweep.plan.dispatch import Processor, Queue
@@ -32,8 +31,7 @@ from lightning_decentral.sweep.plan.jobs_file import Training
 from lightning_decentral.sweep.plan.policy import Policy
 from lightning_decentral.sweep.plan.scheduled_arbiter import Scheduled, Timing
 from lightning_decentral.sweep.plan.simulation import Spans
-from lightning_decentral.sweep.record import MemberFailed
-from lightning_decentral.sweep.server import Sweep, Watcher
+from lightning_decentral.sweep.server import Sweep
 
 # So many steps and nothing else: an end of the epochs before them would end the training.
 STEPS_ALONE = ["trainer.max_epochs=-1", "++trainer.limit_val_batches=0", "++trainer.limit_test_batches=0"]
@@ -49,7 +47,7 @@ class Trainings:
         measured: steps of each, from which the seconds of a step are taken.
     """
 
-    said = "the trainings themselves, from the moment at which all waited for their first step, without evaluation"
+    measure = "the trainings themselves, from the moment at which all waited for their first step, without evaluation"
 
     def __init__(
         self,
@@ -80,7 +78,7 @@ class Trainings:
         """
         profiled = {t.name: [t.step_seconds] * t.steps for t in self._trainings if t.step_seconds is not None}
         with self._composing():  # mistakes are found before anything runs
-            self._entrants([training for training in self._trainings if training.name in profiled], self._folder, [])
+            self._members([training for training in self._trainings if training.name in profiled], self._folder, [])
         found = profiled | self._measured([training for training in self._trainings if training.name not in profiled])
         return [training.queue(found[training.name]) for training in self._trainings]
 
@@ -90,8 +88,8 @@ class Trainings:
         names = self._slots()
         jobs = [training.name for training in trainings]
         arbiter = Timing(jobs, names, first=FIRST, steps=self._steps, pinned=_on_gpus(names))
-        words = [*self._application.unlogged, f"trainer.max_steps={self._steps}"]
-        self._through(trainings, arbiter, self._folder / "measured", words)
+        overrides = [*self._application.unlogged, f"trainer.max_steps={self._steps}"]
+        self._through(trainings, arbiter, self._folder / "measured", overrides)
         return {training.name: arbiter.steps_of(training.name).seconds(training.steps) for training in trainings}
 
     def rehearse(self, queues: Sequence[Queue], devices: Sequence[Processor], policy: Policy) -> Spans:
@@ -115,14 +113,14 @@ class Trainings:
             )
         return slots(self._devices, gpus)
 
-    def _through(self, trainings: Sequence[Training], arbiter: Arbiter, folder: Path, words: Sequence[str]) -> None:
+    def _through(self, trainings: Sequence[Training], arbiter: Arbiter, folder: Path, overrides: Sequence[str]) -> None:
         refuse_without_gate()
         with self._composing() as context:
-            entrants = self._entrants(trainings, folder, words)
+            members = self._members(trainings, folder, overrides)
             starts = starts_on(arbiter.devices)(context, self._application.train)
-            with table.LiveTable() as live:
+            with _Strict() as live:
                 # All processes are alive at once: the arbiter grants nothing before all have asked.
-                Sweep(entrants, arbiter, starts, _Strict(live), len(entrants)).run()
+                Sweep(members, arbiter, starts, live, len(members)).run()
 
     @contextmanager
     def _composing(self) -> Iterator[HydraContext]:
@@ -130,11 +128,15 @@ class Trainings:
         with initialize_config_module(self._application.module, version_base="1.3"):
             yield HydraContext(config_loader=GlobalHydra.instance().config_loader(), callbacks=Callbacks())
 
-    def _entrants(self, trainings: Sequence[Training], folder: Path, words: Sequence[str]) -> list[SweepMember]:
-        return [self._entrant(training, number, folder, words) for number, training in enumerate(trainings)]
+    def _members(self, trainings: Sequence[Training], folder: Path, overrides: Sequence[str]) -> list[SweepMember]:
+        return [self._member(training, number, folder, overrides) for number, training in enumerate(trainings)]
 
-    def _entrant(self, training: Training, number: int, folder: Path, words: Sequence[str]) -> SweepMember:
-        config = self._config(training, [*training.words, *STEPS_ALONE, *words])
+    def _member(self, training: Training, number: int, folder: Path, overrides: Sequence[str]) -> SweepMember:
+        try:
+            every = [*training.overrides, *STEPS_ALONE, *overrides]
+            config = compose(self._application.name, every, return_hydra_config=True)
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ValueError(f"job {training.name}: {one_line(error)}") from None
         with open_dict(config):
             config.hydra.mode = "MULTIRUN"
             config.hydra.job.id, config.hydra.job.num = str(number), number
@@ -144,32 +146,17 @@ class Trainings:
             raise ValueError(
                 f"job {training.name} trains on {width} devices, a piece runs on one: use trainer.devices=1"
             )
-        return SweepMember(training.name, training.words, config, folder.absolute() / training.name)
-
-    def _config(self, training: Training, words: list[str]) -> DictConfig:
-        try:
-            return compose(self._application.name, words, return_hydra_config=True)
-        except (HydraException, OmegaConfBaseException) as error:
-            raise ValueError(f"job {training.name}: {one_line(error)}") from None
+        return SweepMember(training.name, training.overrides, config, folder.absolute() / training.name)
 
 
-@dataclass(frozen=True)
-class _Strict:
+class _Strict(table.LiveTable):
     """Watcher that ends all when a training fails: times of the others without it don't describe the schedule."""
 
-    inner: Watcher
-
-    def show(self, sweep: Sweep) -> None:
-        self.inner.show(sweep)
-
-    def ended(self, entrant: SweepMember, outcome: JobReturn) -> None:
-        self.inner.ended(entrant, outcome)
+    def ended(self, member: SweepMember, outcome: JobReturn) -> None:
+        super().ended(member, outcome)
         if outcome.status is JobStatus.FAILED:
-            said = one_line(MemberFailed.of(outcome._return_value))
-            raise ValueError(f"job {entrant.name} failed, {said}; its log: {entrant.log}")
-
-    def judged(self, entrant: SweepMember, verdict: str) -> None:
-        self.inner.judged(entrant, verdict)
+            why = one_line(MemberFailed.of(outcome._return_value))
+            raise ValueError(f"job {member.name} failed, {why}; its log: {member.log}")
 
 
 def _on_gpus(names: Sequence[str]) -> bool:

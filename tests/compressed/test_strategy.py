@@ -21,7 +21,7 @@ from lightning_decentral.shared.compute.codec import (
     Int8,
     Plain,
 )
-from lightning_decentral.shared.compute.codec.counter_rng import key
+from lightning_decentral.shared.compute.codec.blocks import key
 from tests.partial.towers import Batches, Tower, Watch, run
 from tests.tiny import QUIET, Net, Quadratic, Record, SizedBatches, in_processes, recorded
 

@@ -4,6 +4,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import dedent
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -14,8 +15,10 @@ def name(page: Path) -> str:
 
 
 def blocks(page: Path, *languages: str) -> list[str]:
-    fence = rf"^```(?:{'|'.join(languages)})\b[^\n]*\n(.*?)^```"
-    return re.findall(fence, page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    """What stands between fences, also in a tab, where it is indented."""
+    fence = rf"^( *)```(?:{'|'.join(languages)})\b[^\n]*\n(.*?)^\1```"
+    found = re.findall(fence, page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return [dedent(code) if indent else code for indent, code in found]
 
 
 def script(page: Path) -> str:

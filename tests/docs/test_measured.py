@@ -21,8 +21,12 @@ def test_the_elastic_guide_shows_them_too(table) -> None:  # type: ignore[no-unt
     assert table() in (ROOT / "docs" / "elastic.md").read_text()
 
 
-def test_how_it_works_shows_what_a_device_took() -> None:
-    assert measured.device() in (ROOT / "docs" / "how-it-works.md").read_text()
+@pytest.mark.parametrize("table", measured.NOTES, ids=lambda table: table.__name__)
+def test_the_notes_show_the_others(table) -> None:  # type: ignore[no-untyped-def]
+    assert table() in (ROOT / "benchmarks" / "notes.md").read_text()
+
+
+def test_large_rounds_take_what_their_bytes_take() -> None:
     over = [float(line.rstrip(" |").rpartition(" ")[2]) for line in measured.device().splitlines()[2:]]
     *large, small = over
     assert max(large) < 1.25 < small

@@ -51,6 +51,7 @@ SETTINGS = {
     "docs/rules.md": ["0.1 is the first tenth"],
     "docs/scheduling.md": ["of some 35 ms, two of them 1.5 s late", "the makespan is within 10 %", "6/5 = 1.2"],
     "docs/spilled.md": ["takes 0.9 of the memory"],
+    "docs/tutorial.md": ["A model of 0.94 MB"],
     "docs/trust.md": ["Over 1 % in a parameter"],
 }
 """What was set, counted from a formula, computed by a test, or is another's."""

@@ -12,7 +12,7 @@ import pytest
 from tests.docs.pages import PAGES, ROOT
 
 IMAGES = ROOT / "docs" / "images"
-COPIED = {"convergence.png"}
+COPIED = {"convergence.png", "tutorial.png"}
 
 
 def shown() -> set[str]:

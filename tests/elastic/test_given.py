@@ -28,7 +28,7 @@ from lightning_decentral.gossip import (
     QuasiGlobalMomentum,
     Ring,
 )
-from lightning_decentral.shared.compute.layout.model import described
+from lightning_decentral.shared.compute.layout import described
 from lightning_decentral.shared.wire.plain import pack, unpack
 from tests.tiny import QUIET
 

@@ -30,7 +30,7 @@ from lightning_decentral.gossip import (
     Ring,
     StartSummary,
 )
-from lightning_decentral.shared.compute.digest import digest
+from lightning_decentral.shared.compute.worker_state import digest
 from tests.tiny import QUIET
 
 STEPS, APART, EXAMPLES, BATCH = 120, 5, 96, 4

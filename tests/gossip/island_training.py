@@ -24,7 +24,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_decentral.gossip import AllReduce, Complete, Elastic, ElasticGossipStrategy, FullyShard, Gossip, Solo
-from lightning_decentral.shared.compute.digest import digest
+from lightning_decentral.shared.compute.worker_state import digest
 from lightning_decentral.shared.wire.fsdp import full_tensor, local
 from tests.elastic.weighted_training import Net
 from tests.simulated import trainers

@@ -34,7 +34,7 @@ from lightning_decentral.gossip import (
 from lightning_decentral.gossip.rounds import exact_steps_of, place, refuse_stale
 from lightning_decentral.gossip.wire.making import Making
 from lightning_decentral.gossip.wire.optimizers import Mixers
-from lightning_decentral.shared.compute.layout.packing import pack
+from lightning_decentral.shared.compute.buckets import pack
 from tests.elastic.wire.lobbies import LobbyProcess
 from tests.gossip.wire.test_exchange import gradient
 from tests.tiny import QUIET, Quadratic, Record, in_processes, recorded

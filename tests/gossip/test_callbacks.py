@@ -31,7 +31,7 @@ from lightning_decentral.gossip import (
 from lightning_decentral.gossip import callbacks as watchers
 from lightning_decentral.gossip.plan.weights import mixing_matrix
 from lightning_decentral.shared import Rows, WandbPerWorker
-from lightning_decentral.shared.compute.codec.counter_rng import dither, key
+from lightning_decentral.shared.compute.codec.blocks import dither, key
 from tests.gossiping import Scripted
 from tests.tiny import QUIET, Quadratic, Record, in_processes, recorded
 from tests.wandb_file import history, run, settings

@@ -32,8 +32,8 @@ from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.gossip.wire.simulation import MatrixExchange
-from lightning_decentral.shared.compute.layout.model import ModelLayout
-from lightning_decentral.shared.compute.layout.packing import pack
+from lightning_decentral.shared.compute.buckets import pack
+from lightning_decentral.shared.compute.layout import ModelLayout
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
 from lightning_decentral.shared.wire.transport import Transport
 from tests.backends import Backend

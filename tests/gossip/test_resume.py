@@ -40,7 +40,7 @@ from lightning_decentral.gossip import (
     Travel,
     Tree,
 )
-from lightning_decentral.shared.compute.layout.packing import is_short
+from lightning_decentral.shared.compute.buckets import is_short
 from lightning_decentral.shared.wire.fsdp import local
 from tests.gossip.test_lightning import Backbone
 from tests.tiny import QUIET, Net, SizedBatches, cut_small_models, in_processes

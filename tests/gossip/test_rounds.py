@@ -20,8 +20,7 @@ from lightning_decentral.gossip.wire.overlap import overlapped
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.gossip.wire.simulation import LinkExchange, MatrixExchange
 from lightning_decentral.optim import Muon
-from lightning_decentral.shared.compute.buckets import Bucket
-from lightning_decentral.shared.compute.layout.packing import dealt, pack
+from lightning_decentral.shared.compute.buckets import Bucket, dealt, pack
 from lightning_decentral.shared.wire.transport import Transport
 from tests.backends import Backend
 from tests.gossip.wire.test_exchange import gradient, start

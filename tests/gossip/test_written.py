@@ -27,7 +27,7 @@ from lightning_decentral.gossip import (
     Topology,
 )
 from lightning_decentral.gossip.wire.optimizer_mixer import Written
-from lightning_decentral.shared.compute.layout.packing import pack
+from lightning_decentral.shared.compute.buckets import pack
 from lightning_decentral.shared.wire.mean import Swap
 from tests.gossip.test_anchors import Validated
 from tests.tiny import QUIET, in_processes

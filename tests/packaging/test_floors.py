@@ -155,8 +155,6 @@ def test_the_door_is_seen_to_ask() -> None:
 MODULES_IN = {
     "gossip/wire": 18,
     "shared": 15,
-    "shared/compute": 15,
-    "shared/wire": 15,
 }
 LINES_OF = {
     "lightning_decentral.shared.workers": 302,

@@ -1,25 +1,25 @@
-"""What worker 0 finds, or why it finds nothing, is told to all."""
+"""What worker 0 finds, or why it finds nothing, is sent to all."""
 
 from typing import Any
 
 import pytest
 
-from lightning_decentral.partial.agreed import Together, agreed
+from lightning_decentral.partial.agreed import agreed, decided
 from lightning_decentral.partial.compute.search import CutPlan
 from lightning_decentral.shared.wire.pending import PeerLost
 
 PLAN = CutPlan((), {}, (), ())
 
 
-class Told:
+class Broadcasts:
     """A broadcast of two workers, one after the other."""
 
     def __init__(self) -> None:
-        self.said: list[Any] = []
+        self.sent: list[Any] = []
 
     def __call__(self, value: Any) -> Any:
-        self.said.append(value)
-        return self.said[0]
+        self.sent.append(value)
+        return self.sent[0]
 
 
 def nothing() -> CutPlan:
@@ -34,8 +34,8 @@ def failing(error: Exception) -> Any:
 
 
 def test_all_have_the_cuts_of_worker_0() -> None:
-    told = Told()
-    assert agreed(0, told, lambda: PLAN) is agreed(1, told, nothing) is PLAN
+    broadcast = Broadcasts()
+    assert agreed(0, broadcast, lambda: PLAN) is agreed(1, broadcast, nothing) is PLAN
 
 
 @pytest.mark.parametrize(("error", "kind", "message"), [
@@ -44,17 +44,16 @@ def test_all_have_the_cuts_of_worker_0() -> None:
     (KeyError("absent"), RuntimeError, "worker 0 found no cuts, it failed with KeyError: 'absent'"),
 ], ids=str)  # fmt: skip
 def test_nobody_waits_for_a_worker_0_that_failed(error: Exception, kind: type[Exception], message: str) -> None:
-    told = Told()
+    broadcast = Broadcasts()
     with pytest.raises(type(error)):
-        agreed(0, told, failing(error))
-    assert len(told.said) == 1
+        agreed(0, broadcast, failing(error))
+    assert len(broadcast.sent) == 1
     with pytest.raises(kind, match=message):
-        agreed(1, told, nothing)
+        agreed(1, broadcast, nothing)
 
 
 def test_what_worker_0_found_is_what_all_go_on_with() -> None:
-    gathered = Together(lambda own: [("first", "", ""), own])
-    assert gathered(lambda: "second") == "first"
+    assert decided(lambda own: [("first", "", ""), own], lambda: "second") == "first"
 
 
 @pytest.mark.parametrize(("others", "kind", "message"), [
@@ -63,24 +62,24 @@ def test_what_worker_0_found_is_what_all_go_on_with() -> None:
 ], ids=str)  # fmt: skip
 def test_all_end_where_one_refuses_or_fails(others: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
-        Together(lambda own: [own, others])(lambda: "found")
+        decided(lambda own: [own, others], lambda: "found")
 
 
 def test_who_fails_says_so_and_raises_its_own_error() -> None:
-    said: list[Any] = []
+    sent: list[Any] = []
 
     def gather(own: Any) -> list[Any]:
-        said.append(own)
+        sent.append(own)
         return [own]
 
     with pytest.raises(KeyError):
-        Together(gather)(failing(KeyError("absent")))
-    assert said == [(None, "", "KeyError: 'absent'")]
+        decided(gather, failing(KeyError("absent")))
+    assert sent == [(None, "", "KeyError: 'absent'")]
 
 
-def test_a_lost_worker_is_not_told() -> None:
+def test_a_lost_worker_gets_no_message() -> None:
     def gather(own: Any) -> list[Any]:
         raise AssertionError("nobody would come")
 
     with pytest.raises(PeerLost):
-        Together(gather)(failing(PeerLost("gone")))
+        decided(gather, failing(PeerLost("gone")))

@@ -19,6 +19,7 @@ from lightning_decentral.gossip.summary import described
 from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.optim import Muon
+from lightning_decentral.planner.block_profile import states_of
 from lightning_decentral.planner.candidates import MOMENTUM_IN_INT8, OUTER, STREAM
 from lightning_decentral.planner.forecasts import (
     CODEC_SECONDS_PER_BYTE,
@@ -28,8 +29,7 @@ from lightning_decentral.planner.forecasts import (
     method_of,
     strategy_of,
 )
-from lightning_decentral.planner.optimizer_profile import states_of
-from lightning_decentral.shared.compute.codec.difference import DifferenceCompression
+from lightning_decentral.shared.compute.codec.deterministic import DifferenceCompression
 from lightning_decentral.shared.plan.forecast import Cluster, Setting, even
 from lightning_decentral.shared.plan.profile import BlockCost, Model
 from lightning_decentral.shared.wire.compressed_mean import mean_by

@@ -10,9 +10,8 @@ from xml.etree import ElementTree
 import pytest
 
 from lightning_decentral.cli.planning import write_page
-from lightning_decentral.planner.compare import plan
+from lightning_decentral.planner.compare import NOTHING, grid, plan, sizes
 from lightning_decentral.planner.report import page
-from lightning_decentral.planner.variations import NOTHING, grid, sizes
 from lightning_decentral.recipes import command as cli
 from lightning_decentral.shared.plan.network import Network
 from lightning_decentral.shared.plan.profile import Profile, write
@@ -34,7 +33,7 @@ def test_the_page_holds_all_and_loads_nothing() -> None:
 
 
 def test_the_command_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_decentral.planner.variations.sizes", lambda setting: [4])
+    monkeypatch.setattr("lightning_decentral.planner.compare.sizes", lambda setting: [4])
     write(Profile(model(), links().costs), tmp_path / "p.json")
     cli.main(["plan", str(tmp_path / "p.json"), "--workers", "4", "--report", str(tmp_path / "r.html")])
     assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")

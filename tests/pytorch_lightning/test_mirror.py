@@ -35,7 +35,7 @@ TRAINERS = {"lightning_decentral": lightning.pytorch.Trainer, HERE: pytorch_ligh
     ("lightning_decentral.gossip.strategy", f"{HERE}.gossip.strategy"),
     ("lightning_decentral.shared.checkpoint.worker", f"{HERE}.shared.checkpoint.worker"),
     ("lightning_decentral.gossip.wire.mixer", "lightning_decentral.gossip.wire.mixer"),
-    ("lightning_decentral.shared.plan.names", "lightning_decentral.shared.plan.names"),
+    ("lightning_decentral.shared.plan.kinds", "lightning_decentral.shared.plan.kinds"),
 ])  # fmt: skip
 def test_what_a_mirrored_module_imports(said: str, meant: str) -> None:
     assert mirror.renamed(said) == meant

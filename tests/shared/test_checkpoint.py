@@ -19,8 +19,7 @@ from lightning_decentral.shared.checkpoint import replica as module
 from lightning_decentral.shared.checkpoint import store
 from lightning_decentral.shared.checkpoint.reading import PRECISION
 from lightning_decentral.shared.checkpoint.replica import ReplicaCheckpoints, WholeModel
-from lightning_decentral.shared.compute.digest import digest
-from lightning_decentral.shared.compute.worker_state import KEY, sealed
+from lightning_decentral.shared.compute.worker_state import KEY, digest, sealed
 from lightning_decentral.shared.wire.mean import MeanModel
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_decentral import CompressedStrategy, GossipStrategy, PartialBackpropStrategy
 from lightning_decentral.gossip import AllReduce, Complete
 from lightning_decentral.shared import coordination as module
-from lightning_decentral.shared.coordination import Coordination, Uncoordinated
+from lightning_decentral.shared.coordination import FitCoordinator, Uncoordinated
 from lightning_decentral.shared.updates import Unfollowed
 from lightning_decentral.shared.wire.agreement import ALERT_SECONDS, PATIENCE_SECONDS
 from lightning_decentral.shared.wire.pending import PeerLost
@@ -70,14 +70,14 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
-def fit(party: Party, stop: Any) -> Coordination:
+def fit(party: Party, stop: Any) -> FitCoordinator:
     store = SimpleNamespace(check=lambda keys: False, set=lambda key, value: None)
     wire: Any = SimpleNamespace(roll=SimpleNamespace(rank=0), store=store, world=SimpleNamespace(queued=False))
     trainer: Any = SimpleNamespace()
     quiet = dict.fromkeys(("listen", "forget", "when_orphaned"), lambda _: None)
     presence: Any = SimpleNamespace(notices=None, **quiet)
     settings: Any = {"stop": stop, "presence": presence, "name": "fit-0"}
-    return Coordination(wire, trainer, party, **settings)
+    return FitCoordinator(wire, trainer, party, **settings)
 
 
 def test_all_have_agreed_where_they_stop_and_not_before(loops: list[str]) -> None:

@@ -18,7 +18,7 @@ from lightning_decentral import CompressedStrategy, GossipStrategy, PartialBackp
 from lightning_decentral.gossip import AllReduce
 from lightning_decentral.partial import Full
 from lightning_decentral.shared.compute.codec import Plain
-from lightning_decentral.shared.wire.running_buffers import RunningBuffers
+from lightning_decentral.shared.wire.averaging.equal_replicas import RunningBuffers
 from tests.tiny import QUIET, Net, SizedBatches, in_processes
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {

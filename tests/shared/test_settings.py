@@ -45,7 +45,7 @@ from lightning_decentral.pipeline import Recompute, Uniform
 from lightning_decentral.shared import settings
 from lightning_decentral.shared.plan.described import described
 from lightning_decentral.shared.settings import of_callbacks, of_strategy, of_trainer, versions
-from lightning_decentral.shared.wire.meeting.settings import _difference
+from lightning_decentral.shared.wire.meeting.comparison import _difference
 from tests.apart import lines, started_apart
 from tests.gossip import codecs, rules, topologies
 from tests.pipeline.training import Language

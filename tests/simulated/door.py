@@ -11,7 +11,7 @@ from torch._guards import active_fake_mode
 from torch.utils._pytree import tree_map_only
 
 from lightning_decentral.shared.compute import cuda
-from lightning_decentral.shared.compute.codec import counter_rng
+from lightning_decentral.shared.compute.codec import blocks
 from tests.simulated.memory import pin, pinned, poison
 from tests.simulated.streams import Engine, Event, Stream, at, current, here, on, the
 from tests.simulated.tensors import Simulated, become, host_like, move, target
@@ -127,7 +127,7 @@ def door() -> Iterator[None]:
             mock.patch.object(Tensor, "data", property(torch._C.TensorBase.data.__get__, _data), create=True),
             mock.patch.object(torch.random, "fork_rng", _fork_rng),
             mock.patch.object(nn.Module, "_load_from_state_dict", _load),
-            mock.patch.object(counter_rng, "midpoints", _by_engine(counter_rng.midpoints)),
+            mock.patch.object(blocks, "midpoints", _by_engine(blocks.midpoints)),
         ):
             yield
     finally:

@@ -12,14 +12,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from hydra_plugins.shard_parallel.launcher import ARGUMENTS, POLICIES
+from lightning_decentral.sweep.member import SCORES, read_scores, write_scores
 from lightning_decentral.sweep.plan import policy as policies
-from lightning_decentral.sweep.plan.scores import Score, Scoreboard
-from lightning_decentral.sweep.score_file import FILE, read_scores, write_scores
-from lightning_decentral.sweep.scoring import Scoring
+from lightning_decentral.sweep.plan.policy import Score, Scoreboard
+from lightning_decentral.sweep.time_slicing import Scoring
 from tests.sweep import application
 from tests.sweep.application import Tuned
 from tests.sweep.plan.test_halving import survivors
-from tests.sweep.test_launcher import entrant
+from tests.sweep.test_launcher import member
 from tests.tiny import QUIET, SizedBatches, in_processes
 
 LRS = ["0.3", "0.0001", "0.01", "1e-7"]
@@ -51,7 +51,7 @@ def curves() -> list[list[float]]:
 
 
 def scores(folder: Path) -> list[list[float]]:
-    files = [json.loads((folder / "sweep" / str(i) / FILE).read_text()) for i in range(len(LRS))]
+    files = [json.loads((folder / "sweep" / str(i) / SCORES).read_text()) for i in range(len(LRS))]
     return [[score["value"] for score in file["scores"]] for file in files]
 
 
@@ -166,7 +166,7 @@ def test_all_workers_of_a_member_end(strategy: str, tmp_path: Path) -> None:
 
 
 def test_scores_of_a_folder_come_back_and_what_isnt_a_file_of_scores_is_refused(tmp_path: Path) -> None:
-    one, board, again = entrant(tmp_path), Scoreboard(), Scoreboard()
+    one, board, again = member(tmp_path), Scoreboard(), Scoreboard()
     read_scores(one, again)
     for step, value in ((1, 0.5), (2, float("nan")), (3, float("inf"))):
         board.add("0", Score("loss", "max", step, value))
@@ -176,7 +176,7 @@ def test_scores_of_a_folder_come_back_and_what_isnt_a_file_of_scores_is_refused(
     assert repr(again.histories) == repr(board.histories)  # one is no number, which equals nothing
     assert again.verdicts == board.verdicts
     for text in ("", "[]", "{}", '{"scores": [{"metric": 1}], "verdict": null}', '{"scores": [1], "verdict": null}'):
-        (tmp_path / FILE).write_text(text)
+        (tmp_path / SCORES).write_text(text)
         with pytest.raises(ValueError, match=r"scores\.json holds no scores of a member .*: remove it"):
             read_scores(one, Scoreboard())
 

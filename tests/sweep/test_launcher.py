@@ -32,11 +32,18 @@ from omegaconf import OmegaConf
 from hydra_plugins.shard_parallel import _callbacks
 from hydra_plugins.shard_parallel.launcher import POLICIES, ShardParallelConf, ShardParallelLauncher
 from lightning_decentral.sweep import LRTF
-from lightning_decentral.sweep.member import SweepMember, returned, width_of
+from lightning_decentral.sweep.member import (
+    RECORD,
+    SweepMember,
+    begin_record,
+    read_record,
+    returned,
+    width_of,
+    write_record,
+)
 from lightning_decentral.sweep.plan import policy as policies
 from lightning_decentral.sweep.plan.devices import environment, slots
 from lightning_decentral.sweep.processes import Spawn, attempt, spawned
-from lightning_decentral.sweep.record import RECORD, begin_record, read_record, write_record
 from lightning_decentral.sweep.time_slicing import Gate
 from lightning_decentral.sweep.wire.client import VARIABLE, Admission
 from tests.sweep import application
@@ -141,7 +148,7 @@ def turns(folder: Path) -> list[tuple[str, float, float]]:
 
 
 def test_resume_refuses_a_folder_of_other_words_and_a_value_that_cant_travel_says_so(tmp_path: Path) -> None:
-    one = entrant(tmp_path)
+    one = member(tmp_path)
     assert read_record(one) is None
     write_record(one, returned(one, JobStatus.COMPLETED, lambda: 0))
     outcome = read_record(one)
@@ -149,12 +156,12 @@ def test_resume_refuses_a_folder_of_other_words_and_a_value_that_cant_travel_say
         _ = outcome.return_value
     assert outcome.cfg == {"lr": 1}
     assert list(outcome.hydra_cfg) == ["hydra"]
-    other = entrant(tmp_path, task="lr=2")
-    with pytest.raises(ValueError, match=r"other overrides \(lr=1\), not lr=2: resume a sweep with its own words"):
+    other = member(tmp_path, task="lr=2")
+    with pytest.raises(ValueError, match=r"other overrides \(lr=1\), not lr=2: resume a sweep with its own overrides"):
         read_record(other)
     begin_record(one)  # and is killed: its checkpoint is no other's
     assert read_record(one) is None
-    with pytest.raises(ValueError, match=r"other overrides \(lr=1\), not lr=2: resume a sweep with its own words"):
+    with pytest.raises(ValueError, match=r"other overrides \(lr=1\), not lr=2: resume a sweep with its own overrides"):
         read_record(other)
 
 
@@ -212,7 +219,7 @@ def test_a_sweep_that_ends_leaves_nobody_behind(blow: signal.Signals, tmp_path: 
         sweep.kill()
 
 
-def entrant(folder: Path, task: str = "lr=1") -> SweepMember:
+def member(folder: Path, task: str = "lr=1") -> SweepMember:
     return SweepMember("0", (), OmegaConf.create({"lr": 1, "hydra": {"overrides": {"task": [task]}}}), folder)
 
 
@@ -256,8 +263,8 @@ def test_a_new_interpreter_finds_its_devices_before_it_imports_anything(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: SimpleNamespace(Process=Process))
     spawn: Any = Spawn(None, None)  # type: ignore[arg-type]
-    spawn.packed = lambda entrant: b""
-    spawn(entrant(tmp_path), {"CUDA_VISIBLE_DEVICES": "1", "OF_A_MEMBER": "x"}, multiprocessing.Pipe(duplex=False))
+    spawn.packed = lambda member: b""
+    spawn(member(tmp_path), {"CUDA_VISIBLE_DEVICES": "1", "OF_A_MEMBER": "x"}, multiprocessing.Pipe(duplex=False))
     assert seen == [("1", "x")]
     assert tuple(map(os.environ.get, names)) == ("0,1", None)
 
@@ -266,7 +273,7 @@ def test_a_program_that_ends_itself_has_failed_with_its_message(tmp_path: Path) 
     def ends() -> Any:
         sys.exit("error: no such file")
 
-    outcome = attempt(entrant(tmp_path), ends)
+    outcome = attempt(member(tmp_path), ends)
     with pytest.raises(RuntimeError, match="error: no such file"):
         _ = outcome.return_value
 

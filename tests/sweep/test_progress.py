@@ -12,15 +12,15 @@ from rich.console import Console
 from lightning_decentral.shared.plan.timeline import Span
 from lightning_decentral.sweep import LRTF, gantt
 from lightning_decentral.sweep import progress as table
-from lightning_decentral.sweep.launcher import told_apart
+from lightning_decentral.sweep.launcher import distinguished
 from lightning_decentral.sweep.member import SweepMember, returned
 from lightning_decentral.sweep.plan.arbiter import Arbiter, TurnReport
-from lightning_decentral.sweep.plan.scores import Scoreboard
-from lightning_decentral.sweep.ranking import best_line, standings
+from lightning_decentral.sweep.plan.policy import Scoreboard
+from lightning_decentral.sweep.progress import best_line, standings
 from lightning_decentral.sweep.server import Sweep
 
 
-def entrant(name: str, *words: str) -> SweepMember:
+def member(name: str, *words: str) -> SweepMember:
     return SweepMember(name, words, OmegaConf.create({"hydra": {"overrides": {"task": []}}}), Path("sweep", name))
 
 
@@ -29,13 +29,13 @@ def sweep() -> Sweep:
     """Member 0 has ended after 4 s, 1 runs and needs 6 s more, 2 waits and needs 2 s, 3 hasn't started."""
     arbiter = Arbiter(LRTF(), ["cpu:0", "cpu:1"])
     starts: Any = None
-    sweep = Sweep([entrant(str(i), f"lr={i}") for i in range(4)], arbiter, starts, table.LiveTable(), alive=3)
+    sweep = Sweep([member(str(i), f"lr={i}") for i in range(4)], arbiter, starts, table.LiveTable(), alive=3)
     for name in "012":
         arbiter.join(name)
     arbiter.request("0")
     arbiter.settle(0.0)
     arbiter.leave("0", 4.0)
-    sweep.outcomes["0"] = returned(sweep.entrants["0"], JobStatus.COMPLETED, 0.5)
+    sweep.outcomes["0"] = returned(sweep.members["0"], JobStatus.COMPLETED, 0.5)
     arbiter.members["1"].turn = TurnReport(0.25, 6.0)
     arbiter.members["2"].turn = TurnReport(None, 2.0)
     arbiter.request("1")
@@ -66,31 +66,31 @@ def test_the_live_table_is_drawn_on_a_terminal_and_lines_stand_above_it(sweep: S
     text = io.StringIO()
     with table.LiveTable(Console(file=text, width=140, force_terminal=True)) as watcher:
         watcher.show(sweep)
-        watcher.ended(sweep.entrants["2"], returned(sweep.entrants["2"], JobStatus.FAILED, ValueError("no [luck]")))
+        watcher.ended(sweep.members["2"], returned(sweep.members["2"], JobStatus.FAILED, ValueError("no [luck]")))
     assert "1 of 4 members ended" in text.getvalue()
     assert "#2 : lr=2 : failed, ValueError: no [luck]; its log: sweep/2/member.log" in text.getvalue()
 
 
 def test_the_ranking_puts_the_lowest_first_and_failures_last() -> None:
-    entrants = [entrant(str(i), f"lr={i}", "names=[a,b]") for i in range(4)]
+    members = [member(str(i), f"lr={i}", "names=[a,b]") for i in range(4)]
     values = [
         (JobStatus.COMPLETED, 2.0),
         (JobStatus.FAILED, ValueError()),
         (JobStatus.COMPLETED, 1),
         (JobStatus.COMPLETED, None),
     ]
-    outcomes = {e.name: returned(e, *value) for e, value in zip(entrants, values, strict=True)}
-    ranked = standings(entrants, outcomes, Scoreboard())
-    assert [one.entrant.name for one in ranked] == ["2", "0", "1", "3"]
+    outcomes = {e.name: returned(e, *value) for e, value in zip(members, values, strict=True)}
+    ranked = standings(members, outcomes, Scoreboard())
+    assert [one.member.name for one in ranked] == ["2", "0", "1", "3"]
     assert [one.status for one in ranked] == ["completed", "completed", "failed", "completed"]
     assert best_line(ranked) == "best: lr=2 'names=[a,b]' (returned 1)"
     assert best_line(ranked[2:]) is None
 
 
 def test_words_that_all_have_tell_nobody_apart() -> None:
-    both = told_apart([entrant("0", "recipe=vit", "lr=1"), entrant("1", "recipe=vit", "lr=2")])
-    assert [one.words for one in both] == [("lr=1",), ("lr=2",)]
-    assert told_apart([entrant("0", "lr=1")])[0].words == ("lr=1",)
+    both = distinguished([member("0", "recipe=vit", "lr=1"), member("1", "recipe=vit", "lr=2")])
+    assert [one.own_overrides for one in both] == [("lr=1",), ("lr=2",)]
+    assert distinguished([member("0", "lr=1")])[0].own_overrides == ("lr=1",)
 
 
 def test_a_gantt_chart_has_a_row_per_device_and_a_colour_per_job(tmp_path: Path) -> None:

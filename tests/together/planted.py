@@ -22,17 +22,15 @@ from lightning_decentral.gossip.wire.optimizer_mixer import OptimizerMixer, Writ
 from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.partial.compute import search
 from lightning_decentral.pipeline.wire.ownership import Ownership
-from lightning_decentral.shared.compute import buckets
-from lightning_decentral.shared.compute.layout import model
-from lightning_decentral.shared.compute.layout.place import Place
+from lightning_decentral.shared.compute import buckets, layout
+from lightning_decentral.shared.compute.layout import Place
 from lightning_decentral.shared.nonfinite import BeforeUpdate
 from lightning_decentral.shared.replica_health import ReplicaHealth
 from lightning_decentral.shared.wire import health, pipeline_replicas
 from lightning_decentral.shared.wire.averaging import gradient_average, residuals
-from lightning_decentral.shared.wire.running_buffers import RunningBuffers
+from lightning_decentral.shared.wire.averaging.equal_replicas import RunningBuffers
 from lightning_decentral.spilled.compute import spill
-from lightning_decentral.spilled.compute.engine import Engine
-from lightning_decentral.spilled.compute.standing import Standing
+from lightning_decentral.spilled.compute.engine import Engine, Standing
 
 
 def layout_of_the_moment() -> None:
@@ -48,11 +46,11 @@ def layout_of_the_moment() -> None:
                 parameter.data = view
 
     _set(buckets.Bucket, "adopt", adopt)
-    _set(model.ModelLayout, "restore", lambda self, parameters=None: None)
+    _set(layout.ModelLayout, "restore", lambda self, parameters=None: None)
 
 
 def strides_not_compared() -> None:
-    _set(model, "_text", lambda tensor: f"{tuple(tensor.shape)} {tensor.dtype}")
+    _set(layout, "_text", lambda tensor: f"{tuple(tensor.shape)} {tensor.dtype}")
 
 
 def replaced_optimizers_not_followed() -> None:

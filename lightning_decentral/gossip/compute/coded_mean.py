@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_decentral.gossip.compute.error_feedback import measured, real_numbers
 from lightning_decentral.gossip.compute.link import Buffers, CodecError, check_codec
 from lightning_decentral.shared.compute.codec.coded_parts import CodedParts
-from lightning_decentral.shared.compute.norms import squared_norm
+from lightning_decentral.shared.compute.health import squared_norm
 
 
 @dataclass

@@ -12,10 +12,9 @@ from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.link import Buffers, CodecError, Coder, Direct, check_codec
 from lightning_decentral.gossip.plan.topology.topology import Topology, audiences
 from lightning_decentral.shared.compute.buckets import Pool
+from lightning_decentral.shared.compute.codec.blocks import key
 from lightning_decentral.shared.compute.codec.codec import Codec, Frame, Payload, PayloadPart
-from lightning_decentral.shared.compute.codec.counter_rng import key
-from lightning_decentral.shared.compute.health import scale, sound
-from lightning_decentral.shared.compute.norms import squared_norm
+from lightning_decentral.shared.compute.health import scale, sound, squared_norm
 
 
 def coder_of(codec: Codec, topology: Topology, rank: int, size: int, pool: Pool) -> Coder:

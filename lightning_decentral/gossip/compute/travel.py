@@ -15,11 +15,10 @@ from lightning_decentral.gossip.compute.combine.rate import check_rate
 from lightning_decentral.gossip.plan.topology.combined import Every
 from lightning_decentral.gossip.plan.topology.topology import Topology, at_least_one
 from lightning_decentral.gossip.plan.weights import Weights
-from lightning_decentral.shared.compute.buckets import Bucket
+from lightning_decentral.shared.compute.buckets import Bucket, pack
 from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.codec.quantize import Plain
-from lightning_decentral.shared.compute.layout.packing import pack
-from lightning_decentral.shared.compute.layout.place import Place
+from lightning_decentral.shared.compute.codec.deterministic import Plain
+from lightning_decentral.shared.compute.layout import Place
 from lightning_decentral.shared.plan.arguments import checked
 
 
@@ -171,7 +170,7 @@ def none_has(optimizer: Optimizer, name: str, parameters: Sequence[nn.Parameter]
 def pack_states(
     optimizer: Optimizer, name: str, chosen: Mapping[nn.Parameter, int], bucket_bytes: int | None, parts: int
 ) -> list[Bucket]:
-    """Buckets over one state of these parameters, as `packing.pack` packs the parameters themselves.
+    """Buckets over one state of these parameters, as `buckets.pack` packs the parameters themselves.
 
     Args:
         chosen: {parameter: its state's kind, 2 and on}.

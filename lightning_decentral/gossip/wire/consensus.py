@@ -15,8 +15,8 @@ from lightning_decentral.gossip.compute.combine.consensus_control import Consens
 from lightning_decentral.gossip.compute.combine.rule import Rule, State, Turn
 from lightning_decentral.gossip.wire.exchange import Exchange
 from lightning_decentral.gossip.wire.mixer import Mixer
-from lightning_decentral.shared.compute.device import AsyncRead, beside
-from lightning_decentral.shared.compute.norms import squared_norm
+from lightning_decentral.shared.compute.device import AsyncRead, own_stream
+from lightning_decentral.shared.compute.health import squared_norm
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Transport
 
@@ -118,7 +118,7 @@ class Gauge:
 
 def _summed(squares: Tensor, pending: Pending) -> Callable[[], Tensor]:
     def read() -> Tensor:
-        with beside(squares.device):  # the host waits for this sum, not for what the device has to do since
+        with own_stream(squares.device):  # the host waits for this sum, not for what the device has to do since
             pending.wait()
             return AsyncRead(squares).read()
 

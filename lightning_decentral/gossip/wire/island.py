@@ -13,7 +13,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_decentral.gossip.wire.island_member import Averaging, IslandMember, Meet
 from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.codec.quantize import Plain
+from lightning_decentral.shared.compute.codec.deterministic import Plain
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.wire import gradients
 from lightning_decentral.shared.wire.compressed_mean import refuse_estimates

@@ -11,16 +11,15 @@ from torch import Tensor, nn
 from lightning_decentral.gossip.wire.exchange import Exchange
 from lightning_decentral.gossip.wire.hierarchical import GatherExchange
 from lightning_decentral.gossip.wire.overlap import overlapped
-from lightning_decentral.shared.compute.buckets import Bucket
+from lightning_decentral.shared.compute.buckets import Bucket, pack
 from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.device_steps import DeviceSteps
-from lightning_decentral.shared.compute.layout.packing import pack
+from lightning_decentral.shared.compute.device import DeviceSteps
 from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage
-from lightning_decentral.shared.wire.averaging.skipped_updates import scale_of
+from lightning_decentral.shared.wire.averaging.residuals import scale_of
 from lightning_decentral.shared.wire.compressed_mean import mean_by
 from lightning_decentral.shared.wire.health import mean_of_sound
 from lightning_decentral.shared.wire.mean import mean
-from lightning_decentral.shared.wire.meeting.layouts import Alike, Trained, Unasked
+from lightning_decentral.shared.wire.meeting.comparison import Alike, Trained, Unasked
 from lightning_decentral.shared.wire.transport import Disjoint, Transport, Wire
 
 Mean = Callable[[Sequence[Tensor]], list[Tensor]]

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_decentral.gossip.wire.island_member import InPlace, Mean, Meet, Several, inside
-from lightning_decentral.shared.compute.buckets import Bucket
-from lightning_decentral.shared.compute.layout.packing import pack
-from lightning_decentral.shared.compute.layout.place import is_row_major
+from lightning_decentral.shared.compute.buckets import Bucket, pack
+from lightning_decentral.shared.compute.layout import is_row_major
 from lightning_decentral.shared.compute.modules import same
 from lightning_decentral.shared.wire.fsdp import ShardBucket, Sharded, is_sharded, like, local
 from lightning_decentral.shared.wire.mean import mean

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_decentral.gossip.wire.mixer import MeanOfSound, Mixer
 from lightning_decentral.shared.compute.buckets import Bucket
-from lightning_decentral.shared.wire.meeting.layouts import Alike, Layout, MakeLayouts, Named, Unasked
+from lightning_decentral.shared.wire.meeting.comparison import Alike, Layout, MakeLayouts, Named, Unasked
 
 Pack = Callable[[Sequence[nn.Parameter]], list[Bucket]]
 """Parameters as buckets, as their island packs them."""

@@ -12,9 +12,8 @@ from lightning_decentral.gossip.compute.healing import Healing, Recovery, first_
 from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.gossip.wire.making import Beside, Making
 from lightning_decentral.gossip.wire.mixer import Mixer
-from lightning_decentral.shared.compute.buckets import Bucket
-from lightning_decentral.shared.compute.layout.packing import dealt, with_tail
-from lightning_decentral.shared.compute.layout.place import orders, refuse_reordered
+from lightning_decentral.shared.compute.buckets import Bucket, dealt, with_tail
+from lightning_decentral.shared.compute.layout import orders, refuse_reordered
 from lightning_decentral.shared.compute.modules import same
 from lightning_decentral.shared.wire.fsdp import local
 

@@ -23,8 +23,8 @@ from lightning_decentral.gossip.wire.exchange import (
     Traffic,
 )
 from lightning_decentral.shared.compute import cuda
+from lightning_decentral.shared.compute.buckets import is_short
 from lightning_decentral.shared.compute.device import DeviceStopwatch, Future, WorkerThread
-from lightning_decentral.shared.compute.layout.packing import is_short
 
 Result = TypeVar("Result")
 
@@ -83,7 +83,7 @@ class OverlapExchange(Exchange["Overlapped"]):
         launched = self._leaving.send(partial(self.inner.launch, sent, step, place, Copied(sent)))
         part = Overlapped(self, sent, launched)
         self._round = [*self._round, part] if place else [part]
-        # Only the last bucket overlaps, where it is short (`packing.with_tail`): all others leave when it alone is
+        # Only the last bucket overlaps, where it is short (`buckets.with_tail`): all others leave when it alone is
         # missing, so that the links don't rest while it is mixed and the next neighbours find each other.
         if self._last_overlaps and len(self._round) == len(self._admitted) - 1:
             before = self._before[:-1]

@@ -20,7 +20,7 @@ from lightning_decentral.gossip.plan.weights import Neighbours, Weights, neighbo
 from lightning_decentral.gossip.wire.exchange import HEADER, Arrivals, Copied, EarlyArrival, Landed, Traffic
 from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.codec.quantize import Plain
+from lightning_decentral.shared.compute.codec.deterministic import Plain
 from lightning_decentral.shared.compute.device import stopwatch
 from lightning_decentral.shared.compute.health import judged, scale, scales_in, stated
 from lightning_decentral.shared.wire.pending import Pending

@@ -28,12 +28,17 @@ from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.overlap import overlapped
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.shared.compute import cuda
+from lightning_decentral.shared.compute.buckets import message_bytes_of
 from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.codec.difference import DifferenceCompression
-from lightning_decentral.shared.compute.codec.packed import Int4
-from lightning_decentral.shared.compute.codec.quantize import BFloat16, Float16, Float32, Int8, Plain
+from lightning_decentral.shared.compute.codec.deterministic import (
+    BFloat16,
+    DifferenceCompression,
+    Float16,
+    Float32,
+    Plain,
+)
+from lightning_decentral.shared.compute.codec.quantize import Int4, Int8
 from lightning_decentral.shared.compute.hardware import duration
-from lightning_decentral.shared.compute.layout.packing import message_bytes_of
 from lightning_decentral.shared.plan.profile import RoundWork
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Message, Transport, loopback

@@ -1,22 +1,33 @@
-"""A trial copy of a network, by whose runs cuts are found; of several workers, which run theirs together."""
+"""A trial copy of a network, by whose runs cuts are found; of several workers, which run theirs together.
+
+What a step changes is put back for the next run: the module's buffers and parameters' gradients (`untouched`), and its
+Python side (`own_state`: counters, queues, generators). What a step keeps outside of its module isn't seen.
+"""
 
 import copy
+import random
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_decentral.partial.compute.own_state import write_back
 from lightning_decentral.partial.compute.verify import Judged, judge
 from lightning_decentral.shared.compute.around.rerun import Remembered
 from lightning_decentral.shared.compute.block_cost import Run, measure
 from lightning_decentral.shared.plan.profile import BlockCost
 
 Found = TypeVar("Found")
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+HOLDING = (list, tuple, dict, set, deque)
+DRAWING = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+LONGEST = 10_000
+"""A longer list is data, not what a step counts or keeps: it would be copied for every run."""
 
 
 class Decide(Protocol):
@@ -135,3 +146,47 @@ def _entered(trial: nn.Module, run: Run) -> list[str]:
         for hook in hooks:
             hook.remove()
     return [name for name in names if names.count(name) == 1]  # a boundary is met once in a pass
+
+
+def own_state(module: nn.Module) -> Callable[[], None]:
+    """A function that gives every part of the module the plain attributes that it has now."""
+    # Tensors and modules that a list refers to are put back as what they are, not as copies.
+    held = {id(one): one for one in (*module.modules(), *module.parameters(), *module.buffers())}
+    saved = [(vars(part), _copied(_state(part), held)) for part in module.modules()]
+
+    def put_back() -> None:
+        for attributes, before in saved:
+            for name in [name for name, value in attributes.items() if _is_state(name, value) and name not in before]:
+                del attributes[name]
+            attributes.update(_copied(before, held))
+
+    return put_back
+
+
+def _state(part: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(part).items() if _is_state(name, value)}
+
+
+def _is_state(name: str, value: Any) -> bool:
+    if name.startswith("_") or name == "training":
+        return False  # torch's and Lightning's own
+    return isinstance(value, (*PLAIN, *DRAWING)) or (isinstance(value, HOLDING) and len(value) <= LONGEST)
+
+
+def _copied(state: dict[str, Any], held: dict[int, Any]) -> dict[str, Any]:
+    found = {}
+    for name, value in state.items():
+        try:
+            found[name] = copy.deepcopy(value, dict(held))
+        except (RuntimeError, TypeError):  # a file, a lock: it stays as a step leaves it
+            continue
+    return found
+
+
+@torch.no_grad()
+def write_back(buffer: Tensor, value: Tensor) -> None:
+    """buffer <- value, where it has changed. Others may be of a kind that can't be written: expanded, sparse."""
+    if buffer.layout is not torch.strided:
+        return
+    if buffer.shape != value.shape or not torch.equal(buffer.nan_to_num(), value.nan_to_num()):
+        buffer.resize_(value.shape).copy_(value)

@@ -1,4 +1,4 @@
-"""Plans of partial backpropagation as plain values, without torch: depths, their order, costs, forecasts.
+"""Plans of partial backpropagation as plain values, without torch: depths, costs, forecasts.
 
-Public: `depth`, `depth_order`, `selection` and `cost`; `forecast` serves the planner.
+Public: `depth`, `selection` and `cost`; `forecast` serves the planner.
 """

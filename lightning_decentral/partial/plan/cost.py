@@ -36,16 +36,6 @@ def saved_bytes(costs: Sequence[BlockCost]) -> int:
     return sum(cost.saved_bytes for cost in costs)
 
 
-def sent_bytes(piece_bytes: float, contributors: int, size: int) -> float:
-    """(k + n - 2) / n of the piece: mean bytes that a worker sends to average a piece over k contributors of n workers.
-
-    The contributors reduce it to one of them (k - 1 messages), who hands it to all (n - 1 messages); with k = n it is
-    the 2 (n - 1) / n of an all-reduce, with no contributor nothing. Over n equal pieces with 1, 2, ..., n contributors
-    it sums to exactly 3/4 of a full all-reduce.
-    """
-    return (contributors + size - 2) / size * piece_bytes if contributors and size > 1 else 0.0
-
-
 class Balance(ABC):
     """Quantity that the pieces of an automatic cut should have equally much of."""
 

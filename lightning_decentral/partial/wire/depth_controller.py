@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -12,8 +13,8 @@ from lightning_decentral.partial.compute.cut import Bypass, Cutter
 from lightning_decentral.partial.compute.frozen_update import Absent, settle
 from lightning_decentral.partial.compute.search import CutPlan
 from lightning_decentral.partial.plan.depth import DepthAssignment, StepDepths, check
-from lightning_decentral.partial.wire.reducer import Rank, Reducer, factors
-from lightning_decentral.shared.compute.device_steps import DeviceSteps
+from lightning_decentral.partial.wire.reducer import Rank, Reducer
+from lightning_decentral.shared.compute.device import DeviceSteps
 from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas
 from lightning_decentral.shared.wire.gradients import at_the_end
 from lightning_decentral.shared.wire.transport import Wire
@@ -89,6 +90,19 @@ class DepthController:
         """Trainable parameters that this worker doesn't train at this step."""
         own = self.at(step).own
         return [p for s, members in enumerate(self.segments) if s not in own for p in members if p.requires_grad]
+
+
+def factors(contributors: Sequence[Sequence[int]], weights: Sequence[float]) -> list[float]:
+    """Gradient factors of the boundaries between segments j and j + 1. By them a gradient that crossed all above
+    segment s, and that of the loss, was multiplied by W / W_s. A segment that nobody trains changes nothing."""
+    sums = [float(sum(weights[rank] for rank in ranks)) for ranks in contributors]
+    assert not sums[-1] or len(contributors[-1]) == len(weights), (
+        "what lies above the last boundary is trained by all workers, or by none"
+    )
+    known = [float(sum(weights))]
+    for own in reversed(sums):
+        known.insert(0, own or known[0])
+    return [above / below for below, above in pairwise(known[:-1])]
 
 
 class CutSteps(DeviceSteps):

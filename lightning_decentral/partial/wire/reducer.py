@@ -3,37 +3,34 @@
     grad_s = (1 / W_s) sum_{i in contributors of s} w_i g_i,s        W_s = sum_{i in contributors of s} w_i
 
 Worker i's weight w_i is its share of the global batch. What it has in `.grad` of segment s is already multiplied by
-W / W_s (W over all workers): what flows back across a boundary is scaled there (`factors`). That makes a
-parameter used in several segments exact, too: each part of its gradient crossed its own boundaries.
+W / W_s (W over all workers): what flows back across a boundary is scaled there (`depth_controller.factors`). That makes
+a parameter used in several segments exact, too: each part of its gradient crossed its own boundaries.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from operator import attrgetter
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_decentral.partial.plan.cost import sent_bytes
-from lightning_decentral.partial.wire.contributor_buckets import ContributorBucket, Packing
+from lightning_decentral.shared.compute.buckets import bucket_bytes_of, chunked
 from lightning_decentral.shared.compute.modules import same
-from lightning_decentral.shared.wire.gradients import Average, Launcher, flag, real, used
+from lightning_decentral.shared.wire.gradients import Average, GradientBucket, Launcher, flag, pack, used
 from lightning_decentral.shared.wire.transport import Transport
 
+Ranks = tuple[int, ...]
 Group = Callable[[Sequence[Sequence[int]] | None], Transport | None]
 
 
-def factors(contributors: Sequence[Sequence[int]], weights: Sequence[float]) -> list[float]:
-    """Gradient factors of the boundaries between segments j and j + 1. By them a gradient that crossed all above
-    segment s, and that of the loss, was multiplied by W / W_s. A segment that nobody trains changes nothing."""
-    sums = [float(sum(weights[rank] for rank in ranks)) for ranks in contributors]
-    assert not sums[-1] or len(contributors[-1]) == len(weights), (
-        "what lies above the last boundary is trained by all workers, or by none"
-    )
-    known = [float(sum(weights))]
-    for own in reversed(sums):
-        known.insert(0, own or known[0])
-    return [above / below for below, above in pairwise(known[:-1])]
+def sent_bytes(piece_bytes: float, contributors: int, size: int) -> float:
+    """(k + n - 2) / n of the piece: mean bytes that a worker sends to average a piece over k contributors of n workers.
+
+    The contributors reduce it to one of them (k - 1 messages), who hands it to all (n - 1 messages); with k = n it is
+    the 2 (n - 1) / n of an all-reduce, with no contributor nothing. Over n equal pieces with 1, 2, ..., n contributors
+    it sums to exactly 3/4 of a full all-reduce.
+    """
+    return (contributors + size - 2) / size * piece_bytes if contributors and size > 1 else 0.0
 
 
 @dataclass(frozen=True)
@@ -46,6 +43,79 @@ class Rank:
     @property
     def size(self) -> int:
         return len(self.shares)
+
+
+class ContributorBucket(GradientBucket):
+    """Gradients with the same contributors.
+
+    Args:
+        place: of the last of them in the order of backward.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        parameters: Sequence[nn.Parameter],
+        flat: Tensor,  # (elements of all gradients,), for this backward
+        place: int,
+    ) -> None:
+        super().__init__(parameters)
+        self.ranks, self.flat, self.place = ranks, flat, place
+        self.bytes = flat.numel() * flat.element_size()
+
+
+@dataclass
+class _Row:
+    """Parameters that will share a bucket, and the place of the last of them in backward."""
+
+    ranks: Ranks
+    place: int
+    parameters: list[nn.Parameter]
+    elements: int
+
+
+class Packing:
+    """Bucket layout: which gradients travel together. Each has its place in one tensor for each type and device.
+
+    Args:
+        segments: trained parameters of each segment from the bottom.
+        bucket_bytes: of a bucket at most, unless one parameter is larger; by default `bucket_bytes_of` them.
+    """
+
+    def __init__(self, segments: Sequence[Sequence[nn.Parameter]], bucket_bytes: int | None) -> None:
+        self._most = bucket_bytes or bucket_bytes_of(p for segment in segments for p in segment)
+        self._pieces = [  # never split; the last parameters first, as backward meets them
+            (segment, members, sum(p.numel() for p in members))
+            for segment in reversed(range(len(segments)))
+            for members in chunked(reversed(segments[segment]), self._most)
+        ]
+        self._stores: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def buckets(self, contributors: Sequence[Ranks]) -> list[ContributorBucket]:
+        """Buckets in the order in which backward completes them; what nobody contributes to is in none."""
+        kinds: dict[tuple[torch.dtype, torch.device], list[_Row]] = {}
+        for place, (segment, members, elements) in enumerate(self._pieces):
+            ranks, size = contributors[segment], members[0].element_size()
+            if not ranks:
+                continue
+            rows = kinds.setdefault((members[0].dtype, members[0].device), [])
+            # Segments share a bucket: a message for each would cost a worker more than its bytes do.
+            if rows and rows[-1].ranks == ranks and (rows[-1].elements + elements) * size <= self._most:
+                last = rows.pop()
+                members, elements = last.parameters + members, last.elements + elements
+            rows.append(_Row(ranks, place, members, elements))
+        found: list[ContributorBucket] = []
+        for (dtype, device), rows in kinds.items():
+            sizes = [row.elements for row in rows]
+            # As large as was needed so far: contributors, and with them the sizes, change from step to step.
+            store = self._stores.get((dtype, device))
+            if store is None or store.numel() < sum(sizes):
+                store = self._stores[dtype, device] = torch.empty(sum(sizes), dtype=dtype, device=device)
+            flats = store[: sum(sizes)].split(sizes)
+            found += [
+                ContributorBucket(r.ranks, r.parameters, flat, r.place) for r, flat in zip(rows, flats, strict=True)
+            ]
+        return sorted(found, key=attrgetter("place"))
 
 
 class Reducer(Average):
@@ -76,11 +146,12 @@ class Reducer(Average):
         super().__init__()
         self.sent_bytes = 0.0
         self._segments, self._place, self._bucket_bytes = segments, place, bucket_bytes
-        self._groups, self._hosts = Groups(place.size, group), of_all(hosts)
+        self._group, self._world, self._hosts = group, of_all(group), of_all(hosts)
+        self._groups: dict[Ranks, Transport | None] = {}  # of contributors
         self._launcher = Launcher(self._launch)
         self._packing = Packing([], bucket_bytes)
         self._served: Sequence[nn.Parameter] = ()
-        self._contributors: Sequence[tuple[int, ...]] = ()
+        self._contributors: Sequence[Ranks] = ()
         self.refresh()
 
     def refresh(self) -> None:
@@ -111,23 +182,26 @@ class Reducer(Average):
             )
         self._served = parameters
 
-    def begin(self, contributors: Sequence[tuple[int, ...]]) -> None:
+    def begin(self, contributors: Sequence[Ranks]) -> None:
         """Before the backward whose gradients are to be averaged. Collective where a group is met first."""
         self._contributors = contributors
         self.enter()
-        self._groups.prepare(contributors)
+        for ranks in contributors:  # all workers know the plan, so all make a group together
+            if 1 < len(ranks) < len(self._place.shares) and ranks not in self._groups:
+                self._groups[ranks] = self._group([ranks])
         # They start in this order, whatever is complete first: workers with unequal graphs still pair the right ones.
         self._launcher.begin(self._packing.buckets(contributors))
 
     def _launch(self, bucket: ContributorBucket) -> None:
         if self._place.rank not in bucket.ranks:
             return
+        pack(bucket.gradients, bucket.parameters, bucket.flat)
         # w_i / W, whatever the segment: `factors` has done the rest.
-        bucket.pack(self._place.shares[self._place.rank])
-        if len(bucket.ranks) == self._place.size:
-            bucket.pending = self._groups.world.all_reduce(real(bucket.flat))
-        elif len(bucket.ranks) > 1:
-            bucket.pending = self._groups.of(bucket.ranks).reduce(real(bucket.flat), target=0)
+        bucket.flat.mul_(self._place.shares[self._place.rank])
+        if len(bucket.ranks) == len(self._place.shares):
+            bucket.pending = self._world.all_reduce(bucket.flat)
+        elif (group := self._groups.get(bucket.ranks)) is not None:  # else it is the only contributor
+            bucket.pending = group.reduce(bucket.flat, target=0)
 
     def finish(self) -> None:
         """After the backward: start what is left, hand on, wait, and put the means into `.grad`.
@@ -137,30 +211,27 @@ class Reducer(Average):
         """
         self._refuse_strays()
         self._launcher.rest()
-        buckets, size = self._launcher.buckets, self._place.size
+        buckets, size = self._launcher.buckets, len(self._place.shares)
         gradients = [gradient for bucket in buckets for gradient in bucket.gradients]
-        # The hosts tell each other who used what: no host reads what its device computes.
+        # The hosts exchange who used what: no host reads what its device computes.
         flags = flag(gradients, torch.empty(len(gradients) + 1, dtype=torch.int32))
         flags[-1] = self.news()
-        told = self._hosts.all_reduce(flags)
-        self.tell(flags[-1], told)
+        exchanged = self._hosts.all_reduce(flags)
+        self.tell(flags[-1], exchanged)
         for bucket in buckets:  # all under way before the first landing waits
-            self._hand_on(bucket)
-        some = iter(used(gradients, flags, told))
-        for bucket in buckets:
-            bucket.land([next(some) for _ in bucket.parameters])
             self.sent_bytes += sent_bytes(bucket.bytes, len(bucket.ranks), size)
+            if len(bucket.ranks) < size:  # from the first of the contributors to all
+                if bucket.pending is not None:
+                    bucket.pending.wait()
+                bucket.pending = self._world.broadcast(bucket.flat, source=bucket.ranks[0])
         self.sent_bytes += sent_bytes(flags.nbytes, size, size)
+        some = iter(used(gradients, flags, exchanged))
+        for bucket in buckets:
+            if bucket.pending is not None:
+                bucket.pending.wait()  # on a device the stream does
+            bucket.store(bucket.flat, [next(some) for _ in bucket.parameters])
         self._launcher.begin(())
         self.leave()
-
-    def _hand_on(self, bucket: ContributorBucket) -> None:
-        """Broadcast from the first of the contributors to all, where not all are contributors."""
-        if len(bucket.ranks) == self._place.size:
-            return
-        if bucket.pending is not None:
-            bucket.pending.wait()
-        bucket.pending = self._groups.world.broadcast(real(bucket.flat), source=bucket.ranks[0])
 
     def _refuse_strays(self) -> None:
         for segment, (ranks, parameters) in enumerate(zip(self._contributors, self._segments, strict=True)):
@@ -178,23 +249,3 @@ def of_all(group: Group) -> Transport:
     made = group(None)
     assert made is not None
     return made
-
-
-class Groups:
-    """Groups of contributors, each made when it's first met: all workers know the plan, so all meet it together."""
-
-    def __init__(self, size: int, group: Group) -> None:
-        self._size, self._group = size, group
-        self._made: dict[tuple[int, ...], Transport | None] = {}
-        self.world = of_all(group)
-
-    def prepare(self, contributors: Sequence[tuple[int, ...]]) -> None:
-        for ranks in contributors:
-            if 1 < len(ranks) < self._size and ranks not in self._made:
-                self._made[ranks] = self._group([ranks])
-
-    def of(self, ranks: tuple[int, ...]) -> Transport:
-        """Transport of these workers, to which this one belongs."""
-        found = self._made[ranks]
-        assert found is not None
-        return found

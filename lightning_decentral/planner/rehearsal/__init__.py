@@ -1,8 +1,8 @@
 """Trains n workers in one process, before there is a cluster, and reports which method reaches a loss soonest.
 
 `crew` trains them under one strategy: a `worker` is Lightning's own Trainer in a thread, whose strategy (`binding`)
-takes its part from the `members`. One has its turn (`turns`), on its copy of the data (`batches`), or gradients are
-computed some at a time (`abreast`), where that is faster. `jobs` are methods on so many workers, one after the other;
+takes its part from the `members`. One has its turn (`turns`) on its copy of the data, or gradients are computed some
+at a time, where that is faster. `jobs` are methods on so many workers, one after the other;
 `search` finds a learning rate for each by the losses of `evaluation`. `disagreement` predicts what gossip's workers
 lose by it, `answer` joins steps with the planner's seconds, `rehearse` keeps to the minutes.
 Public: `rehearse`.

@@ -6,10 +6,9 @@ from itertools import groupby
 from math import inf
 
 from lightning_decentral.planner.candidates import BASELINE, Candidate, in_full
-from lightning_decentral.planner.compare import THRESHOLD, chosen
+from lightning_decentral.planner.compare import THRESHOLD, Cell, chosen
 from lightning_decentral.planner.noise import steps_ratio
 from lightning_decentral.planner.rehearsal.search import BEYOND
-from lightning_decentral.planner.variations import Cell
 
 OF_FORECAST = (0.94, 1.35)
 """Range, in forecast seconds, of nine in ten measured steps (benchmarks/rehearse.py compared)."""

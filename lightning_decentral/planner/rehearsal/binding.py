@@ -23,11 +23,10 @@ from torch.autograd import Variable
 from torch.optim import LBFGS, Optimizer
 
 from lightning_decentral.optim.joined import ELEMENTWISE, JoinedUpdate
-from lightning_decentral.planner.rehearsal.abreast import Way
 from lightning_decentral.planner.rehearsal.loop import LoopSettings, OwnRates, loss_of, one_of, scale
 from lightning_decentral.planner.rehearsal.members.member import Member, MemberPlace
 from lightning_decentral.planner.rehearsal.members.strategies import member_of
-from lightning_decentral.planner.rehearsal.turns import OwnTurn, Quota, WorkersBarrier
+from lightning_decentral.planner.rehearsal.turns import OwnTurn, Quota, Way, WorkersBarrier
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
 from lightning_decentral.shared.wire.in_process import InProcessTransport, Mailboxes
 from lightning_decentral.shared.wire.in_process_group import InProcessGroup, ThreadsWorld
@@ -207,7 +206,9 @@ class Binding(DDPStrategy):
     ) -> Any:
         self._begun = len(self.losses)
         try:
-            output = self._update(optimizer, self.member.checked(closure, optimizer, self.precision_plugin), **kwargs)
+            output = self._update(
+                optimizer, self.member.check.after(closure, optimizer, self.precision_plugin), **kwargs
+            )
         except BaseException:
             self._common.close()
             with suppress(BrokenBarrierError):
@@ -247,8 +248,8 @@ class Binding(DDPStrategy):
 
         if is_overridden("backward", module) and loss.device.type == "cpu":  # what follows in it sees means, too
             loss.register_hook(lambda _: Variable._execution_engine.queue_callback(end))
-        with self.member.backward():
-            plugin.backward(loss, module, optimizer, *args, **kwargs)
+        self.member.backward()
+        plugin.backward(loss, module, optimizer, *args, **kwargs)
         end()
         return plugin.post_backward(loss, module)
 

@@ -1,7 +1,7 @@
 """Workers of one strategy in one process: Lightning's own loop, the strategy's own rules, mixers and codecs.
 
 Each worker is a Trainer in a thread, one of which runs at a time: who waits for a message, or for further steps, lets
-the others go on. Gradients are computed one after the other, or some at a time (`abreast`). On the CPU every worker's
+the others go on. Gradients are computed one after the other, or some at a time (`turns`). On the CPU every worker's
 parameters are, bit for bit, those of a run on as many processes, with the same batches and threads of torch's each.
 Only where more than two workers all-reduce are sums rounded in another order.
 """
@@ -24,13 +24,12 @@ from torch import Tensor
 from torch.optim import LBFGS
 
 from lightning_decentral.planner.noise import NoiseScale
-from lightning_decentral.planner.rehearsal.abreast import Abreast, Way
 from lightning_decentral.planner.rehearsal.binding import Common
 from lightning_decentral.planner.rehearsal.loop import LoopSettings
 from lightning_decentral.planner.rehearsal.members.member import Member, MemberPlace
-from lightning_decentral.planner.rehearsal.turns import OwnTurn, Quota, WorkersBarrier
+from lightning_decentral.planner.rehearsal.turns import Abreast, OwnTurn, Quota, Way, WorkersBarrier
 from lightning_decentral.planner.rehearsal.worker import RehearsedWorker
-from lightning_decentral.shared.compute.layout.model import described, refuse_shared
+from lightning_decentral.shared.compute.layout import described, refuse_shared
 from lightning_decentral.shared.wire.in_process import Mailboxes, in_process_broadcast, in_process_wire
 
 
@@ -107,9 +106,9 @@ class Crew:
 
     def _way(self, threads: int) -> Way:
         first = self.workers[0]
-        apart = all(member.apart for member in self.members)
-        apart &= not isinstance(first.optimizer, LBFGS)  # another number of gradients on each
-        if threads == 1 or not apart:
+        concurrent = all(member.concurrent for member in self.members)
+        concurrent &= not isinstance(first.optimizer, LBFGS)  # another number of gradients on each
+        if threads == 1 or not concurrent:
             return Way()
         return Abreast(type(first.module).__name__, len(self.workers), self._common.turn, threads)
 

@@ -14,10 +14,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_decentral.planner.rehearsal.abreast import ThreadPool
 from lightning_decentral.planner.rehearsal.loop import loss_of
-from lightning_decentral.planner.rehearsal.members.member import CPU
-from lightning_decentral.planner.rehearsal.turns import generators, same, set_generators
+from lightning_decentral.planner.rehearsal.turns import CPU, ThreadPool, generators, same, set_generators
 from lightning_decentral.planner.rehearsal.worker import Module, quiet
 from lightning_decentral.shared.compute.carried import carried
 

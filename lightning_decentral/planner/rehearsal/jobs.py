@@ -13,15 +13,15 @@ from lightning.pytorch.strategies import Strategy
 
 from lightning_decentral.gossip.strategy import GossipStrategy
 from lightning_decentral.planner.candidates import Candidate
+from lightning_decentral.planner.compare import RUNS
 from lightning_decentral.planner.forecasts import method_of, strategy_of
 from lightning_decentral.planner.rehearsal.answer import Reached
-from lightning_decentral.planner.rehearsal.batches import shared_out
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.disagreement import Drift
 from lightning_decentral.planner.rehearsal.loop import LoopSettings
 from lightning_decentral.planner.rehearsal.members.strategies import SendsNothing
 from lightning_decentral.planner.rehearsal.search import SearchCourse, search, updates
-from lightning_decentral.planner.variations import RUNS
+from lightning_decentral.planner.rehearsal.worker import copies_of
 from lightning_decentral.shared.plan.forecast import Cluster, Method, Setting, drawn, forecast
 from lightning_decentral.shared.plan.network import Network
 from lightning_decentral.shared.plan.profile import Profile
@@ -76,9 +76,8 @@ class RehearsalJob:
         return strategy_of(self.method.words)
 
     def crew(self, ask: Ask, seed: int, rate: float) -> Crew:
-        batches, _ = shared_out(ask.data, self.workers)
-        loop = LoopSettings(ask.clip, rate, None, ask.run_steps, seed, ask.device)
-        given = ask.module, batches, self.strategy, self.workers, ask.run_steps
+        loop = LoopSettings(ask.clip, rate, ask.run_steps, seed, ask.device)
+        given = ask.module, copies_of(ask.data), self.strategy, self.workers, ask.run_steps
         return Crew(*given, per_node=ask.per_node, loop=loop, threads=ask.threads.get(self.workers, 1))
 
 
@@ -149,7 +148,7 @@ def threads_ratio(module: LightningModule, data: Any, workers: int, loop: LoopSe
 
     None: steps draw random numbers, or fail; training these workers then raises the error.
     """
-    given = module, shared_out(data, workers)[0], SendsNothing(), workers, 1
+    given = module, copies_of(data), SendsNothing(), workers, 1
     try:
         with Crew(*given, loop=loop) as apart, Crew(*given, loop=loop, threads=threads) as some:
             pairs = [(_seconds(some), _seconds(apart))]  # left out below: what is made once is made here

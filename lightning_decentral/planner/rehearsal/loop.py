@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_decentral.planner.rehearsal.members.member import CPU
+from lightning_decentral.planner.rehearsal.turns import CPU
 
 RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 """Entries of a parameter group that are learning rates."""
@@ -22,7 +22,6 @@ class LoopSettings:
     Args:
         clip: its `gradient_clip_val`.
         rate: all learning rates are multiplied by it.
-        epoch_steps: batches of an epoch, where the batches are no loader; None: all that there are.
         run_steps: its `max_steps`, which schedules as long as the run ask for; -1: without an end.
         seed: added to that of `seed_everything`.
         device: where all workers are computed.
@@ -30,7 +29,6 @@ class LoopSettings:
 
     clip: float | None = None
     rate: float = 1.0
-    epoch_steps: int | None = None
     run_steps: int = -1
     seed: int = 0
     device: torch.device = CPU

@@ -14,12 +14,12 @@ from torch.utils.data import DataLoader
 from lightning_decentral.planner.candidates import BASELINE, OUTER, STREAM, Candidate
 from lightning_decentral.planner.forecasts import strategy_of
 from lightning_decentral.planner.rehearsal.answer import Answer, Reached, ordered, said
-from lightning_decentral.planner.rehearsal.batches import data_of
 from lightning_decentral.planner.rehearsal.evaluation import HeldOutEvaluation, held_out
 from lightning_decentral.planner.rehearsal.jobs import Ask, Foreknowledge, RehearsalJob, rehearsed, threads_ratio, timed
 from lightning_decentral.planner.rehearsal.loop import LoopSettings
-from lightning_decentral.planner.rehearsal.members.member import CPU
 from lightning_decentral.planner.rehearsal.search import SearchCourse
+from lightning_decentral.planner.rehearsal.turns import CPU
+from lightning_decentral.planner.rehearsal.worker import data_of
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.plan.network import Network
 from lightning_decentral.shared.plan.profile import Profile

@@ -1,11 +1,19 @@
-"""One worker of a rehearsal: a module and Lightning's own Trainer, which calls what it calls in a run."""
+"""One worker of a rehearsal: a module, its own copy of the data, and Lightning's own Trainer, which calls what it calls
+in a run. Lightning's own samplers share the data out.
+"""
 
-from collections.abc import Iterator
+import copy
+import random
+from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
+import numpy as np
+import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
+from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_decentral.planner.rehearsal.binding import Binding, Common, Park
 from lightning_decentral.planner.rehearsal.loop import LoopSettings as LoopSettings  # of a crew
@@ -60,7 +68,6 @@ class RehearsedWorker:
             devices=place.per_node if whole_nodes else place.workers,
             num_nodes=place.workers // place.per_node if whole_nodes else 1,
             max_steps=common.loop.run_steps,
-            limit_train_batches=common.loop.epoch_steps if isinstance(data, Iterator) else None,
             gradient_clip_val=common.loop.clip,
             strategy=self.binding,
             logger=KeepsNothing(common.folder),
@@ -102,3 +109,83 @@ def quiet(module: Module) -> Module:
     """Make the module's `self.log` and `self.log_dict` do nothing."""
     module.__dict__["log"] = module.__dict__["log_dict"] = lambda *_, **__: None
     return module
+
+
+Batches = Callable[[int], Any]
+"""Batches of a rank: what `Trainer.fit` takes."""
+FEW = 1000
+"""Entries of a list: more are examples, which nobody changes."""
+
+
+class AskedTooSoon:
+    """Stand-in for a Trainer, while data are set up once for all workers."""
+
+    def __init__(self, data: LightningDataModule) -> None:
+        self._name = type(data).__name__
+
+    def __getattr__(self, name: str) -> Any:
+        raise ValueError(
+            f"{self._name} asks for trainer.{name} in prepare_data, setup or val_dataloader, which a rehearsal calls "
+            "once for all workers: ask in train_dataloader"
+        )
+
+
+def copies_of(data: Any) -> Batches:
+    """Give each worker its own copy of the data; Lightning's samplers know how many workers there are, and the seed."""
+    return lambda rank: own_copy(data)
+
+
+def data_of(data: LightningDataModule | DataLoader[Any] | None) -> Any:
+    """Data that workers get copies of: the loader, or the data module, set up; None: the module has its own loaders.
+
+    Raises:
+        ValueError: a data module asks for a worker's place too soon.
+    """
+    if isinstance(data, LightningDataModule):
+        data = copy.copy(data)
+        data.trainer = AskedTooSoon(data)  # type: ignore[assignment]
+        data.prepare_data()
+        data.setup("fit")
+        vars(data).update(prepare_data=_done, setup=_done)
+    return data
+
+
+def _done(*_: Any, **__: Any) -> None:
+    """Do nothing: the data are prepared and set up for all workers."""
+
+
+def own_copy(value: Any) -> Any:
+    """Copy with counters, random generators and objects of its own; tensors, arrays and examples stay shared.
+
+    Raises:
+        ValueError: it holds an iterator, which workers of one process would share.
+    """
+    return _copied(value, {})
+
+
+def _copied(value: Any, known: dict[int, Any]) -> Any:
+    if id(value) not in known:
+        known[id(value)] = _new(value, known)
+    return known[id(value)]
+
+
+def _new(value: Any, known: dict[int, Any]) -> Any:
+    match value:
+        case Generator():
+            raise ValueError("data hold an iterator, which workers of one process would share: make it in __iter__")
+        case torch.Generator() | np.random.Generator() | np.random.RandomState() | random.Random():
+            return copy.deepcopy(value)
+        case list() | tuple() | set() if type(value) in (list, tuple, set) and len(value) <= FEW:
+            return type(value)(_copied(one, known) for one in value)
+        case dict() if type(value) is dict and len(value) <= FEW:
+            return {key: _copied(one, known) for key, one in value.items()}
+        case DataLoader() | Dataset() | Sampler() | LightningDataModule() | nn.Module():
+            return _object(value, known)
+        case _:
+            return value
+
+
+def _object(value: Any, known: dict[int, Any]) -> Any:
+    found = known[id(value)] = copy.copy(value)
+    vars(found).update({name: _copied(one, known) for name, one in vars(value).items()})
+    return found

@@ -1,4 +1,4 @@
-"""Clocks, reads and queues of a device (CPU or CUDA) besides training: stopwatches, late reads, threads, streams."""
+"""Clocks, reads, queues and steps of a device (CPU or CUDA): stopwatches, late reads, worker threads, streams."""
 
 import atexit
 import threading
@@ -113,54 +113,16 @@ class AsyncRead:
         return self._tensor
 
 
-class Backlog:
-    """Since when a device has had work that it hasn't done, seen from any thread. On the host nothing is late.
-
-    Args:
-        device: whether there is one, whose current stream is meant.
-    """
-
-    def __init__(self, device: bool) -> None:
-        self._device = device
-        self._open: deque[tuple[cuda.Event, float]] = deque()
-        self._lock = threading.Lock()
-
-    def mark(self) -> None:
-        """Record an event on the current stream: `since` looks after the work queued so far."""
-        if self._device:
-            self.since()  # nobody else may ever ask
-            event = cuda.Event()
-            event.record()
-            self._open.append((event, time.monotonic()))
-
-    def since(self) -> float | None:
-        """Monotonic time when the host came to the oldest mark that the device hasn't reached; None without one."""
-        with self._lock:
-            while self._open and self._open[0][0].query():
-                self._open.popleft()
-            return self._open[0][1] if self._open else None
-
-
-def beside(device: torch.device) -> AbstractContextManager[Any]:
+def own_stream(device: torch.device) -> AbstractContextManager[Any]:
     """Context whose work has a stream of its own on a CUDA device, and doesn't wait for the other's work."""
     return cuda.on(cuda.Stream(device)) if device.type == "cuda" else nullcontext()
 
 
-class Doing(Protocol):
-    """A call under way while the training goes on."""
-
-    def result(self) -> Any:
-        """Return its value or raise its error, once it's done; on a device the current stream waits, not the host."""
-
-    def done(self) -> bool:
-        """Return whether `result` would return at once."""
-
-
-class Stage(Protocol):
+class CallQueue(Protocol):
     """Queue of calls done in order, while the training goes on."""
 
-    def send(self, call: Callable[[], Any]) -> Doing:
-        """Do it after all that was sent before."""
+    def send(self, call: Callable[[], Any]) -> Any:
+        """Do it after all that was sent before; `result` waits for it and `done` asks for it, as `Future`'s."""
 
 
 END_SECONDS = 1.0
@@ -190,7 +152,7 @@ class WorkerThread:
 
 
 class Future(Generic[Result]):
-    """A call under way on a worker thread."""
+    """A call under way on a worker thread while the training goes on."""
 
     def __init__(self, call: Callable[..., Result], inputs: "tuple[Future[Any], ...]" = ()) -> None:
         self._call: Callable[..., Result] | None = call
@@ -239,13 +201,13 @@ def _work(calls: "SimpleQueue[Future[Any] | None]") -> None:
         del future  # with its result
 
 
-class StreamStage:
+class StreamQueue:
     """A stream of a CUDA device. What is sent sees what the current stream has queued until then."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = cuda.Stream(device)
 
-    def send(self, call: Callable[[], Any]) -> Doing:
+    def send(self, call: Callable[[], Any]) -> "Queued":
         self._stream.wait_stream(cuda.current_stream(self._stream.device))
         with cuda.on(self._stream), torch.no_grad():
             return Queued(call(), self._stream.record_event())
@@ -259,10 +221,45 @@ class Queued:
         self.done = event.query
 
     def result(self) -> Any:
+        """Return the call's value; the current stream waits, not the host."""
         cuda.current_stream().wait_event(self._event)
         return self._value
 
 
-def stage(device: torch.device, name: str) -> Stage:
-    """A thread of the host for work on its tensors, a stream for a device's."""
-    return StreamStage(device) if device.type == "cuda" else WorkerThread(name)
+def call_queue(device: torch.device, name: str) -> CallQueue:
+    """Calls done in order while the training goes on: a thread for tensors of the host, a stream for a device's."""
+    return StreamQueue(device) if device.type == "cuda" else WorkerThread(name)
+
+
+class DeviceSteps:
+    """Steps of a device that is a worker by itself."""
+
+    def train(self, module: Any, step: Callable[[], Any], redirect: Callable[[], Any]) -> Any:
+        """Run a training step; `redirect` runs it inside the module's own call, where hooks of `forward` see it."""
+        return step()
+
+    def evaluate(self, step: Callable[[], Any], redirect: Callable[[], Any]) -> Any:
+        return step()
+
+    def averaging(self, closure: Callable[[], Any]) -> Any:
+        """Run what computes the gradients of one update."""
+        return closure()
+
+    def before(self, loss: Any) -> None:
+        """The backward of this loss follows."""
+
+    def after(self) -> None:
+        """A backward has ended."""
+
+    def updated(self, optimizer: Any) -> None:
+        """An update was due, which a loss scaler may have skipped."""
+
+    def blocked(self) -> AbstractContextManager[None]:
+        """Gradients are only accumulated meanwhile."""
+        return nullcontext()
+
+    def explain(self, error: BaseException) -> None:
+        """Warn with the remedy where an error comes of how this device holds the model."""
+
+    def rest(self) -> None:
+        """Before somebody looks at the parameters."""

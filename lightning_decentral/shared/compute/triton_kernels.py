@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_decentral.shared.compute.codec import counter_rng
+from lightning_decentral.shared.compute.codec import blocks
 from lightning_decentral.shared.compute.fused import FACTOR
 
 T = TypeVar("T")
@@ -161,13 +161,13 @@ def decode_kernel(out, quantized, scales, n, columns, count, ROWS: tl.constexpr,
 
 
 def correct_(
-    x: Tensor, sent: Tensor, heard: Sequence[Tensor], weights: Sequence[float], sane: Tensor, rate: float
+    x: Tensor, sent: Tensor, received: Sequence[Tensor], weights: Sequence[float], sane: Tensor, rate: float
 ) -> bool:
-    if len(heard) > NEIGHBOURS or x.dtype not in TYPES:
+    if len(received) > NEIGHBOURS or x.dtype not in TYPES:
         return False
-    given = sent, *_four(heard), sane, *_four(weights)
+    given = sent, *_four(received), sane, *_four(weights)
     grid = (triton.cdiv(x.numel(), BLOCK),)
-    correct_kernel[grid](x, *given, rate, x.numel(), len(heard), BLOCK, enable_fp_fusion=False)
+    correct_kernel[grid](x, *given, rate, x.numel(), len(received), BLOCK, enable_fp_fusion=False)
     return True
 
 
@@ -176,31 +176,31 @@ def correct_and_state_(
     header: Tensor,
     x: Tensor,
     sent: Tensor,
-    heard: Sequence[Tensor],
+    received: Sequence[Tensor],
     weights: Sequence[float],
     sane: Tensor,
     rate: float,
     step: int,
     elements: int,
 ) -> bool:
-    if len(heard) > NEIGHBOURS or x.dtype not in TYPES:
+    if len(received) > NEIGHBOURS or x.dtype not in TYPES:
         return False
     programs = min(triton.cdiv(x.numel(), BLOCK), PARTS)
     parts = torch.empty(programs, dtype=torch.float32, device=x.device)
-    given = sent, *_four(heard), sane, *_four(weights)
+    given = sent, *_four(received), sane, *_four(weights)
     correct_and_copy_kernel[(programs,)](
-        out, parts, x, *given, rate, x.numel(), len(heard), BLOCK, enable_fp_fusion=False
+        out, parts, x, *given, rate, x.numel(), len(received), BLOCK, enable_fp_fusion=False
     )
     header_kernel[(1,)](header, parts, step, elements, programs, PARTS)
     return True
 
 
-def difference_(out: Tensor, sent: Tensor, heard: Sequence[Tensor], weights: Sequence[float], sane: Tensor) -> bool:
-    if len(heard) > NEIGHBOURS or out.dtype != torch.float32:
+def difference_(out: Tensor, sent: Tensor, received: Sequence[Tensor], weights: Sequence[float], sane: Tensor) -> bool:
+    if len(received) > NEIGHBOURS or out.dtype != torch.float32:
         return False
-    given = sent, *_four(heard), sane, *_four(weights)
+    given = sent, *_four(received), sane, *_four(weights)
     grid = (triton.cdiv(out.numel(), BLOCK),)
-    difference_kernel[grid](out, *given, out.numel(), len(heard), BLOCK, enable_fp_fusion=False)
+    difference_kernel[grid](out, *given, out.numel(), len(received), BLOCK, enable_fp_fusion=False)
     return True
 
 
@@ -226,8 +226,8 @@ def int8_encode_(quantized: Tensor, scales: Tensor, message: Tensor, block: int,
         return False
     columns = triton.next_power_of_2(block)
     encode_kernel[(len(scales),)](
-        *(message, quantized, scales, counter_rng.midpoints(message.device), message.numel(), key & 0x7FFFFFFF),
-        *(block, counter_rng.MIDPOINTS - counter_rng.MIDPOINTS % block, columns, replace),
+        *(message, quantized, scales, blocks.midpoints(message.device), message.numel(), key & 0x7FFFFFFF),
+        *(block, blocks.MIDPOINTS - blocks.MIDPOINTS % block, columns, replace),
         num_warps=_warps(columns),
         enable_fp_fusion=False,
     )

@@ -1,18 +1,25 @@
-"""Worker state: metadata that every file has about itself, and the state of a worker's random generators.
+"""Contents of a worker's file besides the model: the file's mark, a digest against damage, states of random generators.
 
 A worker's file is a complete Lightning checkpoint of that worker's own model, plus its random state and its messages
 in flight. The metadata is the file's mark: format, package, who wrote it in which save, and a digest.
+
+The digest is sha256 over the contents, in order: keys, numbers, and of every tensor type, shape and crc32. It is
+against damage, not against forgery: crc32 finds every flipped byte at twice the speed of sha256. Of contents, not of a
+file, so that it doesn't depend on who wrote the file. An object that is neither a tensor, a container nor a plain value
+counts by its type alone.
 """
 
+import hashlib
 import random
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lightning_decentral.shared.compute import cuda
-from lightning_decentral.shared.compute.digest import digest
 
 KEY = "lightning_decentral"
 VERSION = 3
@@ -54,3 +61,62 @@ def set_random_state(state: dict[str, Any]) -> None:
     np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), position, has_gauss, gauss))
     version, internal, python_gauss = state["python"]
     random.setstate((version, tuple(internal), python_gauss))
+
+
+_PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype)
+
+
+def digest(tree: Any) -> str:
+    """64 hexadecimal digits; equal for equal contents."""
+    state = hashlib.sha256()
+    _add(state, tree)
+    return state.hexdigest()
+
+
+def _add(state: Any, tree: Any) -> None:
+    match tree:
+        case Tensor():
+            _add_tensor(state, tree)
+        case np.ndarray() | np.generic():
+            state.update(f"array {tree.dtype} {tree.shape} ".encode() + np.asarray(tree).tobytes())
+        case Mapping():
+            state.update(f"mapping {len(tree)} ".encode())
+            for key, value in tree.items():
+                _add(state, key)
+                _add(state, value)
+        case list() | tuple():
+            state.update(f"row {len(tree)} ".encode())
+            for value in tree:
+                _add(state, value)
+        case _:
+            kind = type(tree).__name__
+            text = repr(tree) if isinstance(tree, _PLAIN) else ""
+            state.update(f"{kind} {len(text)} {text} ".encode(errors="surrogatepass"))
+
+
+def _add_tensor(state: Any, tensor: Tensor) -> None:
+    state.update(f"tensor {tensor.dtype} {tuple(tensor.shape)} ".encode())
+    if tensor.layout == torch.strided and not tensor.is_quantized:
+        flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        raw: Any = flat.view(torch.uint8).numpy()
+        state.update(f"{zlib.crc32(raw)} ".encode())
+
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PIECE = 1 << 20
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """sum_i w_i bits_i mod 2^64, an int64 scalar where the tensor is; bits_i: an element's, w_i: odd, drawn by place.
+
+    One element that differs always changes it. Nothing is copied but a piece of 8 MiB at a time.
+    """
+    whole = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    flat = whole.detach().resolve_neg().contiguous().reshape(-1)
+    weights = (torch.arange(1, min(flat.numel(), _PIECE) + 1, device=flat.device) * _ODD).bitwise_or(1)
+    weights = (weights * (weights >> 29)).bitwise_or(1)
+    found = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for piece in flat.view(_WORDS[flat.element_size()]).split(_PIECE):
+        found = found * _ODD + (piece.long() * weights[: len(piece)]).sum()
+    return found

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from lightning_decentral.shared.meeting import Attendance, Attending
 from lightning_decentral.shared.updates import IN_LOOP, Trained, Updates
-from lightning_decentral.shared.wire.meeting.layouts import Alike, Layout, Unasked
+from lightning_decentral.shared.wire.meeting.comparison import Alike, Layout, Unasked
 
 
 class Looping(Attending, Trained, Protocol):

@@ -19,7 +19,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from lightning_decentral.shared.compute.layout.model import ModelLayout, lay_states
+from lightning_decentral.shared.compute.layout import ModelLayout, lay_states
 from lightning_decentral.shared.coordination import Result
 from lightning_decentral.shared.fabric.attendance import FabricAttendance
 from lightning_decentral.shared.fabric.checkpoints import FabricCheckpoints
@@ -48,6 +48,7 @@ class FabricWorkers(DDPStrategy):
         timeout: how long a worker waits for another, anywhere, before it ends.
 
     Attributes:
+        wire: the groups that every method needs; None before `launch`, and for a single worker.
         modules, optimizers: what was set up, in order.
         steps: turns of the optimizers, one update of each; of one optimizer its updates.
 
@@ -55,6 +56,7 @@ class FabricWorkers(DDPStrategy):
         ValueError: for any other option.
     """
 
+    wire: Wire | None = None
     root_device = property(own_device)
     gradient_check, followed = Unchecked(), Unfollowed()
     own: ClassVar[Sequence[str]] = ()  # what may differ between workers
@@ -82,11 +84,6 @@ class FabricWorkers(DDPStrategy):
         self.model_layout, self.health = ModelLayout(), ReplicaHealth(self)
         self.mean_model, self._attendance = MeanModel(self.health.mean), FabricAttendance(self, timeout)
         self._checkpoints, self._backward_sync_control = FabricCheckpoints(self, self.mean_model), Accumulating(self)
-
-    @property
-    def wire(self) -> Wire | None:
-        """The groups that every method needs; None before `launch`, and for a single worker."""
-        return self._attendance.wire
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} for {DDPStrategy.__module__.removesuffix('.strategies.ddp')}.Fabric>"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any, TypeVar, get_type_hints
 
-from lightning_decentral.shared.plan.kinds import Kind, Mismatch, kind_of
+from lightning_decentral.shared.plan.kinds import ArgumentKind, Mismatch, kind_of
 
 Class = TypeVar("Class", bound=type)
 SHOWN = 80  # characters of a value
@@ -46,17 +46,13 @@ class Constructor:
 
     owner: str
     places: tuple[str, ...]
-    kinds: Mapping[str, Kind]
+    kinds: Mapping[str, ArgumentKind]
     defaults: Mapping[str, str]
 
     def taken(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, converted. ValueError for one of another kind; too many are left to Python to refuse."""
         placed = [self.one(name, value) for name, value in zip(self.places, args, strict=False)]
         return (*placed, *args[len(placed) :]), {name: self.one(name, value) for name, value in kwargs.items()}
-
-    def _usual(self, name: str, kind: Kind) -> str:
-        known = f"use one of {', '.join(kind.names)}" if kind.names else ""
-        return known or self.defaults.get(name) or f"give {kind.text}"
 
     def refuse_infinite(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """ValueError for a NaN or an infinity that no range of the constructor's own has refused."""
@@ -77,8 +73,11 @@ class Constructor:
         try:
             return kind.taken(value)
         except Mismatch as mismatch:
-            remedy = str(mismatch) or _rewritten(place or name, value, kind) or self._usual(name, kind)
+            remedy = str(mismatch) or _rewritten(place or name, value, kind)
+        if not remedy and (names := kind.names()):
+            remedy = f"use one of {', '.join(names)}"
         title = place or f"{self.owner}: {name}"
+        remedy = remedy or self.defaults.get(name) or f"give {kind.text}"
         raise ValueError(f"{title} must be {kind.text}, got {shown(value)}: {remedy}") from None
 
 
@@ -114,7 +113,7 @@ def _default(parameter: inspect.Parameter) -> str:
     return "leave it out for the default" if value.startswith("<") else f"leave it out for {value}"
 
 
-def _rewritten(name: str, value: Any, kind: Kind) -> str:
+def _rewritten(name: str, value: Any, kind: ArgumentKind) -> str:
     """Text of the value that was probably meant, where the kind takes it: 8 for '8' and 8.0; otherwise empty."""
     for number in (int, float):
         try:

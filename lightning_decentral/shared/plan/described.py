@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
 from datetime import timedelta
 from enum import Enum
-from functools import partial, singledispatch
+from functools import partial
 from pathlib import PurePath
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
@@ -59,69 +59,51 @@ def _arguments(cls: type) -> list[str]:
     return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
-@singledispatch
-def _facts(value: Any, name: str) -> Facts:
-    yield name, type(value).__qualname__
-    if name.count(".") < DEEPEST:
-        own = {f.name: getattr(value, f.name) for f in fields(value)} if is_dataclass(value) else None
-        parts = constructed(value, type(value).__mro__[:-1]) if own is None else own
-        for part in parts:
-            yield from _facts(parts[part], f"{name}.{part}")
-
-
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, PurePath, timedelta, Enum)
 _NAMED = (type, FunctionType, BuiltinFunctionType, MethodType)
+_by_repr: list[type] = []
 
 
-def said(kind: type) -> None:
-    """Values of this class are described by their `repr`: what has no structure that Python could see."""
-    _facts.register(kind, lambda value, name: iter([(name, repr(value))]))
+def describe_by_repr(*kinds: type) -> None:
+    """Describe values of these classes by their `repr`: what has no structure that Python could see."""
+    _by_repr.extend(kinds)
 
 
-for _kind in _PLAIN:
-    said(_kind)
-for _named in _NAMED:
-    _facts.register(_named, lambda value, name: iter([(name, f"{value.__module__}.{value.__qualname__}")]))
-
-
-@_facts.register
-def _(value: partial, name: str) -> Facts:  # type: ignore[type-arg]
-    yield from _facts(value.func, name)
-    yield from _facts(value.args, f"{name}.args")
-    yield from _facts(value.keywords, f"{name}.keywords")
-
-
-@_facts.register
-def _(value: np.generic, name: str) -> Facts:
-    yield name, f"{type(value).__name__}({value})"  # numpy 1's repr leaves out the type
-
-
-@_facts.register
-def _(value: np.ndarray, name: str) -> Facts:
-    yield name, _short(value.tolist(), value.size)
-
-
-@_facts.register
-def _(value: Mapping, name: str) -> Facts:  # type: ignore[type-arg]
-    if _is_plain(value.values()):
-        yield name, _short(dict(value), len(value))
+def _facts(value: Any, name: str) -> Facts:
+    if (text := _text(value)) is not None:
+        yield name, text
         return
-    for key in value:
-        yield from _facts(value[key], f"{name}.{key}")
+    if isinstance(value, partial):
+        parts = {"": value.func, ".args": value.args, ".keywords": value.keywords}
+    elif isinstance(value, Mapping):
+        parts = {f".{key}": value[key] for key in value}
+    elif isinstance(value, Sequence):
+        parts = {f"[{index}]": part for index, part in enumerate(value)}
+    else:
+        yield name, type(value).__qualname__
+        own = {f.name: getattr(value, f.name) for f in fields(value)} if is_dataclass(value) else None
+        own = constructed(value, type(value).__mro__[:-1]) if own is None else own
+        parts = {f".{part}": own[part] for part in own}
+    if name.count(".") < DEEPEST:
+        for place, part in parts.items():
+            yield from _facts(part, f"{name}{place}")
 
 
-@_facts.register(Sequence)
-def _(value: Sequence[Any], name: str) -> Facts:
-    if _is_plain(value):
-        yield name, _short(value, len(value))
-        return
-    for index, part in enumerate(value):
-        yield from _facts(part, f"{name}[{index}]")
-
-
-@_facts.register(Set)
-def _(value: Set[Any], name: str) -> Facts:
-    yield name, _short(sorted(map(repr, value)), len(value))
+def _text(value: Any) -> str | None:
+    """Text of a value that is shown as one; None: it has parts."""
+    if isinstance(value, np.generic):
+        return f"{type(value).__name__}({value})"  # numpy 1's repr leaves out the type
+    if isinstance(value, (*_by_repr, *_PLAIN)):
+        return repr(value)
+    if isinstance(value, _NAMED):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, np.ndarray):
+        return _short(value.tolist(), value.size)
+    if isinstance(value, Set):
+        return _short(sorted(map(repr, value)), len(value))
+    if isinstance(value, Mapping):
+        return _short(dict(value), len(value)) if _is_plain(value.values()) else None
+    return _short(value, len(value)) if isinstance(value, Sequence) and _is_plain(value) else None
 
 
 def _is_plain(values: Iterable[Any]) -> bool:

@@ -1,295 +1,232 @@
-"""Kinds of values that annotations ask for: a whole number, a number, a name, a list, a part; and the remedy.
+"""Kinds of values that annotations ask for: a whole number, a name, a list, a part (`"ring"` for `Ring()`); the remedy.
 
-`kind_of(annotation)` reads the annotation once; `taken(value)` is asked at every construction.
+`kind_of(annotation)` reads the annotation once; `taken(value)` is called at every construction. Read by hand, not by
+pydantic's TypeAdapter: strict, it refuses integers of numpy and torch, Hydra's lists and parts by their names, else it
+takes "8" for 8, so that each kind below would be a validator within it; and its import alone takes 0.17 s.
 """
 
 import operator
 import os
+import re
+import sys
 import types
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from inspect import Parameter, isabstract, isclass, signature
 from typing import Any, Literal, SupportsFloat, SupportsIndex, Union, get_args, get_origin
 
 import numpy as np
 
-from lightning_decentral.shared.plan.names import known, named
-
-TRUTHS = (bool, np.bool_)  # numbers to Python, but nobody means them so
+PACKAGE = __name__.partition(".")[0]
+BOOLEANS = (bool, np.bool_)  # numbers to Python, but nobody means them so
 
 
 class Mismatch(ValueError):
     """The value is not of the kind; the text is the remedy, empty where only the parameter's default is one."""
 
 
-class Kind(ABC):
-    """One annotation."""
+@dataclass(frozen=True)
+class ArgumentKind:
+    """Values that one annotation allows.
+
+    Args:
+        text: what to give, for the error.
+        taken: the value as the constructor gets it. Mismatch where it is of another kind.
+        names: names of the parts that may be given.
+    """
 
     text: str
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the parts that may be given."""
-        return []
-
-    @abstractmethod
-    def taken(self, value: Any) -> Any:
-        """The value as the constructor gets it. Mismatch where it is of another kind."""
+    taken: Callable[[Any], Any]
+    names: Callable[[], list[str]] = list
 
 
-class Anything(Kind):
-    """Any, and what can't be asked."""
+def kind_of(annotation: Any) -> ArgumentKind:
+    """Kind of what `typing.get_type_hints` gives; anything goes where the annotation has nothing to check by."""
+    if annotation in PLAIN:
+        return PLAIN[annotation]
+    origin = get_origin(annotation)
+    if origin in GENERIC:
+        return GENERIC[origin](*get_args(annotation))
+    names_a_class = isinstance(annotation, type) and origin is None  # Python 3.10 takes dict[str, int] for one
+    if not names_a_class or annotation is object:
+        return ArgumentKind("anything", lambda value: value)
+    text = f"{'an' if annotation.__name__[0] in 'AEIOU' else 'a'} {annotation.__name__}"
+    return ArgumentKind(text, partial(_instance, annotation), partial(known, annotation))
 
-    text = "anything"
 
-    def taken(self, value: Any) -> Any:
-        return value
-
-
-class Nothing(Kind):
-    """None."""
-
-    text = "None"
-
-    def taken(self, value: Any) -> Any:
-        if value is None:
-            return value
+def _plain(
+    text: str, allows: Callable[[Any], bool], convert: Callable[[Any], Any] = lambda value: value
+) -> ArgumentKind:
+    def taken(value: Any) -> Any:
+        if allows(value):
+            with suppress(TypeError, ValueError, RuntimeError):  # a tensor of floats for an int, an array for a number
+                return convert(value)
         raise Mismatch
 
-
-class Truth(Kind):
-    """bool."""
-
-    text = "True or False"
-
-    def taken(self, value: Any) -> Any:
-        if isinstance(value, TRUTHS):
-            return bool(value)
-        raise Mismatch
+    return ArgumentKind(text, taken)
 
 
-class Whole(Kind):
-    """Integers of numpy and torch, too."""
-
-    text = "a whole number"
-
-    def taken(self, value: Any) -> Any:
-        if isinstance(value, SupportsIndex) and not isinstance(value, TRUTHS):
-            try:
-                return operator.index(value)
-            except TypeError:  # a tensor of floats
-                raise Mismatch from None
-        raise Mismatch
+def _is(*classes: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, classes) and not isinstance(value, BOOLEANS)
 
 
-class Number(Kind):
-    """Number, kept whole if whole. What isn't finite is refused later: the constructor's range has the better error."""
-
-    text = "a number"
-
-    def taken(self, value: Any) -> Any:
-        if not isinstance(value, SupportsFloat) or isinstance(value, TRUTHS):
-            raise Mismatch
-        try:
-            return value if isinstance(value, int) else float(value)
-        except (TypeError, ValueError, RuntimeError):  # several numbers in one array
-            raise Mismatch from None
+PLAIN: dict[Any, ArgumentKind] = {
+    type(None): _plain("None", lambda value: value is None),
+    bool: _plain("True or False", lambda value: isinstance(value, BOOLEANS), bool),
+    int: _plain("a whole number", _is(SupportsIndex), operator.index),  # of numpy and torch, too
+    # Whole if whole. What isn't finite is refused later: the constructor's range has the better error.
+    float: _plain("a number", _is(SupportsFloat), lambda value: value if isinstance(value, int) else float(value)),
+    str: _plain("a string", _is(str, os.PathLike), os.fspath),
+}
 
 
-class Text(Kind):
-    """Paths, too."""
-
-    text = "a string"
-
-    def taken(self, value: Any) -> Any:
-        if isinstance(value, (str, os.PathLike)):
-            return os.fspath(value)
-        raise Mismatch
-
-
-class Function(Kind):
-    """Callable."""
-
-    text = "a function"
-
-    def taken(self, value: Any) -> Any:
-        if callable(value):
-            return value
-        raise Mismatch
-
-
-@dataclass(frozen=True)
-class Choice(Kind):
-    """Literal."""
-
-    choices: tuple[Any, ...]
-
-    @property
-    def text(self) -> str:  # type: ignore[override]
-        return " or ".join(map(repr, self.choices))
-
-    def taken(self, value: Any) -> Any:
-        for choice in self.choices:
+def _literal(*choices: Any) -> ArgumentKind:
+    def taken(value: Any) -> Any:
+        for choice in choices:
             if type(value) is type(choice) and value == choice:
                 return value
-        raise Mismatch(f"use one of {', '.join(map(str, self.choices))}")
+        raise Mismatch(f"use one of {', '.join(map(str, choices))}")
+
+    return ArgumentKind(" or ".join(map(repr, choices)), taken)
 
 
-@dataclass(frozen=True)
-class Of(Kind):
-    """Instances of a class; for a part of this package its name in snake case, too: with the class's defaults."""
-
-    cls: type
-
-    @property
-    def text(self) -> str:  # type: ignore[override]
-        return f"{'an' if self.cls.__name__[0] in 'AEIOU' else 'a'} {self.cls.__name__}"
-
-    @property
-    def names(self) -> list[str]:
-        return known(self.cls)
-
-    def taken(self, value: Any) -> Any:
-        try:
-            if isinstance(value, self.cls):
-                return value
-        except TypeError:  # a Protocol that isn't made for this question
-            return value
-        if isinstance(value, type) and get_origin(value) is None and issubclass(value, self.cls):
-            raise Mismatch(f"write {value.__name__}()")
-        return self._named(value)
-
-    def _named(self, value: Any) -> Any:
-        if self.cls is timedelta and isinstance(value, (int, float)):
-            raise Mismatch(f"write timedelta(seconds={value})")
-        if isinstance(value, str) and value in self.names:
-            try:
-                return named(self.cls, value)
-            except ValueError as error:
-                raise Mismatch(str(error)) from None
-        raise Mismatch
+def _list(item: Any, made: Callable[[Any], Any] = list) -> ArgumentKind:
+    kind = kind_of(item)
+    return ArgumentKind(f"a list, each item {kind.text}", partial(_items, made, kind))
 
 
-@dataclass(frozen=True)
-class Items(Kind):
+def _tuple(*items: Any) -> ArgumentKind:
+    if len(items) == 2 and items[1] is ...:
+        return _list(items[0], tuple)
+    kinds = [kind_of(item) for item in items]
+    return ArgumentKind(f"a pair ({', '.join(kind.text for kind in kinds)})", partial(_items, tuple, kinds))
+
+
+def _items(made: Callable[[Any], Any], kinds: ArgumentKind | Sequence[ArgumentKind], value: Any) -> Any:
     """Any number of items of one kind, or so many of these kinds; Hydra's lists, too."""
-
-    made: Callable[[Iterable[Any]], Any]
-    item: Kind
-    each: tuple[Kind, ...] = ()
-
-    @property
-    def text(self) -> str:  # type: ignore[override]
-        kinds = [kind.text for kind in self.each]
-        return f"a pair ({', '.join(kinds)})" if kinds else f"a list, each item {self.item.text}"
-
-    def taken(self, value: Any) -> Any:
-        if isinstance(value, str):
-            raise Mismatch(f"write {[self.item.taken(value)]!r}")
-        if not isinstance(value, (Sequence, np.ndarray)) or isinstance(value, bytes):
-            raise Mismatch
-        if self.each and len(value) != len(self.each):
-            raise Mismatch
-        kinds = self.each or (self.item,) * len(value)
-        return self.made(_item(kind, item) for kind, item in zip(kinds, value, strict=True))
+    if isinstance(value, str):
+        item = kinds.taken(value) if isinstance(kinds, ArgumentKind) else value
+        raise Mismatch(f"write {[item]!r}")
+    if not isinstance(value, (Sequence, np.ndarray)) or isinstance(value, bytes):
+        raise Mismatch
+    each = (kinds,) * len(value) if isinstance(kinds, ArgumentKind) else kinds
+    if len(value) != len(each):
+        raise Mismatch
+    return made(_item(kind, item) for kind, item in zip(each, value, strict=True))
 
 
-def _item(kind: Kind, item: Any) -> Any:
+def _item(kind: ArgumentKind, item: Any) -> Any:
     try:
         return kind.taken(item)
     except Mismatch as mismatch:
         raise Mismatch(f"{item!r} is not {kind.text}{f', {mismatch}' if str(mismatch) else ''}") from None
 
 
-class Loop(Kind):
-    """Something to go through, once perhaps: its items are not looked at."""
+def _dict(key: Any, value: Any) -> ArgumentKind:
+    """A dict, of Hydra's mappings, too."""
+    keys, values = kind_of(key), kind_of(value)
 
-    text = "a list"
-
-    def taken(self, value: Any) -> Any:
-        if isinstance(value, str) or not isinstance(value, Iterable):
+    def taken(given: Any) -> Any:
+        if not isinstance(given, Mapping):
             raise Mismatch
-        return value
+        return {keys.taken(name): values.taken(item) for name, item in given.items()}
+
+    return ArgumentKind(f"a dict from {keys.text} to {values.text}", taken)
 
 
-@dataclass(frozen=True)
-class Table(Kind):
-    """A mapping; Hydra's, too."""
-
-    key: Kind
-    value: Kind
-
-    @property
-    def text(self) -> str:  # type: ignore[override]
-        return f"a dict from {self.key.text} to {self.value.text}"
-
-    def taken(self, value: Any) -> Any:
-        if not isinstance(value, Mapping):
-            raise Mismatch
-        return {self.key.taken(key): self.value.taken(item) for key, item in value.items()}
-
-
-@dataclass(frozen=True)
-class Either(Kind):
+def _either(*annotations: Any) -> ArgumentKind:
     """The first kind that takes the value."""
+    kinds = [kind_of(annotation) for annotation in annotations]
 
-    kinds: tuple[Kind, ...]
-
-    @property
-    def text(self) -> str:  # type: ignore[override]
-        return " or ".join(kind.text for kind in self.kinds)
-
-    @property
-    def names(self) -> list[str]:
-        return sorted(name for kind in self.kinds for name in kind.names)
-
-    def taken(self, value: Any) -> Any:
+    def taken(value: Any) -> Any:
         remedies = []
-        for kind in self.kinds:
+        for kind in kinds:
             try:
                 return kind.taken(value)
             except Mismatch as mismatch:
                 remedies.append(str(mismatch))
         raise Mismatch(next(filter(None, remedies), ""))
 
-
-PLAIN: dict[Any, type[Kind]] = {type(None): Nothing, bool: Truth, int: Whole, float: Number, str: Text}
-
-
-def kind_of(annotation: Any) -> Kind:
-    """Kind of what `typing.get_type_hints` gives; anything goes where the annotation has nothing to check by."""
-    if annotation in PLAIN:
-        return PLAIN[annotation]()
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin in (Union, types.UnionType):
-        return Either(tuple(map(kind_of, arguments)))
-    if origin is Literal:
-        return Choice(arguments)
-    if origin is tuple:
-        return _tuple(arguments)
-    if origin in READERS:
-        return READERS[origin](*map(kind_of, arguments)) if origin is not Callable else Function()
-    names_a_class = isinstance(annotation, type) and origin is None  # Python 3.10 takes dict[str, int] for one
-    return Of(annotation) if names_a_class and annotation is not object else Anything()
+    text = " or ".join(kind.text for kind in kinds)
+    return ArgumentKind(text, taken, lambda: sorted(name for kind in kinds for name in kind.names()))
 
 
-def _tuple(arguments: tuple[Any, ...]) -> Kind:
-    if len(arguments) == 2 and arguments[1] is ...:
-        return Items(tuple, kind_of(arguments[0]))
-    return Items(tuple, Anything(), tuple(map(kind_of, arguments)))
-
-
-def _list(item: Kind) -> Kind:
-    return Items(list, item)
-
-
-READERS: dict[Any, Callable[..., Kind]] = {
-    Sequence: _list,
-    list: _list,
-    Collection: lambda item: Loop(),
-    Iterable: lambda item: Loop(),
-    Mapping: Table,
-    dict: Table,
-    Callable: Function,
+GENERIC: dict[Any, Callable[..., ArgumentKind]] = {
+    **dict.fromkeys((Union, types.UnionType), _either),
+    **dict.fromkeys((Mapping, dict), _dict),
+    **dict.fromkeys((Sequence, list), _list),
+    # Something to go through, once perhaps: its items are not looked at.
+    **dict.fromkeys(
+        (Collection, Iterable),
+        lambda item: _plain("a list", lambda value: _is(Iterable)(value) and not isinstance(value, str)),
+    ),
+    tuple: _tuple,
+    Literal: _literal,
+    Callable: lambda *signature: _plain("a function", callable),
 }
+
+
+# ---- parts: instances of a class, or their names as in the YAML files ---------------------------------------------
+
+
+def _instance(cls: type, value: Any) -> Any:
+    """An instance; for a part of this package its name in snake case, too: with the class's defaults."""
+    try:
+        if isinstance(value, cls):
+            return value
+    except TypeError:  # a Protocol that isn't made for this question
+        return value
+    if isinstance(value, type) and get_origin(value) is None and issubclass(value, cls):
+        raise Mismatch(f"write {value.__name__}()")
+    if cls is timedelta and isinstance(value, (int, float)):
+        raise Mismatch(f"write timedelta(seconds={value})")
+    part = _parts(cls).get(value) if isinstance(value, str) else None
+    if part is None:
+        raise Mismatch
+    needed = [p.name for p in signature(part).parameters.values() if p.default is Parameter.empty]
+    if needed:
+        raise Mismatch(f"write {part.__name__}({', '.join(f'{n}=...' for n in needed)})")
+    try:
+        return part()
+    except ValueError as error:
+        raise Mismatch(str(error)) from None
+
+
+def known(part: type) -> list[str]:
+    """Names of the parts that are a `part`, users' own included; none where it isn't of this package."""
+    return sorted(_parts(part))
+
+
+def _parts(part: type) -> dict[str, type]:
+    """{name: class}; the package's own first. OnePeerRing is one_peer_ring, TopK top_k, BFloat16 bfloat16, SRTF srtf"""
+    if not part.__module__.startswith(f"{PACKAGE}."):
+        return {}
+    _load()
+    found: dict[str, type] = {}
+    for cls in _below(part):
+        if not isabstract(cls) and not cls.__name__.startswith("_"):
+            found.setdefault(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower(), cls)
+    return found
+
+
+def _below(part: type) -> Iterator[type]:
+    yield part
+    below: list[type] = part.__subclasses__()
+    for cls in below:
+        yield from _below(cls)
+
+
+def _load() -> None:
+    """Read the faces of the methods: which parts there are, and a pipeline's replicas may gossip."""
+    # Those of the Lightning that this process can read: `lightning`, unless it has or uses `pytorch_lightning` alone.
+    other = "pytorch_lightning" in sys.modules and "lightning" not in sys.modules
+    package = import_module(f"{PACKAGE}.pytorch_lightning" if other or find_spec("lightning") is None else PACKAGE)
+    for strategy in filter(isclass, (getattr(package, name) for name in package.__all__)):
+        face = import_module(strategy.__module__.rpartition(".")[0])
+        for name in face.__all__:
+            getattr(face, name)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_decentral.shared.compute.layout.model import described, put
+from lightning_decentral.shared.compute.layout import described, put
 from lightning_decentral.shared.plan.described import first_difference
 from lightning_decentral.shared.wire.objects import gather_objects
 from lightning_decentral.shared.wire.transport import Transport
@@ -90,9 +90,6 @@ class RollCall:
         met: how many collective calls of Lightning this worker has entered.
         name: of this roll call in the store, another one for each fit.
         left_after: each optimizer's round after which others have stopped, who won't come to the end of this epoch.
-
-    Attributes:
-        waiting_since: by the monotonic clock; None where this worker's host waits for nobody.
     """
 
     def __init__(
@@ -111,7 +108,6 @@ class RollCall:
         self._name, self._number, self._left_after = name, 0, left_after
         self._alert = False
         self._told, self._lock = "", threading.Lock()
-        self.waiting_since: float | None = None
         self._closed = threading.Event()
         # A thread: a worker that waits is blocked in a message, a collective call or, if the device waits in its place,
         # in whatever needs the device next, and can't report that itself.
@@ -126,13 +122,6 @@ class RollCall:
     def rests(self) -> bool:
         """True where this worker has ended its epoch and waits for others that haven't."""
         return self._told == ENDED
-
-    def __enter__(self) -> None:
-        """Note when a wait for other workers begins."""
-        self.waiting_since = time.monotonic()
-
-    def __exit__(self, *_: object) -> None:
-        self.waiting_since = None
 
     def _say_where(self) -> None:
         with suppress(RuntimeError):  # the store is gone: so is worker 0, which a worker that waits for it reports

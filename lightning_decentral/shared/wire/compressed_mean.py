@@ -22,9 +22,8 @@ from torch import Tensor
 from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.coded_parts import CodedParts, drop_if_sick
-from lightning_decentral.shared.compute.device import Stage, stage
-from lightning_decentral.shared.wire.averaging.residuals import Residual, Residuals, Row
-from lightning_decentral.shared.wire.averaging.skipped_updates import SkippedUpdates
+from lightning_decentral.shared.compute.device import CallQueue, call_queue
+from lightning_decentral.shared.wire.averaging.residuals import Residual, Residuals, Row, SkippedUpdates
 from lightning_decentral.shared.wire.pending import Pending, Together
 from lightning_decentral.shared.wire.transport import Message, Transport
 
@@ -151,8 +150,8 @@ class CompressedMean:
     def __init__(self, codec: Codec, over: Transport, back: Transport, device: torch.device) -> None:
         self.codec, self.over, self.back = codec, over, back
         # Two, since a bucket is to be encoded while the one before is still awaited by its owner.
-        self.leaving: Stage = stage(device, "codes leave")
-        self.owning: Stage = stage(device, "codes are reduced")
+        self.leaving: CallQueue = call_queue(device, "codes leave")
+        self.owning: CallQueue = call_queue(device, "codes are reduced")
         self.flight: type[InFlight] = InFlight
         self.pool = Pool()
         self.parts = CodedParts(codec, over.rank, over.size, self.pool)

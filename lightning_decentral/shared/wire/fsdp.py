@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from lightning_decentral.shared.compute.buckets import Bucket
-from lightning_decentral.shared.compute.layout.place import Place
+from lightning_decentral.shared.compute.layout import Place
 from lightning_decentral.shared.wire.transport import Transport
 
 _HOOKS = (

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from lightning_decentral.shared.compute.layout.place import Place, dense_strides
-from lightning_decentral.shared.wire.meeting.layouts import Alike, Unasked
+from lightning_decentral.shared.compute.layout import Place, dense_strides
+from lightning_decentral.shared.wire.meeting.comparison import Alike, Unasked
 from lightning_decentral.shared.wire.pending import Pending
 
 BUCKET_BYTES = 25 * 2**20  # DDP's

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_decentral.shared.compute.digest import fingerprint
 from lightning_decentral.shared.compute.health import FACTOR, extremes, scale, sound
+from lightning_decentral.shared.compute.worker_state import fingerprint
 from lightning_decentral.shared.wire.fsdp import local
 from lightning_decentral.shared.wire.transport import Transport
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_decentral.shared.compute.carried import carried_of
-from lightning_decentral.shared.compute.layout.model import put
+from lightning_decentral.shared.compute.layout import put
 from lightning_decentral.shared.wire.fsdp import local
 from lightning_decentral.shared.wire.gradients import pack, parts
 from lightning_decentral.shared.wire.transport import Transport

@@ -6,8 +6,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from lightning_decentral.shared.compute.codec.blocks import key
 from lightning_decentral.shared.compute.codec.codec import Codec, Frame
-from lightning_decentral.shared.compute.codec.counter_rng import key
 from lightning_decentral.shared.wire.transport import Message, Transport
 
 Shape = tuple[int, ...]

@@ -16,17 +16,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.codec.quantize import Plain
+from lightning_decentral.shared.compute.codec.deterministic import Plain
 from lightning_decentral.shared.compute.modules import same
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.plan.seam import ChoosesStrategy
-from lightning_decentral.shared.wire.averaging.skipped_updates import scale_of
+from lightning_decentral.shared.wire.averaging.equal_replicas import RunningBuffers
+from lightning_decentral.shared.wire.averaging.residuals import scale_of
 from lightning_decentral.shared.wire.compressed_mean import Mean, mean_by, refuse_estimates
 from lightning_decentral.shared.wire.gradients import flag, pack, parts, real, used
 from lightning_decentral.shared.wire.mean import mean
-from lightning_decentral.shared.wire.meeting.layouts import Alike, MakeLayouts, Trained, Unasked, unasked
+from lightning_decentral.shared.wire.meeting.comparison import Alike, MakeLayouts, Trained, Unasked, unasked
 from lightning_decentral.shared.wire.pending import Pending
-from lightning_decentral.shared.wire.running_buffers import RunningBuffers
 from lightning_decentral.shared.wire.transport import Transport
 
 Group = Callable[[], Transport]

@@ -1,4 +1,7 @@
-"""Blocks of a model: which modules are loaded by themselves, and where each parameter stands."""
+"""Blocks of a model: which modules are loaded by themselves, and where each parameter, or a copy of it, stands.
+
+A copy that somebody wrote to is refused: a parameter on the host wouldn't learn of it.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -108,7 +111,9 @@ def _check(root: nn.Module, wish: str | Sequence[str], resident: Sequence[str]) 
         raise ValueError(f"blocks must be 'auto' or names of modules, got {wish!r}")
     wished = [] if isinstance(wish, str) else list(wish)
     for name in [*(name for name in wished if name not in modules), *(name for name in resident if name not in named)]:
-        raise ValueError(f"no module named {name!r} in {type(root).__name__}: there are {_some(modules)}")
+        raise ValueError(
+            f"no module named {name!r} in {type(root).__name__}: there are {', '.join(sorted(modules)[:4])}, ..."
+        )
     within = [name for name in wished if any(_inside(name, other) for other in wished)]
     if within:
         raise ValueError(f"block {within[0]} lies within another block: name one of the two")
@@ -145,5 +150,28 @@ def _inside(name: str, other: str) -> bool:
     return name.startswith(f"{other}.")
 
 
-def _some(names: Iterable[str]) -> str:
-    return f"{', '.join(sorted(names)[:4])}, ..."
+def versions(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Version counters of the tensors, by name; inference tensors, which have none, are left out."""
+    return {name: tensor._version for name, tensor in tensors.items() if not tensor.is_inference()}
+
+
+def refuse_written(where: str, tensors: Mapping[str, Tensor], before: Mapping[str, int]) -> None:
+    """ValueError where an operation has written to one of them since these were its `versions`."""
+    for name, version in before.items():
+        if tensors[name]._version != version:
+            raise ValueError(_written_text(where, name))
+
+
+def refuse_unlike(where: str, copies: Mapping[str, Tensor], hosts: Mapping[str, Tensor]) -> None:
+    """ValueError where a copy has other numbers than its parameter: what goes by `.data` counts no version."""
+    for name, copy in copies.items():
+        own, host = copy.detach().cpu(), hosts[name].detach()
+        if not (torch.equal(own, host) or torch.allclose(own, host, rtol=0, atol=0, equal_nan=True)):
+            raise ValueError(_written_text(where, name))
+
+
+def _written_text(where: str, name: str) -> str:
+    return (
+        f"{where} writes to parameter {name}, of which it has a copy that is thrown away: write to it between two "
+        "steps, as in on_train_batch_end, or keep what a forward writes in a buffer (register_buffer)"
+    )

@@ -9,19 +9,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_decentral.spilled.compute.blocks import ParameterPlace, find, move_buffers, moved, placed, places
+from lightning_decentral.spilled.compute.blocks import (
+    ParameterPlace,
+    find,
+    move_buffers,
+    moved,
+    placed,
+    places,
+    refuse_unlike,
+    refuse_written,
+    versions,
+)
 from lightning_decentral.spilled.compute.memory_ledger import Counting
 from lightning_decentral.spilled.compute.prefetch import Loader, Route, Singly
+from lightning_decentral.spilled.compute.recompute import first_order
 from lightning_decentral.spilled.compute.spill import Spilling, spilled
-from lightning_decentral.spilled.compute.standing import Standing
 from lightning_decentral.spilled.compute.step_profile import Log, Unmeasured, joined
-from lightning_decentral.spilled.compute.transfer import Device
+from lightning_decentral.spilled.compute.transfer import OffloadDevice
 from lightning_decentral.spilled.plan.footprint import BlockFootprint, Footprint
 from lightning_decentral.spilled.plan.shards import ShardPlan, plan
 
@@ -47,7 +58,7 @@ class Engine:
     def __init__(
         self,
         module: nn.Module,
-        device: Device,
+        device: OffloadDevice,
         budget_bytes: int,
         *,
         blocks: str | Sequence[str] = "auto",
@@ -73,9 +84,11 @@ class Engine:
 
     def _arrange(self, found: list[ParameterPlace]) -> None:
         self._release()
-        names = find(self._module, *self._wished)
-        self._places, self._trained = found, list[tuple[bool, torch.Size]]()
-        self._spilling = [self._block(index, name) for index, name in enumerate(names)]
+        self._places, self._trained, self._spilling = found, list[tuple[bool, torch.Size]](), []
+        for index, name in enumerate(find(self._module, *self._wished)):
+            inside = set((module := self._module.get_submodule(name)).modules())
+            own = tuple(place for place in found if place.module in inside)
+            self._spilling.append(Spilling(index, name, module, own))
         self._refuse_compiled()
         self._loader = Loader(self.device, [block.parameters for block in self._spilling])
         self._standing = Standing(found, self._spilling, self.device.place)
@@ -100,11 +113,6 @@ class Engine:
             return (within if again is call else again or module._call_impl)(*args, **kwargs)
 
         return call
-
-    def _block(self, index: int, name: str) -> Spilling:
-        module = self._module.get_submodule(name)
-        inside = set(module.modules())
-        return Spilling(index, name, module, tuple(place for place in self._places if place.module in inside))
 
     def _refuse_compiled(self) -> None:
         for name, module in self._module.named_modules():
@@ -149,7 +157,10 @@ class Engine:
         self._begin(kind, given)
         with self.counting(), placed(self._places, self._standing.fill(self._loader)):
             yield
-            self._refuse_moved()
+            stood = {(place.module, place.attribute) for place in self._places}
+            for place in places(self._module):
+                if (place.module, place.attribute) not in stood:
+                    raise moved(place.name)
             self._standing.look()
         if not backward:
             self.finish()
@@ -162,8 +173,15 @@ class Engine:
         """A step has ended: what was measured becomes a plan."""
         self._loader.end()
         log, self._log = self._log, None
-        if log is not None:
-            self._planned(log.footprint(self._blocks()))
+        if log is None:
+            return
+        first, footprint = self._first.pop(self._kind, None), log.footprint(self._blocks())
+        if first is None:
+            plan(footprint, self._budget_bytes)  # refuses at once what can't fit
+            self._first[self._kind] = footprint
+        elif both := joined(first, footprint):  # else the next step is a first one again
+            self.plans[self._kind] = plan(both, self._budget_bytes)
+            self._announce(self._kind, self.plans[self._kind])
 
     def _look(self) -> None:
         """The places may hold others than at the last step; if others are trained, a step has other bytes."""
@@ -171,12 +189,6 @@ class Engine:
         trained = [(host.requires_grad, host.shape) for host in self._loader.hosts.values()]
         if trained != self._trained:
             self._trained, self.plans, self._first = trained, {}, {}
-
-    def _refuse_moved(self) -> None:
-        stood = {(place.module, place.attribute) for place in self._places}
-        for place in places(self._module):
-            if (place.module, place.attribute) not in stood:
-                raise moved(place.name)
 
     def _begin(self, kind: str, given: Any) -> None:
         self._renew()
@@ -191,20 +203,79 @@ class Engine:
         else:
             self._loader.begin(Route(found), Unmeasured(), found.shards[found.route[0]] if found.route else None)
 
-    def _planned(self, footprint: Footprint) -> None:
-        first = self._first.pop(self._kind, None)
-        if first is None:
-            plan(footprint, self._budget_bytes)  # refuses at once what can't fit
-            self._first[self._kind] = footprint
-            return
-        both = joined(first, footprint)
-        if both is not None:  # else the next step is a first one again
-            self.plans[self._kind] = plan(both, self._budget_bytes)
-            self._announce(self._kind, self.plans[self._kind])
-
     def _blocks(self) -> list[BlockFootprint]:
         hosts = self._loader.hosts
         sizes = {name: host.numel() * host.element_size() for name, host in hosts.items()}
         return [
             BlockFootprint(block.name, {name: sizes[name] for name in block.parameters}) for block in self._spilling
         ]
+
+
+class Standing:
+    """No numbers where blocks are loaded by themselves, and a copy for the whole step where a parameter is resident.
+
+    Attributes:
+        absent: by storage, names of the parameters without numbers.
+    """
+
+    def __init__(self, places: Sequence[ParameterPlace], blocks: Sequence[Spilling], device: torch.device) -> None:
+        loaded = {name for block in blocks for name in block.parameters}
+        self._hollow = {place.name: _hollow(place.held, device) for place in places if place.name in loaded}
+        # By storage, which `expand` keeps.
+        self.absent = {base.untyped_storage()._cdata: name for name, base in self._hollow.items()}
+
+    def fill(self, loader: Loader) -> Mapping[str, Tensor]:
+        """Stand-ins for the loader's parameters, by name; call `look` where the step's forward ends."""
+        apply: Callable[[Loader, Tensor], Tensor] = Resident.apply
+        self._loader = loader
+        self._stay = {n: apply(loader, host) for n, host in loader.hosts.items() if n not in self._hollow}
+        self._away = {
+            name: base.expand(loader.hosts[name].shape).requires_grad_(loader.hosts[name].requires_grad)
+            for name, base in self._hollow.items()
+        }
+        standing = {**self._away, **self._stay}
+        self._versions = versions(standing)
+        return standing
+
+    def look(self) -> None:
+        """The host's parameters are frozen and thawed as what stood for them, which isn't held any longer.
+
+        Raises:
+            ValueError: somebody wrote to what stood there.
+        """
+        hosts, standing = self._loader.hosts, {**self._away, **self._stay}
+        for name, tensor in self._away.items():
+            hosts[name].requires_grad_(tensor.requires_grad)
+        for name, copy in self._stay.items():
+            if copy.requires_grad and not hosts[name].requires_grad:
+                # The gradient of this copy, which was made for a frozen parameter, is the host's.
+                hosts[name].requires_grad_(True)
+                copy.register_hook(partial(self._add, hosts[name]))
+        refuse_written("a step", standing, self._versions)
+        if self._loader.checks:
+            refuse_unlike("a step", self._stay, hosts)
+        self._away, self._stay = {}, {}
+
+    def _add(self, host: Tensor, gradient: Tensor) -> None:
+        (landed,) = self._loader.device.send([gradient], [host]).land()
+        host.grad = landed if host.grad is None else host.grad + landed
+
+
+def _hollow(parameter: Tensor, place: torch.device) -> Tensor:
+    """Scalar NaN (0 for integers) of a parameter's type and place, to be expanded: a wrong use of it shows."""
+    numbers = parameter.is_floating_point() or parameter.is_complex()
+    return torch.full((), float("nan") if numbers else 0, dtype=parameter.dtype, device=place)
+
+
+class Resident(torch.autograd.Function):
+    """A parameter's copy that stays on the device during the step; its gradient goes back to the host."""
+
+    @staticmethod
+    def forward(ctx: Any, loader: Loader, host: Tensor) -> Tensor:
+        ctx.device = loader.device
+        return loader.device.fetch([host]).ready()[0]
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None, ctx.device.send([gradient]).land()[0]

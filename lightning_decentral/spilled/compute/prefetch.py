@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
 from lightning_decentral.spilled.compute.step_profile import Log, Unmeasured
-from lightning_decentral.spilled.compute.transfer import Device, Leaving, PendingCopies
+from lightning_decentral.spilled.compute.transfer import Leaving, OffloadDevice, PendingCopies
 from lightning_decentral.spilled.plan.shards import ShardPlan
 
 Shard = tuple[int, ...]
@@ -21,21 +22,20 @@ class Waiting(Protocol):
         """Bring its inputs to the device."""
 
 
+@dataclass(frozen=True)
 class Singly:
-    """Every block is a shard and none comes early: how a step is measured."""
+    """Every block is a shard and none comes early: how a step is measured.
 
-    prefetches = False
-    keeps = True
+    Args:
+        keeps: copies of the block that was visited last; not outside of steps, where parameters may change.
+    """
+
+    prefetches: ClassVar[bool] = False
+    keeps: bool = True
 
     def step(self, block: int, backward: bool) -> tuple[Shard, Shard | None]:
         """(the shard of this visit, the one that comes)."""
         return (block,), None
-
-
-class Fresh(Singly):
-    """Calls outside of steps: parameters may change between two of them."""
-
-    keeps = False
 
 
 class Route:
@@ -71,14 +71,14 @@ class Loader:
         in_step: whether a step's forward or backward runs.
     """
 
-    def __init__(self, device: Device, blocks: Sequence[Sequence[str]]) -> None:
+    def __init__(self, device: OffloadDevice, blocks: Sequence[Sequence[str]]) -> None:
         self.device = device
         self.hosts: dict[str, Tensor] = {}
         self.runs: list[Waiting] = []
         self.log: Log | Unmeasured = Unmeasured()
         self.in_step = False
         self._blocks = blocks
-        self._route: Route | Singly = Fresh()
+        self._route: Route | Singly = Singly(keeps=False)
         self._present: dict[str, PendingCopies] = {}
         self._leaving: list[Leaving] = []
         self._left: list[Leaving] = []
@@ -101,7 +101,7 @@ class Loader:
         self.log.close()
         self._keep(())
         self.runs = []
-        self._route, self.log, self.in_step = Fresh(), Unmeasured(), False
+        self._route, self.log, self.in_step = Singly(keeps=False), Unmeasured(), False
 
     def enter(self, block: int, run: Waiting | None = None) -> dict[str, Tensor]:
         """Copies of the block's parameters, by name.
@@ -119,7 +119,10 @@ class Loader:
         self.log.open(block, run is not None, self._bytes(self._present), came_bytes)
         self._load(coming or ())  # behind what this visit waits for: one stream copies both
         if run is not None:
-            self._await(run)
+            if run in self.runs:
+                self.runs.remove(run)
+            if self._route.prefetches and self.runs:  # inputs of the next backward come while this one computes
+                self.runs[-1].prefetch()
         return copies
 
     def send(self, tensors: Sequence[Tensor], like: Sequence[Tensor] | None = None) -> Leaving:
@@ -128,12 +131,6 @@ class Loader:
         self._leaving.append(leaving)
         self.log.sends(tensors)
         return leaving
-
-    def _await(self, run: Waiting) -> None:
-        if run in self.runs:
-            self.runs.remove(run)
-        if self._route.prefetches and self.runs:  # inputs of the next backward come while this one computes
-            self.runs[-1].prefetch()
 
     def _land(self, everything: bool) -> None:
         # What was sent two visits ago: its copies had the visit between to hide behind.

@@ -1,17 +1,77 @@
-"""Recomputation: what a call depends on besides inputs and parameters, so that a second one comes out the same."""
+"""Recomputation: the two forwards of a block, of which the first keeps no graph, and the second comes out the same.
 
-from collections.abc import Iterator, Sequence
+Which kernels torch takes depends on whether gradients are wanted. So the first forward records a graph as the second
+one does, in which nothing is kept. A backward that comes upon it would lose gradients, and is an error. The second one
+finds what a call depends on besides inputs and parameters as the first one found it (`Moment`).
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lightning_decentral.shared.compute.around.ambient import Autocast
-from lightning_decentral.shared.compute.around.rerun import Remembered
-from lightning_decentral.spilled.compute.transfer import Device
+from lightning_decentral.shared.compute.around.rerun import Autocast, Remembered
+from lightning_decentral.spilled.compute.transfer import OffloadDevice
+
+
+def as_trained(copies: Mapping[str, Tensor], trained: Mapping[str, bool]) -> dict[str, Tensor]:
+    """Leaves that need gradients where these parameters are trained."""
+    return {name: copy.detach().requires_grad_(trained[name]) for name, copy in copies.items()}
+
+
+@contextmanager
+def graph_dropped(block: str, leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Context manager in which operations run as where a backward follows, and nothing is saved for it."""
+
+    def refuse(_: Any) -> Tensor:
+        raise ValueError(
+            f"a tensor that block {block} made and didn't return is used by the loss, which loses its gradients: "
+            "return it from the block, or name a larger block in blocks"
+        )
+
+    for leaf in leaves:
+        if leaf.requires_grad:
+            leaf.register_hook(refuse)
+    with torch.enable_grad(), saved_tensors_hooks(lambda tensor: None, refuse):
+        yield
+
+
+def without_graph(tensor: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+    """A result of the block. Views can't lose their graph in place."""
+    if any(tensor is given for given in inputs):
+        return tensor
+    return tensor.detach() if tensor._is_view() else tensor.detach_()
+
+
+def refuse_transformed(block: str) -> None:
+    """ValueError within torch.func's transforms and forward-mode differentiation."""
+    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        raise ValueError(
+            f"block {block} is differentiated by torch.func or in forward mode, which its second run in the backward "
+            "can't serve: use loss.backward(), or train without strategy='spilled'"
+        )
+
+
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward whose results have no graph; ValueError where one is asked for."""
+    once = once_differentiable(backward)
+
+    def checked(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise ValueError(
+                "gradients that are differentiable themselves (create_graph=True, as a gradient penalty or forces need "
+                "them) don't go through blocks that run again in the backward: train without strategy='spilled'"
+            )
+        return once(ctx, *gradients)
+
+    return checked
 
 
 class Moment:
@@ -20,7 +80,7 @@ class Moment:
     Create it before the call, `seal` it behind, run the second call within `again`.
     """
 
-    def __init__(self, module: nn.Module, device: Device) -> None:
+    def __init__(self, module: nn.Module, device: OffloadDevice) -> None:
         self._module, self._device = module, device
         self._random = device.random_state()
         self._default = torch.get_default_dtype()

@@ -16,19 +16,26 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from lightning_decentral.spilled.compute.blocks import ParameterPlace, as_standing, placed
-from lightning_decentral.spilled.compute.first_forward import (
+from lightning_decentral.spilled.compute.blocks import (
+    ParameterPlace,
+    as_standing,
+    placed,
+    refuse_unlike,
+    refuse_written,
+    versions,
+)
+from lightning_decentral.spilled.compute.given_objects import GivenObjects
+from lightning_decentral.spilled.compute.prefetch import Loader
+from lightning_decentral.spilled.compute.recompute import (
+    Moment,
+    Taken,
     as_trained,
     first_order,
     graph_dropped,
     refuse_transformed,
     without_graph,
 )
-from lightning_decentral.spilled.compute.given_objects import GivenObjects
-from lightning_decentral.spilled.compute.prefetch import Loader
-from lightning_decentral.spilled.compute.recompute import Moment, Taken
 from lightning_decentral.spilled.compute.transfer import Leaving, PendingCopies
-from lightning_decentral.spilled.compute.written import refuse_unlike, refuse_written, versions
 
 TOLERANCE = 1e-3
 PLAIN = (bool, int, float, str, type(None))  # what a block may return in addition to tensors
@@ -58,7 +65,13 @@ def spilled(block: Spilling, loader: Loader) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         given = Taken((args, kwargs))
-        _refuse_emptied(block, given)
+        # A cache that comes again in a training step: none is kept, so the caller counts on what isn't there.
+        again = [other for other in given.others if block.emptied.get(id(other), block) is other]
+        if again:
+            raise ValueError(
+                f"block {block.name} is given the same {type(again[0]).__name__} again, which is as empty as it was "
+                "before the training step: pass no cache (use_cache=False)"
+            )
         run = Run(block, loader, given)
         as_standing(block.places, loader.hosts)
         hosts = [loader.hosts[name] for name in block.parameters]
@@ -101,11 +114,19 @@ class Run:
         """The call; its results' tensors."""
         loader, came = self._loader, [tensor._version for tensor in inputs]
         copies = loader.enter(self._block.index)
-        self._keep(inputs)
+        place = loader.device.place
+        self._wanted = [tensor.requires_grad for tensor in inputs]
+        # Those that aren't on the device stay where they are; the others go to the host.
+        self._elsewhere = {i: tensor.detach() for i, tensor in enumerate(inputs) if tensor.device != place}
+        self._kept = loader.send([tensor for tensor in inputs if tensor.device == place])
         self._moment = Moment(self._block.module, loader.device)
         args, kwargs = self._given.with_tensors(inputs)
         self._objects = GivenObjects((args, kwargs), inputs)
-        self._refuse_unreached()
+        if self._objects.unreached:
+            raise ValueError(
+                f"block {self._block.name} is given a {self._objects.unreached[0]} that holds tensors which need "
+                "gradients, and get none there: pass them in lists or dictionaries, and no cache (use_cache=False)"
+            )
         self._trained = {name: loader.hosts[name].requires_grad for name in copies}
         leaves, before = as_trained(copies, self._trained), versions(copies)
         with placed(self._block.places, leaves), graph_dropped(self._block.name, leaves.values()):
@@ -113,7 +134,11 @@ class Run:
         self._refuse_written(copies, before)
         self._put_back()
         self._refuse_opaque()
-        self._refuse_changed(inputs, came)
+        if any(tensor._version != version for tensor, version in zip(inputs, came, strict=True)):
+            raise ValueError(
+                f"block {self._block.name} changes its input in place, which its backward needs as it was: "
+                "use operations that make a new tensor (inplace=False)"
+            )
         self._moment.seal()
         loader.runs.append(self)
         results = tuple(without_graph(tensor, inputs) for tensor in self._answer.drop())
@@ -124,13 +149,6 @@ class Run:
         """Return the block's output with these tensors in it."""
         return self._answer.with_tensors(results)
 
-    def _keep(self, inputs: Sequence[Tensor]) -> None:
-        """Send the inputs to the host; those that aren't on the device stay where they are."""
-        place = self._loader.device.place
-        self._wanted = [tensor.requires_grad for tensor in inputs]
-        self._elsewhere = {i: tensor.detach() for i, tensor in enumerate(inputs) if tensor.device != place}
-        self._kept = self._loader.send([tensor for tensor in inputs if tensor.device == place])
-
     def _put_back(self) -> None:
         """Restore caches to before the call: what it wrote has no graph, and the device needn't hold it."""
         caches, others = self._objects.put_back()
@@ -139,13 +157,6 @@ class Run:
             raise ValueError(
                 f"block {self._block.name} writes into a {others[0]} that it is given, which its backward needs as it "
                 "was: return what it writes as tensors, and pass no cache (use_cache=False)"
-            )
-
-    def _refuse_unreached(self) -> None:
-        if self._objects.unreached:
-            raise ValueError(
-                f"block {self._block.name} is given a {self._objects.unreached[0]} that holds tensors which need "
-                "gradients, and get none there: pass them in lists or dictionaries, and no cache (use_cache=False)"
             )
 
     def _refuse_opaque(self) -> None:
@@ -160,13 +171,6 @@ class Run:
         refuse_written(f"block {self._block.name}", copies, before)
         if self._loader.checks:
             refuse_unlike(f"block {self._block.name}", copies, self._loader.hosts)
-
-    def _refuse_changed(self, inputs: Sequence[Tensor], versions: Sequence[int]) -> None:
-        if any(tensor._version != version for tensor, version in zip(inputs, versions, strict=True)):
-            raise ValueError(
-                f"block {self._block.name} changes its input in place, which its backward needs as it was: "
-                "use operations that make a new tensor (inplace=False)"
-            )
 
     # ---- backward -----------------------------------------------------------------------------------------------
 
@@ -265,30 +269,6 @@ class _Computed(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         return None, torch.zeros(()), *ctx.run.backward(gradients)
-
-
-class Resident(torch.autograd.Function):
-    """A parameter's copy that stays on the device during the step; its gradient goes back to the host."""
-
-    @staticmethod
-    def forward(ctx: Any, loader: Loader, host: Tensor) -> Tensor:
-        ctx.device = loader.device
-        return loader.device.fetch([host]).ready()[0]
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return None, ctx.device.send([gradient]).land()[0]
-
-
-def _refuse_emptied(block: Spilling, given: Taken) -> None:
-    """Refuse a cache passed again in a training step: none is kept, so the caller counts on what isn't there."""
-    again = [other for other in given.others if block.emptied.get(id(other), block) is other]
-    if again:
-        raise ValueError(
-            f"block {block.name} is given the same {type(again[0]).__name__} again, which is as empty as it was "
-            "before the training step: pass no cache (use_cache=False)"
-        )
 
 
 def _alike(seen: Sequence[Tensor], again: Sequence[Tensor]) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from lightning_decentral.spilled.compute.transfer import Device
+from lightning_decentral.spilled.compute.transfer import OffloadDevice
 from lightning_decentral.spilled.plan.footprint import BlockFootprint, Footprint, Visit
 
 
@@ -52,7 +52,7 @@ class Log:
         checks: whether blocks are compared with their second run.
     """
 
-    def __init__(self, device: Device, checks: bool) -> None:
+    def __init__(self, device: OffloadDevice, checks: bool) -> None:
         self.checks = checks
         self.visits: list[Visit] = []
         self.opening_bytes = 0
@@ -93,21 +93,14 @@ class Log:
 
     def footprint(self, blocks: Sequence[BlockFootprint]) -> Footprint:
         rate = self._load_bytes / max(self._load_seconds, 1e-9)
-        visits = _awaiting(self.visits)
-        return Footprint(tuple(blocks), visits, self.opening_bytes, max(rate, 1.0), self._device.overlaps)
-
-
-def _awaiting(visits: Sequence[Visit]) -> tuple[Visit, ...]:
-    """Visits with the bytes of inputs that each backward gets back: those that the forward it belongs to had sent."""
-    sent: dict[int, list[int]] = {}
-    found = []
-    for visit in visits:
-        if visit.backward:
-            found.append(replace(visit, awaited_bytes=(sent.get(visit.block) or [0]).pop()))
-        else:
-            sent.setdefault(visit.block, []).append(visit.sent_bytes)
-            found.append(visit)
-    return tuple(found)
+        # Each backward gets back the bytes of inputs that the forward it belongs to had sent.
+        visits, sent = self.visits, dict[int, list[int]]()
+        for i, visit in enumerate(visits):
+            if visit.backward:
+                visits[i] = replace(visit, awaited_bytes=(sent.get(visit.block) or [0]).pop())
+            else:
+                sent.setdefault(visit.block, []).append(visit.sent_bytes)
+        return Footprint(tuple(blocks), tuple(visits), self.opening_bytes, max(rate, 1.0), self._device.overlaps)
 
 
 def joined(first: Footprint, second: Footprint) -> Footprint | None:

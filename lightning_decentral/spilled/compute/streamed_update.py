@@ -5,7 +5,7 @@ present + sum over what travels together of (parameter + gradient + state + what
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,25 +15,25 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_decentral.spilled.compute.memory_ledger import Counting
-from lightning_decentral.spilled.compute.transfer import Device
+from lightning_decentral.spilled.compute.transfer import OffloadDevice
 
 Step = Callable[[], Any]
 
 
-class Travelling:
+class StreamedUpdate:
     """Takes the place of an optimizer's step.
 
     Args:
         budget_bytes: of the device, for everything.
     """
 
-    def __init__(self, device: Device, budget_bytes: int) -> None:
+    def __init__(self, device: OffloadDevice, budget_bytes: int) -> None:
         self._device, self._budget_bytes = device, budget_bytes
         self._optimizer: Optimizer | None = None
         self._needs: dict[Tensor, tuple[torch.Size, int]] = {}  # (shape, bytes), once this optimizer has updated it
 
     @contextmanager
-    def taking(self, optimizer: Optimizer, named: Mapping[str, Tensor]) -> Iterator[None]:
+    def around(self, optimizer: Optimizer, named: Mapping[str, Tensor]) -> Iterator[None]:
         """Context manager in which `optimizer.step` brings what it updates to the device.
 
         Raises:
@@ -64,7 +64,10 @@ class Travelling:
         given = [p for p in every if p.grad is not None]
         self._needs = {p: need for p, need in self._needs.items() if p in every}
         room = self._budget_bytes - self._device.present_bytes()
-        _refuse_large(given, room, self._budget_bytes, named)
+        for parameter in given:
+            least = 2 * parameter.numel() * parameter.element_size()
+            if least > room:
+                raise ValueError(_too_small(parameter, self._budget_bytes - room + least, self._budget_bytes, named))
         if not self._needs:
             verify(optimizer, plain, given)
         for together in self._fitting(given, room):
@@ -77,8 +80,7 @@ class Travelling:
 
     def _fitting(self, given: Sequence[Tensor], room: int) -> Iterator[list[Tensor]]:
         """Yield parameters in order, as lists that fit `room` bytes; one that hasn't been measured goes alone."""
-        together: list[Tensor] = []
-        used = 0
+        together, used = list[Tensor](), 0
         for parameter in given:
             # An unmeasured one takes all the room, so that it goes alone: its state may appear only with its update.
             known = self._need(parameter)
@@ -125,7 +127,7 @@ class Travelling:
 
 
 class Trip:
-    """One parameter, its gradient and its state on the device; they come back into the very tensors that left.
+    """One parameter, its gradient and its state on the device, which come back into the very tensors that left.
 
     Args:
         state: of the optimizer for this parameter.
@@ -133,7 +135,7 @@ class Trip:
     """
 
     def __init__(
-        self, device: Device, parameter: Tensor, state: MutableMapping[str, Any], group: Mapping[str, Any]
+        self, device: OffloadDevice, parameter: Tensor, state: MutableMapping[str, Any], group: Mapping[str, Any]
     ) -> None:
         assert parameter.grad is not None
         on_device = bool(group.get("capturable") or group.get("fused"))
@@ -158,28 +160,28 @@ class Trip:
             ValueError: tensors within lists, which would stay.
         """
         state = states.get(self._parameter, {})
-        _refuse_nested(state)
+        for key, value in state.items():
+            if not isinstance(value, Tensor) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+                raise ValueError(f"the optimizer keeps tensors within {key!r}: update on the host (update=OnHost())")
         self._device.put([self._parameter.data], [self._host])
-        there = {key: value for key, value in state.items() if self._is_there(key, value)}
-        old = {key: value for key, value in there.items() if key in self._left and _alike(value, self._left[key])}
+        tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        there = {
+            key: value
+            for key, value in tensors.items()
+            if value.device == self._device.place and value is not self._stayed.get(key)
+        }
+        form = {key: (left.shape, left.dtype) for key, left in self._left.items()}
+        old = {key: value for key, value in there.items() if form.get(key) == (value.shape, value.dtype)}
         self._device.put(list(old.values()), [self._left[key] for key in old])
         new = {key: value for key, value in there.items() if key not in old}
         landed = self._device.send(list(new.values())).land()
         self._state, self._left = state, {**{k: self._left[k] for k in old}, **dict(zip(new, landed, strict=True))}
-
-    def _is_there(self, key: str, value: Any) -> bool:
-        tensor = isinstance(value, Tensor) and value is not self._stayed.get(key)
-        return tensor and value.device == self._device.place
 
     def end(self) -> None:
         """Parameter, gradient and state are the host's again."""
         self._parameter.data = self._host
         self._parameter.grad = self._gradient
         self._state.update(self._left)
-
-
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype
 
 
 def _refuse_remembering(optimizer: Optimizer, before: Sequence[Mapping[str, Any]]) -> None:
@@ -192,19 +194,6 @@ def _refuse_remembering(optimizer: Optimizer, before: Sequence[Mapping[str, Any]
                 f"{type(optimizer).__name__} keeps {changed[0]!r} for all parameters of a group and changes it in each "
                 "update: update on the host (update=OnHost())"
             )
-
-
-def _refuse_nested(state: Mapping[str, Any]) -> None:
-    for key, value in state.items():
-        if not isinstance(value, Tensor) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
-            raise ValueError(f"the optimizer keeps tensors within {key!r}: update on the host (update=OnHost())")
-
-
-def _refuse_large(given: Iterable[Tensor], room: int, budget_bytes: int, named: Mapping[str, Tensor]) -> None:
-    for parameter in given:
-        least = 2 * parameter.numel() * parameter.element_size()
-        if least > room:
-            raise ValueError(_too_small(parameter, budget_bytes - room + least, budget_bytes, named))
 
 
 def _too_small(parameter: Tensor, needed_bytes: int, budget_bytes: int, named: Mapping[str, Tensor]) -> str:
@@ -233,8 +222,8 @@ def refuse_joint(optimizer: Optimizer) -> None:
 def verify(optimizer: Optimizer, step: Callable[[], Any], parameters: Sequence[Tensor]) -> None:
     """ValueError where two of the parameters, the smallest, come out otherwise separately than together."""
     two = sorted(parameters, key=torch.Tensor.numel)[:2]
-    together, apart = (_tried(optimizer, step, visits) for visits in ([two], [[one] for one in two]))
-    if not all(map(torch.equal, together, apart)):
+    together, separately = (_tried(optimizer, step, visits) for visits in ([two], [[one] for one in two]))
+    if not all(map(torch.equal, together, separately)):
         raise ValueError(
             f"{type(optimizer).__name__} updates a parameter with what it knows of others: "
             "update on the host (update=OnHost())"

@@ -50,8 +50,8 @@ class Leaving:
         return self._copies
 
 
-class Device(ABC):
-    """Device that blocks compute on.
+class OffloadDevice(ABC):
+    """Device that blocks compute on, and whose copies come and go: parameters live on the host.
 
     Attributes:
         place: as torch calls it.
@@ -75,9 +75,12 @@ class Device(ABC):
     def send(self, tensors: Sequence[Tensor], like: Sequence[Tensor] | None = None) -> Leaving:
         """Start to copy to the host, with the strides of `like`."""
 
-    @abstractmethod
     def put(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> None:
-        """Start to copy into these tensors of the host; `settle` waits."""
+        """Start to copy into these tensors of the host; `settle` waits. On the computing stream, behind what makes
+        them."""
+        with torch.no_grad():
+            for host, tensor in zip(hosts, tensors, strict=True):
+                host.copy_(tensor, non_blocking=True)
 
     @abstractmethod
     def note(self, hosts: Sequence[Any], present: Sequence[Any]) -> None:
@@ -113,7 +116,7 @@ class Device(ABC):
         torch.set_rng_state(state[0])
 
 
-class CpuTransfer(Device):
+class CpuTransfer(OffloadDevice):
     """The CPU in the place of a device.
 
     Its bytes are those of the copies, and of what operations make while a `Counting` into its ledger is active.
@@ -137,9 +140,6 @@ class CpuTransfer(Device):
         self.ledger.add(copies, HOST)
         return Leaving(copies, [])
 
-    def put(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> None:
-        _copy_into(hosts, tensors)
-
     def note(self, hosts: Sequence[Any], present: Sequence[Any]) -> None:
         self.ledger.add(hosts, HOST)
         self.ledger.add(present, DEVICE)
@@ -157,7 +157,7 @@ class CpuTransfer(Device):
         self.ledger.forget_peak()
 
 
-class Cuda(Device):
+class Cuda(OffloadDevice):
     """One stream for each way; nothing may be given back before `settle` has seen that nobody uses it any more."""
 
     overlaps = True
@@ -190,9 +190,6 @@ class Cuda(Device):
             return tensor.to("cpu")
         return cuda.host_like(like, self.place, tensor.dtype).copy_(tensor, non_blocking=True)
 
-    def put(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> None:
-        _copy_into(hosts, tensors)  # on the computing stream, behind what makes them
-
     def note(self, hosts: Sequence[Any], present: Sequence[Any]) -> None:
         """The allocator knows."""
 
@@ -217,14 +214,8 @@ class Cuda(Device):
         cuda.set_random_state(state[1], self.place)
 
 
-def device_of(place: torch.device) -> Device:
+def device_of(place: torch.device) -> OffloadDevice:
     return Cuda(place) if place.type == "cuda" else CpuTransfer()
-
-
-def _copy_into(hosts: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    with torch.no_grad():
-        for host, tensor in zip(hosts, tensors, strict=True):
-            host.copy_(tensor, non_blocking=True)
 
 
 def _copy_like(tensor: Tensor, like: Tensor) -> Tensor:

@@ -1,27 +1,18 @@
 """Optimizer update, on the host or streamed to the device: parameters, gradients and state live on the host."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_decentral.spilled.compute.streamed_update import Travelling, refuse_joint
-from lightning_decentral.spilled.compute.transfer import Device
+from lightning_decentral.spilled.compute.streamed_update import StreamedUpdate, refuse_joint
+from lightning_decentral.spilled.compute.transfer import OffloadDevice
 
-
-class Updating(Protocol):
-    """The updates of one run."""
-
-    def taking(self, optimizer: Optimizer, named: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        """Context manager around the optimizer's step.
-
-        Args:
-            named: the module's parameters.
-        """
+Updating = Callable[[Optimizer, Mapping[str, Tensor]], AbstractContextManager[None]]
+"""Context manager around an optimizer's step, given the module's parameters by name."""
 
 
 class Update(ABC):
@@ -32,13 +23,8 @@ class Update(ABC):
         """ValueError for one whose update can't run there."""
 
     @abstractmethod
-    def begin(self, device: Device, budget_bytes: int) -> Updating:
-        """Return the object that makes the updates of one run."""
-
-
-class _Here:
-    def taking(self, optimizer: Optimizer, named: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        return nullcontext()
+    def begin(self, device: OffloadDevice, budget_bytes: int) -> Updating:
+        """Return what makes the updates of one run."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +34,8 @@ class OnHost(Update):
     def refuse(self, optimizer: Optimizer) -> None:
         """Accept every optimizer."""
 
-    def begin(self, device: Device, budget_bytes: int) -> Updating:
-        return _Here()
+    def begin(self, device: OffloadDevice, budget_bytes: int) -> Updating:
+        return lambda optimizer, named: nullcontext()
 
 
 @dataclass(frozen=True)
@@ -60,5 +46,5 @@ class OnDevice(Update):
     def refuse(self, optimizer: Optimizer) -> None:
         refuse_joint(optimizer)
 
-    def begin(self, device: Device, budget_bytes: int) -> Updating:
-        return Travelling(device, budget_bytes)
+    def begin(self, device: OffloadDevice, budget_bytes: int) -> Updating:
+        return StreamedUpdate(device, budget_bytes).around

@@ -8,9 +8,9 @@ A step visits its blocks in forward order and then, in general, in backward orde
 Source: spilling and double buffering, Nagrecha et al. 2110.08633.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate, pairwise
 
 from lightning_decentral.spilled.plan.footprint import Footprint
@@ -102,15 +102,12 @@ class ShardPlan:
         return double_buffered(loads, computes) if self.footprint.overlaps else sum(loads) + sum(computes)
 
     @cached_property
-    def _known(self) -> dict[frozenset[int], int]:
-        return {}
+    def _bytes_of_set(self) -> Callable[[frozenset[int]], int]:
+        return cache(lambda key: self.footprint.bytes_of([block for shard in key for block in self.shards[shard]]))
 
     def _bytes_of(self, *shards: int) -> int:
         """Bytes of these shards' parameters, each once."""
-        key = frozenset(shards)
-        if key not in self._known:
-            self._known[key] = self.footprint.bytes_of([block for shard in key for block in self.shards[shard]])
-        return self._known[key]
+        return self._bytes_of_set(frozenset(shards))
 
     def _stays(self) -> list[tuple[int, float]]:
         """(shard, seconds) of consecutive visits to one shard."""
@@ -174,15 +171,12 @@ def _refuse(finest: ShardPlan, budget_bytes: int) -> None:
     visit = finest.needs_bytes.index(least)
     block, after = footprint.blocks[footprint.visits[visit].block], finest.coming[visit]
     own, both = block.parameter_bytes, finest.loaded_bytes[visit]
-    then = "" if after is None else f", {both - own} for {_name(finest, after)}, which comes meanwhile"
+    coming = "" if after is None else footprint.blocks[finest.shards[after][0]].name
+    then = f", {both - own} for {coming}, which comes meanwhile" if coming else ""
     raise ValueError(
         f"block {block.name} needs {least} bytes of the device ({own} for its parameters{then}, {least - both} for "
         f"activations, gradients and what stays), memory_bytes={budget_bytes}: {remedy}"
     )
-
-
-def _name(finest: ShardPlan, shard: int) -> str:
-    return finest.footprint.blocks[finest.shards[shard][0]].name
 
 
 STATES = 2  # tensors of an optimizer's state for each parameter, as Adam has them
@@ -190,7 +184,8 @@ STATES = 2  # tensors of an optimizer's state for each parameter, as Adam has th
 
 def summary(plan: ShardPlan, budget_bytes: int | None) -> dict[str, str]:
     """Summary of a plan for the user when training begins, line by line."""
-    footprint = plan.footprint
+    footprint, limit = plan.footprint, "no limit" if budget_bytes is None else size(budget_bytes)
+    lost = max(0.0, plan.seconds - footprint.plain_seconds)
     names = [[footprint.blocks[block].name for block in blocks] for blocks in plan.shards]
     lines = {
         "shards": f"{len(plan.shards)} of {len(footprint.order)} blocks, parameters {size(footprint.parameter_bytes)}",
@@ -198,8 +193,8 @@ def summary(plan: ShardPlan, budget_bytes: int | None) -> dict[str, str]:
             f"shard {i}": f"{_span(blocks)}, {size(shard_bytes)}"
             for i, (blocks, shard_bytes) in enumerate(zip(names, plan.shard_bytes, strict=True))
         },
-        "peak": f"{size(plan.peak_bytes)} on the device, predicted, of {_limit(budget_bytes)}",
-        "seconds": f"{plan.seconds:.3g} a step, predicted, without the update; {_lost(plan):.3g} of them lost to "
+        "peak": f"{size(plan.peak_bytes)} on the device, predicted, of {limit}",
+        "seconds": f"{plan.seconds:.3g} a step, predicted, without the update; {lost:.3g} of them lost to "
         "loading and to computing forwards twice",
     }
     if fits(plan, budget_bytes):
@@ -216,14 +211,6 @@ def fits(plan: ShardPlan, budget_bytes: int | None) -> bool:
 def size(number_bytes: float) -> str:
     """Format bytes in MiB."""
     return f"{number_bytes / 2**20:.4g} MiB"
-
-
-def _limit(budget_bytes: int | None) -> str:
-    return "no limit" if budget_bytes is None else size(budget_bytes)
-
-
-def _lost(plan: ShardPlan) -> float:
-    return max(0.0, plan.seconds - plan.footprint.plain_seconds)
 
 
 def _span(names: list[str]) -> str:

@@ -214,22 +214,24 @@ class Arbiter:
         """Members that must leave before it runs, least preferred by the policy first; an unmeasured one runs alone."""
         if self.memory_bytes is None:
             return []
-        beside = [other for other in self._beside(member) if other.resident]
+        neighbours = [other for other in self._neighbours(member) if other.resident]
         peak = member.turn.peak_bytes
         if peak is None:
-            return beside
+            return neighbours
         order: list[MemberAccount] = []
-        jobs = [job for job in self.jobs(*Phase) if self.members[job.name] in beside]
+        jobs = [job for job in self.jobs(*Phase) if self.members[job.name] in neighbours]
         rank = {job.name: (self.policy.key(job, jobs, ()), job.arrived) for job in jobs}
-        excess = peak + sum(other.turn.kept_bytes for other in beside) - self.memory_bytes
+        excess = peak + sum(other.turn.kept_bytes for other in neighbours) - self.memory_bytes
         # Those who leave already, then those who wait: who doesn't wait can't be sent away.
-        for other in sorted(beside, key=lambda m: (m.leaving, m.phase is Phase.WAITING, rank[m.name]), reverse=True):
+        for other in sorted(
+            neighbours, key=lambda m: (m.leaving, m.phase is Phase.WAITING, rank[m.name]), reverse=True
+        ):
             if excess > 0:
                 order.append(other)
                 excess -= other.turn.kept_bytes
         return order
 
-    def _beside(self, member: MemberAccount) -> list[MemberAccount]:
+    def _neighbours(self, member: MemberAccount) -> list[MemberAccount]:
         return [m for m in self.members.values() if m is not member and set(m.home) & set(member.home)]
 
     def _prepare(self) -> Iterator[tuple[str, Instruction]]:
@@ -237,12 +239,12 @@ class Arbiter:
         if self.memory_bytes is None:
             return
         for running in [member for member in self.members.values() if member.phase is Phase.RUNNING]:
-            beside = self._beside(running)
-            waiting = [job for job in self.jobs(Phase.WAITING) if self.members[job.name] in beside]
+            neighbours = self._neighbours(running)
+            waiting = [job for job in self.jobs(Phase.WAITING) if self.members[job.name] in neighbours]
             if not waiting or running.turn.peak_bytes is None:  # nobody knows what room an unmeasured one leaves
                 continue
             after = self.members[self.policy.choose(waiting, ()).name]
-            there = running.turn.peak_bytes + sum(m.turn.kept_bytes for m in beside if m.resident)
+            there = running.turn.peak_bytes + sum(m.turn.kept_bytes for m in neighbours if m.resident)
             if not after.resident and there + after.turn.kept_bytes <= self.memory_bytes:
                 after.resident = after.turn.peak_bytes is not None  # an unmeasured one comes when it runs, alone
                 if after.resident:

@@ -60,13 +60,13 @@ class Training:
     """A job that is a real training; a step is a piece.
 
     Args:
-        words: overrides on the command line of `recipes/train.py`.
+        overrides: on the command line of `recipes/train.py`.
         steps: `trainer.max_steps` among them.
         step_seconds: of its profile; None: to be measured.
     """
 
     name: str
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
     steps: int
     step_seconds: float | None = None
     arrival_seconds: float = 0.0
@@ -169,23 +169,23 @@ def training_of(job: Mapping[str, Any], folder: Path, place: str) -> Training:
         ValueError: naming the place.
     """
     _known(job, TRAINED, place)
-    name, words = str(job["name"]), job["overrides"]
+    name, overrides = str(job["name"]), job["overrides"]
     if "/" in name:
         raise ValueError(f"{place}: {name!r} is the name of a folder, too: leave out the /")
-    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        raise ValueError(f"{place}: overrides must be a list of words such as optimizer.lr=1e-3, got {words!r}")
+    if not isinstance(overrides, list) or not all(isinstance(one, str) for one in overrides):
+        raise ValueError(f"{place}: overrides must be a list of texts such as optimizer.lr=1e-3, got {overrides!r}")
     seconds = read(folder / str(job["profile"])).model.seconds if "profile" in job else None
     when = {key: _number(job, key, place, 0.0) for key in WHEN}
     Queue(name, (WorkPiece(0.0),), **when)  # refuses what can't be scheduled, before anything is measured
-    return Training(name, tuple(words), _steps(words, place), seconds, **when)
+    return Training(name, tuple(overrides), _steps(overrides, place), seconds, **when)
 
 
-def _steps(words: Sequence[str], place: str) -> int:
+def _steps(overrides: Sequence[str], place: str) -> int:
     """Number of steps by the last override of it, which decides, as it does for Hydra."""
-    found = [match[1] for word in words if (match := re.fullmatch(r"\+{0,2}trainer\.max_steps=(.*)", word))]
+    found = [match[1] for one in overrides if (match := re.fullmatch(r"\+{0,2}trainer\.max_steps=(.*)", one))]
     if not found or not found[-1].isdecimal() or int(found[-1]) < 1:
         got = f", got {found[-1]}" if found else ""
-        raise ValueError(f"{place}: how many steps?{got}: its overrides need a word such as trainer.max_steps=40")
+        raise ValueError(f"{place}: how many steps?{got}: its overrides need one such as trainer.max_steps=40")
     return int(found[-1])
 
 

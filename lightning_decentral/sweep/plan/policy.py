@@ -1,14 +1,68 @@
 """Scheduling policies (LRTF, SRTF, round robin, FIFO, complementary, ASHA): the waiting job of least key is next.
 
-A policy that compares scores may end jobs as well.
+A policy may also compare `Score`s, what members reported at their validations, and end jobs for them.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_decentral.shared.plan.arguments import checked
-from lightning_decentral.sweep.plan.scores import MODES, Histories, Score
+
+MODES = ("min", "max")
+
+
+@dataclass(frozen=True)
+class Score:
+    """One validation of one member.
+
+    Args:
+        metric: the name under which the value was logged.
+        mode: whether "min" or "max" is good.
+        step: optimizer steps so far.
+    """
+
+    metric: str
+    mode: str
+    step: int
+    value: float
+
+    @property
+    def loss(self) -> float:
+        """The smaller, the better; a value that is no number is worst."""
+        if math.isnan(self.value):
+            return math.inf
+        return self.value if self.mode == "min" else -self.value
+
+    def __str__(self) -> str:
+        return f"{self.metric} {self.value:.6g}"
+
+
+Histories = Mapping[str, Sequence[Score]]
+"""{member: its scores, in the order of their steps}."""
+
+
+class Scoreboard:
+    """The histories of all members, and who was ended for them.
+
+    Attributes:
+        verdicts: by member, why it was ended early.
+    """
+
+    def __init__(self) -> None:
+        self.histories: dict[str, list[Score]] = {}
+        self.verdicts: dict[str, str] = {}
+
+    def add(self, member: str, score: Score) -> None:
+        """Add a score. A member that goes on from a checkpoint repeats steps: older scores of them count no more."""
+        before = self.histories.get(member, [])
+        self.histories[member] = [*(old for old in before if old.step < score.step), score]
+
+    def best(self, member: str) -> Score | None:
+        """The best score that the member has reported; None: none yet."""
+        return min(self.histories.get(member, []), key=lambda score: score.loss, default=None)
+
 
 Key = tuple[float, ...]
 
@@ -128,9 +182,9 @@ class Complementary(Policy):
     """
 
     def key(self, job: Job, waiting: Sequence[Job], running: Sequence[Job]) -> Key:
-        beside = [other.next_seconds for other in running]
-        every = [*beside, *(other.next_seconds for other in waiting)]
-        return (abs(sum(beside, job.next_seconds) / (len(beside) + 1) - sum(every) / len(every)),)
+        together = [other.next_seconds for other in running]
+        every = [*together, *(other.next_seconds for other in waiting)]
+        return (abs(sum(together, job.next_seconds) / (len(together) + 1) - sum(every) / len(every)),)
 
 
 @checked
@@ -147,7 +201,7 @@ class ASHA(Policy):
     Source: Li et al. 1810.05934, in the form that ends jobs rather than pausing and promoting them, as in Optuna.
 
     Args:
-        metric, mode: what is compared, see Watched.
+        metric, mode: what is compared, see `WatchedMember`.
 
     Raises:
         ValueError: a value that can't be.
@@ -182,8 +236,8 @@ class ASHA(Policy):
         at: list[Score] = [other for other in others if other.metric == score.metric]
         better = sum(other.loss < score.loss for other in at)
         kept = max(1, len(at) // self.reduction_factor)
-        said = f"{score} at validation {number} is number {better + 1} of {len(at)}, {kept} may go on"
-        return said if better >= kept else None
+        why = f"{score} at validation {number} is number {better + 1} of {len(at)}, {kept} may go on"
+        return why if better >= kept else None
 
     def _is_rung(self, number: int) -> bool:
         rung = self.min_validations

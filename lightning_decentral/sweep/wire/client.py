@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lightning_decentral.sweep.plan.arbiter import Instruction, TurnReport
-from lightning_decentral.sweep.plan.scores import MODES, Score
+from lightning_decentral.sweep.plan.policy import MODES, Score
 from lightning_decentral.sweep.wire.own_clock import standing_still
 
 # In the environment of every process of a member: its Admission.
@@ -129,9 +129,9 @@ class Seat:
         """The member needs no device again."""
         self._connection.close()
 
-    def _end(self, word: str, turn: TurnReport) -> None:
+    def _end(self, event: str, turn: TurnReport) -> None:
         self._before_seconds, self.held = self.worked_seconds, False
-        write(self._connection, {"say": word, **asdict(turn)})
+        write(self._connection, {"say": event, **asdict(turn)})
 
     def _await(self) -> None:
         try:

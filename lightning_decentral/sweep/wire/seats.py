@@ -19,12 +19,12 @@ GUESTS = 64  # connections of which nobody knows yet whose they are
 
 
 class SeatEvents(Protocol):
-    """Receiver of members' messages."""
+    """Receiver of members' messages: the sweep."""
 
     def expects(self, name: str) -> bool:
         """Return whether a member of this name trains now."""
 
-    def hear(self, name: str, message: Message) -> None:
+    def receive(self, name: str, message: Message) -> None:
         """ValueError where it is no message of a member."""
 
     def leave_seat(self, name: str) -> None:
@@ -38,8 +38,8 @@ class Seats:
         refused: how many connections sent what no member sends.
     """
 
-    def __init__(self, selector: selectors.BaseSelector, hearing: SeatEvents) -> None:
-        self._selector, self._hearing = selector, hearing
+    def __init__(self, selector: selectors.BaseSelector, receiver: SeatEvents) -> None:
+        self._selector, self._receiver = selector, receiver
         self._taken: dict[str, Lines] = {}
         self._guests: list[socket.socket] = []
         self.refused = 0
@@ -51,7 +51,7 @@ class Seats:
         self._guests.append(connection)
         self._selector.register(connection, selectors.EVENT_READ, lambda _: self._read(lines))
         if len(self._guests) > GUESTS:
-            self._refuse(self._guests[0], f"{GUESTS} connections that say nothing")
+            self._refuse(self._guests[0], f"{GUESTS} connections that send nothing")
 
     def write(self, name: str, message: Message) -> None:
         """Send to the member, unless it has just died: its process reports that next."""
@@ -79,10 +79,10 @@ class Seats:
         elif name is None:
             raise ValueError("a message before hello")
         else:
-            self._hearing.hear(name, message)
+            self._receiver.receive(name, message)
 
     def _sit(self, lines: Lines, before: str | None, name: object) -> None:
-        if not isinstance(name, str) or not self._hearing.expects(name):
+        if not isinstance(name, str) or not self._receiver.expects(name):
             raise ValueError(f"a hello of {name!r:.40}, who is no member that trains")
         # The member's former process may be gone, of which we may learn in a moment only.
         while name in self._taken and name != before and _readable(self._taken[name].connection):
@@ -97,7 +97,7 @@ class Seats:
 
     def _refuse(self, connection: socket.socket, reason: str) -> None:
         if self.refused == 0:
-            log.warning(f"the sweep's socket heard what no member says ({reason}): ignored, as all others are")
+            log.warning(f"the sweep's socket received what no member sends ({reason}): ignored, as all others are")
         self.refused += 1
         self._gone(connection)
 
@@ -108,7 +108,7 @@ class Seats:
             self._guests.remove(connection)
         else:
             del self._taken[name]
-            self._hearing.leave_seat(name)
+            self._receiver.leave_seat(name)
 
     def _close(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)

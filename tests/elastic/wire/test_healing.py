@@ -14,7 +14,7 @@ from lightning_decentral.elastic.wire.healing import Donor, fetched
 from lightning_decentral.elastic.wire.sockets import values
 from lightning_decentral.elastic.wire.sockets.frames import LARGEST_BYTES
 from lightning_decentral.elastic.wire.sockets.mesh import Mesh
-from lightning_decentral.shared.compute.digest import digest
+from lightning_decentral.shared.compute.worker_state import digest
 from lightning_decentral.shared.wire.plain import pack
 
 pytestmark = pytest.mark.threads

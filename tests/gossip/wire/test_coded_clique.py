@@ -43,8 +43,8 @@ from lightning_decentral.gossip.wire.coded_clique import CodedCliqueExchange
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.overlap import OverlapExchange, StreamExchange, overlapped
 from lightning_decentral.shared.compute.buckets import Pool
+from lightning_decentral.shared.compute.codec.blocks import key
 from lightning_decentral.shared.compute.codec.coded_parts import GRAIN, CodedParts
-from lightning_decentral.shared.compute.codec.counter_rng import key
 from lightning_decentral.shared.wire.transport import Transport
 from tests.gossip.wire.test_assembly import groups_of
 from tests.gossip.wire.test_exchange import Row

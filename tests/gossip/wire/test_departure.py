@@ -11,7 +11,7 @@ from lightning_decentral.gossip import Gossip, Own, Ring
 from lightning_decentral.gossip.wire.exchange import Copied, InFlight, Landed
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.simulation import MatrixExchange
-from lightning_decentral.shared.compute.layout.packing import bucket_bytes_of, pack
+from lightning_decentral.shared.compute.buckets import bucket_bytes_of, pack
 
 
 @dataclass

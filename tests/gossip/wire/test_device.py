@@ -32,7 +32,7 @@ from lightning_decentral.gossip.wire.hierarchical import GatherExchange
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.shared.compute import cuda
-from lightning_decentral.shared.compute.device import AsyncRead, beside
+from lightning_decentral.shared.compute.device import AsyncRead, own_stream
 from lightning_decentral.shared.wire.pending import Pending, Together
 from lightning_decentral.shared.wire.transport import Message, Transport
 from tests import simulated
@@ -301,7 +301,7 @@ def test_a_distance_is_read_lag_steps_later(device: str) -> None:
 @every_device
 def test_a_number_arrives(device: str) -> None:
     tensor = torch.arange(3.0, device=device)
-    with beside(tensor.device):
+    with own_stream(tensor.device):
         arriving = AsyncRead(tensor)
     assert arriving.on_host == (device == "cpu")
     assert arriving.read().tolist() == [0.0, 1.0, 2.0]

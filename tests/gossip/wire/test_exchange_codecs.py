@@ -42,7 +42,7 @@ from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.overlap import OverlapExchange, overlapped
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.gossip.wire.simulation import LinkExchange
-from lightning_decentral.shared.compute.layout.packing import is_short
+from lightning_decentral.shared.compute.buckets import is_short
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Transport
 from tests.backends import Backend, everywhere

@@ -35,7 +35,7 @@ from lightning_decentral.gossip.wire.making import Making
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.optim import AccumAdamW, Muon
-from lightning_decentral.shared.compute.layout.packing import pack
+from lightning_decentral.shared.compute.buckets import pack
 from lightning_decentral.shared.wire.health import mean_of_sound
 from lightning_decentral.shared.wire.mean import mean
 from lightning_decentral.shared.wire.transport import Transport

@@ -39,8 +39,7 @@ from lightning_decentral.gossip.wire.exchange import Exchange
 from lightning_decentral.gossip.wire.hierarchical import GatherExchange
 from lightning_decentral.gossip.wire.overlap import overlapped
 from lightning_decentral.gossip.wire.peer import PeerExchange
-from lightning_decentral.shared.compute.buckets import Pool
-from lightning_decentral.shared.compute.layout.packing import pack
+from lightning_decentral.shared.compute.buckets import Pool, pack
 from lightning_decentral.shared.wire.transport import GlooTransport, Message, Transport
 from tests import simulated
 from tests.gossip.rules import PLANS, Rule

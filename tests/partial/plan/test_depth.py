@@ -21,7 +21,6 @@ from lightning_decentral.partial import (
     Temporal,
 )
 from lightning_decentral.partial.plan import depth, selection
-from lightning_decentral.partial.plan import depth_order as order
 from lightning_decentral.partial.plan.depth import check, contributors
 
 GIVEN: dict[str, dict[str, Any]] = {
@@ -37,7 +36,7 @@ def classes(kind: type, *modules: Any) -> list[type]:
 
 
 EVERY = classes(depth.DepthAssignment, depth, selection)
-ORDERS = classes(order.Order, order)
+ORDERS = classes(depth.Order, depth)
 
 
 def make(kind: type, **more: Any) -> Any:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_decentral.partial import Blocks, Parameters, SavedBytes, Seconds
-from lightning_decentral.partial.plan.cost import compute_fraction, memory_fraction, partition, sent_bytes
+from lightning_decentral.partial.plan.cost import compute_fraction, memory_fraction, partition
 from lightning_decentral.shared.plan.profile import BlockCost
 
 
@@ -19,19 +19,6 @@ def test_equal_blocks(blocks: int, depth: int) -> None:
     costs = [BlockCost(forward_seconds=0.5, parameter_bytes=8, saved_bytes=100)] * blocks
     assert math.isclose(compute_fraction(costs, depth), (blocks + 2 * depth) / (3 * blocks))
     assert math.isclose(memory_fraction(costs, depth), depth / blocks)
-
-
-@given(size=st.integers(2, 40))
-def test_a_staircase_sends_three_quarters_of_an_all_reduce(size: int) -> None:
-    total = sum(sent_bytes(1 / size, contributors, size) for contributors in range(1, size + 1))
-    assert math.isclose(total, 0.75 * 2 * (size - 1) / size)
-
-
-def test_bytes_of_extremes() -> None:
-    assert sent_bytes(100, 0, 4) == 0
-    assert sent_bytes(100, 1, 1) == 0
-    assert sent_bytes(100, 4, 4) == 150, "2 (n - 1) / n, an all-reduce"
-    assert sent_bytes(100, 1, 4) == 75, "one hands it to three: 300 bytes of four workers"
 
 
 @given(sizes=st.lists(st.integers(0, 20).map(float), min_size=1, max_size=8), pieces=st.integers(1, 8))

@@ -1,6 +1,7 @@
-"""The reducer over worlds of threads: means, bytes, groups, overlap."""
+"""The reducer over worlds of threads: means, bytes, groups, overlap; which gradients share a message."""
 
 import copy
+import math
 import threading
 from collections.abc import Sequence
 from functools import partial
@@ -9,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_decentral.partial import Balanced, DepthAssignment, Full, PerWorker, Staircase, Temporal
 from lightning_decentral.partial.plan.depth import contributors
-from lightning_decentral.partial.wire.reducer import Rank, Reducer, factors
+from lightning_decentral.partial.wire.depth_controller import factors
+from lightning_decentral.partial.wire.reducer import Packing, Rank, Reducer, sent_bytes
 from lightning_decentral.shared.wire.transport import Transport, transport
 from tests.world import world
 
@@ -166,7 +170,7 @@ def test_means_and_bytes(kind: str, size: int, bucket_bytes: int) -> None:
     assert sum(sent for _, sent in rows) == pytest.approx(total(log))
 
 
-def test_a_staircase_sends_three_quarters() -> None:
+def test_a_staircase_of_threads_sends_three_quarters() -> None:
     sent = {}
     for name, assignment in {"full": Full(), "stairs": Staircase()}.items():
         store = dist.HashStore()
@@ -215,3 +219,64 @@ def test_buckets_leave_while_backward_still_runs() -> None:
     world(2, worker)
     assert order.index("leaves") < order.index("backward of 1")
     assert order.count("leaves") == SEGMENTS
+
+
+@given(size=st.integers(2, 40))
+def test_a_staircase_sends_three_quarters_of_an_all_reduce(size: int) -> None:
+    total = sum(sent_bytes(1 / size, contributors, size) for contributors in range(1, size + 1))
+    assert math.isclose(total, 0.75 * 2 * (size - 1) / size)
+
+
+def test_bytes_of_extremes() -> None:
+    assert sent_bytes(100, 0, 4) == 0
+    assert sent_bytes(100, 1, 1) == 0
+    assert sent_bytes(100, 4, 4) == 150, "2 (n - 1) / n, an all-reduce"
+    assert sent_bytes(100, 1, 4) == 75, "one hands it to three: 300 bytes of four workers"
+
+
+# ---- buckets: neighbours in backward with the same contributors and one type, if there is room ----------------------
+
+BOTH, FIRST = (0, 1), (0,)
+
+
+def segment(*sizes: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes]
+
+
+def test_segments_with_the_same_contributors_share_a_bucket() -> None:
+    bottom, middle, top = segments = [segment(4), segment(2, 3), segment(5)]
+    (whole,) = Packing(segments, None).buckets([BOTH] * 3)
+    assert [id(p) for p in whole.parameters] == [id(p) for p in (*top, *reversed(middle), *bottom)], "as in backward"
+    assert whole.bytes == 4 * 14
+    upper, lower = Packing(segments, None).buckets([FIRST, BOTH, BOTH])
+    assert (upper.ranks, lower.ranks) == (BOTH, FIRST)
+    assert len(lower.parameters) == 1
+
+
+def test_a_bucket_holds_what_it_has_room_for() -> None:
+    segments = [segment(10), segment(10), segment(10)]
+    sizes = [len(b.parameters) for b in Packing(segments, 2 * 4 * 10).buckets([BOTH] * 3)]
+    assert sizes == [2, 1]
+
+
+def test_types_travel_apart_in_the_order_in_which_backward_completes_them() -> None:
+    """float64 lies in the top and in the bottom segment: its bucket is complete last."""
+    wide = torch.float64
+    segments = [segment(2, dtype=wide), segment(3), segment(4, dtype=wide)]
+    kinds = [b.flat.dtype for b in Packing(segments, None).buckets([BOTH] * 3)]
+    assert kinds == [torch.float32, wide]
+
+
+def test_another_step_with_other_depths_uses_the_same_memory() -> None:
+    packing = Packing([segment(4), segment(6)], None)
+    (whole,) = packing.buckets([BOTH, BOTH])
+    upper, lower = packing.buckets([FIRST, BOTH])
+    whole.flat.fill_(1.0)
+    assert float(upper.flat.sum() + lower.flat.sum()) == 4 + 6
+
+
+def test_what_nobody_trains_takes_no_memory() -> None:
+    packing = Packing([segment(1000), segment(6)], None)
+    (upper,) = packing.buckets([(), BOTH])
+    assert upper.flat.untyped_storage().nbytes() == 4 * 6
+    assert sum(b.flat.numel() for b in packing.buckets([BOTH, BOTH])) == 1006

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_decentral.gossip.plan.island_cost import Shards
 from lightning_decentral.optim import Muon, muon_groups
 from lightning_decentral.optim.newton_schulz import orthogonalize
-from lightning_decentral.planner.optimizer_profile import hidden_of, products_per_second, sides, states_of
+from lightning_decentral.planner.block_profile import hidden_of, products_per_second, sides, states_of
 from lightning_decentral.planner.plan import optimizer_cost
 from lightning_decentral.planner.plan.optimizer_cost import operations, products_seconds, stepping_bytes, trained_with
 from lightning_decentral.shared.plan.data_parallel import ShardedForecast

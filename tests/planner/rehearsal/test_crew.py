@@ -25,6 +25,7 @@ from lightning_decentral.gossip import (
     OnePeerExponential,
     Outer,
     OuterNesterov,
+    Plain,
     PseudoGradient,
     PushSum,
     QuasiGlobalMomentum,
@@ -86,6 +87,20 @@ CASES: dict[str, tuple[int, type[Strategy], dict[str, Any]]] = {
 }
 
 
+class Overflowing(Grouped):
+    """One step has an infinite loss on worker 1, and another writes to a buffer that never changed before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.ones(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 2:
+            self.factor += self.global_rank + 1
+        loss = self.factor * super().training_step(batch, batch_idx)
+        return loss * float("inf") if batch_idx == 3 and self.global_rank == 1 else loss
+
+
 class Thawing(Grouped):
     """Whose workers each write to a frozen layer, which is trained from a later step on."""
 
@@ -143,6 +158,19 @@ def test_rehearsal_equals_processes_bit_for_bit(tmp_path: Path, monkeypatch: pyt
     for real, worker in zip(seen(tmp_path, size), crew.workers, strict=True):
         for key, value in worker.module.state_dict().items():
             assert torch.equal(real["own"][key], value), key
+
+
+@pytest.mark.parametrize("options", [{"codec": Int4()}, {"codec": Plain()}], ids=str)
+def test_skipped_updates_and_late_buffers_are_those_of_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """What was rounded away of a skipped update is put back; a buffer goes to all as soon as it changes."""
+    options = {**options, "nonfinite": "skip"}
+    in_processes(fit, tmp_path, 2, CompressedStrategy, options, Overflowing)
+    crew = rehearsed(monkeypatch, CompressedStrategy(**options), 2, module=Overflowing)
+    for one, worker in zip(seen(tmp_path, 2), crew.workers, strict=True):
+        for key, value in worker.module.state_dict().items():
+            assert torch.equal(one["own"][key], value), key
 
 
 def test_what_is_thawed_meets_as_in_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_decentral import GossipStrategy
 from lightning_decentral.gossip import Ring
-from lightning_decentral.planner.rehearsal.batches import data_of, shared_out
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.loop import LoopSettings
+from lightning_decentral.planner.rehearsal.worker import copies_of, data_of
 from tests.tiny import QUIET, in_processes
 
 STEPS, WORKERS = 8, 2
@@ -241,8 +241,7 @@ def fit(folder: Path, make: type[Traced], data: type[Data], name: str) -> None:
 def rehearsed(make: type[Traced], data: type[Data], name: str) -> list[list[Any]]:
     seed_everything(1, workers=True, verbose=False)
     kind, options = KINDS[name]
-    batches, epoch = shared_out(data_of(data()), WORKERS)
-    loop = LoopSettings(CLIP, 1.0, epoch, STEPS)
+    batches, loop = copies_of(data_of(data())), LoopSettings(CLIP, 1.0, STEPS)
     with Crew(make(), batches, kind(**options), WORKERS, STEPS, per_node=WORKERS, loop=loop) as crew:
         crew.train(STEPS)
         return [worker.module.trace for worker in crew.workers]  # type: ignore[attr-defined]

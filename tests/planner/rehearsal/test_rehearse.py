@@ -18,11 +18,11 @@ from lightning_decentral.planner.candidates import BASELINE
 from lightning_decentral.planner.forecasts import strategy_of
 from lightning_decentral.planner.noise import NoiseScale, steps_ratio
 from lightning_decentral.planner.rehearsal import Answer, Reached, rehearse
-from lightning_decentral.planner.rehearsal.batches import shared_out
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.evaluation import PAIRED, HeldOutEvaluation
 from lightning_decentral.planner.rehearsal.loop import LoopSettings
 from lightning_decentral.planner.rehearsal.search import SearchCourse, beyond, reached, rungs, search, smoothed, updates
+from lightning_decentral.planner.rehearsal.worker import copies_of
 from lightning_decentral.recipes import command as cli
 from lightning_decentral.shared.plan.profile import Profile, write
 from tests.gossip.test_lightning import Inspect, seen
@@ -71,8 +71,7 @@ def fit(folder: Path) -> None:
 def test_epochs_of_lightnings_loaders_have_the_same_bits(tmp_path: Path) -> None:
     in_processes(fit, tmp_path)  # three epochs of six batches, and two more
     seed_everything(3, workers=True, verbose=False)
-    batches, epoch = shared_out(loader(), 2)
-    with Crew(Line(), batches, GossipStrategy(), 2, 20, loop=LoopSettings(epoch_steps=epoch)) as crew:
+    with Crew(Line(), copies_of(loader()), GossipStrategy(), 2, 20) as crew:
         crew.train(20)
         crew.release()
     for real, worker in zip(seen(tmp_path, 2), crew.workers, strict=True):
@@ -171,7 +170,7 @@ def test_workers_that_drift_are_evaluated_one_by_one_too() -> None:
     held = HeldOutEvaluation(Quiet(), validation[:PAIRED])
     course, batches = (
         SearchCourse(10, 0.0, HeldOutEvaluation(Quiet(), validation), lambda: None),
-        shared_out(loader(), 2)[0],
+        copies_of(loader()),
     )
     crews: list[Crew] = []
 

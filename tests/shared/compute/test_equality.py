@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_decentral.shared.compute.digest import fingerprint
 from lightning_decentral.shared.compute.health import TOLERANCE, Unequal, bits, looks, unequal
+from lightning_decentral.shared.compute.worker_state import fingerprint
 
 NAN, INF = float("nan"), float("inf")
 
@@ -26,21 +26,21 @@ def others(value: float, size: int) -> list[dict[str, Tensor]]:
 def test_a_replica_that_is_not_equal_is_found_by_worker_and_tensor(size: int, value: float) -> None:
     (one,) = found(others(value, size))
     assert (one.name, one.usual[0] < size - 1, one.other[0]) == ("w", True, size - 1)
-    assert one.apart > TOLERANCE
+    assert one.deviation > TOLERANCE
     assert str(one).startswith(f"worker {size - 1}'s w is from")
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_rounding_is_seen_and_far_below_the_tolerance(size: int) -> None:
     (one,) = found(others(0.2500001, size))
-    assert 0 < one.apart < 1e-6
+    assert 0 < one.deviation < 1e-6
 
 
 def test_what_most_workers_have_is_usual() -> None:
     rows = others(0.25, 4)
     rows[0]["w"][1] = 2.5  # of two by two the smaller one would be usual
     (one,) = found(rows)
-    assert (one.other[0], one.apart) == (0, pytest.approx(0.5 / 3))
+    assert (one.other[0], one.deviation) == (0, pytest.approx(0.5 / 3))
 
 
 def test_a_tensor_that_one_worker_lacks_is_named() -> None:
@@ -71,7 +71,7 @@ def test_every_bit_of_every_element_counts(dtype: torch.dtype) -> None:
 
 def test_elements_that_change_places_or_signs_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Across pieces, too; changes that keep smallest, largest and mean."""
-    monkeypatch.setattr("lightning_decentral.shared.compute.digest._PIECE", 8)
+    monkeypatch.setattr("lightning_decentral.shared.compute.worker_state._PIECE", 8)
     tensor = torch.randn(8, 5, generator=torch.Generator().manual_seed(0))
     variants = [tensor, -tensor, tensor.flip(0), tensor.roll(1, 0), tensor.t().reshape(8, 5)]
     assert len({int(fingerprint(variant)) for variant in variants}) == len(variants)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_decentral.shared.compute import cuda
-from lightning_decentral.shared.compute.codec.counter_rng import dither
+from lightning_decentral.shared.compute.codec.blocks import dither
 from lightning_decentral.shared.compute.device import AsyncRead
 from tests import simulated
 from tests.simulated import CUDA, streams

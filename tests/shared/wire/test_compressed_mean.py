@@ -17,9 +17,9 @@ from lightning_decentral.shared.compute.codec import (
     Plain,
     TopK,
 )
+from lightning_decentral.shared.compute.codec.blocks import key
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.coded_parts import GRAIN
-from lightning_decentral.shared.compute.codec.counter_rng import key
 from lightning_decentral.shared.wire.compressed_mean import CompressedMean, mean_by
 from lightning_decentral.shared.wire.transport import GlooTransport, Transport
 from tests.world import world

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_decentral.shared.compute.layout.packing import chunked
+from lightning_decentral.shared.compute.buckets import chunked
 from lightning_decentral.shared.wire.gradients import SPARSE, GradientBucket, Launcher, flag, pack, parts, used
 from lightning_decentral.shared.wire.pending import Together
 

@@ -17,7 +17,7 @@ from lightning_decentral.optim import AccumAdamW, Muon
 from lightning_decentral.spilled import OnDevice, OnHost
 from lightning_decentral.spilled import strategy as strategy_module
 from lightning_decentral.spilled.compute.memory_ledger import Counting
-from lightning_decentral.spilled.compute.streamed_update import Travelling
+from lightning_decentral.spilled.compute.streamed_update import StreamedUpdate
 from tests.spilled.spilling import LAYERS, WIDTH, Chain, batches, fit, least_bytes, recipe, rows, same_states
 from tests.spilled.test_strategy import Curved, LateCopies, Overflow, Stop, dataset
 
@@ -42,9 +42,9 @@ class Visits:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sizes: list[int] = []
         self.peaks: list[int] = []
-        visit = Travelling._visit
+        visit = StreamedUpdate._visit
 
-        def watched(self_: Travelling, optimizer: Optimizer, plain: Any, together: Sequence[Tensor]) -> None:
+        def watched(self_: StreamedUpdate, optimizer: Optimizer, plain: Any, together: Sequence[Tensor]) -> None:
             device = self_._device
             device.forget_peak()
             with Counting(device.ledger, {}):
@@ -52,7 +52,7 @@ class Visits:
             self.sizes.append(len(together))
             self.peaks.append(device.peak_bytes())
 
-        monkeypatch.setattr(Travelling, "_visit", watched)
+        monkeypatch.setattr(StreamedUpdate, "_visit", watched)
 
 
 @pytest.mark.sampled

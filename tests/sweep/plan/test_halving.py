@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_decentral.sweep import ASHA, FIFO
-from lightning_decentral.sweep.plan.scores import Score, Scoreboard
+from lightning_decentral.sweep.plan.policy import Score, Scoreboard
 
 VALUES = st.one_of(st.integers(0, 5).map(float), st.just(math.nan))  # with ties, and what diverged
 

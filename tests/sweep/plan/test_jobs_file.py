@@ -95,10 +95,10 @@ def test_equal_blocks_are_cut_evenly() -> None:
         ("jobs: [{name: a}]", "job 1: give either pieces, a profile, or overrides of a training"),
         ("jobs: [{name: a, pieces: [1]}, {name: a, pieces: [2]}]", "two jobs are called 'a'"),
         ("jobs: [{name: a, overrides: [lr=1], steps: 3}]", "job 1: no 'steps', there are name, overrides, profile"),
-        ("jobs: [{name: a, overrides: lr=1}]", "overrides must be a list of words such as optimizer.lr=1e-3, got 'lr"),
+        ("jobs: [{name: a, overrides: lr=1}]", "overrides must be a list of texts such as optimizer.lr=1e-3, got 'lr"),
         (
             "jobs: [{name: a, overrides: [lr=1]}]",
-            "how many steps?: its overrides need a word such as trainer.max_steps",
+            "how many steps?: its overrides need one such as trainer.max_steps",
         ),
         ("jobs: [{name: a, overrides: [trainer.max_steps=-1]}]", "job 1: how many steps?, got -1: its overrides need"),
         ("jobs: [{name: a/b, overrides: [trainer.max_steps=1]}]", "'a/b' is the name of a folder, too"),

@@ -25,9 +25,9 @@ class Members:
     def expects(self, name: str) -> bool:
         return name in ("0", "1")
 
-    def hear(self, name: str, message: dict[str, Any]) -> None:
-        said = score_of(message) if message.get("say") == "score" else turn_of(message)
-        self.heard.append((name, said))
+    def receive(self, name: str, message: dict[str, Any]) -> None:
+        found = score_of(message) if message.get("say") == "score" else turn_of(message)
+        self.heard.append((name, found))
 
     def leave_seat(self, name: str) -> None:
         self.heard.append((name, "gone"))
@@ -124,7 +124,7 @@ def test_garbage_is_refused_and_the_others_are_heard(name: str, desk: Desk, capl
     assert closed(stranger)
     assert closed(again)
     assert desk.seats.refused == 2
-    assert len([record for record in caplog.records if "no member says" in record.message]) == 1
+    assert len([record for record in caplog.records if "no member sends" in record.message]) == 1
     member.sendall(b'{"say": "release", "progress": 0.5}\n')
     desk.work()
     assert desk.members.heard[-1] == ("0", TurnReport(progress=0.5))

@@ -29,7 +29,7 @@ from lightning_decentral.gossip.wire.exchange import Copied, Exchange, Traffic
 from lightning_decentral.gossip.wire.peer import PeerExchange, PeerMessage
 from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.codec.quantize import Plain
+from lightning_decentral.shared.compute.codec.deterministic import Plain
 
 Admitted = tuple[Sequence[Tensor], Combine]
 CPU = torch.device("cpu")

@@ -22,8 +22,7 @@ from lightning_decentral.gossip.wire.island import Island
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizer_mixer import healing
 from lightning_decentral.gossip.wire.optimizers import Mixers
-from lightning_decentral.shared.compute.buckets import Bucket, HostBucket
-from lightning_decentral.shared.compute.layout.packing import pack
+from lightning_decentral.shared.compute.buckets import Bucket, HostBucket, pack
 from lightning_decentral.shared.wire.agreement import start_from_worker_0
 from lightning_decentral.shared.wire.fsdp import is_sharded
 from lightning_decentral.shared.wire.transport import Wire

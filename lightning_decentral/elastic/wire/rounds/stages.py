@@ -22,8 +22,7 @@ from lightning_decentral.gossip.wire.exchange import Exchange
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.shared.compute import cuda
-from lightning_decentral.shared.compute.buckets import Bucket
-from lightning_decentral.shared.compute.layout.packing import pack
+from lightning_decentral.shared.compute.buckets import Bucket, pack
 from lightning_decentral.shared.wire.objects import collect_objects, gather_objects
 from lightning_decentral.shared.wire.transport import Message, Transport, Wire
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.compute.buckets import Bucket
-from lightning_decentral.shared.compute.layout.place import Place
+from lightning_decentral.shared.compute.layout import Place
 from lightning_decentral.shared.wire.fsdp import is_sharded, like, local, rows_of
 from lightning_decentral.shared.wire.transport import Message, Transport
 

@@ -11,7 +11,7 @@ from lightning_decentral.gossip.compute.combine.gossip import Gossip
 from lightning_decentral.gossip.compute.combine.rule import MessageForm, Recovery, Rule, Turn
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
-from lightning_decentral.shared.compute.norms import squared_norm
+from lightning_decentral.shared.compute.health import squared_norm
 from lightning_decentral.shared.plan.arguments import checked
 
 

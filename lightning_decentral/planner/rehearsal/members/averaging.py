@@ -12,13 +12,15 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_decentral.compressed.strategy import of_all
-from lightning_decentral.planner.rehearsal.members.member import CPU, EqualReplicas, MemberPlace
+from lightning_decentral.compressed.strategy import AveragedSteps
+from lightning_decentral.planner.rehearsal.members.member import MemberPlace, ReplicaMember
+from lightning_decentral.planner.rehearsal.turns import CPU
+from lightning_decentral.shared.compute.buckets import bucket_bytes_of
 from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.codec.quantize import Plain
-from lightning_decentral.shared.compute.layout.packing import bucket_bytes_of
+from lightning_decentral.shared.compute.codec.deterministic import Plain
 from lightning_decentral.shared.nonfinite import Unchecked
 from lightning_decentral.shared.wire.agreement import start_from_worker_0
+from lightning_decentral.shared.wire.averaging.equal_replicas import of_all
 from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage
 from lightning_decentral.shared.wire.compressed_mean import CompressedMean, ExactMean, InFlight, Mean
 from lightning_decentral.shared.wire.pending import Pending, Together
@@ -80,8 +82,8 @@ class CodedOfFirst(CompressedMean):
         self.flight = NotTaken if self.over.rank else InFlight
 
 
-class AveragingMember(EqualReplicas):
-    """Gradients averaged by all, in a codec's payloads."""
+class AveragingMember(ReplicaMember):
+    """Worker whose gradients are averaged with all others', in a codec's payloads."""
 
     def __init__(
         self, module: LightningModule, place: MemberPlace, codec: Codec, bucket_bytes: int | None, check: Unchecked
@@ -98,6 +100,10 @@ class AveragingMember(EqualReplicas):
         assert hosts is not None
         self._mean: Mean = CodedOfFirst(self._codec, wire) if self._codec.encodes else TotalOfFirst(of_all(wire))
         self._gradients = GradientAverage(self._mean, hosts, lambda call: call(), self._bucket_bytes)
+        self._equal.join(self._gradients)
+        self._steps = AveragedSteps(self._gradients, self._module, self.check, lambda came: None)
+        if self.check.nonfinite == "skip":
+            self._mean.guard(None)
         # Nothing is sent while a backward runs, which would wait for workers whose turn comes later.
         self._after_backward.enter_context(self._gradients.blocked())
 
@@ -121,9 +127,14 @@ class AveragingMember(EqualReplicas):
                 parameter.grad = None if row is None else row.clone()
         self._place.meet()  # worker 0 clips them in place
 
+    def mix(self) -> None:
+        self._steps.updated(self._module.trainer.optimizers[0])
+        super().mix()
+
     def release(self) -> None:
         self._after_backward.close()
         self._gradients.close()
+        super().release()
 
     @property
     def sent_bytes(self) -> float:

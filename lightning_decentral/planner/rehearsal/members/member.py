@@ -1,6 +1,6 @@
 """Interface of one worker's part of a strategy, whichever it is, and the place that the worker has in it.
 
-The parts of `strategies`, `averaging` and `partial` build on it.
+The parts of `strategies` and `averaging` build on it.
 """
 
 from abc import ABC, abstractmethod
@@ -10,15 +10,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from lightning.fabric.plugins.precision import Precision
 from lightning.pytorch import LightningModule
-from torch.optim import Optimizer
 
+from lightning_decentral.planner.rehearsal.turns import CPU
 from lightning_decentral.shared.nonfinite import Unchecked
-from lightning_decentral.shared.wire.running_buffers import RunningBuffers
+from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas
+from lightning_decentral.shared.wire.meeting.comparison import unasked
 from lightning_decentral.shared.wire.transport import Wire
-
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -46,32 +44,30 @@ class MemberPlace:
 
 
 class Member(ABC):
-    """One worker's part, in the order in which Lightning's loop comes to it. Every call but the two around a step is
+    """One worker's part, in the order in which Lightning's loop comes to it. Every call but `forward` and `backward` is
     collective: all workers, each in a thread of its own.
 
     Attributes:
         drifts: whether workers differ after an update.
-        apart: whether it does nothing within a step, so that the steps of several workers may be computed at a time.
+        concurrent: whether it does nothing within a step, so that the steps of several workers may be computed at a
+            time.
+        check: what the strategy does with an update's gradients before it.
     """
 
     drifts: ClassVar[bool]
-    apart: ClassVar[bool] = True
+    concurrent: ClassVar[bool] = True
+    check: Unchecked = Unchecked()
 
     @abstractmethod
     def begin(self) -> None:
-        """Before the first step."""
+        """Prepare the first step."""
 
     def forward(self, step: int, *batch: Any) -> AbstractContextManager[None]:
         """Context around a `training_step` with these arguments."""
         return nullcontext()
 
-    def backward(self) -> AbstractContextManager[None]:
-        """Context around the module's own backward, through all of the graph, or a part of it."""
-        return nullcontext()
-
-    def checked(self, closure: Callable[[], Any], optimizer: Optimizer, precision: Precision) -> Callable[[], Any]:
-        """Closure that computes the gradients of an update, and checks them as the strategy does."""
-        return closure
+    def backward(self) -> None:  # noqa: B027  # most have nothing to prepare
+        """Prepare the module's own backward, through all of the graph, or a part of it."""
 
     @abstractmethod
     def average(self) -> None:
@@ -79,7 +75,7 @@ class Member(ABC):
 
     @abstractmethod
     def mix(self) -> None:
-        """After the update."""
+        """Send and receive what the strategy does after the update."""
 
     @abstractmethod
     def release(self) -> None:
@@ -90,23 +86,20 @@ class Member(ABC):
     def sent_bytes(self) -> float: ...
 
 
-class EqualReplicas(Member):
-    """Workers that take one update, of averaged gradients, with worker 0's running statistics for all."""
+class ReplicaMember(Member):
+    """Worker whose replica stays equal to the others': one update, of averaged gradients, and worker 0's running
+    statistics, by the strategies' own `EqualReplicas`."""
 
     drifts: ClassVar[bool] = False
 
     def __init__(self, module: LightningModule, place: MemberPlace, check: Unchecked) -> None:
-        self._module, self._place, self._check, self._epoch = module, place, check, -1
+        self._module, self._place, self.check, self._equal = module, place, check, EqualReplicas()
 
     def begin(self) -> None:
-        buffers = self._place.wire.group(None)
-        assert buffers is not None
-        self._buffers = RunningBuffers(self._module, buffers)
-
-    def checked(self, closure: Callable[[], Any], optimizer: Optimizer, precision: Precision) -> Callable[[], Any]:
-        return self._check.after(closure, optimizer, precision)
+        self._equal.begin(self._module, self._place.wire, unasked, list)
 
     def mix(self) -> None:
-        # Once an epoch, look which further buffers have changed, as the strategies do.
-        look, self._epoch = self._epoch != self._module.current_epoch, self._module.current_epoch
-        self._buffers.share(look)
+        self._equal.advance(self._module.current_epoch)
+
+    def release(self) -> None:
+        self._equal.close()

@@ -1,16 +1,15 @@
 """Strategies between workers, without Lightning's loop: on gradients, and on parameters after the update.
 
-The parts are the strategies' own: gossip's rounds and mixers, averages of gradients (`averaging`), the cuts of partial
-backprop (`partial`). `ddp` is the exact average.
+The parts are the strategies' own: gossip's rounds and mixers, averages of gradients (`averaging`), partial backprop's
+cuts, depths and reducer. `ddp` is the exact average.
 """
 
-from collections.abc import Callable
+from contextlib import AbstractContextManager
 from copy import copy
 from functools import singledispatch
 from typing import Any, ClassVar
 
 import torch
-from lightning.fabric.plugins.precision import Precision
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
@@ -23,11 +22,15 @@ from lightning_decentral.gossip.wire.exchange import Exchange
 from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.optimizer_mixer import parameters_of
 from lightning_decentral.gossip.wire.optimizers import Mixers
+from lightning_decentral.partial.agreed import agreed
+from lightning_decentral.partial.compute.search import search
+from lightning_decentral.partial.dry_run import refuse_unserved, run_of
 from lightning_decentral.partial.strategy import PartialBackpropStrategy
+from lightning_decentral.partial.wire.depth_controller import CutSteps, DepthController
+from lightning_decentral.partial.wire.reducer import Rank
 from lightning_decentral.planner.rehearsal.members.averaging import AveragingMember, DDPMember
-from lightning_decentral.planner.rehearsal.members.member import Member, MemberPlace
-from lightning_decentral.planner.rehearsal.members.partial import Cutting
-from lightning_decentral.shared.compute.layout.model import ModelLayout
+from lightning_decentral.planner.rehearsal.members.member import Member, MemberPlace, ReplicaMember
+from lightning_decentral.shared.compute.layout import ModelLayout
 from lightning_decentral.shared.nonfinite import BeforeUpdate, GradientCheck
 
 SERVED = {"find_unused_parameters", "gradient_as_bucket_view", "bucket_cap_mb", "static_graph"}
@@ -67,7 +70,7 @@ def _(strategy: CompressedStrategy, module: LightningModule, optimizer: Optimize
 @member_of.register
 def _(strategy: PartialBackpropStrategy, module: LightningModule, optimizer: Optimizer, at: MemberPlace) -> Member:
     strategy.refuse(module, fitting=True)
-    return Cutting(strategy, module, optimizer, at)
+    return CutMember(strategy, module, at)
 
 
 @member_of.register
@@ -76,6 +79,49 @@ def _(strategy: GossipStrategy, module: LightningModule, optimizer: Optimizer, a
         raise ValueError(f"workers of one device are rehearsed, not {strategy.island}: leave island out")
     strategy.refuse(module, fitting=True)
     return Gossiping(strategy, module, optimizer, at)
+
+
+class CutMember(ReplicaMember):
+    """Worker whose backward stops at a cut; all take the same update.
+
+    Raises:
+        ValueError: here for workers with unequal batches, or a module whose backward isn't Lightning's; in the first
+            forward for cuts that aren't (with the reason).
+    """
+
+    concurrent: ClassVar[bool] = False  # each worker's graph ends at a cut of its own
+
+    def __init__(self, strategy: PartialBackpropStrategy, module: LightningModule, place: MemberPlace) -> None:
+        refuse_unserved(module)
+        self._strategy, self._steps = strategy, CutSteps(strategy.absent)
+        super().__init__(module, place, GradientCheck(strategy.nonfinite, self._steps.settle))
+        self._depth = strategy.depth.timed(place.steps)
+        if len({self._depth.share(rank, place.workers) for rank in range(place.workers)}) > 1:
+            raise ValueError(f"{self._depth} asks for unequal batches, which a rehearsal has not: take Staircase")
+
+    def forward(self, step: int, *batch: Any) -> AbstractContextManager[None]:
+        return (self._steps.driver or self._find_cuts(*batch)).together(step)
+
+    def _find_cuts(self, *batch: Any) -> DepthController:
+        at, own, run = self._place, self._strategy, run_of(self._module.trainer, *batch)
+        plan = agreed(at.worker, at.broadcast, lambda: search(self._module, own.cuts, own.balance, run))
+        driver = DepthController(self._module, plan, self._depth, Rank(at.worker, (1 / at.workers,) * at.workers))
+        self._steps.drive(driver, at.wire, self._equal, own.bucket_bytes)
+        return driver
+
+    def backward(self) -> None:
+        self._steps.begin()
+
+    def average(self) -> None:
+        self._steps.end()
+
+    def release(self) -> None:
+        self._steps.close()
+        super().release()
+
+    @property
+    def sent_bytes(self) -> float:
+        return self._steps.sent_bytes
 
 
 class SendsNothing:
@@ -132,13 +178,10 @@ class Gossiping(Member):
         member = LoneDevice(at.wire, 1, lambda call: call())
         rounds = Rounds(plan, at.wire, member, at.device, module, ModelLayout(module.parameters()))
         self._mixers = Mixers(lambda: rounds.making(exact))
-        self._check = BeforeUpdate(self._adopt)
+        self.check = BeforeUpdate(self._adopt)
 
     def begin(self) -> None:
         self._adopt(self._optimizer)
-
-    def checked(self, closure: Callable[[], Any], optimizer: Optimizer, precision: Precision) -> Callable[[], Any]:
-        return self._check.after(closure, optimizer, precision)
 
     def _adopt(self, optimizer: Optimizer) -> None:
         """Adopt as the strategy does, before the update; where something is thawed the workers meet in its mean."""

@@ -1,18 +1,65 @@
-"""State that a call of a module depends on besides inputs, parameters and buffers, so that a second run repeats it.
+"""Surroundings of a call of a module, so that another thread goes on in its place, or a second run repeats it.
 
-Python's and numpy's generators, `torch.Generator`s that the module holds, and its plain attributes: numbers, text, and
-lists, dictionaries, sets and deques. What a call changes elsewhere (a file, an iterator, an object) happens twice.
+Modes of torch belong to a thread (gradients, autocast, function modes, stream): taken here, entered there. In addition
+to inputs, parameters and buffers, a call depends on Python's and numpy's generators, `torch.Generator`s that the module
+holds, and its plain attributes: numbers, text, and lists, dictionaries, sets and deques. What a call changes elsewhere
+(a file, an iterator, an object) happens twice.
 """
 
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from lightning_decentral.shared.compute import cuda
+
+
+class Autocast:
+    """Autocast modes of the host and of a device, as they are when this is made."""
+
+    def __init__(self, place: torch.device) -> None:
+        kinds = dict.fromkeys(("cpu", place.type))
+        self._autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
+        self._cache = torch.is_autocast_cache_enabled()
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Enter the autocast modes as they were then."""
+        with ExitStack() as stack:
+            for kind, dtype, enabled in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self._cache))
+            yield
+
+
+class ThreadModes:
+    """Modes of the thread that makes this (autocast, gradients), for another thread that goes on in its place."""
+
+    def __init__(self, place: torch.device) -> None:
+        self._autocast = Autocast(place)
+        self._gradients, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self._functions, self._dispatches = _get_current_function_mode_stack(), _get_current_dispatch_mode_stack()
+        self._stream = cuda.current_stream(place) if place.type == "cuda" else None
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Enter these modes in the current thread."""
+        with ExitStack() as stack:
+            if self._stream is not None:
+                stack.enter_context(cuda.on(self._stream))  # its device, too
+            stack.enter_context(torch.inference_mode(self._inference))
+            stack.enter_context(torch.set_grad_enabled(self._gradients))
+            for mode in (*self._functions, *self._dispatches):
+                stack.enter_context(mode)
+            stack.enter_context(self._autocast.again())
+            yield
+
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 TORCH = frozenset(vars(nn.Module()))

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from lightning_decentral.shared.compute.codec.codec import Frame as Frame
     from lightning_decentral.shared.compute.codec.codec import Payload as Payload
     from lightning_decentral.shared.compute.codec.codec import PayloadPart as PayloadPart
-    from lightning_decentral.shared.compute.codec.difference import DifferenceCompression as DifferenceCompression
-    from lightning_decentral.shared.compute.codec.difference import TopK as TopK
-    from lightning_decentral.shared.compute.codec.packed import Int2 as Int2
-    from lightning_decentral.shared.compute.codec.packed import Int4 as Int4
-    from lightning_decentral.shared.compute.codec.quantize import BFloat16 as BFloat16
-    from lightning_decentral.shared.compute.codec.quantize import Float16 as Float16
-    from lightning_decentral.shared.compute.codec.quantize import Float32 as Float32
+    from lightning_decentral.shared.compute.codec.deterministic import BFloat16 as BFloat16
+    from lightning_decentral.shared.compute.codec.deterministic import DifferenceCompression as DifferenceCompression
+    from lightning_decentral.shared.compute.codec.deterministic import Float16 as Float16
+    from lightning_decentral.shared.compute.codec.deterministic import Float32 as Float32
+    from lightning_decentral.shared.compute.codec.deterministic import Plain as Plain
+    from lightning_decentral.shared.compute.codec.deterministic import TopK as TopK
+    from lightning_decentral.shared.compute.codec.quantize import Int2 as Int2
+    from lightning_decentral.shared.compute.codec.quantize import Int4 as Int4
     from lightning_decentral.shared.compute.codec.quantize import Int8 as Int8
-    from lightning_decentral.shared.compute.codec.quantize import Plain as Plain
 
 __getattr__, __all__ = lazy_exports(__name__)

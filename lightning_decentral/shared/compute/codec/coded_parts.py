@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.shared.compute.buckets import Pool
+from lightning_decentral.shared.compute.codec.blocks import key
 from lightning_decentral.shared.compute.codec.codec import Codec, Frame, Payload
-from lightning_decentral.shared.compute.codec.counter_rng import key
 
 Encode = Callable[[Tensor, Payload, Frame], None]
 GRAIN = 256

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_decentral.shared.compute.layout.packing import chunked
+from lightning_decentral.shared.compute.buckets import chunked
 from lightning_decentral.shared.wire.averaging.residuals import Row
 from lightning_decentral.shared.wire.compressed_mean import Mean
 from lightning_decentral.shared.wire.gradients import UNSEEN, Average, GradientBucket, Launcher, flag, real, used

@@ -22,7 +22,7 @@ from lightning_decentral.gossip.plan.topology.static import Ring
 from lightning_decentral.gossip.plan.weights import Own
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.shared.compute.buckets import Bucket
-from lightning_decentral.shared.compute.digest import digest
+from lightning_decentral.shared.compute.worker_state import digest
 from tests import world
 from tests.elastic.wire.lobbies import DEAD, LobbyProcess, ends_with
 

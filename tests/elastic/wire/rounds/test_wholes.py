@@ -14,8 +14,7 @@ from lightning_decentral import GossipStrategy
 from lightning_decentral.elastic.wire.rounds.wholes import WholeBucket, Wholes
 from lightning_decentral.gossip import FullyShard
 from lightning_decentral.gossip.wire.optimizer_mixer import Written
-from lightning_decentral.shared.compute.buckets import Bucket, BucketSpan
-from lightning_decentral.shared.compute.layout.packing import pack, with_tail
+from lightning_decentral.shared.compute.buckets import Bucket, BucketSpan, pack, with_tail
 from lightning_decentral.shared.wire.fsdp import full_tensor, local
 from lightning_decentral.shared.wire.transport import GlooTransport
 from tests.tiny import QUIET, Net, SizedBatches, cut_small_models, in_processes

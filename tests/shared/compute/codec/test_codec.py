@@ -21,13 +21,7 @@ from lightning_decentral.gossip import (
     TopK,
 )
 from lightning_decentral.shared.compute.codec import Frame
-from lightning_decentral.shared.compute.codec.counter_rng import (
-    MIDPOINTS,
-    _gathered,
-    dither,
-    key,
-    midpoints,
-)
+from lightning_decentral.shared.compute.codec.blocks import MIDPOINTS, _gathered, dither, key, midpoints
 from tests import simulated
 from tests.gossip.codecs import instances, payload, round_trip
 from tests.simulated import CUDA

@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_decentral.shared.wire.averaging import equal_replicas
 from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas
-from lightning_decentral.shared.wire.meeting.layouts import Unasked, unasked
+from lightning_decentral.shared.wire.meeting.comparison import Unasked, unasked
 
 
 class Shared:

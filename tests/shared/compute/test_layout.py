@@ -8,8 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_decentral.shared.compute.layout.model import ModelLayout, described, lay_states, put, refuse_shared
-from lightning_decentral.shared.compute.layout.place import Place, dense_strides, memory_order, refuse_reordered
+from lightning_decentral.shared.compute.layout import (
+    ModelLayout,
+    Place,
+    dense_strides,
+    described,
+    lay_states,
+    memory_order,
+    put,
+    refuse_reordered,
+    refuse_shared,
+)
 from lightning_decentral.shared.wire.mean import Swap
 
 LAST = torch.channels_last

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from lightning_decentral import GossipStrategy
 from lightning_decentral.planner.rehearsal import rehearse
-from lightning_decentral.planner.rehearsal.batches import own_copy, shared_out
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.loop import LoopSettings
+from lightning_decentral.planner.rehearsal.worker import copies_of, own_copy
 from tests.gossip.test_lightning import Inspect, seen
 from tests.tiny import QUIET, in_processes
 
@@ -78,8 +78,8 @@ def fit(folder: Path, name: str) -> None:
 def test_batches_are_those_of_processes(tmp_path: Path, name: str) -> None:
     in_processes(fit, tmp_path, name)
     seed_everything(1, workers=True, verbose=False)
-    batches, epoch = shared_out(LOADERS[name](), WORKERS)
-    with Crew(Line(), batches, GossipStrategy(), WORKERS, STEPS, loop=LoopSettings(None, 1.0, epoch, STEPS)) as crew:
+    batches = copies_of(LOADERS[name]())
+    with Crew(Line(), batches, GossipStrategy(), WORKERS, STEPS, loop=LoopSettings(None, 1.0, STEPS)) as crew:
         crew.train(STEPS)
         crew.release()
     for real, worker in zip(seen(tmp_path, WORKERS), crew.workers, strict=True):

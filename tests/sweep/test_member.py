@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 from hydra.core.utils import JobStatus
 
-from lightning_decentral.sweep.member import failed, returned
-from lightning_decentral.sweep.record import RECORD, MemberFailed, read_record, write_record
-from tests.sweep.test_launcher import entrant
+from lightning_decentral.sweep.member import RECORD, MemberFailed, failed, read_record, returned, write_record
+from tests.sweep.test_launcher import member
 
 
 @pytest.mark.parametrize("value", [None, True, 3, -0.1, math.inf, "text ü", [1.0, [2]], {"a": {"b": [None]}}])
 def test_plain_values_come_back(value: object, tmp_path: Path) -> None:
-    one = entrant(tmp_path)
+    one = member(tmp_path)
     write_record(one, returned(one, JobStatus.COMPLETED, value, task_name="task", working_dir="there"))
     outcome = read_record(one)
     assert outcome is not None
@@ -28,7 +27,7 @@ def test_plain_values_come_back(value: object, tmp_path: Path) -> None:
     "value", [b"bytes", {1: 2}, [object()], {"a": {1, 2}}, Path("p"), print], ids=lambda v: type(v).__name__
 )
 def test_other_values_fail_the_member_by_name(value: object, tmp_path: Path) -> None:
-    one = entrant(tmp_path)
+    one = member(tmp_path)
     write_record(one, returned(one, JobStatus.COMPLETED, value))
     outcome = read_record(one)
     assert outcome is not None
@@ -44,7 +43,7 @@ class Odd(Exception):
 
 
 def test_an_error_is_its_type_message_and_traceback(tmp_path: Path) -> None:
-    one = entrant(tmp_path)
+    one = member(tmp_path)
     try:
         raise Odd(1, 2)
     except Odd as error:
@@ -70,7 +69,7 @@ class Runs:
 def test_what_is_no_record_is_refused_in_a_line(text: str, tmp_path: Path) -> None:
     (tmp_path / RECORD).write_text(text)
     with pytest.raises(ValueError, match=r"member\.json is no record of a member .*: remove it") as caught:
-        read_record(entrant(tmp_path))
+        read_record(member(tmp_path))
     assert "\n" not in str(caught.value)
 
 
@@ -78,7 +77,7 @@ def test_a_pickle_in_a_folder_is_not_read(tmp_path: Path) -> None:
     for name in (RECORD, "member.pkl"):
         (tmp_path / name).write_bytes(pickle.dumps(Runs(tmp_path / "was-run")))
     with pytest.raises(ValueError, match="no record"):
-        read_record(entrant(tmp_path))
+        read_record(member(tmp_path))
     (tmp_path / RECORD).unlink()
-    assert read_record(entrant(tmp_path)) is None
+    assert read_record(member(tmp_path)) is None
     assert not (tmp_path / "was-run").exists()

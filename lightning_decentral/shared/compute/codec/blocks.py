@@ -1,10 +1,69 @@
-"""Random numbers that are a function of (key, place): nothing to save, equal on every device and in the simulation."""
+"""Blocks of a message: how it is worked on in pieces, memory for that, and noise for rounding at random.
 
-from collections.abc import Callable, Sequence
+Random numbers are a function of (key, place): nothing to save, equal on every device and in the simulation.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
+
+LARGEST_BLOCK = 2**16
+PIECES, PIECES_ON_DEVICE = 4, 64
+"""Worked on at once. A host's operations on one take about as long as Python does to ask for them, and 1 MB still is in
+its cache. A launch costs a device more than memory that is no cache."""
+
+
+def check_block(block: int, remedy: str) -> None:
+    """ValueError unless it is in 1 .. 65536."""
+    if not 1 <= block <= LARGEST_BLOCK:
+        raise ValueError(f"a codec's block must be in 1 .. {LARGEST_BLOCK}, got {block}: {remedy}")
+
+
+def piece_length(block: int) -> int:
+    """Elements of as many whole blocks as have one place in the table of noise."""
+    return LARGEST_BLOCK - LARGEST_BLOCK % block
+
+
+class _Scratch(threading.local):
+    """Reused memory of each thread, by dtype."""
+
+    def __init__(self) -> None:
+        self.held: dict[torch.dtype, Tensor] = {}
+
+
+_here = _Scratch()
+
+
+def scratch(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory until this thread asks again: on a host fresh pages cost more than the work."""
+    if device.type != "cpu":
+        return torch.empty(elements, dtype=dtype, device=device)
+    held = _here.held.get(dtype)
+    if held is None or held.numel() < elements:
+        held = _here.held[dtype] = torch.empty(elements, dtype=dtype, device=device)
+    return held[:elements]
+
+
+def divisor(number: float, device: torch.device) -> Tensor:
+    """Divisor as a tensor: a host divides by it, but CUDA multiplies by a number's reciprocal and rounds otherwise."""
+    return torch.full((), number, dtype=torch.float32, device=device)
+
+
+def pieces(message: Tensor, block: int) -> Iterator[tuple[int, int, int]]:
+    """(start, stop, elements of a block): whole blocks, as many as are good to work on at once, and the rest."""
+    length = message.numel()
+    whole = length - length % block
+    most = piece_length(block) * (PIECES if message.device.type == "cpu" else PIECES_ON_DEVICE)
+    for start in range(0, whole, most):
+        yield start, min(start + most, whole), block
+    if whole < length:
+        yield whole, length, length - whole
+
+
+# ---- noise -----------------------------------------------------------------------------------------------------------
 
 MIDPOINTS = 2**16
 _GOLDEN, _FIRST, _SECOND = -0x61C88647, 0x7FEB352D, -0x7B935975  # as signed 32-bit numbers

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_decentral.partial.compute.own_state import own_state
+from lightning_decentral.partial.compute.trial import own_state
 
 
 class Counts(nn.Module):

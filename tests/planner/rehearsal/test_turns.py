@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader
 
 from lightning_decentral import GossipStrategy, PartialBackpropStrategy
 from lightning_decentral.planner.rehearsal import rehearse
-from lightning_decentral.planner.rehearsal.abreast import Abreast, Drawn, ThreadPool, Way
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.evaluation import HeldOutEvaluation
 from lightning_decentral.planner.rehearsal.jobs import threads_ratio
 from lightning_decentral.planner.rehearsal.loop import LoopSettings
+from lightning_decentral.planner.rehearsal.turns import Abreast, Drawn, ThreadPool, Way
 from tests.planner.rehearsal.test_crew import CASES, CLIP, STEPS, Grouped, given
 
 MOMENT = 0.02
