@@ -17,9 +17,9 @@ from torch import Tensor
 from gpu.first_hour_runs import pytested, side_by_side, trained
 from lightning_decentral.gossip import Codec, Exponential, Gossip, Int8, Own, Plain
 from lightning_decentral.gossip.compute import mixing
+from lightning_decentral.gossip.round_cost import LoopbackTransport, _Bucket
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.peer import PeerExchange
-from lightning_decentral.gossip.wire.round_cost import LoopbackTransport, _Bucket
 from lightning_decentral.shared.compute import fused, health
 from lightning_decentral.shared.compute.codec import quantize
 from lightning_decentral.shared.compute.hardware import duration

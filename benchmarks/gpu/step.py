@@ -47,7 +47,7 @@ from gpu.report import page
 from gpu.work import WORKS, Repeated, Work
 from lightning_decentral import GossipStrategy
 from lightning_decentral.gossip import MetropolisHastings, Ring
-from lightning_decentral.gossip.wire.exchange import Copied, InFlight
+from lightning_decentral.gossip.wire.exchange import Copied, MessageInFlight
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.shared.compute.hardware import duration, laps
 from lightning_decentral.shared.wire.transport import transport
@@ -150,7 +150,7 @@ def stream(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
 
 
-def launched(exchange: PeerExchange, message: Tensor, step: int) -> InFlight:
+def launched(exchange: PeerExchange, message: Tensor, step: int) -> MessageInFlight:
     """A round under way, whose message isn't copied."""
     flight = exchange.launch(message, step, 0, Copied(message))
     exchange.depart([flight], step)

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_decentral.cli.answers import answer
 from lightning_decentral.cli.options import whole
-from lightning_decentral.gossip.wire.round_cost import ROUNDS, round_works
+from lightning_decentral.gossip.round_cost import ROUNDS, round_works
 from lightning_decentral.partial.compute.search import joints
 from lightning_decentral.partial.dry_run import run_of, step_of
 from lightning_decentral.planner.block_profile import (

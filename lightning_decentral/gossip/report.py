@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from lightning_decentral.gossip.callbacks import Watched
+from lightning_decentral.gossip.callbacks import Monitored
 from lightning_decentral.shared.compute.modules import evaluating
 from lightning_decentral.shared.figure import draw
 from lightning_decentral.shared.loggers import Rows
@@ -37,7 +37,7 @@ class Scored(Protocol):
 
 
 @runtime_checkable
-class Attended(Watched, Protocol):
+class Attended(Monitored, Protocol):
     """A strategy whose workers come and go."""
 
     def draw_members(self, file: Path) -> None:
@@ -74,7 +74,7 @@ class Report(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Collective, and here: after this the strategy makes all workers' models equal.
-        result = _outcome(trainer, pl_module) if isinstance(trainer.strategy, Watched) else {}
+        result = _outcome(trainer, pl_module) if isinstance(trainer.strategy, Monitored) else {}
         if trainer.is_global_zero:
             self.directory.mkdir(parents=True, exist_ok=True)
             (self.directory / "report.json").write_text(json.dumps(result, indent=2))

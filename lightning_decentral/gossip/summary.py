@@ -1,7 +1,7 @@
 """The plan of a gossip run as text: topology, order, codec, bytes per step, bytes through a node's network card."""
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import view_as_real
 from torch.optim import Adam, AdamW, Optimizer
@@ -17,7 +17,6 @@ from lightning_decentral.gossip.plan.weights import consensus_steps, describe
 from lightning_decentral.gossip.rounds import GossipPlan
 from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.optimizer_mixer import OptimizerMixer
-from lightning_decentral.shared.replica import Evaluate
 
 ORDERS = {0: "blocking (adapt-then-combine)", 1: "overlapped (adapt-while-combining)"}
 
@@ -25,7 +24,7 @@ ORDERS = {0: "blocking (adapt-then-combine)", 1: "overlapped (adapt-while-combin
 class DescribedPlan(GossipPlan, Protocol):
     """A plan with what else its summary contains."""
 
-    evaluate: Evaluate
+    evaluate: Literal["mean", "own"]
     member: IslandMember
     optimizers: list[Optimizer]
 

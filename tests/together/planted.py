@@ -13,10 +13,10 @@ from lightning_decentral.gossip.compute.combine.momentum import QuasiGlobalMomen
 from lightning_decentral.gossip.compute.combine.outer import Outer
 from lightning_decentral.gossip.compute.healing import Healing
 from lightning_decentral.gossip.compute.mixing import Sick
-from lightning_decentral.gossip.compute.unused import Used
 from lightning_decentral.gossip.wire import island_member
 from lightning_decentral.gossip.wire.exchange import Landed, Traffic
-from lightning_decentral.gossip.wire.making import Making
+from lightning_decentral.gossip.wire.island_shards import Used
+from lightning_decentral.gossip.wire.making import MixerFactory
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizer_mixer import OptimizerMixer, Written
 from lightning_decentral.gossip.wire.optimizers import Mixers
@@ -141,7 +141,7 @@ def poisoned_moments_stay() -> None:
 
 def thawed_after_the_update() -> None:
     _set(BeforeUpdate, "after", lambda self, closure, optimizer, precision: closure)
-    _set(Making, "equalize", lambda self, new: self.alike(new))
+    _set(MixerFactory, "equalize", lambda self, new: self.alike(new))
 
 
 def outer_steps_to_the_nearest_code() -> None:

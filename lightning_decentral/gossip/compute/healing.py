@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_decentral.gossip.compute.combine.combine import Combine
-from lightning_decentral.gossip.compute.combine.rule import State, Turn
+from lightning_decentral.gossip.compute.combine.combine import Combine, State, Turn
 from lightning_decentral.gossip.compute.mixing import Sick
 from lightning_decentral.shared.compute.buckets import Bucket
 from lightning_decentral.shared.compute.health import FACTOR, scale, sound
@@ -192,7 +191,7 @@ def forget_poison(
             state.update({name: state[name] * 0 for name in COUNTERS if name in state})
 
 
-class Recovery:
+class HealedBuckets:
     """Keeps what one mixer's buckets were healed to, until the worker's other parts are sound, too.
 
     Fragments, and the parameters of several optimizers, are healed each where its own round lands. Until the last of
@@ -201,13 +200,16 @@ class Recovery:
     Args:
         forget: what else of the worker is poisoned begins anew.
         others_sick: whether other parts of the worker hold what isn't sound.
+
+    Attributes:
+        recovers: whether other parts were sick when it was healed: only then a step has to `begin` and `end`.
     """
 
     def __init__(
         self, buckets: Sequence[Bucket], forget: Callable[[], None], others_sick: Callable[[], bool] = bool
     ) -> None:
         self._buckets, self._forget, self._others_sick = buckets, forget, others_sick
-        self._recovers, self._held = False, list[Tensor]()
+        self.recovers, self._held = False, list[Tensor]()
 
     @property
     def sick(self) -> bool:
@@ -215,7 +217,7 @@ class Recovery:
 
     def healed(self) -> None:
         """A bucket has been."""
-        self._recovers = True
+        self.recovers = True
         self._forget()
 
     @torch.no_grad()
@@ -232,7 +234,6 @@ class Recovery:
             self._forget()
 
     def end(self) -> None:
-        """Hold what was healed, after a round. Waits for a device while the worker recovers, and only then."""
-        if self._recovers:
-            self._recovers = self._others_sick()
-            self._held = [bucket.flat.clone() for bucket in self._buckets] if self._recovers else []
+        """Hold what was healed, after a round. Waits for a device."""
+        self.recovers = self._others_sick()
+        self._held = [bucket.flat.clone() for bucket in self._buckets] if self.recovers else []

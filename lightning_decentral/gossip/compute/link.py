@@ -11,8 +11,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.combine.combine import Combine
-from lightning_decentral.gossip.compute.combine.rule import Rule
+from lightning_decentral.gossip.compute.combine.combine import Combine, Rule
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.traffic import Cliques, partitions
 from lightning_decentral.gossip.plan.weights import Weights

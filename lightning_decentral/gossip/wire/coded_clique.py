@@ -27,7 +27,7 @@ from lightning_decentral.gossip.wire.exchange import (
     Copied,
     EarlyArrival,
     Exchange,
-    InFlight,
+    MessageInFlight,
     Traffic,
 )
 from lightning_decentral.shared.compute.buckets import Pool
@@ -226,7 +226,7 @@ class EveryonesParts(Exchange["EveryonesCodes"]):
 
 
 @dataclass
-class EveryonesCodes(InFlight):
+class EveryonesCodes(MessageInFlight):
     """Codes of all workers for all owners."""
 
     exchange: EveryonesParts

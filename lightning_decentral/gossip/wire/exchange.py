@@ -1,7 +1,7 @@
 """Exchange of messages: one of each bucket goes to the neighbours, a mixture of theirs comes back.
 
-    launch        ->  InFlight     depart          land, or correct
-    copy, encode      .            send, receive   wait, decode, mix
+    launch        ->  MessageInFlight   depart          land, or correct
+    copy, encode      .                 send, receive   wait, decode, mix
 
 What is in flight is one object: who launched it hands it to `depart`, lands it or saves it; nothing else remembers it.
 """
@@ -73,7 +73,7 @@ class Copied:
         return self
 
 
-class InFlight(ABC):
+class MessageInFlight(ABC):
     """One bucket's message of a round, and what comes back for it, between launch and landing."""
 
     sent: Tensor
@@ -106,7 +106,7 @@ class InFlight(ABC):
         return
 
 
-class EarlyArrival(InFlight):
+class EarlyArrival(MessageInFlight):
     """A message that a device's second stream may receive before it lands on the training's."""
 
     @abstractmethod
@@ -119,7 +119,7 @@ class EarlyArrival(InFlight):
 
 
 @dataclass
-class Landed(InFlight):
+class Landed(MessageInFlight):
     """A message whose round was mixed already; where it `corrects`, mixed - sent.
 
     Args:
@@ -158,7 +158,7 @@ class Flight:
 
     round: int
     step: int
-    messages: list[InFlight] = field(default_factory=list)
+    messages: list[MessageInFlight] = field(default_factory=list)
     departed: float = 0.0
 
     def state_dict(self, keep: Callable[[int], Landed]) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def _sick(saved: Mapping[str, Any], like: Tensor) -> Sick:
     return Sick(**{**saved, **{name: saved[name][0].to(like.device, copy=True) for name in ("sent", "mixed")}})
 
 
-M = TypeVar("M", bound=InFlight)
+M = TypeVar("M", bound=MessageInFlight)
 
 
 class Exchange(ABC, Generic[M]):

@@ -1,20 +1,27 @@
 """Hierarchical all-gather exchange: each device of an island exchanges a part, then the island shares what came."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.mixing import Sick
-from lightning_decentral.gossip.wire.exchange import Copied, Exchange, InFlight, Traffic
+from lightning_decentral.gossip.wire.exchange import Copied, Exchange, MessageInFlight, Traffic
+from lightning_decentral.gossip.wire.island_member import Meet, Several, inside
 from lightning_decentral.shared.compute import cuda
-from lightning_decentral.shared.compute.buckets import Pool
+from lightning_decentral.shared.compute.buckets import Bucket, Pool, pack
+from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.device import DeviceStopwatch, stopwatch
-from lightning_decentral.shared.wire.transport import Transport
+from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage
+from lightning_decentral.shared.wire.averaging.residuals import scale_of
+from lightning_decentral.shared.wire.compressed_mean import mean_by
+from lightning_decentral.shared.wire.meeting.comparison import Alike, Trained
+from lightning_decentral.shared.wire.transport import Transport, Wire
 
 
 @dataclass
@@ -100,7 +107,7 @@ class GatherExchange(Exchange["Parts"]):
 
 
 @dataclass
-class Parts(InFlight):
+class Parts(MessageInFlight):
     """This device's part of a message.
 
     Args:
@@ -109,7 +116,7 @@ class Parts(InFlight):
     """
 
     sent: Tensor  # [elements], the whole
-    waiting: Sequence[InFlight]
+    waiting: Sequence[MessageInFlight]
     finish: Callable[[], Tensor]
 
     @property
@@ -137,7 +144,7 @@ class SickPart(NamedTuple):
 class AtLanding:
     """The gather happens where the round lands: the wait of its transport is the host's, so sooner would block."""
 
-    def land(self, launched: InFlight, inside: Transport) -> tuple[Tensor, SickPart | None]:
+    def land(self, launched: MessageInFlight, inside: Transport) -> tuple[Tensor, SickPart | None]:
         """This device's part, and whether any device's message was refused: the devices of an island are healed, or
         end, together. Collective inside."""
         try:
@@ -176,7 +183,7 @@ class SideStream:
     def __init__(self, device: torch.device) -> None:
         self._stream, self._waited = cuda.Stream(device), DeviceStopwatch()
 
-    def land(self, launched: InFlight, inside: Transport) -> tuple[Tensor, SickPart | None]:
+    def land(self, launched: MessageInFlight, inside: Transport) -> tuple[Tensor, SickPart | None]:
         # To ask the others would make the host wait: a worker that is refused ends.
         return launched.land(), None
 
@@ -206,3 +213,61 @@ class SideStream:
     def traffic(self, counted: Traffic) -> Traffic:
         # The waits that the exchanges counted were this stream's: hidden. Only the caller's cost time.
         return replace(counted, wait_seconds=self._waited.seconds())
+
+
+class Averaging(Several):
+    """One of several devices with equal parameters."""
+
+    def __init__(
+        self, wire: Wire, devices: int, device: torch.device, meet: Meet, bucket_bytes: int, codec: Codec
+    ) -> None:
+        super().__init__(wire, devices, meet)
+        size = wire.world.size
+        self._device, self._gathering = device, inside(wire.group, size, devices)
+        self.heals = not self._gathering.queued
+        # A group of their own: gradients mustn't queue behind a gather of parameters.
+        self._average = mean_by(codec, partial(inside, wire.group, size, devices), device)
+        self._gradients = GradientAverage(self._average, inside(wire.hosts, size, devices), meet, bucket_bytes)
+
+    def guard(self, scaler: Any) -> None:
+        if scaler is not None:
+            self._average.guard(scale_of(scaler, self._device))
+
+    def exchange(self, peers: Exchange[Any]) -> Exchange[Any]:
+        return GatherExchange(peers, self._gathering, self._device)
+
+    def pack(self, parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[Bucket]:
+        return pack(parameters, bucket_bytes, partial(Bucket, parts=self.devices))
+
+    def train(self, module: nn.Module, step: Callable[[], Any], redirect: Callable[[], Any]) -> Any:
+        # Parameters may have been unfrozen since the last step.
+        self._gradients.watch(list(module.parameters()))
+        return step()
+
+    def compare(self, trained: Trained, make: Callable[[Trained, Sequence[int]], Alike]) -> None:
+        super().compare(trained, make)
+        self._gradients.layouts = self.layouts
+
+    def averaging(self, closure: Callable[[], Any]) -> Any:
+        return self._gradients.around(closure)
+
+    def before(self, loss: Any) -> None:
+        self._gradients.before(loss)
+
+    def updated(self, optimizer: Any) -> None:
+        self._gradients.updated(optimizer, skipped=False)
+
+    def progress_state(self) -> dict[str, Any]:
+        return self._average.state_dict()
+
+    def load_progress_state(self, state: Mapping[str, Any]) -> None:
+        self._average.load_state_dict(state)
+
+    @contextmanager
+    def blocked(self) -> Iterator[None]:
+        with self._gradients.blocked():
+            yield
+
+    def close(self, alone: bool) -> None:
+        super().close(alone)
+        self._gradients.close()

@@ -10,11 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.combine.combine import Combine
-from lightning_decentral.gossip.compute.combine.rule import State, Turn
+from lightning_decentral.gossip.compute.combine.combine import Combine, State, Turn
 from lightning_decentral.gossip.compute.healing import Healing
 from lightning_decentral.gossip.compute.mixing import Sick
-from lightning_decentral.gossip.wire.exchange import Copied, Exchange, Flight, InFlight, Landed, Number, Traffic
+from lightning_decentral.gossip.wire.exchange import Copied, Exchange, Flight, Landed, MessageInFlight, Number, Traffic
 
 MeanOfSound = Callable[[Sequence[Tensor]], tuple[Sequence[Tensor], str]]
 
@@ -102,13 +101,15 @@ class Mixer:
                     self._launch(leaving, place, turn, copied)
             if rounds:
                 if not self._delay:
-                    self._land_until(self.round)
+                    self.drain()
                 self.round += 1
         self.steps += 1
 
     def drain(self) -> None:
         """Land all that is in flight."""
-        self._land_until(self.round)
+        due = self._due(self.round)
+        for place in range(len(self.buckets)):
+            self._land(due, place)
 
     def restart(self, mean: MeanOfSound) -> None:
         """A step without a round: every worker becomes the mean of all, and the rule begins anew from there.
@@ -132,13 +133,11 @@ class Mixer:
 
     def shown(self) -> list[Tensor]:
         """Tensors to evaluate in the place of each bucket; empty: the parameters themselves."""
-        shown = map(self._combine.shown, self._states)
-        return [tensor for tensor in shown if tensor is not None]
+        return [tensor for tensor in map(self._combine.shown, self._states) if tensor is not None]
 
     def shares(self) -> list[Tensor]:
         """The rule's weight of this worker in the mean, by bucket; empty: all workers are equal."""
-        shares = map(self._combine.share, self._states)
-        return [share for share in shares if share is not None]
+        return [share for share in map(self._combine.share, self._states) if share is not None]
 
     def mixing(self) -> dict[str, float]:
         """Values of the last round for users to watch: only those that the rule has."""
@@ -213,12 +212,11 @@ class Mixer:
             # By then the others have launched it, or land it, too.
             self.wanted = 1 + (self.steps if message.together else flight.step)
             rate = self._rate(turn) if message.corrects else None
-            mixed: Tensor | None = None
+            mixed, copied = None, None
             try:
                 if rate is None:
-                    mixed, copied = message.land(), None
+                    mixed = message.land()
                 else:
-                    copied = None
                     if leaving and flight is due[-1] and self._sends_x:
                         copied = self.exchange.copied(x, leaving.round, place)
                     message.correct(x, rate, copied)
@@ -240,11 +238,6 @@ class Mixer:
             return sick.mixed  # a device's verdict is of an earlier one: this round is as any other
         self.exchange.pool.give([sick.mixed])
         return None
-
-    def _land_until(self, last: int) -> None:
-        due = self._due(last)
-        for place in range(len(self.buckets)):
-            self._land(due, place)
 
     def state_dict(self) -> dict[str, Any]:
         """Round, rule states and every flight with what it brings. Waits for the wire, changes no parameter."""
@@ -294,6 +287,6 @@ class Mixer:
         self._flights = deque(Flight.of(saved, like) for saved in state["flights"])
 
 
-def _settled(message: InFlight) -> Tensor:
+def _settled(message: MessageInFlight) -> Tensor:
     message.settle()
     return message.sent

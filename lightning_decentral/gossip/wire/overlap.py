@@ -18,8 +18,8 @@ from lightning_decentral.gossip.wire.exchange import (
     Copied,
     EarlyArrival,
     Exchange,
-    InFlight,
     Landed,
+    MessageInFlight,
     Traffic,
 )
 from lightning_decentral.shared.compute import cuda
@@ -115,7 +115,7 @@ class OverlapExchange(Exchange["Overlapped"]):
         for part in parts:
             part.landed = self._arriving.send(_land, part.launched, self._departed)
 
-    def _depart(self, before: Sequence["Future[Tensor]"], step: int, *launched: InFlight | None) -> None:
+    def _depart(self, before: Sequence["Future[Tensor]"], step: int, *launched: MessageInFlight | None) -> None:
         for landed in before:
             landed.wait()
         self.inner.depart([message for message in launched if message is not None], step)
@@ -132,17 +132,17 @@ class OverlapExchange(Exchange["Overlapped"]):
         return replace(self.inner.traffic(), wait_seconds=self._wait_seconds)
 
 
-def _land(message: InFlight, departed: None) -> Tensor:
+def _land(message: MessageInFlight, departed: None) -> Tensor:
     return message.land()
 
 
 @dataclass
-class Overlapped(InFlight):
+class Overlapped(MessageInFlight):
     """A message between launch and landing: being made ready, then sent and received."""
 
     exchange: OverlapExchange
     sent: Tensor
-    launched: "Future[InFlight]"
+    launched: "Future[MessageInFlight]"
     landed: "Future[Tensor] | None" = None
 
     def settle(self) -> None:
@@ -210,7 +210,7 @@ class StreamExchange(Exchange["OnStream"]):
 
 
 @dataclass
-class OnStream(InFlight):
+class OnStream(MessageInFlight):
     """A message between launch and landing.
 
     Args:

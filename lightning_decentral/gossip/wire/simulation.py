@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.combine.combine import Combine
-from lightning_decentral.gossip.compute.combine.rule import Rule
+from lightning_decentral.gossip.compute.combine.combine import Combine, Rule
 from lightning_decentral.gossip.compute.error_feedback import coder_of
 from lightning_decentral.gossip.compute.link import Direct, Everyone, cliques_of
 from lightning_decentral.gossip.plan.topology.topology import Topology, at_least_one
@@ -17,7 +16,7 @@ from lightning_decentral.gossip.plan.traffic import Cliques
 from lightning_decentral.gossip.plan.weights import Entries, Neighbours, Weights, compressed, entries, neighbours
 from lightning_decentral.gossip.wire.coded_clique import EveryonesParts
 from lightning_decentral.gossip.wire.consensus import mixer_of
-from lightning_decentral.gossip.wire.exchange import Copied, Exchange, InFlight, Landed
+from lightning_decentral.gossip.wire.exchange import Copied, Exchange, Landed, MessageInFlight
 from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.deterministic import Plain
@@ -136,7 +135,7 @@ class LinkExchange(Exchange["LinkMessage"]):
 
 
 @dataclass
-class LinkMessage(InFlight):
+class LinkMessage(MessageInFlight):
     """Messages of all workers on all links."""
 
     exchange: LinkExchange
@@ -218,7 +217,7 @@ class Mixings:
 
 @checked
 @dataclass
-class MatrixExchange(Exchange[InFlight]):
+class MatrixExchange(Exchange[MessageInFlight]):
     """mixed = W_t @ message, the workers as the first axis: the simulator's exchange."""
 
     topology: Topology
@@ -237,9 +236,9 @@ class MatrixExchange(Exchange[InFlight]):
     def neighbours(self, step: int) -> Entries:
         return self._mixings.at(step).entries
 
-    def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> InFlight:
+    def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> MessageInFlight:
         sent = self._copy(message, copied)
         return Landed(sent, self._mixings.at(step)(sent, out=self.pool.take(sent)))
 
-    def depart(self, launched: Sequence[InFlight], step: int) -> None:
+    def depart(self, launched: Sequence[MessageInFlight], step: int) -> None:
         return  # nothing travels

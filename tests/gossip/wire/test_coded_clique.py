@@ -34,7 +34,7 @@ from lightning_decentral.gossip import (
     simulate,
 )
 from lightning_decentral.gossip.compute.coded_mean import CodedMean
-from lightning_decentral.gossip.compute.combine.rule import MessageForm
+from lightning_decentral.gossip.compute.combine.combine import MessageForm
 from lightning_decentral.gossip.compute.healing import Healing
 from lightning_decentral.gossip.compute.link import cliques_of
 from lightning_decentral.gossip.plan.traffic import Cliques, copies_sent

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_decentral.gossip import Gossip, Own, Ring
-from lightning_decentral.gossip.wire.exchange import Copied, InFlight, Landed
+from lightning_decentral.gossip.wire.exchange import Copied, Landed, MessageInFlight
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.simulation import MatrixExchange
 from lightning_decentral.shared.compute.buckets import bucket_bytes_of, pack
@@ -28,12 +28,12 @@ class Told(MatrixExchange):
 
     calls: list[str] = field(default_factory=list)
 
-    def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> InFlight:
+    def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> MessageInFlight:
         self.calls.append(f"launch {place} of {step}")
         launched = super().launch(message, step, place, copied)
         return ToldLanding(launched.sent, launched.land(), self.calls, f"land {place} of {step}")
 
-    def depart(self, launched: Sequence[InFlight], step: int) -> None:
+    def depart(self, launched: Sequence[MessageInFlight], step: int) -> None:
         self.calls.append("depart")
 
 

@@ -27,7 +27,7 @@ from lightning_decentral.gossip import (
 from lightning_decentral.gossip.compute.mixing import LAG
 from lightning_decentral.gossip.plan.traffic import partitions
 from lightning_decentral.gossip.plan.weights import mixing_matrix
-from lightning_decentral.gossip.wire.clique import CliqueExchange
+from lightning_decentral.gossip.wire.assembly import CliqueExchange
 from lightning_decentral.gossip.wire.consensus import mixer_of
 from lightning_decentral.gossip.wire.exchange import Exchange, Traffic
 from lightning_decentral.gossip.wire.mixer import Mixer

@@ -33,7 +33,7 @@ from lightning_decentral.gossip import (
     Turn,
     simulate,
 )
-from lightning_decentral.gossip.compute.combine.rule import MessageForm
+from lightning_decentral.gossip.compute.combine.combine import MessageForm
 from lightning_decentral.gossip.compute.healing import Healing
 from lightning_decentral.gossip.plan.topology.topology import audiences
 from lightning_decentral.gossip.plan.weights import mixing_matrix

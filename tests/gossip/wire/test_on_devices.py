@@ -33,7 +33,7 @@ from lightning_decentral.gossip import (
 )
 from lightning_decentral.gossip.plan.traffic import partitions
 from lightning_decentral.gossip.wire import mixer
-from lightning_decentral.gossip.wire.clique import CliqueExchange
+from lightning_decentral.gossip.wire.assembly import CliqueExchange
 from lightning_decentral.gossip.wire.consensus import mixer_of
 from lightning_decentral.gossip.wire.exchange import Exchange
 from lightning_decentral.gossip.wire.hierarchical import GatherExchange

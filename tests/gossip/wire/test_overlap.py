@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_decentral.gossip import Combine, Gossip
 from lightning_decentral.gossip.compute.link import Direct
 from lightning_decentral.gossip.plan.weights import Neighbours
-from lightning_decentral.gossip.wire.exchange import Copied, Exchange, InFlight
+from lightning_decentral.gossip.wire.exchange import Copied, Exchange, MessageInFlight
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.overlap import OverlapExchange, overlapped
 from lightning_decentral.shared.compute.buckets import Pool
@@ -26,7 +26,7 @@ SECONDS = 10.0
 CPU = torch.device("cpu")
 
 
-class Slow(Exchange[InFlight]):
+class Slow(Exchange[MessageInFlight]):
     """Encodes as 10 times the message once `encode` is set, and has received as much once `arrive` is, the bucket
     `held` once `release` is."""
 
@@ -43,7 +43,7 @@ class Slow(Exchange[InFlight]):
     def neighbours(self, step: int) -> Neighbours:
         return Neighbours(0, {0: 0.5, 1: 0.5}, {1: 0.5})
 
-    def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> InFlight:
+    def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> MessageInFlight:
         assert self.encode.wait(SECONDS)
         if self._error and place == (self._held or 0):
             raise self._error
@@ -51,12 +51,12 @@ class Slow(Exchange[InFlight]):
         sent = self._copy(message, copied).mul_(10)
         return Slowly(self, sent, place, self.release if place == self._held else self.arrive)
 
-    def depart(self, launched: Sequence[InFlight], step: int) -> None:
+    def depart(self, launched: Sequence[MessageInFlight], step: int) -> None:
         self.calls.append("depart")
 
 
 @dataclass
-class Slowly(InFlight):
+class Slowly(MessageInFlight):
     exchange: Slow
     sent: Tensor
     place: int

@@ -17,8 +17,8 @@ from lightning_decentral.elastic.wire.rounds.devices import FirstMixer, OtherMix
 from lightning_decentral.elastic.wire.rounds.wholes import WholeBucket, Wholes
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.healing import Healing, first_poisoned
+from lightning_decentral.gossip.island import Island
 from lightning_decentral.gossip.wire.exchange import Exchange
-from lightning_decentral.gossip.wire.island import Island
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizer_mixer import healing
 from lightning_decentral.gossip.wire.optimizers import Mixers
