@@ -97,8 +97,8 @@ class ConsensusMonitor(_EveryNSteps):
         super().__init__(every_n_steps=every_n_steps)
 
     def measure(self, trainer: Trainer, pl_module: LightningModule, strategy: Monitored, steps: int) -> None:
-        apart = strategy.consensus()
-        metrics = {"gossip/consensus_distance": apart.absolute, "gossip/consensus_distance_relative": apart.relative}
+        error = strategy.consensus()
+        metrics = {"gossip/consensus_distance": error.absolute, "gossip/consensus_distance_relative": error.relative}
         _publish(trainer, pl_module, metrics, on_bar="gossip/consensus_distance")
 
 

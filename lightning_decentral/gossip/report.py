@@ -107,14 +107,14 @@ class Report(Callback):
 
 def _outcome(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
     strategy: Any = trainer.strategy
-    apart, traffic = strategy.consensus(), strategy.traffic()
+    error, traffic = strategy.consensus(), strategy.traffic()
     mine = [_own_score(trainer, pl_module), traffic.bytes_sent, traffic.wait_seconds, traffic.refused]
     names = ("score", "bytes_sent", "seconds_waited", "refused_messages")
     rows = strategy.gather(mine)
     return {
         "workers": [dict(zip(names, map(_known, values), strict=True)) for values in rows],
-        "consensus_distance": apart.absolute,
-        "consensus_distance_relative": apart.relative,
+        "consensus_distance": error.absolute,
+        "consensus_distance_relative": error.relative,
         "evaluated": strategy.summary().get("evaluated", "evaluated model"),
     }
 

@@ -276,5 +276,5 @@ def check(plan: GossipPlan, workers: int) -> None:
         try:
             travel.check(plan.topology, workers, plan.weights, plan.delay)
         except ValueError as error:
-            said = str(error).replace("Gossip(rate", "Travel(rate")
-            raise ValueError(f"the state {name!r} can't travel so: {said}") from None
+            text = str(error).replace("Gossip(rate", "Travel(rate")
+            raise ValueError(f"the state {name!r} can't travel so: {text}") from None

@@ -144,5 +144,5 @@ def spread(
         shards: a mean is over devices, each of which holds 1 / shards of its worker's tensors.
     """
     squares = [squared_norm([a - b for a, b in zip(own, means, strict=True)]), squared_norm(means)]
-    apart, norm = (shards * square for square in mean_of(squares))
-    return Consensus(float(apart.sqrt()), float((apart / norm.clamp(min=1e-300)).sqrt()))
+    distance, norm = (shards * square for square in mean_of(squares))
+    return Consensus(float(distance.sqrt()), float((distance / norm.clamp(min=1e-300)).sqrt()))

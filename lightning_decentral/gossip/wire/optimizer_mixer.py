@@ -197,8 +197,8 @@ class OptimizerMixer:
         return self.mixer.traffic() + self._of_states()
 
     def _of_states(self) -> Traffic:
-        beside = (state.mixer.traffic() for state in self.states)
-        return sum((replace(traffic, rounds=0) for traffic in beside), Traffic())
+        others = (state.mixer.traffic() for state in self.states)
+        return sum((replace(traffic, rounds=0) for traffic in others), Traffic())
 
     def state_dict(self) -> dict[str, Any]:
         beside = {state.name: state.state_dict() for state in self.states}
