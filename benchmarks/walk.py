@@ -22,10 +22,10 @@ from torch import nn
 
 import lightning_decentral
 from lightning_decentral.gossip import Codec, Gossip, Int8, Own, Plain, Ring
+from lightning_decentral.gossip.round_cost import LoopbackTransport
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.overlap import overlapped
 from lightning_decentral.gossip.wire.peer import PeerExchange
-from lightning_decentral.gossip.wire.round_cost import LoopbackTransport
 from lightning_decentral.shared.compute.buckets import pack
 
 PACKAGE = str(Path(lightning_decentral.__file__).parent)
@@ -97,8 +97,8 @@ def _mixer(codec: Codec) -> Mixer:
 def _arrived(mixer: Mixer) -> None:
     """Wait for the threads without entering what is counted."""
     for flight in mixer._flights:
-        for started in flight.started:
-            started.landed._done.wait()
+        for message in flight.messages:
+            message.landed._done.wait()
 
 
 def main() -> None:

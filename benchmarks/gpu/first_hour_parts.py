@@ -16,10 +16,10 @@ from torch import Tensor
 
 from gpu.first_hour_runs import pytested, side_by_side, trained
 from lightning_decentral.gossip import Codec, Exponential, Gossip, Int8, Own, Plain
-from lightning_decentral.gossip.compute import correction
+from lightning_decentral.gossip.compute import mixing
+from lightning_decentral.gossip.round_cost import LoopbackTransport, _Bucket
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.peer import PeerExchange
-from lightning_decentral.gossip.wire.round_cost import LoopbackTransport, _Bucket
 from lightning_decentral.shared.compute import fused, health
 from lightning_decentral.shared.compute.codec import quantize
 from lightning_decentral.shared.compute.hardware import duration
@@ -111,11 +111,11 @@ def kernels(device: torch.device) -> Iterator[Row]:
     given = sent, [heard], [0.5], sane
     pairs: dict[str, tuple[Callable[[Tensor], object], Callable[[Tensor], object], float]] = {
         "correct": (
-            lambda y: correction.correct_(y, *given, 0.7), lambda y: correction._correct(y, *given, 0.7), 4,
+            lambda y: mixing.correct_(y, *given, 0.7), lambda y: mixing._correct(y, *given, 0.7), 4,
         ),
         "correct, and copy what leaves next": (
-            lambda y: correction.correct_and_state_(out, header, y, *given, 0.7, 1, n),
-            lambda y: correction._correct_and_state(out, other, y, *given, 0.7, 1, n), 5,
+            lambda y: mixing.correct_and_state_(out, header, y, *given, 0.7, 1, n),
+            lambda y: mixing._correct_and_state(out, other, y, *given, 0.7, 1, n), 5,
         ),
         "state": (
             lambda y: health.state_(y, header, sent, 1, n), lambda y: health._state(y, other, sent, 1, n), 2,

@@ -21,10 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from lightning_decentral.gossip import Codec, Exponential, Gossip, Int8, Own, Plain
+from lightning_decentral.gossip.round_cost import LoopbackTransport, _Bucket
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.overlap import overlapped
 from lightning_decentral.gossip.wire.peer import PeerExchange
-from lightning_decentral.gossip.wire.round_cost import LoopbackTransport, _Bucket
 from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage
 from lightning_decentral.shared.wire.compressed_mean import ExactMean
 from lightning_decentral.shared.wire.pending import Pending

@@ -47,7 +47,7 @@ from gpu.report import page
 from gpu.work import WORKS, Repeated, Work
 from lightning_decentral import GossipStrategy
 from lightning_decentral.gossip import MetropolisHastings, Ring
-from lightning_decentral.gossip.wire.exchange import Started
+from lightning_decentral.gossip.wire.exchange import Copied, MessageInFlight
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.shared.compute.hardware import duration, laps
 from lightning_decentral.shared.wire.transport import transport
@@ -150,11 +150,11 @@ def stream(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
 
 
-def started(exchange: PeerExchange, message: Sequence[Tensor], step: int) -> Started:
-    """A round under way."""
-    round_ = exchange.start(message, step)
-    exchange.depart([round_], step)
-    return round_
+def launched(exchange: PeerExchange, message: Tensor, step: int) -> MessageInFlight:
+    """A round under way, whose message isn't copied."""
+    flight = exchange.launch(message, step, 0, Copied(message))
+    exchange.depart([flight], step)
+    return flight
 
 
 def staging(elements: int, turns: int, side: int, device: torch.device) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def staging(elements: int, turns: int, side: int, device: torch.device) -> dict[
 
     def worker(group: Any) -> dict[str, Any]:
         exchange = PeerExchange(Ring(), MetropolisHastings(), transport(group, device), device)
-        message, square = [torch.zeros(elements, device=device)], torch.zeros(side, side, device=device)
+        message, square = torch.zeros(elements, device=device), torch.zeros(side, side, device=device)
         steps = iter(range(10**6))
         meet = torch.zeros(1)
 
@@ -172,16 +172,16 @@ def staging(elements: int, turns: int, side: int, device: torch.device) -> dict[
             return duration(call, device)
 
         def exchanged() -> None:
-            exchange.pool.give(started(exchange, message, next(steps)).land())
+            exchange.pool.give([launched(exchange, message, next(steps)).land()])
 
         def computed(times: int) -> None:
             for _ in range(times):
                 torch.mm(square, square)
 
         def both(times: int) -> None:
-            under_way = started(exchange, message, next(steps))
+            under_way = launched(exchange, message, next(steps))
             computed(times)
-            exchange.pool.give(under_way.land())
+            exchange.pool.give([under_way.land()])
 
         timed(exchanged)
         timed(lambda: computed(1))
@@ -204,16 +204,16 @@ def staging(elements: int, turns: int, side: int, device: torch.device) -> dict[
     return {"message bytes": 4 * elements, **medians, "hidden": hidden(**medians), "copies": rows[0]["copies"]}
 
 
-def _copies(message: Sequence[Tensor], group: Any, device: torch.device) -> float:
+def _copies(message: Tensor, group: Any, device: torch.device) -> float:
     """Device memory of one message in flight, over the message's; both workers launch before either is asked."""
     exchange = PeerExchange(Ring(), MetropolisHastings(), transport(group, device), device)  # whose pool is empty
     meet = torch.zeros(1)
     group.allreduce([meet]).wait()
     before = allocated(device)
     group.allreduce([meet]).wait()
-    under_way = started(exchange, message, 0)
+    under_way = launched(exchange, message, 0)
     group.allreduce([meet]).wait()
-    held = (allocated(device) - before) / 2 / message[0].nbytes
+    held = (allocated(device) - before) / 2 / message.nbytes
     group.allreduce([meet]).wait()
     under_way.land()
     return held

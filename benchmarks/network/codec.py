@@ -65,17 +65,17 @@ class Round:
     """One worker's part of a round with one neighbour, as the exchange does it."""
 
     def __init__(self, codec: Codec, weights: Tensor) -> None:
-        self._weights, self._message = weights, [weights.clone()]
+        self._weights, self._message = weights, weights.clone()
         self._coder = Coded(codec, 0, {1: 0}, Pool())
         self._coder.admit([torch.zeros_like(weights)], Gossip(rate=0.01))
         self._pool, self._healthy = Pool(), torch.ones((), dtype=torch.bool, device=weights.device)
-        self._heard: dict[int, list[Tensor]] = {}
+        self._received: dict[int, Tensor] = {}
         self._step = 0
 
     def prepare(self) -> None:
         """A message that differs a little from the last one, as after an update; not timed."""
         self._step += 1
-        self._message[0].copy_(self._weights).mul_(1 + 0.001 * self._step)
+        self._message.copy_(self._weights).mul_(1 + 0.001 * self._step)
 
     def send(self) -> None:
         self._sent = self._coder.encode(self._message, {1: 0.5}, self._step, 0)
@@ -87,14 +87,12 @@ class Round:
             buffer.copy_(part)
 
     def hear(self) -> None:
-        self._heard = self._coder.decode(self._arrived, self._message, 0)
-        if self._coder.estimates:
-            self._coder.remember(self._heard, {1: self._healthy}, 0)
+        self._received = self._coder.decode(self._arrived, self._message, 0)
+        self._coder.remember(self._received, [self._healthy], 0)
 
     def finish(self) -> None:
         """Buffers go back, as at the end of a round; not timed."""
-        self._coder.release(self._sent)
-        self._coder._pool.give(self._heard[1])
+        self._coder._pool.give([*self._sent[1], self._received[1]])
 
 
 def seconds(call: Callable[[], None], device: torch.device) -> float:

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_decentral.gossip.plan.forecast import GossipForecast
-from lightning_decentral.gossip.plan.topology.nodes import AlternatingExponentialRing
+from lightning_decentral.gossip.plan.topology.combined import AlternatingExponentialRing
 from lightning_decentral.gossip.plan.topology.one_peer import OnePeerExponential
 from lightning_decentral.shared.plan.data_parallel import DataParallel
 from lightning_decentral.shared.plan.forecast import Cluster, Method, Setting, even

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_decentral.gossip.wire.round_cost import round_works
+from lightning_decentral.gossip.round_cost import round_works
 
 torch.set_num_threads(1)
 

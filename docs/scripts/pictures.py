@@ -17,8 +17,7 @@ import numpy as np
 from lightning_decentral import gossip
 from lightning_decentral.compressed.plan.forecast import CompressedForecast
 from lightning_decentral.gossip.plan.forecast import step_tasks
-from lightning_decentral.gossip.plan.topology.combined import Auto
-from lightning_decentral.gossip.plan.topology.nodes import AlternatingExponentialRing
+from lightning_decentral.gossip.plan.topology.combined import AlternatingExponentialRing, Auto
 from lightning_decentral.gossip.plan.topology.one_peer import Hypercube, OnePeerExponential
 from lightning_decentral.gossip.plan.topology.static import Ring
 from lightning_decentral.gossip.plan.topology.topology import Topology

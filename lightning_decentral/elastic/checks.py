@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_decentral.elastic.plan.view import ElasticSettings
-from lightning_decentral.gossip.compute.combine.combine import Combine
+from lightning_decentral.gossip.compute.combine.combine import Combine, Rule
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
-from lightning_decentral.gossip.compute.combine.rule import Rule
+from lightning_decentral.gossip.island import Island
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
-from lightning_decentral.gossip.wire.island import Island
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.plan.described import described, first_difference
 from lightning_decentral.shared.settings import of_callbacks, of_method, of_optimizers, of_trainer, versions

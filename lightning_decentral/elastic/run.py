@@ -28,11 +28,11 @@ from lightning_decentral.elastic.wire.island_participants import member_of
 from lightning_decentral.elastic.wire.participant import Participant
 from lightning_decentral.elastic.wire.rounds.exchange import ElasticExchange
 from lightning_decentral.elastic.wire.rounds.holding import Holding
-from lightning_decentral.gossip.compute.combine.rule import Rule
+from lightning_decentral.gossip.compute.combine.combine import Rule
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.gossip.rounds import check_numbers
-from lightning_decentral.gossip.wire.making import Making
+from lightning_decentral.gossip.wire.making import MixerFactory
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizer_mixer import parameters_of
 from lightning_decentral.gossip.wire.optimizers import Mixers
@@ -172,7 +172,7 @@ class ElasticRun(WatchedProcess):
     def prepare(self, wire: Wire | None) -> None:
         self._mixers = Mixers(self._making)
 
-    def _making(self) -> Making:
+    def _making(self) -> MixerFactory:
         def mixers() -> list[Mixer]:
             assert self._exchange is not None
             mixer = self._held.mixer(self.combine, self._exchange, self.delay)
@@ -180,7 +180,7 @@ class ElasticRun(WatchedProcess):
             return [mixer]
 
         pack = partial(self._held.pack, bucket_bytes=self.bucket_bytes)
-        return Making(mixers, self.model_layout.packing(pack), meet=loops.refuse_others)
+        return MixerFactory(mixers, self.model_layout.packing(pack), meet=loops.refuse_others)
 
     # ---- a run ------------------------------------------------------------------------------------------------------
 

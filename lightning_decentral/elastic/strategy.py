@@ -21,13 +21,13 @@ from lightning_decentral.elastic.plan.view import ElasticSettings
 from lightning_decentral.elastic.run import ElasticRun
 from lightning_decentral.elastic.wire.participant import Participant
 from lightning_decentral.elastic.wire.rounds.holding import Holding, holding
+from lightning_decentral.gossip.compute.combine.combine import Rule
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
-from lightning_decentral.gossip.compute.combine.rule import Rule
-from lightning_decentral.gossip.islands import IslandModel, WholeMatrices, joined
+from lightning_decentral.gossip.island import Island, Solo
 from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
-from lightning_decentral.gossip.wire.island import Island, Solo
+from lightning_decentral.gossip.sharded import IslandModel, WholeMatrices, joined
 from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.deterministic import Plain

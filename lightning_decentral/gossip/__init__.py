@@ -42,6 +42,10 @@ if TYPE_CHECKING:
     from lightning_decentral.gossip.compute.combine import Turn as Turn
     from lightning_decentral.gossip.compute.travel import Travel as Travel
     from lightning_decentral.gossip.fabric import FabricGossipStrategy as FabricGossipStrategy
+    from lightning_decentral.gossip.island import AllReduce as AllReduce
+    from lightning_decentral.gossip.island import FullyShard as FullyShard
+    from lightning_decentral.gossip.island import Island as Island
+    from lightning_decentral.gossip.island import Solo as Solo
     from lightning_decentral.gossip.pipeline_replicas import GossipReplicas as GossipReplicas
     from lightning_decentral.gossip.plan.checks import check as check
     from lightning_decentral.gossip.plan.forecast import GossipForecast as GossipForecast
@@ -77,10 +81,6 @@ if TYPE_CHECKING:
     from lightning_decentral.gossip.plan.weights import spectral_gap as spectral_gap
     from lightning_decentral.gossip.report import Report as Report
     from lightning_decentral.gossip.strategy import GossipStrategy as GossipStrategy
-    from lightning_decentral.gossip.wire.island import AllReduce as AllReduce
-    from lightning_decentral.gossip.wire.island import FullyShard as FullyShard
-    from lightning_decentral.gossip.wire.island import Island as Island
-    from lightning_decentral.gossip.wire.island import Solo as Solo
     from lightning_decentral.gossip.wire.simulation import MatrixExchange as MatrixExchange
     from lightning_decentral.gossip.wire.simulation import simulate as simulate
     from lightning_decentral.shared.compute.codec import BFloat16 as BFloat16

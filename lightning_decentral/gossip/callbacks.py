@@ -28,7 +28,7 @@ ON_BAR = ("gossip/members", "gossip/mixing_rate")  # the first that there is
 
 
 @runtime_checkable
-class Watched(Protocol):
+class Monitored(Protocol):
     """Interface of a strategy for the callbacks that watch it."""
 
     def traffic(self) -> Traffic:
@@ -64,7 +64,7 @@ class _EveryNSteps(Callback, ABC):
         self._measured = 0
 
     @abstractmethod
-    def measure(self, trainer: Trainer, pl_module: LightningModule, strategy: Watched, steps: int) -> None:
+    def measure(self, trainer: Trainer, pl_module: LightningModule, strategy: Monitored, steps: int) -> None:
         """Measure and log; `steps` were taken since the last time this was asked."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -77,7 +77,7 @@ class _EveryNSteps(Callback, ABC):
         # Rounds, not batches: the same on every worker, and one per real step under gradient accumulation.
         before, self._steps = self._steps, _steps_taken(trainer)
         due = self._steps // self.every_n_steps > before // self.every_n_steps
-        if due and isinstance(trainer.strategy, Watched):
+        if due and isinstance(trainer.strategy, Monitored):
             self.measure(trainer, pl_module, trainer.strategy, self._steps - self._measured)
             self._measured = self._steps
 
@@ -96,9 +96,9 @@ class ConsensusMonitor(_EveryNSteps):
     def __init__(self, *, every_n_steps: int = 50) -> None:
         super().__init__(every_n_steps=every_n_steps)
 
-    def measure(self, trainer: Trainer, pl_module: LightningModule, strategy: Watched, steps: int) -> None:
-        apart = strategy.consensus()
-        metrics = {"gossip/consensus_distance": apart.absolute, "gossip/consensus_distance_relative": apart.relative}
+    def measure(self, trainer: Trainer, pl_module: LightningModule, strategy: Monitored, steps: int) -> None:
+        error = strategy.consensus()
+        metrics = {"gossip/consensus_distance": error.absolute, "gossip/consensus_distance_relative": error.relative}
         _publish(trainer, pl_module, metrics, on_bar="gossip/consensus_distance")
 
 
@@ -125,7 +125,7 @@ class CommunicationMonitor(_EveryNSteps):
         super().on_train_start(trainer, pl_module)
         self._before = Traffic()
 
-    def measure(self, trainer: Trainer, pl_module: LightningModule, strategy: Watched, steps: int) -> None:
+    def measure(self, trainer: Trainer, pl_module: LightningModule, strategy: Monitored, steps: int) -> None:
         before, now = self._before, strategy.traffic()
         self._before = now
         metrics: dict[str, float] = {
@@ -156,7 +156,7 @@ class MixingMonitor(_EveryNSteps):
     def __init__(self, *, every_n_steps: int = 10) -> None:
         super().__init__(every_n_steps=every_n_steps)
 
-    def measure(self, trainer: Trainer, pl_module: LightningModule, strategy: Watched, steps: int) -> None:
+    def measure(self, trainer: Trainer, pl_module: LightningModule, strategy: Monitored, steps: int) -> None:
         metrics = {f"gossip/{name}": value for name, value in strategy.mixing().items()}
         _publish(trainer, pl_module, metrics, on_bar=next((key for key in ON_BAR if key in metrics), ""))
 
@@ -192,7 +192,7 @@ class WorkerLossMonitor(_EveryNSteps):
         self._losses += [loss.detach() * scale for loss in _loss(outputs)]
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
-    def measure(self, trainer: Trainer, pl_module: LightningModule, strategy: Watched, steps: int) -> None:
+    def measure(self, trainer: Trainer, pl_module: LightningModule, strategy: Monitored, steps: int) -> None:
         if self._losses:
             self._read()
             self._arriving = _log_step(trainer), AsyncRead(torch.stack(self._losses).mean())
@@ -209,7 +209,7 @@ class WorkerLossMonitor(_EveryNSteps):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # What slower workers wrote meanwhile: all have ended the epoch.
-        if isinstance(trainer.strategy, Watched):
+        if isinstance(trainer.strategy, Monitored):
             self._read()
             self._share(trainer)
 
@@ -235,7 +235,7 @@ class StartSummary(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         strategy = trainer.strategy
-        if not isinstance(strategy, Watched) or not trainer.is_global_zero:
+        if not isinstance(strategy, Monitored) or not trainer.is_global_zero:
             return
         summary = strategy.summary()
         Console().print(_two_columns(summary))
@@ -253,7 +253,7 @@ def _two_columns(lines: Mapping[str, str]) -> Table:
 def _steps_taken(trainer: Trainer) -> int:
     """Rounds; a single worker takes none, so its updates."""
     strategy = trainer.strategy
-    rounds = strategy.rounds() if isinstance(strategy, Watched) else []
+    rounds = strategy.rounds() if isinstance(strategy, Monitored) else []
     return max(rounds, default=trainer.global_step)
 
 

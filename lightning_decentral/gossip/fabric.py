@@ -7,18 +7,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_decentral.gossip.compute.combine.combine import Rule, refuse_lossy
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
-from lightning_decentral.gossip.compute.combine.rule import Rule, refuse_lossy
 from lightning_decentral.gossip.compute.travel import Travel
+from lightning_decentral.gossip.island import Island, Solo
 from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
-from lightning_decentral.gossip.rounds import Rounds, check_numbers, place
+from lightning_decentral.gossip.rounds import MixerBuilder, check_numbers, place
 from lightning_decentral.gossip.wire.consensus import Consensus, spread
 from lightning_decentral.gossip.wire.exchange import Traffic
-from lightning_decentral.gossip.wire.island import Island, Solo
 from lightning_decentral.gossip.wire.island_member import IslandMember
-from lightning_decentral.gossip.wire.making import Making
+from lightning_decentral.gossip.wire.making import MixerFactory
 from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.deterministic import Plain
@@ -87,9 +87,9 @@ class FabricGossipStrategy(FabricWorkers):
         super().setup_environment()
         self.member = IslandMember(self.wire, 1, self.meet)
 
-    def _making(self) -> Making:
+    def _making(self) -> MixerFactory:
         assert self.wire is not None
-        rounds = Rounds(self, self.wire, self.member, self.root_device, self.lightning_module, self.model_layout)
+        rounds = MixerBuilder(self, self.wire, self.member, self.root_device, self.lightning_module, self.model_layout)
         return rounds.making(meet=self._meet_in_mean)
 
     def _meet_in_mean(self, parameters: Sequence[nn.Parameter]) -> None:

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_decentral.gossip.compute.combine.combine import Combine
+from lightning_decentral.gossip.compute.combine.combine import Combine, Rule
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
-from lightning_decentral.gossip.compute.combine.rule import Rule
 from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
-from lightning_decentral.gossip.wire.making import Making
+from lightning_decentral.gossip.wire.making import MixerFactory
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizer_mixer import parameters_of
 from lightning_decentral.gossip.wire.optimizers import Mixers
@@ -107,9 +106,9 @@ class _Mixing(Bond):
         self._mixer = partial(how.mixer, group, device, per_node)
         self._mixers = Mixers(self._making)
 
-    def _making(self) -> Making:
+    def _making(self) -> MixerFactory:
         alike = partial(start_from_worker_0, over=self._over, device=self._device)
-        return Making(
+        return MixerFactory(
             lambda: [self._mixer()],
             self._packed,
             mean=lambda tensors: (mean(tensors, self._over), ""),

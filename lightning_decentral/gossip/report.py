@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from lightning_decentral.gossip.callbacks import Watched
+from lightning_decentral.gossip.callbacks import Monitored
 from lightning_decentral.shared.compute.modules import evaluating
 from lightning_decentral.shared.figure import draw
 from lightning_decentral.shared.plan.arguments import checked
@@ -39,7 +39,7 @@ class Scored(Protocol):
 
 
 @runtime_checkable
-class Attended(Watched, Protocol):
+class Attended(Monitored, Protocol):
     """A strategy whose workers come and go."""
 
     def draw_members(self, file: Path) -> None:
@@ -76,7 +76,7 @@ class Report(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Collective, and here: after this the strategy makes all workers' models equal.
-        result = _outcome(trainer, pl_module) if isinstance(trainer.strategy, Watched) else {}
+        result = _outcome(trainer, pl_module) if isinstance(trainer.strategy, Monitored) else {}
         if trainer.is_global_zero:
             self.directory.mkdir(parents=True, exist_ok=True)
             (self.directory / "report.json").write_text(json.dumps(result, indent=2))
@@ -109,14 +109,14 @@ class Report(Callback):
 
 def _outcome(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
     strategy: Any = trainer.strategy
-    apart, traffic = strategy.consensus(), strategy.traffic()
+    error, traffic = strategy.consensus(), strategy.traffic()
     mine = [_own_score(trainer, pl_module), traffic.bytes_sent, traffic.wait_seconds, traffic.refused]
     names = ("score", "bytes_sent", "seconds_waited", "refused_messages")
     rows = strategy.gather(mine)
     return {
         "workers": [dict(zip(names, map(_known, values), strict=True)) for values in rows],
-        "consensus_distance": apart.absolute,
-        "consensus_distance_relative": apart.relative,
+        "consensus_distance": error.absolute,
+        "consensus_distance_relative": error.relative,
         "evaluated": strategy.summary().get("evaluated", "evaluated model"),
     }
 

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_decentral.gossip.compute.combine.rule import Rule, refuse_overshoot
+from lightning_decentral.gossip.compute.combine.combine import Rule, refuse_overshoot
 from lightning_decentral.gossip.compute.error_feedback import RULE_OF_THUMB, share_that_arrives
 from lightning_decentral.gossip.compute.link import cliques_of
 from lightning_decentral.gossip.compute.travel import LACKING, UNKNOWN, Travel, agreed, kinds, none_has, pack_states
+from lightning_decentral.gossip.island import Island
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.gossip.wire.assembly import assembled
 from lightning_decentral.gossip.wire.consensus import mixer_of
-from lightning_decentral.gossip.wire.island import Island
 from lightning_decentral.gossip.wire.island_member import IslandMember
-from lightning_decentral.gossip.wire.making import Making, as_they_are
+from lightning_decentral.gossip.wire.making import MixerFactory, as_they_are
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizer_mixer import healing, parameters_of
 from lightning_decentral.shared.compute.buckets import Bucket, with_tail
@@ -79,7 +79,7 @@ class GossipPlan(Protocol):
 
 
 @dataclass(frozen=True)
-class Rounds:
+class MixerBuilder:
     """Mixers of one worker, made of the plan and of the worker's place.
 
     Args:
@@ -96,10 +96,12 @@ class Rounds:
     module: nn.Module
     layout: ModelLayout = field(default_factory=ModelLayout)
 
-    def making(self, exact_steps: int = 0, meet: Callable[[Sequence[nn.Parameter]], None] = as_they_are) -> Making:
+    def making(
+        self, exact_steps: int = 0, meet: Callable[[Sequence[nn.Parameter]], None] = as_they_are
+    ) -> MixerFactory:
         """Settings by which the run's mixers are made, for its `Mixers`; `meet`: x <- the mean as it is evaluated."""
         own = self.mixers, self.pack, self.of_states
-        return Making(*own, exact_steps, self._mean_of_sound, self.layout, self._alike, meet)
+        return MixerFactory(*own, exact_steps, self._mean_of_sound, self.layout, self._alike, meet)
 
     def _mean_of_sound(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], str]:
         # Not by a strategy's `mean_of`, which counts as one of Lightning's collectives: this one is a round.
@@ -274,5 +276,5 @@ def check(plan: GossipPlan, workers: int) -> None:
         try:
             travel.check(plan.topology, workers, plan.weights, plan.delay)
         except ValueError as error:
-            said = str(error).replace("Gossip(rate", "Travel(rate")
-            raise ValueError(f"the state {name!r} can't travel so: {said}") from None
+            text = str(error).replace("Gossip(rate", "Travel(rate")
+            raise ValueError(f"the state {name!r} can't travel so: {text}") from None

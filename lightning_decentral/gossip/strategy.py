@@ -8,20 +8,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_decentral.gossip.compute.combine.combine import Rule, refuse_lossy
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
-from lightning_decentral.gossip.compute.combine.rule import Rule, refuse_lossy
 from lightning_decentral.gossip.compute.travel import Travel
-from lightning_decentral.gossip.islands import IslandModel, WholeMatrices, joined
+from lightning_decentral.gossip.island import Island, Solo
 from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
-from lightning_decentral.gossip.rounds import Rounds, check_numbers, exact_steps_of, place
+from lightning_decentral.gossip.rounds import MixerBuilder, check_numbers, exact_steps_of, place
+from lightning_decentral.gossip.sharded import IslandModel, WholeMatrices, joined
 from lightning_decentral.gossip.summary import described
 from lightning_decentral.gossip.wire.consensus import Consensus, spread
 from lightning_decentral.gossip.wire.exchange import Traffic
-from lightning_decentral.gossip.wire.island import Island, Solo
 from lightning_decentral.gossip.wire.island_member import IslandMember
-from lightning_decentral.gossip.wire.making import Making
+from lightning_decentral.gossip.wire.making import MixerFactory
 from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.shared.checkpoint.reading import PRECISION
 from lightning_decentral.shared.compute.buckets import Bucket
@@ -175,12 +175,12 @@ class GossipStrategy(ReplicaStrategy, metaclass=StrategyType):
         self._matrices = WholeMatrices(self.optimizers, self.member)
         self._mixers.follow(self.optimizers)
 
-    def _making(self) -> Making:
+    def _making(self) -> MixerFactory:
         assert self.wire is not None
         exact = self._mixers.exact_steps
         if exact is None:
             exact = exact_steps_of(self.exact_steps, self._module, self.broadcast)
-        rounds = Rounds(self, self.wire, self.member, self.root_device, self._module, self.model_layout)
+        rounds = MixerBuilder(self, self.wire, self.member, self.root_device, self._module, self.model_layout)
         return rounds.making(exact, self._meet_in_mean)
 
     def _meet_in_mean(self, parameters: Sequence[nn.Parameter]) -> None:

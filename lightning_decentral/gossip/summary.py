@@ -1,7 +1,7 @@
 """The plan of a gossip run as text: topology, order, codec, bytes per step, bytes through a node's network card."""
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import view_as_real
 from torch.optim import Adam, AdamW, Optimizer
@@ -17,7 +17,6 @@ from lightning_decentral.gossip.plan.weights import consensus_steps, describe
 from lightning_decentral.gossip.rounds import GossipPlan
 from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.optimizer_mixer import OptimizerMixer
-from lightning_decentral.shared.replica import Evaluate
 
 ORDERS = {0: "blocking (adapt-then-combine)", 1: "overlapped (adapt-while-combining)"}
 
@@ -25,7 +24,7 @@ ORDERS = {0: "blocking (adapt-then-combine)", 1: "overlapped (adapt-while-combin
 class DescribedPlan(GossipPlan, Protocol):
     """A plan with what else its summary contains."""
 
-    evaluate: Evaluate
+    evaluate: Literal["mean", "own"]
     member: IslandMember
     optimizers: list[Optimizer]
 
@@ -48,12 +47,12 @@ def described(plan: DescribedPlan, mixers: Iterable[OptimizerMixer]) -> dict[str
     packed = sum(bucket.bytes for of in mixers for bucket in of.buckets)
     # A talk carries one fragment, about as many bytes as any other; states travel, too, from the first update on.
     fragments = len(plan.topology.fragments)
-    said = sum(of.mixer.exchange.coder.bytes for of in mixers) * plan.combine.form.copies // fragments
-    of_worker = WorkerBytes.of_devices(said, packed, plan.island.devices, plan.island.shards)
+    message_bytes = sum(of.mixer.exchange.coder.bytes for of in mixers) * plan.combine.form.copies // fragments
+    of_worker = WorkerBytes.of_devices(message_bytes, packed, plan.island.devices, plan.island.shards)
     cliques = cliques_of(plan.codec, plan.combine, plan.topology, plan.weights, size)
     copies = copies_sent(plan.topology, plan.weights, plan.worker, size, cliques)
     sent = copies * of_worker.message
-    words = {
+    lines = {
         "workers": str(size) if plan.island.devices == 1 else f"{size} islands, each {plan.island!r}",
         "topology": describe(plan.topology, size, plan.weights),
         "steps to exact consensus": "never exact" if steps is None else str(steps),
@@ -64,15 +63,15 @@ def described(plan: DescribedPlan, mixers: Iterable[OptimizerMixer]) -> dict[str
         "evaluated": _mean(plan, mixers) if plan.evaluate == "mean" else "each worker's own model",
     }
     if size > 1:
-        words["a worker with NaN"] = healing(plan)
+        lines["a worker with NaN"] = healing(plan)
     if plan.states:
-        words["states beside"] = ", ".join(_beside(plan, name, mixers) for name in plan.states)
+        lines["states beside"] = ", ".join(_beside(plan, name, mixers) for name in plan.states)
     adams = {type(o).__name__ for o in plan.optimizers if isinstance(o, (Adam, AdamW)) and size > 1}
     hint = (
         "takes smaller steps here than under ddp: for a transformer take lightning_decentral.optim.Muon "
         "(experiment=gossip_muon), or AccumAdamW (optimizer=accum_adamw); docs/optimizers.md has the table"
     )
-    return words | ({"hint": f"{' and '.join(sorted(adams))} {hint}"} if adams else {})
+    return lines | ({"hint": f"{' and '.join(sorted(adams))} {hint}"} if adams else {})
 
 
 def _beside(plan: DescribedPlan, name: str, mixers: Sequence[OptimizerMixer]) -> str:

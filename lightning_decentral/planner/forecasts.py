@@ -14,14 +14,21 @@ from lightning_decentral.compressed.strategy import CompressedStrategy
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
 from lightning_decentral.gossip.compute.link import cliques_of
+from lightning_decentral.gossip.island import AllReduce, FullyShard, Island
 from lightning_decentral.gossip.plan.forecast import GossipForecast
-from lightning_decentral.gossip.plan.island_cost import Alone, ReplicatedCost, Shards, Within
-from lightning_decentral.gossip.plan.messages import PLAIN, Beside, Encoding
+from lightning_decentral.gossip.plan.step_costs import (
+    PLAIN,
+    Alone,
+    Encoding,
+    ReplicatedCost,
+    ShardedCost,
+    StateMessage,
+    Within,
+)
 from lightning_decentral.gossip.plan.topology.topology import Topology, audiences, step_graph
 from lightning_decentral.gossip.plan.traffic import Cliques
 from lightning_decentral.gossip.plan.warm_start import WarmStarted
 from lightning_decentral.gossip.strategy import GossipStrategy
-from lightning_decentral.gossip.wire.island import AllReduce, FullyShard, Island
 from lightning_decentral.partial.plan.forecast import PartialForecast
 from lightning_decentral.partial.strategy import PartialBackpropStrategy
 from lightning_decentral.pipeline.compute.stage import Keep
@@ -52,7 +59,7 @@ CODEC_SECONDS_PER_BYTE: dict[Codec, tuple[float, float]] = {
 }
 
 # One island of all devices has nobody to gossip with.
-ALONE: dict[type[Within], Method] = {ReplicatedCost: DataParallel(), Shards: ShardedForecast()}
+ALONE: dict[type[Within], Method] = {ReplicatedCost: DataParallel(), ShardedCost: ShardedForecast()}
 
 
 @lru_cache(maxsize=256)  # a map of clusters asks for the same overrides in every cell, and composing takes long
@@ -119,7 +126,7 @@ def _(strategy: GossipStrategy, cluster: Cluster, slices: int) -> Method:
         encoding_of(strategy.codec, strategy.combine.form.copies, cliques),
         within,
         tuple(
-            Beside(name, travel.along(topology), encoding_of(travel.codec, travel.combine.form.copies))
+            StateMessage(name, travel.along(topology), encoding_of(travel.codec, travel.combine.form.copies))
             for name, travel in states
         ),
         kept_by(strategy.combine) + estimates(strategy.codec, topology, workers),
@@ -212,7 +219,7 @@ def _(island: AllReduce) -> Within:
 
 @within_of.register
 def _(island: FullyShard) -> Within:
-    return Shards(island.devices)
+    return ShardedCost(island.devices)
 
 
 def encoding_of(codec: Codec, copies: float = 1, cliques: Cliques = Cliques.TOLD) -> Encoding:

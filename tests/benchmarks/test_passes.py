@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gpu.passes import Counting, averaging, cost
 from lightning_decentral.gossip import Codec, Int8, Plain
-from lightning_decentral.gossip.compute.correction import correct_and_state_
+from lightning_decentral.gossip.compute.mixing import correct_and_state_
 from lightning_decentral.gossip.wire import peer
 from lightning_decentral.shared.wire.gradients import GradientBucket, pack
 from tests import simulated

@@ -32,7 +32,7 @@ from lightning_decentral.gossip import (
     simulate,
 )
 from lightning_decentral.gossip.rounds import exact_steps_of, place, refuse_stale
-from lightning_decentral.gossip.wire.making import Making
+from lightning_decentral.gossip.wire.making import MixerFactory
 from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.shared.compute.buckets import pack
 from tests.elastic.wire.lobbies import LobbyProcess
@@ -220,7 +220,7 @@ def test_a_rule_that_has_begun_does_not_end_where_a_run_is_made_longer() -> None
     """The steps that were saved, whatever the share of the longer run is."""
 
     def of(steps: int) -> Mixers:
-        return Mixers(lambda: Making(list, pack, exact_steps=steps))
+        return Mixers(lambda: MixerFactory(list, pack, exact_steps=steps))
 
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
     first, second = of(3), of(300)

@@ -27,7 +27,7 @@ from lightning_decentral.gossip import (
 )
 from lightning_decentral.gossip.rounds import StateMixer, pack_states
 from lightning_decentral.gossip.wire.island_shards import Sharding
-from lightning_decentral.gossip.wire.making import Making
+from lightning_decentral.gossip.wire.making import MixerFactory
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.gossip.wire.peer import PeerExchange
@@ -90,7 +90,7 @@ def train(event: Event, combine: Combine, delay: int, codec: Codec, over: Transp
     topology = Every(2, Ring()) if isinstance(combine, Outer) else Ring()
     exchange = PeerExchange(topology, combine.weights, over, torch.device("cpu"), codec)
     layout = ModelLayout(net.parameters())
-    mixers = Mixers(lambda: Making(lambda: [Mixer([], combine, exchange, delay)], layout.packing(pack)))
+    mixers = Mixers(lambda: MixerFactory(lambda: [Mixer([], combine, exchange, delay)], layout.packing(pack)))
     mixers.adopt(optimizer)
     for step in range(STEPS):
         if step == 2:
@@ -141,7 +141,7 @@ def momentum(last: bool, over: Transport) -> Tensor:
         return [row.tolist() for row in rows]
 
     states = StateMixer(optimizer, "momentum_buffer", mixer, partial(pack_states, bucket_bytes=None, parts=1), everyone)
-    mixers = Mixers(lambda: Making(lambda: [alone()], pack, lambda _: [states]))
+    mixers = Mixers(lambda: MixerFactory(lambda: [alone()], pack, lambda _: [states]))
     mixers.adopt(optimizer)
     for step in range(3):
         gradient = value(conv.weight.shape, 10 * over.rank + step)
@@ -194,7 +194,7 @@ def test_a_run_is_not_resumed_in_another_memory_order() -> None:
         conv = nn.Conv2d(3, 4, 2).to(memory_format=LAST if last else torch.contiguous_format)
         optimizer = SGD(conv.parameters(), lr=0.1)
         alone = partial(Mixer, [], combine, MatrixExchange(Ring(), Own(), 1), 0)
-        mixers = Mixers(lambda: Making(lambda: [alone()], pack))
+        mixers = Mixers(lambda: MixerFactory(lambda: [alone()], pack))
         mixers.adopt(optimizer)
         return optimizer, mixers
 

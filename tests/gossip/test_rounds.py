@@ -13,7 +13,7 @@ from torch.optim import SGD, Optimizer
 from lightning_decentral.gossip import Every, Gossip, Hypercube, Int8, Own, Ring, Topology, Travel
 from lightning_decentral.gossip.compute.travel import LACKING, UNKNOWN, agreed, kinds, pack_states
 from lightning_decentral.gossip.rounds import StateMixer
-from lightning_decentral.gossip.wire.making import Making
+from lightning_decentral.gossip.wire.making import MixerFactory
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.gossip.wire.overlap import overlapped
@@ -60,7 +60,7 @@ def mixers_of(transport: Transport, topology: Topology, travel: Travel, delay: i
     alone = partial(Mixer, [], Gossip(), MatrixExchange(Ring(), Own(), 1), delay)
     assert plain.encodes is False
     states = partial(StateMixer, name="momentum_buffer", mixer=beside(), pack=whole_states, everyone=everyone)
-    return Mixers(lambda: Making(lambda: [alone()], pack, lambda optimizer: [states(optimizer)]))
+    return Mixers(lambda: MixerFactory(lambda: [alone()], pack, lambda optimizer: [states(optimizer)]))
 
 
 def train(x0: Tensor, topology: Topology, travel: Travel, delay: int, transport: Transport) -> Tensor:
@@ -127,7 +127,7 @@ def test_what_is_packed_is_packed_again_whatever_is_frozen() -> None:
         first.requires_grad_(not frozen)
         optimizer = SGD([first, second], lr=0.1)
         alone = partial(Mixer, [], Gossip(), MatrixExchange(Ring(), Own(), 1), 1)
-        return optimizer, Mixers(lambda: Making(lambda: [alone()], pack))
+        return optimizer, Mixers(lambda: MixerFactory(lambda: [alone()], pack))
 
     def sizes(mixers: Mixers) -> list[int]:
         """Of the parameters, in the order in which they lie."""

@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_decentral import CompressedStrategy, GossipStrategy, PartialBackpropStrategy, TokenPipelineStrategy
 from lightning_decentral.gossip import Auto, GossipForecast, Int8, Ring
-from lightning_decentral.gossip.plan.island_cost import ReplicatedCost
+from lightning_decentral.gossip.plan.step_costs import ReplicatedCost
 from lightning_decentral.pipeline import Pipelining
 from lightning_decentral.planner import show as units
 from lightning_decentral.planner.candidates import Candidate, candidates

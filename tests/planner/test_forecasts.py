@@ -14,7 +14,7 @@ from lightning_decentral.gossip import ConsensusControl, Gossip, Int4, Int8, Out
 from lightning_decentral.gossip.compute.error_feedback import Coded
 from lightning_decentral.gossip.plan.forecast import GossipForecast
 from lightning_decentral.gossip.plan.warm_start import WarmStarted
-from lightning_decentral.gossip.rounds import Rounds
+from lightning_decentral.gossip.rounds import MixerBuilder
 from lightning_decentral.gossip.summary import described
 from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.optimizers import Mixers
@@ -88,8 +88,8 @@ def run_of(strategy: GossipStrategy, module: Net, optimizer: Muon) -> Any:
     )
 
 
-def rounds_of(run: Any, module: Net) -> Rounds:
-    return Rounds(run, run.wire, run.member, torch.device("cpu"), module)
+def rounds_of(run: Any, module: Net) -> MixerBuilder:
+    return MixerBuilder(run, run.wire, run.member, torch.device("cpu"), module)
 
 
 def model_of(module: Net, optimizer: Muon) -> Model:

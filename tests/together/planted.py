@@ -12,10 +12,11 @@ from lightning_decentral.gossip import pipeline_replicas as gossip_replicas
 from lightning_decentral.gossip.compute.combine.momentum import QuasiGlobalMomentum
 from lightning_decentral.gossip.compute.combine.outer import Outer
 from lightning_decentral.gossip.compute.healing import Healing
-from lightning_decentral.gossip.compute.unused import Used
+from lightning_decentral.gossip.compute.mixing import Sick
 from lightning_decentral.gossip.wire import island_member
-from lightning_decentral.gossip.wire.exchange import Landed, Traffic, kept
-from lightning_decentral.gossip.wire.making import Making
+from lightning_decentral.gossip.wire.exchange import Landed, Traffic
+from lightning_decentral.gossip.wire.island_shards import Used
+from lightning_decentral.gossip.wire.making import MixerFactory
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizer_mixer import OptimizerMixer, Written
 from lightning_decentral.gossip.wire.optimizers import Mixers
@@ -82,8 +83,11 @@ def a_save_heals() -> None:
     def landed(mixer: Any, flight: Any, place: int) -> Any:
         forget, mixer.healing.forget = mixer.healing.forget, lambda: None
         try:
-            rate = mixer._rate(mixer.turn(flight.round))
-            return mixer._landed(flight, place, lambda started: kept(rate, started), Landed)
+            turn, message = mixer.turn(flight.round), flight.messages[place]
+            return message.keep(mixer._rate(turn) is not None)
+        except Sick as sick:
+            mixed = mixer._healed(sick, flight, place, turn)
+            return Landed(message.sent, message.sent.clone() if mixed is None else mixed)
         finally:
             mixer.healing.forget = forget
 
@@ -137,7 +141,7 @@ def poisoned_moments_stay() -> None:
 
 def thawed_after_the_update() -> None:
     _set(BeforeUpdate, "after", lambda self, closure, optimizer, precision: closure)
-    _set(Making, "equalize", lambda self, new: self.alike(new))
+    _set(MixerFactory, "equalize", lambda self, new: self.alike(new))
 
 
 def outer_steps_to_the_nearest_code() -> None:

@@ -34,7 +34,7 @@ from lightning_decentral.gossip import (
     Travel,
     Uniform,
 )
-from lightning_decentral.gossip.compute.combine.rule import refuse_lossy
+from lightning_decentral.gossip.compute.combine.combine import refuse_lossy
 from lightning_decentral.gossip.rounds import check
 from lightning_decentral.pipeline import AverageGradients
 from tests.gossip import codecs, rules, topologies

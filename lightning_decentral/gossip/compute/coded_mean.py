@@ -35,19 +35,16 @@ class CodedMean:
             self.owned.append(torch.zeros_like(self.parts.of(self.parts.rank, bucket)))
             self.bytes += self.parts.codec.bytes(bucket.numel(), bucket.dtype)
 
-    def encode(self, message: Sequence[Tensor], step: int, first: int) -> list[dict[int, Buffers]]:
-        """Encode each bucket to {owner: codes of its part};  message <- what was sent."""
-        watched = [m.clone() for m in message] if measured(step) else []
-        codec, numbers = self.parts.codec, [real_numbers(m) for m in message]
-        codes = [self.parts.to_owners(x, codec.replace, step, place) for place, x in enumerate(numbers, first)]
-        for place, x in enumerate(numbers, first):
-            self.parts.own(x, codec.replace, step, place)
-        if watched:
-            gap = squared_norm(watched)
-            for x, sent in zip(watched, message, strict=True):
-                x.sub_(sent)
-            self.lost.add(squared_norm(watched), gap)
-            if first + len(message) == len(self.owned):
+    def encode(self, message: Tensor, step: int, place: int) -> dict[int, Buffers]:
+        """Encode a bucket to {owner: codes of its part};  message <- what was sent."""
+        watched = message.clone() if measured(step) else None
+        codec, numbers = self.parts.codec, real_numbers(message)
+        codes = self.parts.to_owners(numbers, codec.replace, step, place)
+        self.parts.own(numbers, codec.replace, step, place)
+        if watched is not None:
+            gap = squared_norm([watched])
+            self.lost.add(squared_norm([watched.sub_(message)]), gap)
+            if place + 1 == len(self.owned):
                 self.lost.complete(step)
         return codes
 

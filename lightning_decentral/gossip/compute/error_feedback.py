@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import torch
@@ -157,7 +157,6 @@ class Coded(Coder):
 
     def __init__(self, codec: Codec, rank: int, audiences: Mapping[int, int], pool: Pool) -> None:
         self._codec, self._rank, self._pool = codec, rank, pool
-        self.estimates = codec.remembers
         self._audiences = audiences
         self._channels: list[BucketCodec] = []
         self._rate = 1.0
@@ -168,27 +167,21 @@ class Coded(Coder):
         self._channels += [BucketCodec(self._codec, reference, combine.form.exact) for reference in references]
         self.bytes = sum(channel.bytes for channel in self._channels)
 
-    def encode(
-        self, message: Sequence[Tensor], targets: Mapping[int, float], step: int, first: int
-    ) -> dict[int, Buffers]:
+    def encode(self, message: Tensor, targets: Mapping[int, float], step: int, place: int) -> dict[int, Buffers]:
         shares: dict[int, float] = {}
         for target, weight in targets.items():
             audience = self._audiences.get(target, 0)
             shares[audience] = shares.get(audience, 0.0) + weight
-        payloads: dict[int, Buffers] = {audience: [] for audience in shares}
-        watched = [m.clone() for m in message] if shares and measured(step) else []
-        channels = self._channels[first : first + len(message)]
+        channel = self._channels[place]
+        watched = message.clone() if shares and measured(step) else None
         # Before encoding, which moves the estimates; one audience stands for all.
-        gaps = [c.gap(m, f"to {next(iter(shares))}") for c, m in zip(channels, watched, strict=False)]
-        for bucket, (channel, m) in enumerate(zip(channels, message, strict=True), first):
-            keys = {audience: key(self._rank, step, bucket, audience) for audience in shares}
-            for audience, payload in self._encode(channel, m, keys, shares).items():
-                payloads[audience] += payload
-        if watched:
-            errors = [c.error(w, m) for c, w, m in zip(channels, watched, message, strict=True)]
-            self._lost.add(torch.stack(errors).sum(), torch.stack(gaps).sum())
-            # A round's buckets come in several calls, and are read together with the last.
-            if first + len(message) == len(self._channels):
+        gap = None if watched is None else channel.gap(watched, f"to {next(iter(shares))}")
+        keys = {audience: key(self._rank, step, place, audience) for audience in shares}
+        payloads = self._encode(channel, message, keys, shares)
+        if watched is not None and gap is not None:
+            self._lost.add(channel.error(watched, message), gap)
+            # A round's buckets come one by one, and are read together with the last.
+            if place + 1 == len(self._channels):
                 self._lost.complete(step)
         return {target: payloads[self._audiences.get(target, 0)] for target in targets}
 
@@ -201,8 +194,9 @@ class Coded(Coder):
         if self._codec.remembers and self._rank == 0 and arrived < RULE_OF_THUMB * self._rate and not self._warned:
             self._warned = True
             warnings.warn(
-                f"{self._codec} passed on {arrived:.1%} of what a hearer lacked in round {step}: at rate {self._rate} "
-                f"the workers may drift apart; use Gossip(rate={max(arrived, 0.01):.2g}) or a codec that sends more",
+                f"{self._codec} passed on {arrived:.1%} of what a receiver lacked in round {step}: at rate "
+                f"{self._rate} the workers may diverge; use Gossip(rate={max(arrived, 0.01):.2g}) or a codec that "
+                "sends more",
                 stacklevel=2,
             )
 
@@ -210,10 +204,9 @@ class Coded(Coder):
         self, channel: BucketCodec, message: Tensor, keys: Mapping[int, int], shares: Mapping[int, float]
     ) -> dict[int, Buffers]:
         """{audience: payload};  message <- sum over audiences of share * what it decodes."""
-        if self.estimates:
+        if self._codec.remembers:
             channel.spoil(message, [f"to {audience}" for audience in keys])
-        layout = channel.parts(message)
-        parts = {audience: self._taken(layout, message.device) for audience in keys}
+        parts = self._taken(keys, message, channel)
         # For one audience in place, without a copy of the message.
         if len(parts) == 1:
             ((audience, payload),) = parts.items()
@@ -242,37 +235,28 @@ class Coded(Coder):
         self._remember_own(channel, out, audience)
 
     def _remember_own(self, channel: BucketCodec, decoded: Tensor, audience: int) -> None:
-        if self.estimates:  # as its targets do, which refuse what isn't finite
+        if self._codec.remembers:  # as its targets do, which refuse what isn't finite
             channel.remember(decoded, f"to {audience}", torch.isfinite(scale([decoded])))
 
-    def _taken(self, parts: Sequence[PayloadPart], device: torch.device) -> Buffers:
-        return [self._pool.take_new(torch.Size([p.elements]), p.dtype, device) for p in parts]
+    def _taken(self, ends: Iterable[int], message: Tensor, channel: BucketCodec) -> dict[int, Buffers]:
+        """{end of a link: buffers for a payload of the message}"""
+        parts = [(torch.Size([part.elements]), part.dtype) for part in channel.parts(message)]
+        return {end: [self._pool.take_new(*part, message.device) for part in parts] for end in ends}
 
-    def buffers(self, sources: Iterable[int], message: Sequence[Tensor], first: int) -> dict[int, Buffers]:
-        parts = [part for channel, m in zip(self._channels[first:], message, strict=False) for part in channel.parts(m)]
-        return {j: self._taken(parts, message[0].device) for j in sources}
+    def buffers(self, sources: Iterable[int], message: Tensor, place: int) -> dict[int, Buffers]:
+        return self._taken(sources, message, self._channels[place])
 
-    def decode(self, received: Mapping[int, Buffers], message: Sequence[Tensor], first: int) -> dict[int, Buffers]:
-        channels = [
-            (channel, len(channel.parts(m))) for channel, m in zip(self._channels[first:], message, strict=False)
-        ]
-        heard = {source: [self._pool.take(m) for m in message] for source in received}
-        for source, buffers in received.items():
-            rest = iter(buffers)
-            for (channel, number), out in zip(channels, heard[source], strict=True):
-                channel.decode([*islice(rest, number)], out, f"from {source}")
+    def decode(self, received: Mapping[int, Buffers], message: Tensor, place: int) -> dict[int, Tensor]:
+        decoded = {source: self._pool.take(message) for source in received}
+        for source, payload in received.items():
+            self._channels[place].decode(payload, decoded[source], f"from {source}")
         self._pool.give(chain(*received.values()))
-        return heard
+        return decoded
 
-    def remember(self, heard: Mapping[int, Buffers], healthy: Mapping[int, Tensor], first: int) -> None:
-        for source, decoded in heard.items():
-            for channel, d in zip(self._channels[first:], decoded, strict=False):
-                channel.remember(d, f"from {source}", healthy[source])
-
-    def release(self, sent: Mapping[int, Buffers]) -> None:
-        # Each once: the targets of an audience share a payload.
-        for payload in {id(payload): payload for payload in sent.values()}.values():
-            self._pool.give(payload)
+    def remember(self, decoded: Mapping[int, Tensor], healthy: Iterable[Tensor], place: int) -> None:
+        if self._codec.remembers:
+            for (source, bucket), sane in zip(decoded.items(), healthy, strict=True):
+                self._channels[place].remember(bucket, f"from {source}", sane)
 
     def state_dict(self) -> dict[str, Any]:
         return {"codec": repr(self._codec), "estimates": [dict(channel.estimates) for channel in self._channels]}

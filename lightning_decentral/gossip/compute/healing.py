@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_decentral.gossip.compute.combine.combine import Combine
-from lightning_decentral.gossip.compute.combine.rule import State, Turn
-from lightning_decentral.gossip.compute.integrity import Sick
+from lightning_decentral.gossip.compute.combine.combine import Combine, State, Turn
+from lightning_decentral.gossip.compute.mixing import Sick
 from lightning_decentral.shared.compute.buckets import Bucket
 from lightning_decentral.shared.compute.health import FACTOR, scale, sound
 
@@ -55,17 +54,17 @@ class Healing:
             FloatingPointError: as `check`.
         """
         self.check(sick, bucket, combine, state)
-        (sent,), (mixed,) = sick.sent, sick.mixed
+        sent, mixed = sick.sent, sick.mixed
         if self._since(sick, bucket):
-            if _heard(sick):
+            if _reached(sick):
                 combine.recovery.refused(sent, mixed, state, turn)
             return False
-        if not _heard(sick):
+        if not _reached(sick):
             self._sick_since = self._waiting_since(sick)
             x.fill_(torch.nan)
             return True
         self._sick_since, self._left[bucket] = None, left
-        self.count(sick)
+        self.count(str(sick), sick.round)
         combine.recovery.refused(sent, mixed, state, turn)
         combine.recovery.heal(x, sent, mixed, state, turn)
         self.forget()
@@ -77,7 +76,7 @@ class Healing:
         Raises:
             FloatingPointError: it has been healed too often.
         """
-        self.count(Sick(complaint, [], [], round))
+        self.count(complaint, round)
         self.forget()
 
     def check(self, sick: Sick, bucket: int, combine: Combine, state: State) -> None:
@@ -91,19 +90,19 @@ class Healing:
         if (reason := self._hopeless(sick, combine, state)) is not None:
             raise FloatingPointError(f"{sick}{reason}") from None
 
-    def count(self, sick: Sick) -> None:
+    def count(self, complaint: str, round: int) -> None:
         """Count a healing, once for all buckets of a round.
 
         Raises:
             FloatingPointError: it has been healed as often as it may.
         """
-        if sick.round == self._round:
+        if round == self._round:
             return
         if self.healed >= self._most:
-            raise FloatingPointError(f"{sick}{self._too_often()}") from None
-        self._round, self.healed = sick.round, self.healed + 1
+            raise FloatingPointError(f"{complaint}{self._too_often()}") from None
+        self._round, self.healed = round, self.healed + 1
         warnings.warn(
-            f"{str(sick).partition(';')[0]}: {self._poisoned()}. It takes its neighbours' parameters and goes on "
+            f"{complaint.partition(';')[0]}: {self._poisoned()}. It takes its neighbours' parameters and goes on "
             f"({self.healed} of at most {self._most} times)",
             stacklevel=2,
         )
@@ -123,9 +122,9 @@ class Healing:
         if not self._most:
             return ""
         recovery = combine.recovery
-        if reason := recovery.incurable or ("" if _heard(sick) else recovery.unheard):
+        if reason := recovery.incurable or ("" if _reached(sick) else recovery.unheard):
             return f". It can't go on from its neighbours': {reason}; Gossip() can"
-        if not _heard(sick):
+        if not _reached(sick):
             waits = sick.round - self._waiting_since(sick) < PATIENCE
             return None if waits else f" (no neighbour that is sound was heard in {PATIENCE} rounds)"
         if name := next((name for name in recovery.lasting if not sound_alone([state[name]])), None):
@@ -140,9 +139,9 @@ class Healing:
         self._round, self._left, self._sick_since = state["round"], dict(state["left"]), state["sick since"]
 
 
-def _heard(sick: Sick) -> bool:
+def _reached(sick: Sick) -> bool:
     """Return whether any sound message was received in its round."""
-    return bool(torch.isfinite(scale(sick.mixed)))
+    return bool(torch.isfinite(scale([sick.mixed])))
 
 
 def sound_alone(tensors: Sequence[Tensor]) -> bool:
@@ -192,7 +191,7 @@ def forget_poison(
             state.update({name: state[name] * 0 for name in COUNTERS if name in state})
 
 
-class Recovery:
+class HealedBuckets:
     """Keeps what one mixer's buckets were healed to, until the worker's other parts are sound, too.
 
     Fragments, and the parameters of several optimizers, are healed each where its own round lands. Until the last of
@@ -201,13 +200,16 @@ class Recovery:
     Args:
         forget: what else of the worker is poisoned begins anew.
         others_sick: whether other parts of the worker hold what isn't sound.
+
+    Attributes:
+        recovers: whether other parts were sick when it was healed: only then a step has to `begin` and `end`.
     """
 
     def __init__(
         self, buckets: Sequence[Bucket], forget: Callable[[], None], others_sick: Callable[[], bool] = bool
     ) -> None:
         self._buckets, self._forget, self._others_sick = buckets, forget, others_sick
-        self._recovers, self._held = False, list[Tensor]()
+        self.recovers, self._held = False, list[Tensor]()
 
     @property
     def sick(self) -> bool:
@@ -215,7 +217,7 @@ class Recovery:
 
     def healed(self) -> None:
         """A bucket has been."""
-        self._recovers = True
+        self.recovers = True
         self._forget()
 
     @torch.no_grad()
@@ -232,7 +234,6 @@ class Recovery:
             self._forget()
 
     def end(self) -> None:
-        """Hold what was healed, after a round. Waits for a device while the worker recovers, and only then."""
-        if self._recovers:
-            self._recovers = self._others_sick()
-            self._held = [bucket.flat.clone() for bucket in self._buckets] if self._recovers else []
+        """Hold what was healed, after a round. Waits for a device."""
+        self.recovers = self._others_sick()
+        self._held = [bucket.flat.clone() for bucket in self._buckets] if self.recovers else []

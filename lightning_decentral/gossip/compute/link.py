@@ -1,6 +1,6 @@
 """Ends of a link: the interface to encode, decode and forget what travels on it.
 
-A coder turns messages, lists of buckets, into payloads and back. `Direct` sends them as they are;
+A coder turns messages, of one bucket each, into payloads and back. `Direct` sends them as they are;
 `error_feedback.Coded` holds a codec's error-feedback state.
 """
 
@@ -11,8 +11,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.combine.combine import Combine
-from lightning_decentral.gossip.compute.combine.rule import Rule
+from lightning_decentral.gossip.compute.combine.combine import Combine, Rule
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.traffic import Cliques, partitions
 from lightning_decentral.gossip.plan.weights import Weights
@@ -21,16 +20,14 @@ from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.device import AsyncRead
 
 Buffers = list[Tensor]
+"""Tensors that a payload consists of."""
 
 
 class Coder(ABC):
-    """A worker's ends of all its links. `first` is the place of a message's first bucket among those admitted."""
+    """A worker's ends of all its links. `place` is that of a message's bucket among those admitted."""
 
     encodes: ClassVar[bool] = True
     """True where messages travel otherwise than as they are."""
-
-    estimates: bool = False
-    """True where it keeps estimates, which start at the references."""
 
     bytes: int = 0
     """Bytes of one message of all admitted buckets on the wire, without headers."""
@@ -41,29 +38,23 @@ class Coder(ABC):
         much of a message is not encoded."""
 
     @abstractmethod
-    def encode(
-        self, message: Sequence[Tensor], targets: Mapping[int, float], step: int, first: int
-    ) -> dict[int, Buffers]:
-        """{target: what it gets}; targets of one audience share it.
+    def encode(self, message: Tensor, targets: Mapping[int, float], step: int, place: int) -> dict[int, Buffers]:
+        """{target: what it gets}, of the pool where it isn't the message itself; targets of one audience share it.
 
         The message is overwritten by what those targets decode: sum_k w_ki decoded_ik / sum_k w_ki where they differ.
         """
 
     @abstractmethod
-    def buffers(self, sources: Iterable[int], message: Sequence[Tensor], first: int) -> dict[int, Buffers]:
+    def buffers(self, sources: Iterable[int], message: Tensor, place: int) -> dict[int, Buffers]:
         """{source: where what it sends is received}"""
 
     @abstractmethod
-    def decode(self, received: Mapping[int, Buffers], message: Sequence[Tensor], first: int) -> dict[int, Buffers]:
-        """{source: the buckets that it meant}; what was received is used up."""
+    def decode(self, received: Mapping[int, Buffers], message: Tensor, place: int) -> dict[int, Tensor]:
+        """{source: the bucket that it meant}; what was received is used up."""
 
-    def remember(self, heard: Mapping[int, Buffers], healthy: Mapping[int, Tensor], first: int) -> None:
-        """Keep what was decoded as the estimate of each source whose message is healthy, where there are estimates."""
+    def remember(self, decoded: Mapping[int, Tensor], healthy: Iterable[Tensor], place: int) -> None:
+        """Keep each source's bucket as the estimate of it if its flag in `healthy` is set, where there are any."""
         return
-
-    @abstractmethod
-    def release(self, sent: Mapping[int, Buffers]) -> None:
-        """Take back the buffers that `encode` returned, which have left."""
 
     def error(self) -> float | None:
         """||message - decoded|| / ||message - estimate||, relative; None where nothing is encoded or was measured."""
@@ -93,19 +84,14 @@ class Direct(Coder):
     def admit(self, references: Sequence[Tensor], combine: Combine) -> None:
         self.bytes += sum(r.numel() * r.element_size() for r in references)
 
-    def encode(
-        self, message: Sequence[Tensor], targets: Mapping[int, float], step: int, first: int
-    ) -> dict[int, Buffers]:
-        return {target: list(message) for target in targets}
+    def encode(self, message: Tensor, targets: Mapping[int, float], step: int, place: int) -> dict[int, Buffers]:
+        return {target: [message] for target in targets}
 
-    def buffers(self, sources: Iterable[int], message: Sequence[Tensor], first: int) -> dict[int, Buffers]:
-        return {j: [self._pool.take(m) for m in message] for j in sources}
+    def buffers(self, sources: Iterable[int], message: Tensor, place: int) -> dict[int, Buffers]:
+        return {j: [self._pool.take(message)] for j in sources}
 
-    def decode(self, received: Mapping[int, Buffers], message: Sequence[Tensor], first: int) -> dict[int, Buffers]:
-        return dict(received)
-
-    def release(self, sent: Mapping[int, Buffers]) -> None:
-        return  # what was sent is the message itself, which the mixer gives back
+    def decode(self, received: Mapping[int, Buffers], message: Tensor, place: int) -> dict[int, Tensor]:
+        return {j: whole for j, (whole,) in received.items()}
 
     def state_dict(self) -> dict[str, Any]:
         return {"codec": "Plain()"}
@@ -119,7 +105,7 @@ def cliques_of(codec: Codec, combine: Rule, topology: Topology, weights: Weights
 
     Owners of parts add up codes where in each step with messages all workers receive all with equal weights, and there
     are more than two; these are codes of differences: what their mean loses, encoded once more, is sent later
-    (`shared.compute.codec.coded_parts`). Other codes go from each worker to all who receive it.
+    (`shared.compute.codec.coded_parts`). Other codes go from each worker to all of its receivers.
     """
     if not codec.encodes:
         return Cliques.RING
@@ -133,16 +119,16 @@ class CodecError:
     """||message - decoded|| / ||message - estimate|| of the rounds in which it is measured.
 
     Args:
-        tell: gets the value and its round.
+        report: gets the value and its round.
     """
 
-    def __init__(self, tell: Callable[[float, int], None] = lambda lost, step: None) -> None:
-        self._tell, self._sums = tell, list[Tensor]()
+    def __init__(self, report: Callable[[float, int], None] = lambda lost, step: None) -> None:
+        self._report, self._sums = report, list[Tensor]()
         self._last: float | None = None
         self._open: tuple[AsyncRead, int] | None = None
 
     def add(self, error: Tensor, gap: Tensor) -> None:
-        """Squares of some of a round's buckets."""
+        """Add the squares of one of a round's buckets."""
         self._sums.append(torch.stack([error, gap]))
 
     def complete(self, step: int) -> None:
@@ -164,7 +150,7 @@ class CodecError:
             error, gap = sums.read().tolist()
             if gap > 0:  # else nothing new was to be sent, or NaN
                 self._last = (error / gap) ** 0.5
-                self._tell(self._last, step)
+                self._report(self._last, step)
 
 
 class Remembers(Protocol):

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_decentral.gossip.compute.combine.combine import Rate
-from lightning_decentral.gossip.compute.combine.gossip import Gossip
-from lightning_decentral.gossip.compute.combine.rate import check_rate
+from lightning_decentral.gossip.compute.combine.gossip import Gossip, Rate, check_rate
 from lightning_decentral.gossip.plan.topology.combined import Every
 from lightning_decentral.gossip.plan.topology.topology import Topology, at_least_one
 from lightning_decentral.gossip.plan.weights import Weights

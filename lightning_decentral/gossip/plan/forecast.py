@@ -21,8 +21,7 @@ from math import lcm
 
 import numpy as np
 
-from lightning_decentral.gossip.plan.island_cost import Alone, Within
-from lightning_decentral.gossip.plan.messages import PLAIN, Beside, Encoding, Talk, joined
+from lightning_decentral.gossip.plan.step_costs import PLAIN, Alone, Encoding, StateMessage, Talk, Within, joined
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.traffic import Cliques, Round, RoundLoad, mean_copies, rounds
 from lightning_decentral.gossip.plan.weights import Own, Weights, most_in_flight
@@ -138,7 +137,7 @@ class GossipForecast(Method):
     weights: Weights = field(default_factory=Own)
     encoding: Encoding = PLAIN
     within: Within = field(default_factory=Alone)
-    beside: tuple[Beside, ...] = ()
+    beside: tuple[StateMessage, ...] = ()
     kept: float = 0.0
 
     def __post_init__(self) -> None:

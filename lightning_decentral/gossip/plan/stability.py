@@ -61,11 +61,11 @@ def growth(matrices: Sequence[Matrix], delay: int, rate: float) -> float:
     `matrices`: W_t of all steps of the period. The state is the last k values of x: a matrix of k (size - 1) rows.
     """
     size, depth = len(matrices[0]), max(1, delay)
-    apart = np.linalg.svd(np.ones((1, size)))[2][1:]  # orthonormal rows that span what is orthogonal to the mean
+    orthogonal = np.linalg.svd(np.ones((1, size)))[2][1:]  # orthonormal rows that span what is orthogonal to the mean
     state = np.eye(depth * (size - 1))
     for matrix in matrices:
         oldest = state[-(size - 1) :]
-        newest = state[: size - 1] + rate * (apart @ (matrix - np.eye(size)) @ apart.T) @ oldest
+        newest = state[: size - 1] + rate * (orthogonal @ (matrix - np.eye(size)) @ orthogonal.T) @ oldest
         state = np.concatenate([newest, state[: -(size - 1)]])
     return float(np.abs(np.linalg.eigvals(state)).max())
 
@@ -152,8 +152,8 @@ def _periods(topology: Topology, size: int, delay: int, weights: Weights) -> Ite
             f"{topology.label(size)} changes over {len(steps)} steps, which is too large to judge for {size} workers "
             f"with delay {delay}: use a topology of one matrix, such as Ring(), Torus() or Exponential()"
         )
-    apart = np.linalg.svd(np.ones((1, size)))[2][1:]  # orthonormal rows that span what is orthogonal to the mean
-    yield [apart @ (mixing_matrix(topology, size, step, weights) - np.eye(size)) @ apart.T for step in steps]
+    orthogonal = np.linalg.svd(np.ones((1, size)))[2][1:]  # orthonormal rows that span what is orthogonal to the mean
+    yield [orthogonal @ (mixing_matrix(topology, size, step, weights) - np.eye(size)) @ orthogonal.T for step in steps]
 
 
 def _eigenvalues(matrix: Matrix) -> list[complex]:

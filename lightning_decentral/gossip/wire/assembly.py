@@ -1,30 +1,135 @@
-"""Assembly of a gossip step's exchange (peers, cliques, overlap, islands), with the drawing of a whole round."""
+"""Assembly of a gossip step's exchange (peers, cliques, overlap, islands), with the drawing of a whole round.
 
-from collections.abc import Sequence
+`CliqueExchange` is the all-reduce where a step's graph is disjoint cliques of equal weights.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
+from lightning_decentral.gossip.compute.link import Direct
+from lightning_decentral.gossip.compute.mixing import Verdicts, refuse
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.traffic import Cliques, Partition, partitions
-from lightning_decentral.gossip.plan.weights import Weights
-from lightning_decentral.gossip.wire.clique import CliqueExchange
-from lightning_decentral.gossip.wire.exchange import Copied, Exchange, Hearing, Started, Traffic
+from lightning_decentral.gossip.plan.weights import Neighbours, Weights
+from lightning_decentral.gossip.wire.exchange import Copied, Exchange, MessageInFlight, StepLinks, Traffic
 from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.compute.device import stopwatch
+from lightning_decentral.shared.compute.health import scales_in, sound, stated
+from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Transport
+
+
+@dataclass
+class CliqueMessage(MessageInFlight):
+    """One bucket that a clique sums up."""
+
+    exchange: "CliqueExchange"
+    clique: tuple[int, ...]
+    step: int
+    sent: Tensor  # [elements]
+    header: Tensor  # int64 [HEADER]
+    total: Tensor  # [elements], of this worker's part first
+    headers: Sequence[Tensor] = ()
+    pending: Sequence[Pending] = ()
+
+    def land(self) -> Tensor:
+        """The mean of those whose messages were finite; this worker's own where one was absurd."""
+        exchange, total = self.exchange, self.total
+        exchange.waited.during(pending.wait for pending in self.pending)
+        headers = torch.stack(list(self.headers))
+        sane, finite = sound(scales_in(headers)), torch.isfinite(scales_in(headers))
+        exchange.verdicts.judge(self.step, self.clique, headers, sane)
+        received = finite.sum()  # all, unless someone's message was refused
+        # A device isn't asked.
+        if total.device.type != "cpu" or int(received) < len(self.clique):
+            total.div_((received.clamp(min=1) / len(self.clique)).to(total.dtype))
+        # Nor where all were refused: a sum of nobody is no model.
+        taken = (sane == finite).all() & finite.any()
+        refuse(total, self.sent, taken)
+        if exchange.verdicts.complaint:
+            # Nothing to be healed by: NaN instead, which the next round's sum leaves out.
+            mixed = total if bool(taken) else total.fill_(torch.nan)
+            late = bool(taken) and bool(sane[self.clique.index(exchange.rank)])
+            exchange.verdicts.refuse_own(mixed.clone(), mixed, late)
+        return total
+
+
+@dataclass
+class CliqueExchange(Exchange[CliqueMessage]):
+    """All-reduce inside disjoint cliques: the mean of this worker's clique. It takes 2 (c - 1) / c of the parameters'
+    bytes for a clique of c workers, where sends and receives would take c - 1.
+
+    A message with NaN or infinity is left out of the mean and counted. One with numbers absurd next to the others' was
+    in the sum before anybody could know: all refuse the sum, and each keeps its own parameters in that round.
+
+    Args:
+        cliques: one partition of the workers for each phase (`traffic.partitions`).
+        transports: one for each clique of more than one worker that this worker belongs to.
+        pool: as of `PeerExchange`.
+    """
+
+    cliques: Sequence[Sequence[tuple[int, ...]]]
+    transports: Mapping[tuple[int, ...], Transport]
+    rank: int
+    device: torch.device
+    pool: Pool = field(default_factory=Pool)
+    coder: Direct = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.coder = Direct(self.pool)
+        self.verdicts, self.waited = Verdicts(self.rank), stopwatch(self.device)
+        self._bytes_sent = self._elements = 0
+
+    def admit(self, buckets: Sequence[Tensor], combine: Combine) -> None:
+        self.coder.admit(buckets, combine)
+        self._elements += sum(bucket.numel() for bucket in buckets)
+
+    def _clique(self, step: int) -> tuple[int, ...]:
+        return next(c for c in self.cliques[step % len(self.cliques)] if self.rank in c)
+
+    def neighbours(self, step: int) -> Neighbours:
+        clique = self._clique(step)
+        row = dict.fromkeys(clique, 1 / len(clique))
+        return Neighbours(self.rank, row, {j: w for j, w in row.items() if j != self.rank})
+
+    def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> CliqueMessage:
+        """Memory until landed: two copies of the message, one of which becomes the sum."""
+        clique, sent = self._clique(step), self._copy(message, copied)
+        header = stated([step, self._elements], [sent], self.device)
+        # Divided before the sum, which in half precision could overflow.
+        total = torch.div(sent, len(clique), out=self.pool.take(sent))
+        # The sender itself leaves out a message with NaN: nobody could take it out of the sum.
+        nothing = torch.zeros((), dtype=sent.dtype, device=sent.device)
+        refuse(total, nothing, torch.isfinite(scales_in(header)))
+        return CliqueMessage(self, clique, step, sent, header, total)
+
+    def depart(self, launched: Sequence[CliqueMessage], step: int) -> None:
+        for message in launched:
+            transport, size, total = self.transports[message.clique], len(message.clique), message.total
+            gathering, message.headers = transport.all_gather(message.header)
+            message.pending = [gathering, transport.all_reduce(total)]
+            self._bytes_sent += 2 * (size - 1) * total.numel() * total.element_size() // size
+
+    def traffic(self) -> Traffic:
+        waited, refused = self.waited.seconds(), self.verdicts.refused
+        return Traffic(bytes_sent=self._bytes_sent, wait_seconds=waited, refused=refused)
+
 
 # One round with delay 1, from top to bottom; time goes to the right:
 #
 #   training           update t | forward, backward t+1      | update t+1
 #   Mixer              launch t:                             | land t:
-#                      copy, start, depart                   | apply, then launch t+1
+#                      launch, depart                        | apply, then launch t+1
 #   GatherExchange     this device's part                    | gather the parts          in an island of several devices
-#   OverlapExchange    hand over                             | take over                 on a host, with a delay:
+#   OverlapExchange    copy, hand over                       | take over                 on a host, with a delay:
 #     leaving          | encode, send    \                                               two threads
 #     arriving                            wait, decode, mix
 #   ExchangeByStep     of step t, whatever that is:
@@ -94,7 +199,7 @@ def _by_cliques(
     return CliqueExchange(steps, own, worker, device, pool)
 
 
-class ExchangeByStep(Exchange[Started]):
+class ExchangeByStep(Exchange[MessageInFlight]):
     """Step t is exchange t mod period's. None of them encodes.
 
     Args:
@@ -115,22 +220,18 @@ class ExchangeByStep(Exchange[Started]):
     def _of(self, step: int) -> Exchange[Any]:
         return self._steps[step % len(self._steps)]
 
-    def neighbours(self, step: int) -> Hearing:
+    def neighbours(self, step: int) -> StepLinks:
         return self._of(step).neighbours(step)
-
-    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> Started:
-        started: Started = self._of(step).start(message, step, first)
-        return started
 
     def copied(self, x: Tensor, step: int, place: int) -> Copied:
         return self._of(step).copied(x, step, place)
 
-    def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> tuple[Tensor, Started]:
-        launched: tuple[Tensor, Started] = self._of(step).launch(message, step, place, copied)
+    def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> MessageInFlight:
+        launched: MessageInFlight = self._of(step).launch(message, step, place, copied)
         return launched
 
-    def depart(self, started: Sequence[Started], step: int) -> None:
-        self._of(step).depart(started, step)
+    def depart(self, launched: Sequence[MessageInFlight], step: int) -> None:
+        self._of(step).depart(launched, step)
 
     def traffic(self) -> Traffic:
         return sum((part.traffic() for part in self._parts), Traffic())

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import chain
-from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -18,58 +17,64 @@ from torch import Tensor
 from lightning_decentral.gossip.compute.coded_mean import CodedMean
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.error_feedback import real_numbers
-from lightning_decentral.gossip.compute.integrity import Verdicts, refuse
 from lightning_decentral.gossip.compute.link import Buffers, Everyone
+from lightning_decentral.gossip.compute.mixing import Verdicts, refuse
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Entries, Neighbours, Weights, entries, neighbours
 from lightning_decentral.gossip.wire.exchange import (
     HEADER,
     Arrivals,
-    Arriving,
+    Copied,
+    EarlyArrival,
     Exchange,
-    Started,
-    Tally,
+    MessageInFlight,
     Traffic,
 )
 from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.coded_parts import CodedParts
+from lightning_decentral.shared.compute.device import stopwatch
 from lightning_decentral.shared.compute.health import judged, stated
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Message, Transport
 
 
 @dataclass
-class CodedMessages(Arriving):
-    """Buckets on their way to the owners of their parts, and the owners' means on their way back."""
+class CodedMessage(EarlyArrival):
+    """One bucket on its way to the owners of its parts, and the owners' means on their way back.
+
+    Args:
+        codes: {owner: codes of its part}.
+        buffers: {worker: where its codes of the own part are received}.
+    """
 
     exchange: "CodedCliqueExchange"
     step: int
-    first: int
-    message: Sequence[Tensor]
-    said: Tensor
-    codes: Sequence[Mapping[int, Buffers]]
-    buffers: Sequence[Mapping[int, Buffers]]
+    place: int
+    sent: Tensor  # [elements]
+    headers: Tensor  # int64 [workers, HEADER]: this worker's, then each other's
+    codes: Mapping[int, Buffers]
+    buffers: Mapping[int, Buffers]
     together = True
-    arrived: tuple[list[Tensor], Tensor] | None = None
+    arrived: tuple[Tensor, Tensor] | None = None
     outgoing: Sequence[Pending] = ()
     incoming: Sequence[Pending] = ()
-    departed: float = 0.0
 
-    def land(self) -> list[Tensor]:
-        return self.exchange.landed(self)
+    def arrive(self) -> list[Tensor]:
+        self.arrived = mixed, sane = self.exchange.receive(self)
+        return [self.headers, sane, mixed]
 
-    def arrive(self) -> None:
-        self.arrived = self.exchange.arrived(self)
-
-    def belongings(self) -> list[Tensor]:
-        assert self.arrived is not None
-        mixed, sane = self.arrived
-        return [self.said, sane, *mixed]
+    def land(self) -> Tensor:
+        exchange = self.exchange
+        mixed, sane = self.arrived or exchange.receive(self)
+        exchange.verdicts.judge(self.step, [exchange.transport.rank, *exchange.others], self.headers, sane)
+        if exchange.verdicts.complaint:  # seldom, so that the host may wait for the device's verdict
+            exchange.verdicts.refuse_own(torch.zeros_like(self.sent), mixed, late=bool(sane[0]))
+        return mixed
 
 
 @dataclass
-class CodedCliqueExchange(Arrivals[CodedMessages]):
+class CodedCliqueExchange(Arrivals[CodedMessage]):
     """mixed = Q((1/n) sum_j sent_j + f), the same bits on all, where all receive from all with equal weights.
 
     A message with NaN, infinity or absurd numbers counts as zero, for every owner alike, and is counted.
@@ -93,10 +98,10 @@ class CodedCliqueExchange(Arrivals[CodedMessages]):
         rank, size = self.transport.rank, self.transport.size
         self._parts = CodedParts(self.codec, rank, size, self.pool)
         self.coder = CodedMean(self._parts)
-        self._period, self._others = self.topology.period(size), [j for j in range(size) if j != rank]
+        self._period, self.others = self.topology.period(size), [j for j in range(size) if j != rank]
         self._at = cache(partial(neighbours, self.topology, self.weights, rank, size))
-        self._verdicts, self._tally = Verdicts(rank, repr(self.codec)), Tally(self.device)
-        self._elements, self._sent_back = 0, 0
+        self.verdicts, self._waited = Verdicts(rank, repr(self.codec)), stopwatch(self.device)
+        self._elements, self._bytes_sent, self._sent_back = 0, 0, 0
 
     def neighbours(self, step: int) -> Neighbours:
         return self._at(step % self._period)
@@ -105,104 +110,79 @@ class CodedCliqueExchange(Arrivals[CodedMessages]):
         self.coder.admit(buckets)
         self._elements += sum(bucket.numel() for bucket in buckets)
 
-    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> CodedMessages:
+    def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> CodedMessage:
         """Memory until landed: the codes of one message, and a worker's part of it from each other worker."""
-        codes = self.coder.encode(message, step, first)
-        said = torch.empty(self._parts.size, HEADER, dtype=torch.int64, device=self.device)
+        sent = self._copy(message, copied)
+        codes = self.coder.encode(sent, step, place)
+        headers = torch.empty(self._parts.size, HEADER, dtype=torch.int64, device=self.device)
         # Of what was sent, which a codec may have made overflow: by this all judge it alike, whatever part they own.
-        said[0].copy_(stated([step, self._elements], message, self.device))
-        buffers = [self._parts.from_others(real_numbers(m)) for m in message]
-        return CodedMessages(self, step, first, message, said, codes, buffers)
+        headers[0].copy_(stated([step, self._elements], [sent], self.device))
+        return CodedMessage(self, step, place, sent, headers, codes, self._parts.from_others(real_numbers(sent)))
 
-    def depart(self, started: Sequence[CodedMessages], step: int) -> None:
-        sends, receives = [self._sends(part) for part in started], [self._receives(part) for part in started]
+    def depart(self, launched: Sequence[CodedMessage], step: int) -> None:
+        sends, receives = [self._sends(message) for message in launched], [self._receives(m) for m in launched]
         outgoing, incoming = self.transport.exchange([*chain(*sends)], [*chain(*receives)])
-        self._tally.bytes_sent += bytes_of(chain(*sends))
-        for part, sent, received in zip(started, sends, receives, strict=True):
-            part.departed = perf_counter()
-            part.outgoing, outgoing = outgoing[: len(sent)], outgoing[len(sent) :]
-            part.incoming, incoming = incoming[: len(received)], incoming[len(received) :]
+        self._bytes_sent += bytes_of(chain(*sends))
+        for message, sent, received in zip(launched, sends, receives, strict=True):
+            message.outgoing, outgoing = outgoing[: len(sent)], outgoing[len(sent) :]
+            message.incoming, incoming = incoming[: len(received)], incoming[len(received) :]
 
-    def _sends(self, part: CodedMessages) -> list[Message]:
+    def _sends(self, message: CodedMessage) -> list[Message]:
         """Messages to each other worker: a header, then the codes of what it owns."""
-        return messages({j: [part.said[0], *_codes(part.codes, j)] for j in self._others})
+        return messages({j: [message.headers[0], *message.codes.get(j, [])] for j in self.others})
 
-    def _receives(self, part: CodedMessages) -> list[Message]:
-        headers = dict(zip(self._others, part.said[1:], strict=True))
-        return messages({j: [headers[j], *_codes(part.buffers, j)] for j in self._others})
+    def _receives(self, message: CodedMessage) -> list[Message]:
+        rows = zip(self.others, message.headers[1:], strict=True)
+        return messages({j: [row, *message.buffers.get(j, [])] for j, row in rows})
 
-    def landed(self, part: CodedMessages) -> list[Tensor]:
-        mixed, sane = part.arrived or self.arrived(part)
-        self._verdicts.hear(part.step, [self.transport.rank, *self._others], part.said, sane)
-        if self._verdicts.complaint:  # seldom, so that the host may wait for the device's verdict
-            self._verdicts.refuse_own([torch.zeros_like(m) for m in part.message], mixed, late=bool(sane[0]))
-        return mixed
-
-    def arrived(self, part: CodedMessages) -> tuple[list[Tensor], Tensor]:
-        """(the mean of all, whose message is sound: this worker's own, then each other's); on the current stream."""
-        self._tally.land(part.incoming, part.departed, part.first)
-        sane = judged(part.said)
-        means = [self._mean(part, place, sane) for place in range(len(part.message))]
-        owned = self.coder.owned[part.first :]
-        codes = [
-            self._parts.reduced(mean, f, part.step, place)
-            for place, (mean, f) in enumerate(zip(means, owned, strict=False), part.first)
-        ]
-        self._left(part)
-        mixed = [self.pool.take(m) for m in part.message]
-        self._gathered(part, mixed, means, codes)
-        self.pool.give(means)
+    def receive(self, message: CodedMessage) -> tuple[Tensor, Tensor]:
+        """(the mean of all, bool [workers]: whose message is sound, this worker's own first); on the current stream."""
+        self._waited.during(pending.wait for pending in message.incoming)
+        sane = judged(message.headers)
+        mean = self._mean(message, sane)
+        codes = self._parts.reduced(mean, self.coder.owned[message.place], message.step, message.place)
+        for pending in message.outgoing:
+            pending.wait()
+        self.pool.give(code for row in (message.codes, message.buffers) for codes in row.values() for code in codes)
+        mixed = self.pool.take(message.sent)
+        self._gather(mixed, mean, codes)
+        self.pool.give([mean])
         return mixed, sane
 
-    def _mean(self, part: CodedMessages, place: int, sane: Tensor) -> Tensor:
+    def _mean(self, message: CodedMessage, sane: Tensor) -> Tensor:
         """(1/n) sum_j sent_j of the own part, of what is sound, in one order always."""
-        own = self._parts.of(self.transport.rank, real_numbers(part.message[place]))
+        own = self._parts.of(self.transport.rank, real_numbers(message.sent))
         mean, decoded = self.pool.take(own).copy_(own), self.pool.take(own)
         # A device isn't asked.
         nothing = torch.zeros_like(own) if self.device.type == "cuda" or not bool(sane.all()) else own
-        refuse([mean], [nothing], sane[0])
+        refuse(mean, nothing, sane[0])
         mean.mul_(self._parts.share)
-        for healthy, codes in zip(sane[1:], (part.buffers[place].get(j) for j in self._others), strict=True):
+        for healthy, codes in zip(sane[1:], (message.buffers.get(j) for j in self.others), strict=True):
             if codes is not None:
                 self._parts.decode(codes, decoded)
-                refuse([decoded], [nothing], healthy)
+                refuse(decoded, nothing, healthy)
                 mean.add_(decoded, alpha=self._parts.share)
         self.pool.give([decoded])
         return mean
 
-    def _gathered(
-        self, part: CodedMessages, mixed: Sequence[Tensor], means: Sequence[Tensor], codes: Sequence[Buffers]
-    ) -> None:
-        """mixed <- the means of all parts: the own ones, and the others' of their codes."""
-        wholes = [real_numbers(m) for m in mixed]
-        buffers = [self._parts.from_owners(whole) for whole in wholes]
-        sends = messages({j: [*chain(*codes)] for j in self._others})
-        receives = messages({j: _codes(buffers, j) for j in self._others})
+    def _gather(self, mixed: Tensor, mean: Tensor, codes: Buffers) -> None:
+        """mixed <- the means of all parts: the own one, and the others' of their codes."""
+        whole = real_numbers(mixed)
+        buffers = self._parts.from_owners(whole)
+        sends, receives = messages(dict.fromkeys(self.others, codes)), messages(buffers)
         outgoing, incoming = self.back.exchange(sends, receives)
         self._sent_back += bytes_of(sends)  # counted without what leaves meanwhile, on another thread
-        self._tally.wait(incoming)
-        for whole, own, heard in zip(wholes, means, buffers, strict=True):
-            self._parts.of(self.transport.rank, whole).copy_(own)
-            for owner, came in heard.items():
-                self._parts.decode(came, self._parts.of(owner, whole))
+        self._waited.during(pending.wait for pending in incoming)
+        self._parts.of(self.transport.rank, whole).copy_(mean)
+        for owner, received in buffers.items():
+            self._parts.decode(received, self._parts.of(owner, whole))
         for pending in outgoing:
             pending.wait()
-        self.pool.give([*chain(*codes), *(code for row in buffers for came in row.values() for code in came)])
-
-    def _left(self, part: CodedMessages) -> None:
-        """Wait until what was sent has left."""
-        for pending in part.outgoing:
-            pending.wait()
-        rows = (*part.codes, *part.buffers)
-        self.pool.give(code for row in rows for codes in row.values() for code in codes)
+        self.pool.give([*codes, *chain(*buffers.values())])
 
     def traffic(self) -> Traffic:
-        return self._tally.traffic(self._verdicts.refused) + Traffic(bytes_sent=self._sent_back)
-
-
-def _codes(rows: Sequence[Mapping[int, Buffers]], worker: int) -> list[Tensor]:
-    """Codes of all buckets, to or from one worker."""
-    return [code for row in rows for code in row.get(worker, [])]
+        waited, refused = self._waited.seconds(), self.verdicts.refused
+        return Traffic(bytes_sent=self._bytes_sent + self._sent_back, wait_seconds=waited, refused=refused)
 
 
 def bytes_of(sends: Iterable[Message]) -> int:
@@ -236,37 +216,35 @@ class EveryonesParts(Exchange["EveryonesCodes"]):
         for worker in self.coders:
             worker.admit([bucket[0] for bucket in buckets])
 
-    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> "EveryonesCodes":
-        codes = [worker.encode([m[rank] for m in message], step, first) for rank, worker in enumerate(self.coders)]
-        return EveryonesCodes(self, step, first, message, codes)
+    def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> "EveryonesCodes":
+        sent = self._copy(message, copied)
+        codes = [worker.encode(sent[rank], step, place) for rank, worker in enumerate(self.coders)]
+        return EveryonesCodes(self, step, place, sent, codes)
 
-    def depart(self, started: Sequence["EveryonesCodes"], step: int) -> None:
+    def depart(self, launched: Sequence["EveryonesCodes"], step: int) -> None:
         return  # nothing travels
 
 
 @dataclass
-class EveryonesCodes(Started):
+class EveryonesCodes(MessageInFlight):
     """Codes of all workers for all owners."""
 
     exchange: EveryonesParts
     step: int
-    first: int
-    message: Sequence[Tensor]
-    codes: Sequence[Sequence[Mapping[int, Buffers]]]
+    place: int
+    sent: Tensor  # [workers, elements]
+    codes: Sequence[Mapping[int, Buffers]]
 
-    def land(self) -> list[Tensor]:
-        return [self._mean(place, rows) for place, rows in enumerate(self.message)]
-
-    def _mean(self, place: int, rows: Tensor) -> Tensor:
-        mixed = self.exchange.pool.take(rows)
+    def land(self) -> Tensor:
+        mixed = self.exchange.pool.take(self.sent)
         for owner, worker in enumerate(self.exchange.coders):
-            mean = worker.parts.of(owner, real_numbers(rows[owner])) * worker.parts.share
+            mean = worker.parts.of(owner, real_numbers(self.sent[owner])) * worker.parts.share
             decoded = torch.empty_like(mean)
-            for codes in (row[place].get(owner) for row in self.codes):
+            for codes in (row.get(owner) for row in self.codes):
                 if codes is not None:
                     worker.parts.decode(codes, decoded)
                     mean.add_(decoded, alpha=worker.parts.share)
-            worker.parts.reduced(mean, worker.owned[self.first + place], self.step, self.first + place)
+            worker.parts.reduced(mean, worker.owned[self.place], self.step, self.place)
             for row in mixed:
                 worker.parts.of(owner, real_numbers(row)).copy_(mean)
         return mixed

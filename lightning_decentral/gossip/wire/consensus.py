@@ -3,16 +3,13 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import singledispatch
 from math import isnan, nan, sqrt
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.combine.combine import Combine
-from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
-from lightning_decentral.gossip.compute.combine.rule import Rule, State, Turn
+from lightning_decentral.gossip.compute.combine.combine import Combine, Rule, State, Turn
 from lightning_decentral.gossip.wire.exchange import Exchange
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.shared.compute.device import AsyncRead, own_stream
@@ -20,22 +17,23 @@ from lightning_decentral.shared.compute.health import squared_norm
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Transport
 
+if TYPE_CHECKING:
+    from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
+
 Meeting = Callable[[], Transport | None]
 
 
-@singledispatch
 def mixer_of(combine: Rule, exchange: Exchange[Any], delay: int, meeting: Meeting) -> Mixer:
     """Make the mixer of a rule, without buckets yet.
 
     Args:
         meeting: makes a group of all workers, for sums over them; returns None where an exchange is all workers'.
     """
-    assert isinstance(combine, Combine)
-    return Mixer([], combine, exchange, delay)
+    if isinstance(combine, Combine):
+        return Mixer([], combine, exchange, delay)
+    from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl  # few runs count rounds
 
-
-@mixer_of.register
-def _(combine: ConsensusControl, exchange: Exchange[Any], delay: int, meeting: Meeting) -> Mixer:
+    assert isinstance(combine, ConsensusControl)
     over = meeting()
     return ControlledMixer(combine, exchange, delay, Gauge(combine.lag, over.all_reduce if over else None))
 
@@ -43,7 +41,7 @@ def _(combine: ConsensusControl, exchange: Exchange[Any], delay: int, meeting: M
 class ControlledMixer(Mixer):
     """Mixer that takes as many rounds in a step as `ConsensusControl` wants; what lands is measured on the way."""
 
-    def __init__(self, control: ConsensusControl, exchange: Exchange[Any], delay: int, gauge: "Gauge") -> None:
+    def __init__(self, control: "ConsensusControl", exchange: Exchange[Any], delay: int, gauge: "Gauge") -> None:
         super().__init__([], control.inner, exchange, delay)
         self._control, self._gauge, self._idle = control, gauge, 0
         self._squares: list[Tensor] = []
@@ -146,5 +144,5 @@ def spread(
         shards: a mean is over devices, each of which holds 1 / shards of its worker's tensors.
     """
     squares = [squared_norm([a - b for a, b in zip(own, means, strict=True)]), squared_norm(means)]
-    apart, norm = (shards * square for square in mean_of(squares))
-    return Consensus(float(apart.sqrt()), float((apart / norm.clamp(min=1e-300)).sqrt()))
+    distance, norm = (shards * square for square in mean_of(squares))
+    return Consensus(float(distance.sqrt()), float((distance / norm.clamp(min=1e-300)).sqrt()))

@@ -1,15 +1,14 @@
-"""Exchange of messages: one of a few buckets goes to the neighbours, a mixture of theirs comes back.
+"""Exchange of messages: one of each bucket goes to the neighbours, a mixture of theirs comes back.
 
-    launch        ->  Started     depart          land, or correct
-    copy, encode      .           send, receive   wait, decode, mix
+    launch        ->  MessageInFlight   depart          land, or correct
+    copy, encode      .                 send, receive   wait, decode, mix
 
-Who launched a round keeps what `start` returned, hands it to `depart`, and lands it: nothing else remembers it.
+What is in flight is one object: who launched it hands it to `depart`, lands it or saves it; nothing else remembers it.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -18,12 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
-from lightning_decentral.gossip.compute.correction import apply_difference
-from lightning_decentral.gossip.compute.integrity import Sick
+from lightning_decentral.gossip.compute.mixing import Sick, apply_difference
 from lightning_decentral.shared.compute.buckets import Pool
-from lightning_decentral.shared.compute.device import stopwatch
 from lightning_decentral.shared.compute.health import state_
-from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Transport
 
 Number = float | NDArray[np.float64]
@@ -31,7 +27,7 @@ HEADER = 3
 """Numbers before a message: its round, the elements of all buckets, its largest magnitude."""
 
 
-class Hearing(Protocol):
+class StepLinks(Protocol):
     """Links of one step: a worker's `Neighbours`, or the `Entries` of all workers' matrix in a simulation,
     where numbers are columns [size, 1]."""
 
@@ -61,116 +57,155 @@ class Copied:
 
     Attributes:
         message: gets the values of the bucket.
-        said: int64 [rows, HEADER]; the first row gets the header.
+        headers: int64 [rows, HEADER]; the first row gets the header. None: it is made later.
         elements: of all buckets.
     """
 
     message: Tensor
-    said: Tensor
-    step: int
+    headers: Tensor | None = None
+    step: int = 0
     elements: int = 0
 
     def of(self, x: Tensor) -> "Copied":
-        """Made of x, in a pass of its own."""
-        state_(self.message, self.said[0], x, self.step, self.elements)
+        """Make both of x, in one pass."""
+        assert self.headers is not None
+        state_(self.message, self.headers[0], x, self.step, self.elements)
         return self
 
 
-Brought = tuple[list[Tensor], Copied | None]
+class MessageInFlight(ABC):
+    """One bucket's message of a round, and what comes back for it, between launch and landing."""
 
-
-class Correction(Protocol):
-    """Correction that may take the place of a landing, for one bucket."""
-
-    def correct(self, x: Tensor, rate: float, copied: Copied | None = None) -> None:
-        """x <- x + rate (mixed - sent), in one pass, which makes `copied` of it, too. Once."""
-
-    def keep(self) -> "Landed":
-        """Wait for what was sent to this worker; what `correct`s with the same bits later. Once."""
-
-
-class Started(ABC):
-    """Buckets of one round between start and landing."""
+    sent: Tensor
+    """The message, which is the caller's again after the landing; from `settle` on what the others decode of it."""
 
     together: bool = False
     """True where the others must land it while this worker does, and it isn't done during the training."""
 
-    @property
-    def correction(self) -> Correction | None:
-        """Correction of the bucket without a mixture; None: there is none."""
-        return None
+    corrects: bool = False
+    """True where `correct` may take the place of a landing."""
 
     @abstractmethod
-    def land(self) -> list[Tensor]:
-        """Wait for what was sent to this worker, and return the mixture, bucket by bucket. Once."""
+    def land(self) -> Tensor:
+        """Wait for what was sent to this worker, and return the mixture. Once."""
+
+    def correct(self, x: Tensor, rate: float, copied: Copied | None = None) -> None:
+        """x <- x + rate (mixed - sent), in one pass, which makes `copied` of it, too. Once."""
+        raise NotImplementedError
+
+    def keep(self, corrects: bool) -> "Landed":
+        """Wait for what was sent to this worker; return what lands with the same bits later, and can be saved. Once.
+
+        Args:
+            corrects: by `correct`, if it can.
+        """
+        return Landed(self.sent, self.land())
 
     def settle(self) -> None:
         """Wait until the message is ready to leave: from then on it is what the others decode of it."""
         return
 
 
-class Arriving(Started):
-    """Buckets that a device's second stream may receive before they land on the training's."""
+class EarlyArrival(MessageInFlight):
+    """A message that a device's second stream may receive before it lands on the training's."""
 
     @abstractmethod
-    def arrive(self) -> None:
-        """Wait for what was sent to this worker, decode and judge it, on the current stream. Once, before it lands."""
+    def arrive(self) -> list[Tensor]:
+        """Wait for what was sent to this worker, decode and judge it, on the current stream. Before it lands, once.
 
-    @abstractmethod
-    def belongings(self) -> list[Tensor]:
-        """Tensors that arrived, that stream's memory, which the landing reads."""
+        Returns:
+            Tensors of that stream's memory, which the landing reads.
+        """
 
 
 @dataclass
-class Landed(Started):
-    """Buckets that were mixed already; where it `corrects`, mixed - sent.
+class Landed(MessageInFlight):
+    """A message whose round was mixed already; where it `corrects`, mixed - sent.
 
     Args:
         sick: why nothing was: this worker's own message was refused, which its landing raises.
     """
 
-    mixed: list[Tensor]
+    sent: Tensor
+    mixed: Tensor | None
     corrects: bool = field(default=False, kw_only=True)
     sick: Sick | None = field(default=None, kw_only=True)
 
-    @property
-    def correction(self) -> Correction | None:
-        return self if self.corrects else None
-
-    def land(self) -> list[Tensor]:
+    def land(self) -> Tensor:
         if self.sick:
             raise self.sick
+        assert self.mixed is not None
         return self.mixed
 
     def correct(self, x: Tensor, rate: float, copied: Copied | None = None) -> None:
-        for difference in self.mixed:
-            apply_difference(x, difference, rate)
+        apply_difference(x, self.land(), rate)
         if copied:
             copied.of(x)
 
-    def keep(self) -> "Landed":
+    def keep(self, corrects: bool) -> "Landed":
+        if self.sick:
+            raise self.sick
         return self
 
 
-def brought(x: Tensor, rate: float | None, copied: Copied | None, started: Started) -> Brought:
-    """(the mixture, None); (nothing, `copied`) where x was corrected at once, as a rule that is one pass lets it."""
-    if rate is None or (correction := started.correction) is None:
-        return started.land(), None
-    correction.correct(x, rate, copied)
-    return [], copied
+@dataclass
+class Flight:
+    """One round between launch and landing, bucket by bucket; saved with what has come of it, and restored.
+
+    Attributes:
+        departed: when it left, by `perf_counter`; 0 before, and where it was restored.
+    """
+
+    round: int
+    step: int
+    messages: list[MessageInFlight] = field(default_factory=list)
+    departed: float = 0.0
+
+    def state_dict(self, keep: Callable[[int], Landed]) -> dict[str, Any]:
+        """State to save, as tensors and primitives.
+
+        Args:
+            keep: what came for the bucket at this place. A round arrives once, so it stands in for what was launched.
+        """
+        landed = [keep(place) for place in range(len(self.messages))]
+        self.messages = [*landed]
+        return {
+            "round": self.round,
+            "step": self.step,
+            "sent": [one.sent for one in landed],
+            "mixed": [[] if one.mixed is None else [one.mixed] for one in landed],
+            "differences": [one.corrects for one in landed],
+            "refused": [one.sick and one.sick.state_dict() for one in landed],
+        }
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any], like: Sequence[Tensor]) -> "Flight":
+        """Flight as it was saved, on the devices of the buckets."""
+        mixed = state["mixed"]
+        # In checkpoints from before there were any, none.
+        differences = state.get("differences", [False] * len(mixed))
+        refused = state.get("refused", [None] * len(mixed))
+        landed = [
+            Landed(
+                sent.to(x.device, copy=True),
+                next((tensor.to(x.device, copy=True) for tensor in tensors), None),
+                corrects=corrects,
+                sick=sick and _sick(sick, x),
+            )
+            # A flight may be older than the last buckets, and then shorter than `like`.
+            for sent, tensors, corrects, sick, x in zip(state["sent"], mixed, differences, refused, like, strict=False)
+        ]
+        return cls(state["round"], state["step"], [*landed])
 
 
-def kept(rate: float | None, started: Started) -> Landed:
-    """Wait for what was started; return what stands in for it."""
-    if rate is None or (correction := started.correction) is None:
-        return Landed(started.land())
-    return correction.keep()
+def _sick(saved: Mapping[str, Any], like: Tensor) -> Sick:
+    return Sick(**{**saved, **{name: saved[name][0].to(like.device, copy=True) for name in ("sent", "mixed")}})
 
 
-S = TypeVar("S", bound=Started)
+M = TypeVar("M", bound=MessageInFlight)
 
 
-class Exchange(ABC, Generic[S]):
+class Exchange(ABC, Generic[M]):
     """One worker's share of every round (or all workers' at once, in a simulation)."""
 
     pool: Pool
@@ -179,46 +214,40 @@ class Exchange(ABC, Generic[S]):
     coder: Memory
     """Coder of messages: what both ends of a link remember of each other, and what of a message travels."""
 
-    neighbours: Callable[[int], Hearing]
+    neighbours: Callable[[int], StepLinks]
     """Links of a step."""
 
     @abstractmethod
     def admit(self, buckets: Sequence[Tensor], combine: Combine) -> None:
-        """Add buckets, to be mixed from the next start on. Every worker calls it at the same point.
+        """Add buckets, to be mixed from the next launch on. Every worker calls it at the same point.
 
         Args:
             combine: their rule, which states how much of a message no codec may touch.
-        """
-
-    @abstractmethod
-    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> S:
-        """Make the buckets of `message` ready to leave. They become what the others decode of them, by the end of
-        `settle`, and belong to the exchange until landed.
-
-        Args:
-            first: which of the admitted buckets `message` begins with. A round may be made ready in several calls, in
-                order.
         """
 
     def copied(self, x: Tensor, step: int, place: int) -> Copied:
         """Buffers for the next message of bucket `place`, which is x as a correction leaves it; then to be launched."""
         return Copied(self.pool.take(x), torch.empty(1, HEADER, dtype=torch.int64, device=x.device), step)
 
-    def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> tuple[Tensor, S]:
-        """Start a copy of one bucket's message, which is the caller's as long as a round is in flight: (copy, started).
+    @abstractmethod
+    def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> M:
+        """Make a copy of one bucket's message ready to leave. It becomes what the others decode of it, by the end of
+        `settle`, and belongs to the exchange until landed.
 
         Args:
-            place: of the bucket among the admitted.
-            copied: the copy, where a correction has made it.
+            place: of the bucket among the admitted; a round's are launched in order.
+            copied: the copy, where it was made already.
         """
-        sent = copied.message if copied else self.pool.take(message).copy_(message)
-        return sent, self.start([sent], step, place)
+
+    def _copy(self, message: Tensor, copied: Copied | None) -> Tensor:
+        return copied.message if copied else self.pool.take(message).copy_(message)
 
     @abstractmethod
-    def depart(self, started: Sequence[S], step: int) -> None:
+    def depart(self, launched: Sequence[M], step: int) -> None:
         """The round is complete: send all of it that hasn't left, and begin to receive the others'."""
 
     def traffic(self) -> "Traffic":
+        """Bytes, waits and refusals so far; rounds are counted by the mixer."""
         return Traffic()
 
 
@@ -243,45 +272,12 @@ class Traffic:
         return Traffic(*(a + b for a, b in pairs))
 
 
-class Arrivals(Exchange[S]):
-    """One whose rounds are `Arriving`.
+class Arrivals(Exchange[M]):
+    """Exchange whose messages are of the kind `EarlyArrival`.
 
     Attributes:
-        transport: that their messages leave by.
+        transport: that its messages leave by.
     """
 
     transport: Transport
     device: torch.device
-
-
-class Tally:
-    """Counters since construction.
-
-    Args:
-        device: whose stream waits for messages.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.bytes_sent = 0
-        self._waited = stopwatch(device)
-        self._rounds, self._in_flight_seconds = 0, 0.0
-
-    def land(self, pending: Sequence[Pending], departed: float, first: int) -> None:
-        """Wait for these.
-
-        Args:
-            departed: when they left, by `perf_counter`.
-        """
-        assert departed, "land only what has departed"
-        self._waited.during(part.wait for part in pending)
-        # A round counts once, with its first bucket.
-        if not first:
-            self._in_flight_seconds += perf_counter() - departed
-            self._rounds += 1
-
-    def wait(self, pending: Sequence[Pending]) -> None:
-        """Wait once more for these, of a round that has been counted."""
-        self._waited.during(part.wait for part in pending)
-
-    def traffic(self, refused: int) -> Traffic:
-        return Traffic(self._rounds, self.bytes_sent, self._waited.seconds(), self._in_flight_seconds, refused)

@@ -1,21 +1,27 @@
 """Hierarchical all-gather exchange: each device of an island exchanges a part, then the island shares what came."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
-from lightning_decentral.gossip.compute.integrity import Sick
-from lightning_decentral.gossip.wire.exchange import Exchange, Started, Traffic
+from lightning_decentral.gossip.compute.mixing import Sick
+from lightning_decentral.gossip.wire.exchange import Copied, Exchange, MessageInFlight, Traffic
+from lightning_decentral.gossip.wire.island_member import Meet, Several, inside
 from lightning_decentral.shared.compute import cuda
-from lightning_decentral.shared.compute.buckets import Pool
+from lightning_decentral.shared.compute.buckets import Bucket, Pool, pack
+from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.device import DeviceStopwatch, stopwatch
-from lightning_decentral.shared.wire.transport import Transport
+from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage
+from lightning_decentral.shared.wire.averaging.residuals import scale_of
+from lightning_decentral.shared.wire.compressed_mean import mean_by
+from lightning_decentral.shared.wire.meeting.comparison import TrainedLayout, TrainingComparison
+from lightning_decentral.shared.wire.transport import Transport, Wire
 
 
 @dataclass
@@ -46,51 +52,46 @@ class GatherExchange(Exchange["Parts"]):
     def admit(self, buckets: Sequence[Tensor], combine: Combine) -> None:
         self.inner.admit([self._part(bucket) for bucket in buckets], combine)
 
-    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> "Parts":
-        """Memory until landed: what the inner exchange takes for the parts, and where the gather doesn't wait for the
-        landing one copy of the message."""
-        return self._order.begin(lambda: self._start(message, step, first), self.inner, message, step)
+    def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> "Parts":
+        """Memory until landed: a copy, what the inner exchange takes for the part, and where the gather doesn't wait
+        for the landing another copy of the message."""
+        sent = self._copy(message, copied)
+        return self._order.begin(lambda: self._begin(sent, step, place), self.inner, step)
 
-    def _start(self, message: Sequence[Tensor], step: int, first: int) -> "Parts":
-        started = self.inner.start([self._part(m) for m in message], step, first)
+    def _begin(self, sent: Tensor, step: int, place: int) -> "Parts":
+        own = self._part(sent)
+        launched = self.inner.launch(own, step, place, Copied(own))
         if self.coder.encodes:  # what is sent isn't what was given: every device must hold what receivers decode
-            started.settle()
-            # Cloned: the gather overwrites the message, of which a part is a view.
-            self._share(message, [self._part(m).clone() for m in message])
+            launched.settle()
+            # Cloned: the gather overwrites the message, of which the part is a view.
+            self._share(sent, own.clone())
 
-        def gather() -> list[Tensor]:
-            parts, sick = self._order.land(started, self.inside)
-            mixed = [self.pool.take(m) for m in message]
-            self._share(mixed, parts)
-            self.inner.pool.give(parts)
+        def gather() -> Tensor:
+            part, sick = self._order.land(launched, self.inside)
+            mixed = self.pool.take(sent)
+            self._share(mixed, part)
+            self.inner.pool.give([part])
             if sick is not None:
-                sent = [torch.empty_like(m) for m in message]
-                self._share(sent, sick.sent or [self._part(m) for m in message])
-                self._take_one([*sent, *mixed], sick)
-                raise Sick(str(sick), sent, mixed, sick.round)
+                counted = torch.empty_like(sent)
+                self._share(counted, own if sick.sent is None else sick.sent)
+                for whole in (counted, mixed):
+                    if not self._split(whole):  # each device exchanged it for itself: all take the refused one's
+                        self.inside.broadcast(whole, sick.place).wait()
+                raise Sick(sick.complaint, counted, mixed, sick.round)
             return mixed
 
-        return Parts([started], gather)
+        return Parts(sent, [launched], gather)
 
-    def depart(self, started: Sequence["Parts"], step: int) -> None:
-        if waiting := [part for parts in started for part in parts.waiting]:
+    def depart(self, launched: Sequence["Parts"], step: int) -> None:
+        if waiting := [part for parts in launched for part in parts.waiting]:
             self.inner.depart(waiting, step)
 
-    def _share(self, wholes: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-        """wholes <- every device's parts."""
-        pairs = list(zip(wholes, parts, strict=True))
-        # All are under way before the first is awaited.
-        gathers = [self.inside.all_gather_into(w, p) for w, p in pairs if self._split(w)]
-        self._waited.during(pending.wait for pending in gathers)
-        for whole, part in pairs:
-            if not self._split(whole):
-                whole.copy_(part)
-
-    def _take_one(self, wholes: Sequence[Tensor], sick: "SickPart") -> None:
-        """Replace what every device exchanged for itself by that of the device whose message was refused."""
-        for whole in wholes:
-            if not self._split(whole):
-                self.inside.broadcast(whole, sick.place).wait()
+    def _share(self, whole: Tensor, part: Tensor) -> None:
+        """whole <- every device's part."""
+        if self._split(whole):
+            self._waited.during([self.inside.all_gather_into(whole, part).wait])
+        else:
+            whole.copy_(part)
 
     def _part(self, message: Tensor) -> Tensor:
         return message.view(self.inside.size, -1)[self.inside.rank] if self._split(message) else message
@@ -106,70 +107,71 @@ class GatherExchange(Exchange["Parts"]):
 
 
 @dataclass
-class Parts(Started):
-    """This device's parts of a few buckets.
+class Parts(MessageInFlight):
+    """This device's part of a message.
 
     Args:
-        waiting: what of them the inner exchange has started and has not left.
-        finish: waits for the wholes.
+        waiting: what of it the inner exchange has launched and has not sent.
+        finish: waits for the whole.
     """
 
-    waiting: Sequence[Started]
-    finish: Callable[[], list[Tensor]]
+    sent: Tensor  # [elements], the whole
+    waiting: Sequence[MessageInFlight]
+    finish: Callable[[], Tensor]
 
     @property
     def together(self) -> bool:  # type: ignore[override]
         return any(part.together for part in self.waiting)
 
-    def land(self) -> list[Tensor]:
+    def land(self) -> Tensor:
         return self.finish()
 
 
-class SickPart(Sick):
+class SickPart(NamedTuple):
     """A part of this island's message was refused; all its devices know.
 
     Args:
-        sent: what counts in the place of this device's part; nothing where it was accepted.
+        sent: what counts in the place of this device's part; None where it was accepted.
         place: the first device whose part it was.
     """
 
-    def __init__(self, complaint: str, sent: Sequence[Tensor], round: int, place: int) -> None:
-        super().__init__(complaint, sent, [], round)
-        self.place = place
+    complaint: str
+    sent: Tensor | None
+    round: int
+    place: int
 
 
 class AtLanding:
     """The gather happens where the round lands: the wait of its transport is the host's, so sooner would block."""
 
-    def land(self, started: Started, inside: Transport) -> tuple[list[Tensor], SickPart | None]:
-        """This device's parts, and whether any device's message was refused: the devices of an island are healed, or
+    def land(self, launched: MessageInFlight, inside: Transport) -> tuple[Tensor, SickPart | None]:
+        """This device's part, and whether any device's message was refused: the devices of an island are healed, or
         end, together. Collective inside."""
         try:
-            parts, sick = started.land(), None
+            part, sick = launched.land(), None
         except Sick as found:
-            parts, sick = found.mixed, found
-        mine = torch.tensor([-1 if sick is None else sick.round], device=parts[0].device)
-        pending, rounds = inside.all_gather(mine)
+            part, sick = found.mixed, found
+        mine = torch.tensor([-1 if sick is None else sick.round], device=part.device)
+        pending, rows = inside.all_gather(mine)
         pending.wait()
-        told = [int(round) for round in rounds]
-        place = max(range(inside.size), key=told.__getitem__)
-        if told[place] < 0:
-            return parts, None
-        others = f"another device of this island was refused by its neighbours in round {told[place]}; see its output"
-        if sick is None:
-            return parts, SickPart(others, [], told[place], place)
-        return parts, SickPart(str(sick), sick.sent, told[place], place)
+        rounds = [int(round) for round in rows]
+        place = max(range(inside.size), key=rounds.__getitem__)
+        if rounds[place] < 0:
+            return part, None
+        others = f"another device of this island was refused by its neighbours in round {rounds[place]}; see its output"
+        complaint, sent = (others, None) if sick is None else (str(sick), sick.sent)
+        return part, SickPart(complaint, sent, rounds[place], place)
 
-    def begin(self, start: Callable[[], Parts], inner: Exchange[Any], message: Sequence[Tensor], step: int) -> Parts:
-        """Start it; it departs with the others."""
-        return start()
+    def begin(self, launch: Callable[[], Parts], inner: Exchange[Any], step: int) -> Parts:
+        """Launch it; it departs with the others."""
+        return launch()
 
     def traffic(self, counted: Traffic) -> Traffic:
         return counted
 
 
 class SideStream:
-    """Second CUDA stream for rounds, as soon as they start; the caller's waits for the outcome where it lands.
+    """Second CUDA stream for rounds, as soon as they are launched; the caller's waits for the outcome where it lands.
 
         caller   message |     forward, backward, update     | mixed
         aside            | send, wait, mix, gather |
@@ -179,45 +181,95 @@ class SideStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = cuda.Stream(device)
-        self._waited = DeviceStopwatch()
-        self._in_flight_seconds = 0.0
+        self._stream, self._waited = cuda.Stream(device), DeviceStopwatch()
 
-    def land(self, started: Started, inside: Transport) -> tuple[list[Tensor], SickPart | None]:
+    def land(self, launched: MessageInFlight, inside: Transport) -> tuple[Tensor, SickPart | None]:
         # To ask the others would make the host wait: a worker that is refused ends.
-        return started.land(), None
+        return launched.land(), None
 
-    def begin(self, start: Callable[[], Parts], inner: Exchange[Any], message: Sequence[Tensor], step: int) -> Parts:
-        """Start, send and land it on this stream."""
+    def begin(self, launch: Callable[[], Parts], inner: Exchange[Any], step: int) -> Parts:
+        """Launch, send and land it on this stream."""
         caller = cuda.current_stream(self._stream.device)
         self._stream.wait_stream(caller)  # for the message, and for readers of the buffers that went back to a pool
         # All that the exchanges keep (pools, a codec's estimates) is touched on this stream alone.
         with cuda.on(self._stream):
-            parts = start()
+            parts = launch()
             inner.depart(parts.waiting, step)
-            if inner.coder.encodes:  # starting overwrites the message, which the caller reads next
+            if inner.coder.encodes:  # launching overwrites the message, which the caller reads next
                 caller.wait_stream(self._stream)
             mixed = parts.land()
             done = self._stream.record_event()
-        # The allocator mustn't give their memory away before this stream has read them.
-        for tensor in message:
-            tensor.record_stream(self._stream)
-        return Parts([], self._landing(mixed, done))
+        # The allocator mustn't give its memory away before this stream has read it.
+        parts.sent.record_stream(self._stream)
 
-    def _landing(self, mixed: list[Tensor], done: cuda.Event) -> Callable[[], list[Tensor]]:
-        launched = perf_counter()
-
-        def land() -> list[Tensor]:
+        def land() -> Tensor:
             caller = cuda.current_stream(self._stream.device)
             self._waited.during([partial(caller.wait_event, done)])
-            self._in_flight_seconds += perf_counter() - launched
-            # Nor these before the caller has: they are this stream's.
-            for tensor in mixed:
-                tensor.record_stream(caller)
+            mixed.record_stream(caller)  # nor this stream's before the caller has
             return mixed
 
-        return land
+        return Parts(parts.sent, [], land)
 
     def traffic(self, counted: Traffic) -> Traffic:
         # The waits that the exchanges counted were this stream's: hidden. Only the caller's cost time.
-        return replace(counted, wait_seconds=self._waited.seconds(), in_flight_seconds=self._in_flight_seconds)
+        return replace(counted, wait_seconds=self._waited.seconds())
+
+
+class Averaging(Several):
+    """One of several devices with equal parameters."""
+
+    def __init__(
+        self, wire: Wire, devices: int, device: torch.device, meet: Meet, bucket_bytes: int, codec: Codec
+    ) -> None:
+        super().__init__(wire, devices, meet)
+        size = wire.world.size
+        self._device, self._gathering = device, inside(wire.group, size, devices)
+        self.heals = not self._gathering.queued
+        # A group of their own: gradients mustn't queue behind a gather of parameters.
+        self._average = mean_by(codec, partial(inside, wire.group, size, devices), device)
+        self._gradients = GradientAverage(self._average, inside(wire.hosts, size, devices), meet, bucket_bytes)
+
+    def guard(self, scaler: Any) -> None:
+        if scaler is not None:
+            self._average.guard(scale_of(scaler, self._device))
+
+    def exchange(self, peers: Exchange[Any]) -> Exchange[Any]:
+        return GatherExchange(peers, self._gathering, self._device)
+
+    def pack(self, parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[Bucket]:
+        return pack(parameters, bucket_bytes, partial(Bucket, parts=self.devices))
+
+    def train(self, module: nn.Module, step: Callable[[], Any], redirect: Callable[[], Any]) -> Any:
+        # Parameters may have been unfrozen since the last step.
+        self._gradients.watch(list(module.parameters()))
+        return step()
+
+    def compare(
+        self, trained: TrainedLayout, make: Callable[[TrainedLayout, Sequence[int]], TrainingComparison]
+    ) -> None:
+        super().compare(trained, make)
+        self._gradients.layouts = self.layouts
+
+    def averaging(self, closure: Callable[[], Any]) -> Any:
+        return self._gradients.around(closure)
+
+    def before(self, loss: Any) -> None:
+        self._gradients.before(loss)
+
+    def updated(self, optimizer: Any) -> None:
+        self._gradients.updated(optimizer, skipped=False)
+
+    def progress_state(self) -> dict[str, Any]:
+        return self._average.state_dict()
+
+    def load_progress_state(self, state: Mapping[str, Any]) -> None:
+        self._average.load_state_dict(state)
+
+    @contextmanager
+    def blocked(self) -> Iterator[None]:
+        with self._gradients.blocked():
+            yield
+
+    def close(self, alone: bool) -> None:
+        super().close(alone)
+        self._gradients.close()

@@ -1,7 +1,6 @@
 """A device's part in its island: whom it exchanges with, what it does with its gradients, what it holds."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,14 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_decentral.gossip.wire.exchange import Exchange
-from lightning_decentral.gossip.wire.hierarchical import GatherExchange
 from lightning_decentral.gossip.wire.overlap import overlapped
 from lightning_decentral.shared.compute.buckets import Bucket, pack
-from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.device import DeviceSteps
-from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage
-from lightning_decentral.shared.wire.averaging.residuals import scale_of
-from lightning_decentral.shared.wire.compressed_mean import mean_by
 from lightning_decentral.shared.wire.health import mean_of_sound
 from lightning_decentral.shared.wire.mean import mean
 from lightning_decentral.shared.wire.meeting.comparison import TrainedLayout, TrainingComparison
@@ -46,8 +40,6 @@ class IslandMember(DeviceSteps):
     def __init__(self, wire: Wire | None, devices: int, meet: Meet) -> None:
         self._wire, self.devices, self._meet = wire, devices, meet
 
-    # ---- rounds -------------------------------------------------------------------------------------------------
-
     def peers(self, groups: Disjoint) -> Transport | None:
         """A new group of the devices at this one's place in the islands of its group, of several that share none; None
         where it is in none. Every device calls it, once for all groups."""
@@ -69,8 +61,6 @@ class IslandMember(DeviceSteps):
     def alike(self, parameters: Sequence[nn.Parameter], take: Callable[[Sequence[nn.Parameter]], None]) -> None:
         """Parameters that come while training, the same for all workers; `take` gets them from the first one."""
         take(parameters)
-
-    # ---- steps --------------------------------------------------------------------------------------------------
 
     def guard(self, scaler: Any) -> None:
         """A loss scaler may skip updates."""
@@ -96,8 +86,6 @@ class IslandMember(DeviceSteps):
 
     def close(self, alone: bool) -> None:
         """Leave the module as it was; `alone`: without the other devices."""
-
-    # ---- the mean and checkpoints -------------------------------------------------------------------------------
 
     def mean(self, tensors: Sequence[Tensor], of_all: Mean) -> list[Tensor]:
         """Mean over the workers of what a module holds; `of_all` is over all devices."""
@@ -141,66 +129,6 @@ class Several(IslandMember):
 
     def close(self, alone: bool) -> None:
         self.layouts.close()
-
-
-class Averaging(Several):
-    """One of several devices with equal parameters."""
-
-    def __init__(
-        self, wire: Wire, devices: int, device: torch.device, meet: Meet, bucket_bytes: int, codec: Codec
-    ) -> None:
-        super().__init__(wire, devices, meet)
-        size = wire.world.size
-        self._device, self._gathering = device, inside(wire.group, size, devices)
-        self.heals = not self._gathering.queued
-        # A group of their own: gradients mustn't queue behind a gather of parameters.
-        self._average = mean_by(codec, partial(inside, wire.group, size, devices), device)
-        self._gradients = GradientAverage(self._average, inside(wire.hosts, size, devices), meet, bucket_bytes)
-
-    def guard(self, scaler: Any) -> None:
-        if scaler is not None:
-            self._average.guard(scale_of(scaler, self._device))
-
-    def exchange(self, peers: Exchange[Any]) -> Exchange[Any]:
-        return GatherExchange(peers, self._gathering, self._device)
-
-    def pack(self, parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[Bucket]:
-        return pack(parameters, bucket_bytes, partial(Bucket, parts=self.devices))
-
-    def train(self, module: nn.Module, step: Callable[[], Any], redirect: Callable[[], Any]) -> Any:
-        # Parameters may have been unfrozen since the last step.
-        self._gradients.watch(list(module.parameters()))
-        return step()
-
-    def compare(
-        self, trained: TrainedLayout, make: Callable[[TrainedLayout, Sequence[int]], TrainingComparison]
-    ) -> None:
-        super().compare(trained, make)
-        self._gradients.layouts = self.layouts
-
-    def averaging(self, closure: Callable[[], Any]) -> Any:
-        return self._gradients.around(closure)
-
-    def before(self, loss: Any) -> None:
-        self._gradients.before(loss)
-
-    def updated(self, optimizer: Any) -> None:
-        self._gradients.updated(optimizer, skipped=False)
-
-    def progress_state(self) -> dict[str, Any]:
-        return self._average.state_dict()
-
-    def load_progress_state(self, state: Mapping[str, Any]) -> None:
-        self._average.load_state_dict(state)
-
-    @contextmanager
-    def blocked(self) -> Iterator[None]:
-        with self._gradients.blocked():
-            yield
-
-    def close(self, alone: bool) -> None:
-        super().close(alone)
-        self._gradients.close()
 
 
 def inside(make: Group, size: int, devices: int) -> Transport:

@@ -1,4 +1,4 @@
-"""Making of a run's mixers: what the mixers of its optimizers ask of it, whatever its workers are."""
+"""MixerFactory of a run's mixers: what the mixers of its optimizers ask of it, whatever its workers are."""
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ Pack = Callable[[Sequence[nn.Parameter]], list[Bucket]]
 """Parameters as buckets, as their island packs them."""
 
 
-class Beside(Protocol):
+class TravellingState(Protocol):
     """A state of an optimizer that is mixed with the parameters: `rounds.StateMixer`."""
 
     name: str
@@ -30,7 +30,7 @@ class Beside(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-def nothing_beside(optimizer: Optimizer) -> Sequence[Beside]:
+def nothing_beside(optimizer: Optimizer) -> Sequence[TravellingState]:
     """No states of the optimizer: parameters alone are mixed."""
     return ()
 
@@ -51,10 +51,11 @@ class Mixed:
 
     Attributes:
         by: {parameter that is mixed: place of the optimizer after whose updates it is}.
+        layouts: the comparison, to be informed of every round: `begin`, and `done` when it is launched.
     """
 
     def __init__(self) -> None:
-        self._layouts = TrainingComparison()
+        self.layouts = TrainingComparison()
         self._named: Named = tuple
         self.close()
 
@@ -64,14 +65,14 @@ class Mixed:
         Args:
             named: the module's parameters with their names.
         """
-        self._layouts.close()
+        self.layouts.close()
         self._named = named
-        self._layouts = make(self._layout)
+        self.layouts = make(self._layout)
 
     def close(self) -> None:
         """Forget all; nobody is asked any more."""
-        self._layouts.close()
-        self._layouts = TrainingComparison()
+        self.layouts.close()
+        self.layouts = TrainingComparison()
         self.by: dict[nn.Parameter, int] = {}
         self._since: dict[nn.Parameter, int] = {}
         self._optimizers = self._replaced = self._calls = 0
@@ -100,7 +101,7 @@ class Mixed:
 
     def _ask(self) -> None:
         if self._asks:
-            self._layouts.changed()
+            self.layouts.changed()
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -108,15 +109,7 @@ class Mixed:
         self.by, self._asks = {}, False
         yield
         self._asks = True
-        self._layouts.settle()
-
-    def begin(self) -> None:
-        """A round begins: what is mixed in it is settled."""
-        self._layouts.begin()
-
-    def done(self) -> None:
-        """Note that the round is launched."""
-        self._layouts.done()
+        self.layouts.settle()
 
     def _layout(self) -> Layout:
         found = {}
@@ -130,7 +123,7 @@ class Mixed:
 
 
 @dataclass(frozen=True)
-class Making:
+class MixerFactory:
     """Factories of a run's mixers, and what the mixers need of the run.
 
     Args:
@@ -147,7 +140,7 @@ class Making:
 
     mixers: Callable[[], Sequence[Mixer]]
     pack: Pack
-    states: Callable[[Optimizer], Sequence[Beside]] = nothing_beside
+    states: Callable[[Optimizer], Sequence[TravellingState]] = nothing_beside
     exact_steps: int = 0
     mean: MeanOfSound = alone
     known: Container[nn.Parameter] = ()

@@ -3,20 +3,18 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from time import perf_counter
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.combine.combine import Combine
-from lightning_decentral.gossip.compute.combine.rule import State, Turn
+from lightning_decentral.gossip.compute.combine.combine import Combine, State, Turn
 from lightning_decentral.gossip.compute.healing import Healing
-from lightning_decentral.gossip.compute.integrity import Sick
-from lightning_decentral.gossip.wire.exchange import Brought, Copied, Exchange, Landed, Number, Started, brought, kept
-from lightning_decentral.gossip.wire.flight import Flight
+from lightning_decentral.gossip.compute.mixing import Sick
+from lightning_decentral.gossip.wire.exchange import Copied, Exchange, Flight, Landed, MessageInFlight, Number, Traffic
 
-T = TypeVar("T")
 MeanOfSound = Callable[[Sequence[Tensor]], tuple[Sequence[Tensor], str]]
 
 
@@ -63,9 +61,12 @@ class Mixer:
         self._combine, self._delay = combine, delay
         self._correct = combine.apply
         rule = type(combine)
+        self._adapts = rule.adapt is not Combine.adapt
         # Whether x as it was corrected is what leaves next: then one pass corrects and copies.
-        self._sends_x = rule.adapt is Combine.adapt and rule.message is Combine.message
+        self._sends_x = not self._adapts and rule.message is Combine.message
         self._keeps_left = exchange.coder.encodes and rule.encoded is not Combine.encoded
+        self._asks_sent = rule.launched is not Combine.launched
+        self._landed, self._in_flight_seconds = 0, 0.0
         self._states: list[State] = []
         self._flights: deque[Flight] = deque()
         self.extend(buckets)
@@ -94,19 +95,21 @@ class Mixer:
             # the links rest for the last bucket's mixing at most and not for that of the whole model.
             for place, (bucket, state) in enumerate(zip(self.buckets, self._states, strict=True)):
                 copied = self._land(due, place, leaving)
-                if not nth:  # it corrects an update, of which there is one in a step
+                if self._adapts and not nth:  # it corrects an update, of which there is one in a step
                     self._combine.adapt(bucket.flat, state, turn)
                 if leaving:
-                    self._launch(leaving, place, self._combine.message(bucket.flat, state), turn, copied)
+                    self._launch(leaving, place, turn, copied)
             if rounds:
                 if not self._delay:
-                    self._land_until(self.round)
+                    self.drain()
                 self.round += 1
         self.steps += 1
 
     def drain(self) -> None:
         """Land all that is in flight."""
-        self._land_until(self.round)
+        due = self._due(self.round)
+        for place in range(len(self.buckets)):
+            self._land(due, place)
 
     def restart(self, mean: MeanOfSound) -> None:
         """A step without a round: every worker becomes the mean of all, and the rule begins anew from there.
@@ -130,13 +133,11 @@ class Mixer:
 
     def shown(self) -> list[Tensor]:
         """Tensors to evaluate in the place of each bucket; empty: the parameters themselves."""
-        shown = map(self._combine.shown, self._states)
-        return [tensor for tensor in shown if tensor is not None]
+        return [tensor for tensor in map(self._combine.shown, self._states) if tensor is not None]
 
     def shares(self) -> list[Tensor]:
         """The rule's weight of this worker in the mean, by bucket; empty: all workers are equal."""
-        shares = map(self._combine.share, self._states)
-        return [share for share in shares if share is not None]
+        return [share for share in map(self._combine.share, self._states) if share is not None]
 
     def mixing(self) -> dict[str, float]:
         """Values of the last round for users to watch: only those that the rule has."""
@@ -146,24 +147,24 @@ class Mixer:
         """Relative errors of codecs, as last measured; empty where messages travel as they are."""
         coder = self.exchange.coder
         for flight in self._flights if coder.encodes else ():  # elsewhere nobody waits for that
-            for started in flight.started:
-                started.settle()
+            for message in flight.messages:
+                message.settle()
         error = coder.error()
         return [] if error is None else [error]
 
+    def traffic(self) -> Traffic:
+        """Traffic of the exchange, with the rounds that have landed."""
+        return self.exchange.traffic() + Traffic(self._landed, in_flight_seconds=self._in_flight_seconds)
+
     def turn(self, round: int) -> Turn:
         """Facts of a round that the rule may use."""
-        return Turn(round, self._learning_rate, self._peak, partial(self._own, round), partial(self._degree, round))
+        at = partial(self.exchange.neighbours, round)  # asked by few rules
+        own, degree = lambda: self._number(at().own), lambda: self._number(at().degree)
+        return Turn(round, self._learning_rate, self._peak, own, degree)
 
     def _rate(self, turn: Turn) -> float | None:
         """`Combine.rate_of`, where the rule alone corrects."""
         return self._combine.rate_of(turn)
-
-    def _own(self, round: int) -> Tensor:
-        return self._number(self.exchange.neighbours(round).own)
-
-    def _degree(self, round: int) -> Tensor:
-        return self._number(self.exchange.neighbours(round).degree)
 
     def _number(self, value: Number) -> Tensor:
         """A scalar on the buckets' device; in a simulation a column."""
@@ -179,19 +180,20 @@ class Mixer:
         self._flights.append(Flight(self.round, self.steps))
         return self._flights[-1]
 
-    def _launch(self, flight: Flight, place: int, message: Tensor, turn: Turn, copied: Copied | None) -> None:
+    def _launch(self, flight: Flight, place: int, turn: Turn, copied: Copied | None) -> None:
         x, state = self.buckets[place].flat, self._states[place]
+        message = x if self._sends_x else self._combine.message(x, state)
         if self._keeps_left:
             self._combine.encoded(x, state)
-        # A copy leaves: what was sent is subtracted at the landing, and updates change x until then.
-        sent, started = self.exchange.launch(message, flight.round, place, copied)
-        flight.sent.append(sent)
-        flight.started.append(started)
+        launched = self.exchange.launch(message, flight.round, place, copied)
+        flight.messages.append(launched)
         # By `depart` at the latest: what went to a new neighbour long before the old one's message is complete would
         # take the half of its link.
         if place == len(self.buckets) - 1:
-            self.exchange.depart(flight.started, flight.round)
-        self._combine.launched(x, partial(_settled, sent, started), state, turn)
+            self.exchange.depart(flight.messages, flight.round)
+            flight.departed = perf_counter()
+        if self._asks_sent:
+            self._combine.launched(x, partial(_settled, launched), state, turn)
 
     def _due(self, last: int) -> list[Flight]:
         """Remove and return the flights launched in round `last` or before."""
@@ -201,53 +203,56 @@ class Mixer:
         return due
 
     def _land(self, due: Sequence[Flight], place: int, leaving: Flight | None = None) -> Copied | None:
-        """The copy that leaves next, where the last landing's pass has made it."""
+        """Correct a bucket by what is due; return the copy that leaves next, where the correction's pass made it."""
         copied: Copied | None = None
         for flight in due:
-            if place >= len(flight.started):
+            if place >= len(flight.messages):
                 continue  # a bucket that was taken in after the launch
+            message, turn, x = flight.messages[place], self.turn(flight.round), self.buckets[place].flat
             # By then the others have launched it, or land it, too.
-            self.wanted = 1 + (self.steps if flight.started[place].together else flight.step)
-            turn, sent, x = self.turn(flight.round), flight.sent[place], self.buckets[place].flat
-            rate = self._rate(turn) if flight.started[place].correction else None
-            if leaving and flight is due[-1] and rate is not None and self._sends_x:
-                copied = self.exchange.copied(x, leaving.round, place)
-            mixed, copied = self._landed(flight, place, partial(brought, x, rate, copied), _only)
-            for tensor in mixed:
-                self._correct(x, sent, tensor, self._states[place], turn)
-            self.exchange.pool.give([sent, *mixed])
+            self.wanted = 1 + (self.steps if message.together else flight.step)
+            rate = self._rate(turn) if message.corrects else None
+            mixed, copied = None, None
+            try:
+                if rate is None:
+                    mixed = message.land()
+                else:
+                    if leaving and flight is due[-1] and self._sends_x:
+                        copied = self.exchange.copied(x, leaving.round, place)
+                    message.correct(x, rate, copied)
+            except Sick as sick:
+                mixed, copied = self._healed(sick, flight, place, turn), None
+            if mixed is not None:
+                self._correct(x, message.sent, mixed, self._states[place], turn)
+            self.exchange.pool.give([message.sent] if mixed is None else [message.sent, mixed])
+            if not place and flight.departed:  # a round counts once, with its first bucket
+                self._landed += 1
+                self._in_flight_seconds += perf_counter() - flight.departed
         return copied
 
-    def _landed(self, flight: Flight, place: int, take: Callable[[Started], T], of: Callable[[list[Tensor]], T]) -> T:
-        """Take what came back for a bucket; `of` nothing where its own message was refused, which corrects nothing."""
-        try:
-            return take(flight.started[place])
-        except Sick as sick:
-            left = max(f.round for f in (flight, *self._flights) if len(f.started) > place)
-            x, state, turn = self.buckets[place].flat, self._states[place], self.turn(flight.round)
-            if not self.healing.heal(sick, place, left, self._combine, x, state, turn) and sick.late:
-                return of(sick.mixed)  # a device's verdict is of an earlier one: this round is as any other
-            self.exchange.pool.give(sick.mixed)
-            return of([])
-
-    def _land_until(self, last: int) -> None:
-        due = self._due(last)
-        for place in range(len(self.buckets)):
-            self._land(due, place)
+    def _healed(self, sick: Sick, flight: Flight, place: int, turn: Turn) -> Tensor | None:
+        """Heal the bucket whose own message was refused; return what corrects it nevertheless."""
+        left = max(f.round for f in (flight, *self._flights) if len(f.messages) > place)
+        x, state = self.buckets[place].flat, self._states[place]
+        if not self.healing.heal(sick, place, left, self._combine, x, state, turn) and sick.late:
+            return sick.mixed  # a device's verdict is of an earlier one: this round is as any other
+        self.exchange.pool.give([sick.mixed])
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """Round, rule states and every flight with what it brings. Waits for the wire, changes no parameter."""
-        flights = [flight.state_dict(partial(self._kept, flight)) for flight in self._flights]
+        flights = [flight.state_dict(partial(self._keep, flight)) for flight in self._flights]
         return {**self.kept(), "flights": flights, "healing": self.healing.state_dict()}
 
-    def _kept(self, flight: Flight, place: int) -> Landed:
+    def _keep(self, flight: Flight, place: int) -> Landed:
         """Keep what came for a bucket. A refused one is healed where it lands, in a step: not in what is saved now, nor
         in the mean that may stand in the parameters' place."""
+        message = flight.messages[place]
         try:
-            return kept(self._rate(self.turn(flight.round)), flight.started[place])
+            return message.keep(self._rate(self.turn(flight.round)) is not None)
         except Sick as sick:
             self.healing.check(sick, place, self._combine, self._states[place])
-            return Landed([], sick=sick)
+            return Landed(message.sent, None, sick=sick)
 
     def kept(self) -> dict[str, Any]:
         """`state_dict` without what is under way, which isn't a newcomer's: nobody waits for the wire."""
@@ -282,10 +287,6 @@ class Mixer:
         self._flights = deque(Flight.of(saved, like) for saved in state["flights"])
 
 
-def _only(mixed: list[Tensor]) -> Brought:
-    return mixed, None
-
-
-def _settled(sent: Tensor, started: Started) -> Tensor:
-    started.settle()
-    return sent
+def _settled(message: MessageInFlight) -> Tensor:
+    message.settle()
+    return message.sent

@@ -2,19 +2,19 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_decentral.gossip.compute.healing import Healing, Recovery, first_poisoned, forget_poison
+from lightning_decentral.gossip.compute.healing import HealedBuckets, Healing, first_poisoned, forget_poison
 from lightning_decentral.gossip.wire.exchange import Traffic
-from lightning_decentral.gossip.wire.making import Beside, Making
+from lightning_decentral.gossip.wire.making import MixerFactory, TravellingState
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.shared.compute.buckets import Bucket, dealt, with_tail
 from lightning_decentral.shared.compute.layout import orders, refuse_reordered
-from lightning_decentral.shared.compute.modules import same
 from lightning_decentral.shared.wire.fsdp import local
 
 
@@ -49,10 +49,10 @@ class OptimizerMixer:
         self,
         optimizer: Optimizer,
         mixer: Mixer,
-        making: Making,
+        making: MixerFactory,
         taken: set[nn.Parameter],
         fragment: tuple[int, int] = (0, 1),
-        states: Sequence[Beside] = (),
+        states: Sequence[TravellingState] = (),
         others_sick: Callable[[], bool] = bool,
         place: Callable[[], int] = int,
     ) -> None:
@@ -62,7 +62,7 @@ class OptimizerMixer:
         self._packs, self._seen = list[list[nn.Parameter]](), list[nn.Parameter]()
         self._making, self._taken, self._fragment = making, taken, fragment
         self._last, self._place = optimizer, place
-        self.recovery, self.written = Recovery(self.buckets, self._forget, others_sick), Written(self.buckets)
+        self.recovery, self.written = HealedBuckets(self.buckets, self._forget, others_sick), Written(self.buckets)
         # Wherever a round lands: in a step, before training ends, before a mask is chosen.
         mixer.healing.forget = self.recovery.healed
 
@@ -76,7 +76,7 @@ class OptimizerMixer:
         # With a gradient, what was frozen again since the backward is updated, too.
         groups = self.optimizer.param_groups
         now = [p for group in groups for p in group["params"] if p.requires_grad or p.grad is not None]
-        if same(now, self._seen):
+        if len(now) == len(self._seen) and all(map(is_, now, self._seen)):
             return
         self._seen, self.looks = now, self.looks + 1
         self.strayed = not self.own.issubset(parameters_of(self.optimizer))
@@ -86,7 +86,7 @@ class OptimizerMixer:
             self._making.equalize(new)
         self._pack(new)
 
-    def hand_over(self, optimizer: Optimizer, states: Sequence[Beside]) -> Traffic:
+    def hand_over(self, optimizer: Optimizer, states: Sequence[TravellingState]) -> Traffic:
         """Give this to another optimizer that trains the same; states begin anew. Return what the old states' sent."""
         for state in self.states:
             state.drain()
@@ -142,17 +142,20 @@ class OptimizerMixer:
         self._last = by or self.optimizer
         # The largest: a group that is kept at 0 shows nothing of the others. Without an optimizer there is none.
         learning_rate = max((float(group.get("lr", 1.0)) for group in self._last.param_groups), default=1.0)
-        self.recovery.begin()
-        self._making.mixed.begin()
+        layouts = self._making.mixed.layouts  # what is mixed in a round is settled where it begins
+        if self.recovery.recovers:
+            self.recovery.begin()
+        layouts.begin()
         if self.mixer.steps < self._making.exact_steps:
             self.mixer.restart(self._making.mean)
         else:
             self.mixer.step(learning_rate)
         for state in self.states:
             state.mixer.step(learning_rate)
-        self._making.mixed.done()
+        layouts.done()
         self._store()
-        self.recovery.end()
+        if self.recovery.recovers:
+            self.recovery.end()
         self.written.stepped()
 
     def drain(self) -> None:
@@ -191,11 +194,11 @@ class OptimizerMixer:
 
     def traffic(self) -> Traffic:
         """Traffic of the parameters and the states; the rounds are the parameters'."""
-        return self.mixer.exchange.traffic() + self._of_states()
+        return self.mixer.traffic() + self._of_states()
 
     def _of_states(self) -> Traffic:
-        beside = (state.mixer.exchange.traffic() for state in self.states)
-        return sum((replace(traffic, rounds=0) for traffic in beside), Traffic())
+        others = (state.mixer.traffic() for state in self.states)
+        return sum((replace(traffic, rounds=0) for traffic in others), Traffic())
 
     def state_dict(self) -> dict[str, Any]:
         beside = {state.name: state.state_dict() for state in self.states}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_decentral.gossip.wire.exchange import Traffic
-from lightning_decentral.gossip.wire.making import Making, Mixed
+from lightning_decentral.gossip.wire.making import Mixed, MixerFactory
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizer_mixer import OptimizerMixer, parameters_of
 from lightning_decentral.shared.compute.modules import same
@@ -61,7 +61,7 @@ class Mixers:
         exact_steps: of this run, once they are known.
     """
 
-    def __init__(self, making: Callable[[], Making]) -> None:
+    def __init__(self, making: Callable[[], MixerFactory]) -> None:
         self._making, self.mixed = making, Mixed()
         self._all: list[OptimizerMixer] = []
         self._live: list[Optimizer] = []
@@ -108,8 +108,8 @@ class Mixers:
         healed = max((mixer.mixer.healing.healed for mixer in self._all), default=0)
         return replace(sum((mixer.traffic() for mixer in self._all), self._past), healed=healed)
 
-    def _timed(self) -> Making:
-        """Making with the exact steps that the first one had, or those of the run that is resumed."""
+    def _timed(self) -> MixerFactory:
+        """MixerFactory with the exact steps that the first one had, or those of the run that is resumed."""
         # A share of a run that is made longer would grow, and a rule that has begun mustn't end.
         making = self._making()
         if self.exact_steps is None:
@@ -173,7 +173,7 @@ class Mixers:
         for mixer in own:
             mixer.adopt_states()
             mixer.step()
-        for mixer in self._sharing(optimizer, own):
+        for mixer in self._sharing(optimizer, own) if len(self._live) > 1 else ():
             mixer.step(by=optimizer)
 
     def _sharing(self, optimizer: Optimizer, own: Sequence[OptimizerMixer]) -> list[OptimizerMixer]:

@@ -3,7 +3,7 @@
 On the host by threads; on a device, which queues a round's work by itself, codes have a stream of their own.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
@@ -15,12 +15,11 @@ from torch import Tensor
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.wire.exchange import (
     Arrivals,
-    Arriving,
     Copied,
-    Correction,
+    EarlyArrival,
     Exchange,
     Landed,
-    Started,
+    MessageInFlight,
     Traffic,
 )
 from lightning_decentral.shared.compute import cuda
@@ -63,12 +62,12 @@ class OverlapExchange(Exchange["Overlapped"]):
         # Two threads, since a round is to be encoded while the one before is still awaited. That they are threads
         # costs the training little: torch lets go of the interpreter within its operations.
         self._leaving, self._arriving = WorkerThread("gossip leaves"), WorkerThread("gossip arrives")
-        self._before: list[Future[list[Tensor]]] = []  # the landings of the round before
-        self._round: list[Overlapped] = []  # what has started of this one
+        self._before: list[Future[Tensor]] = []  # the landings of the round before
+        self._round: list[Overlapped] = []  # what was launched of this one
         self._departed: Future[None] | None = None
         self._admitted: list[int] = []
         self._last_overlaps = False
-        self._rounds, self._wait_seconds, self._in_flight_seconds = 0, 0.0, 0.0
+        self._wait_seconds = 0.0
 
     def admit(self, buckets: Sequence[Tensor], combine: Combine) -> None:
         if self._departed is not None:  # the inner exchange is the leaving thread's until that has sent what it has
@@ -77,10 +76,13 @@ class OverlapExchange(Exchange["Overlapped"]):
         self._last_overlaps = is_short(self._admitted[-1], sum(self._admitted)) if self._admitted else False
         self.inner.admit(buckets, combine)
 
-    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> "Overlapped":
-        """Memory until landed: the inner exchange's, and where messages are decoded one copy of what they become."""
-        part = Overlapped(self, self._leaving.send(partial(self.inner.start, message, step, first)), first)
-        self._round = [*self._round, part] if first else [part]
+    def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> "Overlapped":
+        """Memory until landed: a copy, the inner exchange's, and where messages are decoded what they become."""
+        # A copy leaves: what was sent is subtracted at the landing, and updates change the parameters until then.
+        sent = copied.message if copied else self.pool.take(message).copy_(message)
+        launched = self._leaving.send(partial(self.inner.launch, sent, step, place, Copied(sent)))
+        part = Overlapped(self, sent, launched)
+        self._round = [*self._round, part] if place else [part]
         # Only the last bucket overlaps, where it is short (`buckets.with_tail`): all others leave when it alone is
         # missing, so that the links don't rest while it is mixed and the next neighbours find each other.
         if self._last_overlaps and len(self._round) == len(self._admitted) - 1:
@@ -90,8 +92,8 @@ class OverlapExchange(Exchange["Overlapped"]):
                 self._leave(self._round, before, step)
         return part
 
-    def depart(self, started: Sequence["Overlapped"], step: int) -> None:
-        waiting = [part for part in started if part.landed is None]
+    def depart(self, launched: Sequence["Overlapped"], step: int) -> None:
+        waiting = [part for part in launched if part.landed is None]
         if self._last_overlaps:
             self._leave(waiting[:-1], self._before[:-1], step)
             waiting = waiting[-1:]
@@ -101,29 +103,22 @@ class OverlapExchange(Exchange["Overlapped"]):
         # ago. Encoding the next one waits with it, so a rule that asks what it sent (`PushSum`) waits until the last
         # round but one has landed.
         self._leave(waiting, self._before, step)
-        self._before = [part.landed for part in started if part.landed is not None]
+        self._before = [part.landed for part in launched if part.landed is not None]
 
-    def _leave(self, parts: Sequence["Overlapped"], before: Sequence["Future[list[Tensor]]"], step: int) -> None:
+    def _leave(self, parts: Sequence["Overlapped"], before: Sequence["Future[Tensor]"], step: int) -> None:
         if not parts:
             return
-        self._departed = self._leaving.send(partial(self._send, parts, before, self._departed, step))
+        # Where something couldn't leave, nothing may leave after it: `send` asks the departure before, too.
+        last = [] if self._departed is None else [self._departed]
+        inner = [part.launched for part in parts]
+        self._departed = self._leaving.send(partial(self._depart, before, step), *inner, *last)
         for part in parts:
-            part.departed = perf_counter()
-            part.landed = self._arriving.send(partial(part.arrive, self._departed))
+            part.landed = self._arriving.send(_land, part.launched, self._departed)
 
-    def _send(
-        self,
-        parts: Sequence["Overlapped"],
-        before: Sequence["Future[list[Tensor]]"],
-        last: "Future[None] | None",
-        step: int,
-    ) -> None:
-        started = [part.started.result() for part in parts]
+    def _depart(self, before: Sequence["Future[Tensor]"], step: int, *launched: MessageInFlight | None) -> None:
         for landed in before:
             landed.wait()
-        if last is not None:
-            last.result()  # where something couldn't leave, nothing may leave after it
-        self.inner.depart(started, step)
+        self.inner.depart([message for message in launched if message is not None], step)
 
     def awaited(self, future: "Future[Result]") -> Result:
         """Wait for a future, and return its result or raise its error; the training waits meanwhile."""
@@ -132,39 +127,30 @@ class OverlapExchange(Exchange["Overlapped"]):
         self._wait_seconds += perf_counter() - began
         return future.result()
 
-    def landed(self, part: "Overlapped") -> list[Tensor]:
-        assert part.landed is not None, "land only what has departed"
-        mixed = self.awaited(part.landed)
-        if not part.first:
-            self._in_flight_seconds += perf_counter() - part.departed
-            self._rounds += 1
-        return mixed
-
     def traffic(self) -> Traffic:
         # The inner exchange's waits are those of the threads: hidden. What counts is the training's.
-        left, waited = self.inner.traffic(), self._wait_seconds
-        return replace(left, rounds=self._rounds, wait_seconds=waited, in_flight_seconds=self._in_flight_seconds)
+        return replace(self.inner.traffic(), wait_seconds=self._wait_seconds)
+
+
+def _land(message: MessageInFlight, departed: None) -> Tensor:
+    return message.land()
 
 
 @dataclass
-class Overlapped(Started):
-    """Buckets between start and landing: being made ready, then sent and received."""
+class Overlapped(MessageInFlight):
+    """A message between launch and landing: being made ready, then sent and received."""
 
     exchange: OverlapExchange
-    started: "Future[Started]"
-    first: int
-    landed: "Future[list[Tensor]] | None" = None
-    departed: float = 0.0
+    sent: Tensor
+    launched: "Future[MessageInFlight]"
+    landed: "Future[Tensor] | None" = None
 
     def settle(self) -> None:
-        self.exchange.awaited(self.started)
+        self.exchange.awaited(self.launched)
 
-    def land(self) -> list[Tensor]:
-        return self.exchange.landed(self)
-
-    def arrive(self, departed: "Future[None]") -> list[Tensor]:
-        departed.result()
-        return self.started.result().land()
+    def land(self) -> Tensor:
+        assert self.landed is not None, "land only what has departed"
+        return self.exchange.awaited(self.landed)
 
 
 class StreamExchange(Exchange["OnStream"]):
@@ -182,42 +168,41 @@ class StreamExchange(Exchange["OnStream"]):
     def __init__(self, inner: Arrivals[Any], device: torch.device) -> None:
         self.inner: Arrivals[Any] = inner
         self.pool, self.coder, self.neighbours = inner.pool, inner.coder, inner.neighbours
-        self._depart: Callable[[Sequence[Any], int], None] = inner.depart
         self._stream, self._waited = cuda.Stream(device), DeviceStopwatch()
 
     def admit(self, buckets: Sequence[Tensor], combine: Combine) -> None:
         self.inner.admit(buckets, combine)
 
-    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> "OnStream":
+    def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> "OnStream":
+        sent = self._copy(message, copied)
         # For the message, and for the last readers of the buffers that went back to the pool.
         self._stream.wait_stream(self.caller())
         with cuda.on(self._stream):
-            started = self.inner.start(message, step, first)
+            inner = self.inner.launch(sent, step, place, Copied(sent))
             encoded = self._stream.record_event()
-        for tensor in message:  # the caller's, which may drop it before it is encoded
-            tensor.record_stream(self._stream)
-        return OnStream(self, started, encoded)
+        sent.record_stream(self._stream)  # the caller's, which may drop it before it is encoded
+        return OnStream(self, sent, inner, encoded)
 
-    def depart(self, started: Sequence["OnStream"], step: int) -> None:
+    def depart(self, launched: Sequence["OnStream"], step: int) -> None:
         with cuda.on(self._stream):
-            self._depart([part.inner for part in started], step)
-            for part in started:
-                part.inner.arrive()
-                part.arrived = self._stream.record_event()
+            self.inner.depart([message.inner for message in launched], step)
+            for message in launched:
+                message.memory = message.inner.arrive()
+                message.arrived = self._stream.record_event()
 
     def caller(self) -> cuda.Stream:
         """The current stream."""
         return cuda.current_stream(self._stream.device)
 
-    def landing(self, part: "OnStream") -> Arriving:
-        """The caller's stream waits for it."""
+    def arrived(self, message: "OnStream") -> EarlyArrival:
+        """Have the caller's stream wait for a message."""
         caller = self.caller()
-        assert part.arrived is not None, "land only what has departed"
-        self._waited.during([partial(caller.wait_event, part.arrived)])
+        assert message.arrived is not None, "land only what has departed"
+        self._waited.during([partial(caller.wait_event, message.arrived)])
         # Not to be given away before the caller has read it.
-        for tensor in part.inner.belongings():
+        for tensor in message.memory:
             tensor.record_stream(caller)
-        return part.inner
+        return message.inner
 
     def traffic(self) -> Traffic:
         # The inner exchange's waits are this stream's: hidden.
@@ -225,31 +210,32 @@ class StreamExchange(Exchange["OnStream"]):
 
 
 @dataclass
-class OnStream(Started):
-    """Buckets between start and landing."""
+class OnStream(MessageInFlight):
+    """A message between launch and landing.
+
+    Args:
+        memory: tensors of the second stream that the landing reads.
+    """
 
     exchange: StreamExchange
-    inner: Arriving
+    sent: Tensor
+    inner: EarlyArrival
     encoded: cuda.Event
     arrived: cuda.Event | None = None
+    memory: Sequence[Tensor] = ()
 
     @property
-    def correction(self) -> Correction | None:
-        return None if self.inner.correction is None else self
+    def corrects(self) -> bool:  # type: ignore[override]
+        return self.inner.corrects
 
     def settle(self) -> None:
         self.exchange.caller().wait_event(self.encoded)
 
-    def land(self) -> list[Tensor]:
-        return self.exchange.landing(self).land()
+    def land(self) -> Tensor:
+        return self.exchange.arrived(self).land()
 
     def correct(self, x: Tensor, rate: float, copied: Copied | None = None) -> None:
-        self._corrects().correct(x, rate, copied)
+        self.exchange.arrived(self).correct(x, rate, copied)
 
-    def keep(self) -> Landed:
-        return self._corrects().keep()
-
-    def _corrects(self) -> Correction:
-        correction = self.exchange.landing(self).correction
-        assert correction is not None
-        return correction
+    def keep(self, corrects: bool) -> Landed:
+        return self.exchange.arrived(self).keep(corrects)

@@ -7,98 +7,147 @@ to rounding.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
-from lightning_decentral.gossip.compute.correction import correct_, correct_and_state_, difference, mix
 from lightning_decentral.gossip.compute.error_feedback import coder_of
-from lightning_decentral.gossip.compute.integrity import Verdicts, refuse
 from lightning_decentral.gossip.compute.link import Buffers, Coder
+from lightning_decentral.gossip.compute.mixing import Verdicts, correct_, correct_and_state_, difference, mix, refuse
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Neighbours, Weights, neighbours
-from lightning_decentral.gossip.wire.exchange import (
-    HEADER,
-    Arrivals,
-    Arriving,
-    Copied,
-    Landed,
-    Tally,
-    Traffic,
-)
+from lightning_decentral.gossip.wire.exchange import HEADER, Arrivals, Copied, EarlyArrival, Landed, Traffic
 from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.deterministic import Plain
+from lightning_decentral.shared.compute.device import stopwatch
 from lightning_decentral.shared.compute.health import judged, scale, scales_in, stated
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Message, Transport
 
-Arrived = tuple[Mapping[int, Buffers], Tensor]
-"""({source: its message}, what is sound: this worker's own message, then each source's)"""
-
 
 @dataclass
-class PeerMessages(Arriving):
-    """Buckets on their way to and from the neighbours of one step."""
+class PeerMessage(EarlyArrival):
+    """One bucket on its way to and from the neighbours of one step.
+
+    Args:
+        row: {j: w_ij} of what is mixed, this worker included.
+        packets: {target: payload}.
+        buffers: {source: where its payload is received}.
+
+    Attributes:
+        received: {source: its message, decoded}.
+        sane: bool [1 + sources]: whether this worker's own message is sound, then each source's.
+    """
 
     exchange: "PeerExchange"
     step: int
-    first: int
-    message: Sequence[Tensor]
-    said: Tensor
+    place: int
+    row: Mapping[int, float]
+    sent: Tensor  # [elements]
+    headers: Tensor  # int64 [1 + sources, HEADER]: this worker's, then each source's
     packets: Mapping[int, Buffers]
     buffers: Mapping[int, Buffers]
     corrects: bool = False
-    arrived: Arrived | None = None
     outgoing: Sequence[Pending] = ()
     incoming: Sequence[Pending] = ()
-    departed: float = 0.0
-
-    @property
-    def header(self) -> Tensor:
-        """Header of this worker's message."""
-        return self.said[0]
-
-    @property
-    def headers(self) -> dict[int, Tensor]:
-        """{source: its header}"""
-        return dict(zip(self.buffers, self.said[1:], strict=True))
+    received: Mapping[int, Tensor] | None = None
+    sane: Tensor = field(init=False)
 
     def sends(self) -> list[Message]:
         """A header, then the payload."""
-        return [Message(k, t, tag) for k, sent in self.packets.items() for tag, t in enumerate([self.header, *sent])]
+        packets = self.packets.items()
+        return [Message(k, t, tag) for k, sent in packets for tag, t in enumerate([self.headers[0], *sent])]
 
     def receives(self) -> list[Message]:
         # In the order of the senders' `sends`: NCCL pairs by order, gloo by tag.
-        headers = self.headers
-        return [Message(j, t, tag) for j, p in self.buffers.items() for tag, t in enumerate([headers[j], *p])]
+        rows = zip(self.buffers.items(), self.headers[1:], strict=True)
+        return [Message(j, t, tag) for (j, payload), row in rows for tag, t in enumerate([row, *payload])]
 
-    @property
-    def correction(self) -> "PeerMessages | None":
-        return self if self.corrects else None
+    def arrive(self) -> list[Tensor]:
+        self.received, self.sane = self.exchange.receive(self)
+        return [self.headers, self.sane, *self.received.values()]
 
-    def land(self) -> list[Tensor]:
-        return self.exchange.landed(self)
+    def land(self, judged: bool = False) -> Tensor:
+        exchange, own, received = self.exchange, self.sent, self._arrived()
+        if not judged:
+            # A worker that took another number of steps would pair rounds wrongly without a sign.
+            exchange.verdicts.judge(self.step, [exchange.transport.rank, *received], self.headers, self.sane)
+        sane, complaint = self.sane[1:], exchange.verdicts.complaint
+        instead = own
+        if complaint:
+            own = instead = exchange.stand_in(self._mean_of_sound(received))
+        elif exchange.device.type != "cuda" and not bool(sane.all()):
+            # A device isn't asked: there the own message stands in, and a rule for which that's wrong ends when the
+            # sender does, whose state the message has spoiled by then.
+            instead = exchange.stand_in(own)
+        for tensor, healthy in zip(received.values(), sane, strict=True):
+            refuse(tensor, instead, healthy)
+        # w_ii sent_i + sum_j w_ij received_j, in the received buffers; in one order always, so that a resumed run
+        # rounds alike.
+        mixed, *others = received.values() if received else [exchange.pool.take(own).copy_(own)]
+        if received:
+            mix(own, [mixed, *others], [self.row[exchange.transport.rank], *(self.row[j] for j in received)])
+        exchange.pool.give(others)
+        self._release()
+        if complaint:
+            exchange.verdicts.refuse_own(own, mixed)
+        return mixed
 
     def correct(self, x: Tensor, rate: float, copied: Copied | None = None) -> None:
-        self.exchange.correct(self, x, rate, copied)
+        """x <- x + rate sum_j w_ij (received_j - sent) over what is accepted."""
+        received = self._arrived()
+        terms = self._terms(received)
+        if copied is None:
+            correct_(x, *terms, rate)
+        else:
+            assert copied.headers is not None
+            correct_and_state_(copied.message, copied.headers[0], x, *terms, rate, copied.step, copied.elements)
+        self._release()
+        self.exchange.pool.give(received.values())
 
-    def keep(self) -> Landed:
-        return self.exchange.keep(self)
+    def keep(self, corrects: bool) -> Landed:
+        if not (corrects and self.corrects):
+            return super().keep(corrects)
+        received = self._arrived()
+        added = difference(*self._terms(received))  # what `correct` would add
+        self._release()
+        self.exchange.pool.give(received.values())
+        return Landed(self.sent, added, corrects=True)
 
-    def arrive(self) -> None:
-        self.arrived = self.exchange.arrived(self)
+    def _arrived(self) -> Mapping[int, Tensor]:
+        if self.received is None:
+            self.arrive()
+        assert self.received is not None
+        return self.received
 
-    def belongings(self) -> list[Tensor]:
-        assert self.arrived is not None
-        heard, sane = self.arrived
-        return [self.said, sane, *(tensor for tensors in heard.values() for tensor in tensors)]
+    def _terms(self, received: Mapping[int, Tensor]) -> tuple[Tensor, list[Tensor], list[float], Tensor]:
+        """Terms of a correction: own message, received ones, weights, which are sound; `Sick` where the own isn't."""
+        verdicts = self.exchange.verdicts
+        verdicts.judge(self.step, [self.exchange.transport.rank, *received], self.headers, self.sane)
+        if verdicts.complaint:
+            self.land(judged=True)  # mixes what heals, and raises
+        return self.sent, [*received.values()], [self.row[j] for j in received], self.sane
+
+    def _mean_of_sound(self, received: Mapping[int, Tensor]) -> Tensor:
+        """sum_j w_ij sent_j / sum_j w_ij over the sources j whose messages are sound; the own one where none is."""
+        # Seldom, so that the host may wait for the device's verdicts.
+        sound = [j for j, healthy in zip(received, self.sane[1:], strict=True) if bool(healthy)]
+        total = sum(self.row[j] for j in sound)
+        return torch.stack([received[j] * (self.row[j] / total) for j in sound]).sum(dim=0) if sound else self.sent
+
+    def _release(self) -> None:
+        """Wait until what was sent has left, and give its buffers back."""
+        for pending in self.outgoing:
+            pending.wait()
+        if self.exchange.coder.encodes:  # else the message itself was sent
+            # Each once: the targets of an audience share a payload.
+            self.exchange.pool.give(chain(*{id(payload): payload for payload in self.packets.values()}.values()))
 
 
 @dataclass
-class PeerExchange(Arrivals[PeerMessages]):
+class PeerExchange(Arrivals[PeerMessage]):
     """Send this worker's buckets to its targets, receive from its sources, and mix what is accepted.
 
     Every message is preceded by a header (round, elements of all buckets), and that of another round is an error. A
@@ -123,10 +172,9 @@ class PeerExchange(Arrivals[PeerMessages]):
     def __post_init__(self) -> None:
         rank, size = self.transport.rank, self.transport.size
         self.coder = coder_of(self.codec, self.topology, rank, size, self.pool)
+        self.verdicts = Verdicts(rank, repr(self.codec) if self.codec.encodes else "")
         self._period, self._phases = self.topology.period(size), dict[int, Neighbours]()
-        self._verdicts = Verdicts(rank, repr(self.codec) if self.codec.encodes else "")
-        self._tally = Tally(self.device)
-        self._elements = 0
+        self._waited, self._bytes_sent, self._elements = stopwatch(self.device), 0, 0
 
     def neighbours(self, step: int) -> Neighbours:
         phase = step % self._period
@@ -137,164 +185,67 @@ class PeerExchange(Arrivals[PeerMessages]):
 
     def admit(self, buckets: Sequence[Tensor], combine: Combine) -> None:
         # Both ends of a link begin with one estimate: worker 0's parameters, by one broadcast.
-        references = [bucket.clone() for bucket in buckets] if self.coder.estimates else buckets
-        for reference in references if self.coder.estimates else []:
+        references = [bucket.clone() for bucket in buckets] if self.codec.remembers else buckets
+        for reference in references if self.codec.remembers else []:
             self.transport.broadcast(reference).wait()
         self._combine = combine
         self.coder.admit(references, combine)
         self._elements += sum(bucket.numel() for bucket in buckets)
 
-    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> PeerMessages:
-        """Memory until landed: one copy of the message for each source."""
-        at = self.neighbours(step)
-        packets = self.coder.encode(message, at.heard_by, step, first)
-        buffers = self.coder.buffers(at.sources, message, first)
-        said = torch.empty(1 + len(buffers), HEADER, dtype=torch.int64, device=self.device)
-        # Of what receivers decode, which may overflow; now, while it is in the processor's cache.
-        said[0].copy_(stated([step, self._elements], message, self.device))
-        # On the host a thread mixes, during the training.
-        corrects = self.device.type == "cuda" and len(message) == 1 and bool(buffers)
-        return PeerMessages(self, step, first, message, said, packets, buffers, corrects)
+    def stand_in(self, message: Tensor) -> Tensor:
+        """Tensor that counts in the place of a message that was refused, by the rule."""
+        assert self._combine is not None
+        return self._combine.recovery.stand_in(message)
 
     def copied(self, x: Tensor, step: int, place: int) -> Copied:
         rows = 1 + len(self.neighbours(step).sources)
-        said = torch.empty(rows, HEADER, dtype=torch.int64, device=self.device)
-        return Copied(self.pool.take(x), said, step, self._elements)
+        headers = torch.empty(rows, HEADER, dtype=torch.int64, device=self.device)
+        return Copied(self.pool.take(x), headers, step, self._elements)
 
-    def launch(
-        self, message: Tensor, step: int, place: int, copied: Copied | None = None
-    ) -> tuple[Tensor, PeerMessages]:
-        if self.device.type != "cuda" or self.coder.encodes:
-            return super().launch(message, step, place, copied)
-        # The copy and its header, in one pass.
-        copied = copied or self.copied(message, step, place).of(message)
-        at, sent = self.neighbours(step), copied.message
-        packets = self.coder.encode([sent], at.heard_by, step, place)
-        buffers = self.coder.buffers(at.sources, [sent], place)
-        return sent, PeerMessages(self, step, place, [sent], copied.said, packets, buffers, bool(buffers))
+    def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> PeerMessage:
+        """Memory until landed: one copy of the message for each source."""
+        at, cuda = self.neighbours(step), self.device.type == "cuda"
+        if cuda and copied is None and not self.coder.encodes:
+            copied = self.copied(message, step, place).of(message)  # the copy and its header, in one pass
+        sent = copied.message if copied else self.pool.take(message).copy_(message)
+        headers = copied.headers if copied and not self.coder.encodes else None
+        packets = self.coder.encode(sent, at.heard_by, step, place)
+        buffers = self.coder.buffers(at.sources, sent, place)
+        if headers is None:
+            headers = torch.empty(1 + len(buffers), HEADER, dtype=torch.int64, device=self.device)
+            # Of what receivers decode, which may overflow; now, while it is in the processor's cache.
+            headers[0].copy_(stated([step, self._elements], [sent], self.device))
+        # On the host a thread mixes, during the training.
+        return PeerMessage(self, step, place, at.row, sent, headers, packets, buffers, cuda and bool(buffers))
 
-    def depart(self, started: Sequence[PeerMessages], step: int) -> None:
-        sends, receives = [part.sends() for part in started], [part.receives() for part in started]
+    def depart(self, launched: Sequence[PeerMessage], step: int) -> None:
+        sends, receives = [message.sends() for message in launched], [message.receives() for message in launched]
         # All buckets at once: on a device in one launch.
         outgoing, incoming = self.transport.exchange([*chain(*sends)], [*chain(*receives)])
-        self._tally.bytes_sent += sum(m.tensor.numel() * m.tensor.element_size() for m in chain(*sends))
-        for part, sent, received in zip(started, sends, receives, strict=True):
-            part.departed = perf_counter()
-            part.outgoing, outgoing = outgoing[: len(sent)], outgoing[len(sent) :]
-            part.incoming, incoming = incoming[: len(received)], incoming[len(received) :]
+        self._bytes_sent += sum(m.tensor.numel() * m.tensor.element_size() for m in chain(*sends))
+        for message, sent, received in zip(launched, sends, receives, strict=True):
+            message.outgoing, outgoing = outgoing[: len(sent)], outgoing[len(sent) :]
+            message.incoming, incoming = incoming[: len(received)], incoming[len(received) :]
 
-    def correct(self, part: PeerMessages, x: Tensor, rate: float, copied: Copied | None) -> None:
-        """x <- x + rate sum_j w_ij (heard_j - sent) over what is accepted."""
-        heard, sane = self._accepted(part)
-        terms = self._terms(part, heard, sane)
-        if copied:
-            correct_and_state_(copied.message, copied.said[0], x, *terms, rate, copied.step, copied.elements)
-        else:
-            correct_(x, *terms, rate)
-        self._left(part)
-        self.pool.give(tensor for tensors in heard.values() for tensor in tensors)
+    def receive(self, message: PeerMessage) -> tuple[Mapping[int, Tensor], Tensor]:
+        """Wait for what was sent to this worker, decode and judge it; on the current stream.
 
-    def keep(self, part: PeerMessages) -> Landed:
-        """Keep the difference that `correct` would add."""
-        heard, sane = self._accepted(part)
-        added = difference(*self._terms(part, heard, sane))
-        self._left(part)
-        self.pool.give(tensor for tensors in heard.values() for tensor in tensors)
-        return Landed([added], corrects=True)
+        Returns:
+            ({source: its message}, bool [1 + sources]: what is sound, the own message first).
+        """
+        self._waited.during(pending.wait for pending in message.incoming)
+        received = self._decoded(message)
+        if self.coder.encodes:  # decoded here, perhaps from another estimate
+            for row, tensor in zip(message.headers[1:], received.values(), strict=True):
+                scales_in(row).copy_(scale([tensor]))
+        sane = judged(message.headers)
+        if self.codec.remembers:  # before they are mixed, which is done in place
+            self.coder.remember(received, sane[1:], message.place)
+        return received, sane
 
-    def _terms(
-        self, part: PeerMessages, heard: Mapping[int, Buffers], sane: Tensor
-    ) -> tuple[Tensor, list[Tensor], list[float], Tensor]:
-        """Terms of a correction: own message, received ones, weights, which are sound; `Sick` where the own isn't."""
-        if self._verdicts.complaint:
-            self._mixed(part, heard, sane)
-        row = self._row(part)
-        return part.message[0], [tensors[0] for tensors in heard.values()], [row[j] for j in heard], sane
-
-    def landed(self, part: PeerMessages) -> list[Tensor]:
-        return self._mixed(part, *self._accepted(part))
-
-    def _accepted(self, part: PeerMessages) -> Arrived:
-        heard, sane = part.arrived or self.arrived(part)
-        # A worker that took another number of steps would pair rounds wrongly without a sign.
-        self._verdicts.hear(part.step, [self.transport.rank, *heard], part.said, sane)
-        return heard, sane
-
-    def arrived(self, part: PeerMessages) -> Arrived:
-        """Wait for what was sent to this worker, decode and judge it; on the current stream."""
-        self._tally.land(part.incoming, part.departed, part.first)
-        heard = self._heard(part)
-        for j in heard if self.coder.encodes else ():  # decoded here, perhaps from another estimate
-            scales_in(part.headers[j]).copy_(scale(heard[j]))
-        sane = judged(part.said)
-        if self.coder.estimates:  # before they are mixed, which is done in place
-            self.coder.remember(heard, dict(zip(heard, sane[1:], strict=True)), part.first)
-        return heard, sane
-
-    def _mixed(self, part: PeerMessages, heard: Mapping[int, Buffers], sane: Tensor) -> list[Tensor]:
-        healthy = dict(zip(heard, sane[1:], strict=True))
-        sent: Sequence[Tensor] = part.message
-        instead = sent
-        if self._verdicts.complaint:
-            sent = instead = self._stand_ins(self._mean_of_sound(self._row(part), sent, heard, healthy))
-        elif self.device.type != "cuda" and not all(map(bool, healthy.values())):
-            # A device isn't asked: there the own message stands in, and a rule for which that's wrong ends when the
-            # sender does, whose state the message has spoiled by then.
-            instead = self._stand_ins(sent)
-        for j, tensors in heard.items():
-            refuse(tensors, instead, healthy[j])
-        mixed = self._mix(self._row(part), sent, heard)
-        self._left(part)
-        if self._verdicts.complaint:
-            self._verdicts.refuse_own(sent, mixed)
-        return mixed
-
-    def _row(self, part: PeerMessages) -> Mapping[int, float]:
-        """{j: w_ij} of what is mixed, this worker included."""
-        return self.neighbours(part.step).row
-
-    def _left(self, part: PeerMessages) -> None:
-        """Wait until what was sent has left."""
-        for pending in part.outgoing:
-            pending.wait()
-        self.coder.release(part.packets)
-
-    def _heard(self, part: PeerMessages) -> dict[int, Buffers]:
-        return self.coder.decode(part.buffers, part.message, part.first)
-
-    def _stand_ins(self, messages: Sequence[Tensor]) -> list[Tensor]:
-        assert self._combine is not None
-        return [self._combine.recovery.stand_in(message) for message in messages]
-
-    def _mean_of_sound(
-        self,
-        row: Mapping[int, float],
-        message: Sequence[Tensor],
-        heard: Mapping[int, Sequence[Tensor]],
-        healthy: Mapping[int, Tensor],
-    ) -> Sequence[Tensor]:
-        """sum_j w_ij sent_j / sum_j w_ij over the sources j whose messages are sound; the own one where none is."""
-        # Seldom, so that the host may wait for the device's verdicts.
-        sound = {j: tensors for j, tensors in heard.items() if bool(healthy[j])}
-        if not sound:
-            return message
-        total = sum(row[j] for j in sound)
-        shares = [[t * (row[j] / total) for t in tensors] for j, tensors in sound.items()]
-        return [torch.stack(parts).sum(dim=0) for parts in zip(*shares, strict=True)]
-
-    def _mix(
-        self, row: Mapping[int, float], message: Sequence[Tensor], heard: Mapping[int, Sequence[Tensor]]
-    ) -> list[Tensor]:
-        """w_ii sent_i + sum_j w_ij sent_j, in the received buffers."""
-        if not heard:
-            return [self.pool.take(m).copy_(m) for m in message]
-        # In one order always, so that a resumed run rounds alike.
-        weights = [row[self.transport.rank], *(row[j] for j in heard)]
-        (_, first), *others = heard.items()
-        for place, (total, own) in enumerate(zip(first, message, strict=True)):
-            mix(own, [total, *(tensors[place] for _, tensors in others)], weights)
-        self.pool.give([tensor for _, tensors in others for tensor in tensors])
-        return list(first)
+    def _decoded(self, message: PeerMessage) -> Mapping[int, Tensor]:
+        return self.coder.decode(message.buffers, message.sent, message.place)
 
     def traffic(self) -> Traffic:
-        return self._tally.traffic(self._verdicts.refused)
+        waited, refused = self._waited.seconds(), self.verdicts.refused
+        return Traffic(bytes_sent=self._bytes_sent, wait_seconds=waited, refused=refused)

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.combine.combine import Combine
-from lightning_decentral.gossip.compute.combine.rule import Rule
+from lightning_decentral.gossip.compute.combine.combine import Combine, Rule
 from lightning_decentral.gossip.compute.error_feedback import coder_of
 from lightning_decentral.gossip.compute.link import Direct, Everyone, cliques_of
 from lightning_decentral.gossip.plan.topology.topology import Topology, at_least_one
@@ -17,7 +16,7 @@ from lightning_decentral.gossip.plan.traffic import Cliques
 from lightning_decentral.gossip.plan.weights import Entries, Neighbours, Weights, compressed, entries, neighbours
 from lightning_decentral.gossip.wire.coded_clique import EveryonesParts
 from lightning_decentral.gossip.wire.consensus import mixer_of
-from lightning_decentral.gossip.wire.exchange import Exchange, Landed, Started
+from lightning_decentral.gossip.wire.exchange import Copied, Exchange, Landed, MessageInFlight
 from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.deterministic import Plain
@@ -102,7 +101,7 @@ def _exchange(topology: Topology, weights: Weights, size: int, codec: Codec, com
 
 
 @dataclass
-class LinkExchange(Exchange["LinkMessages"]):
+class LinkExchange(Exchange["LinkMessage"]):
     """Exchange of encoded messages, as `MatrixExchange` of plain ones: every link of every worker in turn."""
 
     topology: Topology
@@ -124,43 +123,40 @@ class LinkExchange(Exchange["LinkMessages"]):
     def neighbours(self, step: int) -> Entries:
         return self._mixings.at(step).entries
 
-    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> "LinkMessages":
+    def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> "LinkMessage":
+        sent = self._copy(message, copied)
         everyone = [neighbours(self.topology, self.weights, rank, self.size, step) for rank in range(self.size)]
-        sent = [[m[rank] for m in message] for rank in range(self.size)]
-        links = zip(self.coders, sent, everyone, strict=True)
-        packets = [worker.encode(own, at.heard_by, step, first) for worker, own, at in links]
-        return LinkMessages(self, first, message, everyone, packets)
+        links = zip(self.coders, everyone, strict=True)
+        packets = [worker.encode(sent[at.rank], at.heard_by, step, place) for worker, at in links]
+        return LinkMessage(self, place, sent, everyone, packets)
 
-    def depart(self, started: "Sequence[LinkMessages]", step: int) -> None:
+    def depart(self, launched: "Sequence[LinkMessage]", step: int) -> None:
         return  # nothing travels
 
 
 @dataclass
-class LinkMessages(Started):
+class LinkMessage(MessageInFlight):
     """Messages of all workers on all links."""
 
     exchange: LinkExchange
-    first: int
-    message: Sequence[Tensor]
+    place: int
+    sent: Tensor  # [workers, elements]
     everyone: Sequence[Neighbours]
     packets: Sequence[Mapping[int, list[Tensor]]]
 
-    def land(self) -> list[Tensor]:
-        mixed = [self.exchange.pool.take(m) for m in self.message]
+    def land(self) -> Tensor:
+        mixed = self.exchange.pool.take(self.sent)
         # Nothing is refused here: a NaN shows in the trajectory.
         healthy = torch.ones((), dtype=torch.bool)
         for at, worker in zip(self.everyone, self.exchange.coders, strict=True):
-            own = [m[at.rank] for m in self.message]
+            own, total = self.sent[at.rank], mixed[at.rank]
             # Cloned: decoding uses a payload up, and all targets of an audience share it.
-            heard = worker.decode(
-                {j: [t.clone() for t in self.packets[j][at.rank]] for j in at.sources}, own, self.first
-            )
-            if worker.estimates:
-                worker.remember(heard, dict.fromkeys(at.sources, healthy), self.first)
-            for place, total in enumerate(mixed):
-                torch.mul(own[place], at.own, out=total[at.rank])
-                for j in at.sources:
-                    total[at.rank].add_(heard[j][place], alpha=at.row[j])
+            payloads = {j: [t.clone() for t in self.packets[j][at.rank]] for j in at.sources}
+            received = worker.decode(payloads, own, self.place)
+            worker.remember(received, [healthy] * len(received), self.place)
+            torch.mul(own, at.own, out=total)
+            for j in at.sources:
+                total.add_(received[j], alpha=at.row[j])
         return mixed
 
 
@@ -221,7 +217,7 @@ class Mixings:
 
 @checked
 @dataclass
-class MatrixExchange(Exchange[Started]):
+class MatrixExchange(Exchange[MessageInFlight]):
     """mixed = W_t @ message, the workers as the first axis: the simulator's exchange."""
 
     topology: Topology
@@ -240,8 +236,9 @@ class MatrixExchange(Exchange[Started]):
     def neighbours(self, step: int) -> Entries:
         return self._mixings.at(step).entries
 
-    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> Started:
-        return Landed([self._mixings.at(step)(m, out=self.pool.take(m)) for m in message])
+    def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> MessageInFlight:
+        sent = self._copy(message, copied)
+        return Landed(sent, self._mixings.at(step)(sent, out=self.pool.take(sent)))
 
-    def depart(self, started: Sequence[Started], step: int) -> None:
+    def depart(self, launched: Sequence[MessageInFlight], step: int) -> None:
         return  # nothing travels

@@ -135,8 +135,8 @@ class WorkerThread:
         self._name = name
         self._calls: SimpleQueue[Future[Any] | None] | None = None
 
-    def send(self, call: Callable[[], Result]) -> "Future[Result]":
-        """Do it after all that was sent before."""
+    def send(self, call: Callable[..., Result], *inputs: "Future[Any]") -> "Future[Result]":
+        """Do it after all that was sent before, with the results of these, whose errors are its own."""
         if self._calls is None:
             self._calls = SimpleQueue()
             # A daemon, and no `ThreadPoolExecutor`, which joins its threads: when a program has failed, a
@@ -146,7 +146,7 @@ class WorkerThread:
             _alive[thread] = self._calls
             # The thread holds the queue alone: were it to hold this object, nothing would end it.
             weakref.finalize(self, self._calls.put, None)
-        future = Future(call)
+        future = Future(call, inputs)
         self._calls.put(future)
         return future
 
@@ -154,8 +154,9 @@ class WorkerThread:
 class Future(Generic[Result]):
     """A call under way on a worker thread while the training goes on."""
 
-    def __init__(self, call: Callable[[], Result]) -> None:
-        self._call: Callable[[], Result] | None = call
+    def __init__(self, call: Callable[..., Result], inputs: "tuple[Future[Any], ...]" = ()) -> None:
+        self._call: Callable[..., Result] | None = call
+        self._inputs = inputs
         self._done = threading.Event()
         self._result: Result
         self._error: BaseException | None = None
@@ -165,11 +166,11 @@ class Future(Generic[Result]):
         assert self._call is not None
         try:
             with torch.no_grad():  # a new thread would have it on
-                self._result = self._call()
+                self._result = self._call(*(future.result() for future in self._inputs))
         except BaseException as error:
             # Raised by `result`, in the thread that asks.
             self._error = error
-        self._call = None  # and the tensors that it holds
+        self._call, self._inputs = None, ()  # and the tensors that they hold
         self._done.set()
 
     def result(self) -> Result:

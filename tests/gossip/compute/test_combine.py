@@ -40,7 +40,7 @@ from lightning_decentral.gossip import (
     Uniform,
     simulate,
 )
-from lightning_decentral.gossip.compute.combine.rule import State, Turn
+from lightning_decentral.gossip.compute.combine.combine import State, Turn
 from lightning_decentral.gossip.plan.weights import mixing_matrix, talking_steps
 from lightning_decentral.gossip.wire.consensus import mixer_of
 from lightning_decentral.gossip.wire.mixer import Mixer

@@ -26,8 +26,7 @@ from lightning_decentral.gossip import (
     Topology,
 )
 from lightning_decentral.gossip.plan.forecast import ready, step_tasks
-from lightning_decentral.gossip.plan.island_cost import Alone, ReplicatedCost, Shards
-from lightning_decentral.gossip.plan.messages import Encoding
+from lightning_decentral.gossip.plan.step_costs import Alone, Encoding, ReplicatedCost, ShardedCost
 from lightning_decentral.gossip.plan.traffic import Cliques, RoundLoad, copies_through_card, rounds
 from lightning_decentral.pipeline import Pipelining
 from lightning_decentral.shared.plan.data_parallel import DataParallel, ShardedForecast
@@ -202,7 +201,7 @@ def test_in_a_clique_one_mixture_is_heard_and_in_a_star_the_leaves_hear_one() ->
 def test_of_an_island_every_device_corrects_what_it_has_and_hears_its_part() -> None:
     where = setting(8, 4).without_network
     where = replace(where, model=replace(where.model, rounds=(RoundWork("Plain()", 2e-9, 1e-9),)))
-    for within, own in ((ReplicatedCost(4), 2e-9), (Shards(4), 0.5e-9)):
+    for within, own in ((ReplicatedCost(4), 2e-9), (ShardedCost(4), 0.5e-9)):
         bare = replace(where, model=replace(where.model, rounds=()))
         method = GossipForecast(Hypercube(), within=within)
         more = (own + 1e-9 / 4) * PARAMETERS
@@ -256,7 +255,7 @@ def test_an_all_reduce_over_shared_nodes_costs_what_ddp_pays_for_it() -> None:
     assert (price.bytes_per_second, price.extrapolated) == (1e8, False)
     assert GossipForecast(Complete()).prices(where) == (price,)
     assert set(ReplicatedCost(8).prices(where)) == {price}
-    assert Shards(8).prices(where) == ShardedForecast().prices(where)
+    assert ShardedCost(8).prices(where) == ShardedForecast().prices(where)
     assert Pipelining(stages=1).prices(where)[1] == price
     alone = replace(setting(8, 1), network=both_of_eight())
     assert GossipForecast(Complete()).prices(alone) == DataParallel().prices(alone) != (price,)
@@ -273,8 +272,8 @@ def test_an_island_of_one_device_is_a_device() -> None:
     )
 
 
-@pytest.mark.parametrize("within", [ReplicatedCost(4), Shards(4)], ids=repr)
-def test_every_byte_of_an_island_crosses_the_card_once(within: ReplicatedCost | Shards) -> None:
+@pytest.mark.parametrize("within", [ReplicatedCost(4), ShardedCost(4)], ids=repr)
+def test_every_byte_of_an_island_crosses_the_card_once(within: ReplicatedCost | ShardedCost) -> None:
     where = setting(8, 4, rate=1e7)
     method = GossipForecast(Hypercube(), within=within)
     assert method.card_bytes(where) == PARAMETERS

@@ -21,7 +21,7 @@ from lightning_decentral.gossip import (
     Topology,
 )
 from lightning_decentral.gossip.plan.checks import check
-from lightning_decentral.gossip.plan.topology.nodes import prime_factors
+from lightning_decentral.gossip.plan.topology.combined import prime_factors
 from lightning_decentral.gossip.plan.traffic import all_reduce_copies, copies_through_card
 from lightning_decentral.gossip.plan.weights import consensus_steps, describe, mixing_matrix
 

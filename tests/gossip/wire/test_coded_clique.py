@@ -34,7 +34,7 @@ from lightning_decentral.gossip import (
     simulate,
 )
 from lightning_decentral.gossip.compute.coded_mean import CodedMean
-from lightning_decentral.gossip.compute.combine.rule import MessageForm
+from lightning_decentral.gossip.compute.combine.combine import MessageForm
 from lightning_decentral.gossip.compute.healing import Healing
 from lightning_decentral.gossip.compute.link import cliques_of
 from lightning_decentral.gossip.plan.traffic import Cliques, copies_sent
@@ -334,7 +334,7 @@ def test_the_error_is_that_of_all_parts() -> None:
     x = torch.randn(DIM, generator=torch.Generator().manual_seed(1))
     sent, lost = x.clone(), CodedMean(CodedParts(Int4(), 1, 3, Pool()))
     lost.admit([x])
-    lost.encode([sent], 0, 0)
+    lost.encode(sent, 0, 0)
     assert lost.error() == pytest.approx(float((x - sent).norm() / x.norm()), rel=1e-4)
     assert not torch.equal(*(tensor[slice(*lost.parts.spans(DIM)[1])] for tensor in (sent, x)))
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_decentral.gossip import Gossip, Own, Ring
-from lightning_decentral.gossip.wire.exchange import Landed, Started
+from lightning_decentral.gossip.wire.exchange import Copied, Landed, MessageInFlight
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.simulation import MatrixExchange
 from lightning_decentral.shared.compute.buckets import bucket_bytes_of, pack
@@ -28,11 +28,12 @@ class Told(MatrixExchange):
 
     calls: list[str] = field(default_factory=list)
 
-    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> Started:
-        self.calls.append(f"start {first} of {step}")
-        return ToldLanding(super().start(message, step, first).land(), self.calls, f"land {first} of {step}")
+    def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> MessageInFlight:
+        self.calls.append(f"launch {place} of {step}")
+        launched = super().launch(message, step, place, copied)
+        return ToldLanding(launched.sent, launched.land(), self.calls, f"land {place} of {step}")
 
-    def depart(self, started: Sequence[Started], step: int) -> None:
+    def depart(self, launched: Sequence[MessageInFlight], step: int) -> None:
         self.calls.append("depart")
 
 
@@ -41,7 +42,7 @@ class ToldLanding(Landed):
     calls: list[str]
     name: str
 
-    def land(self) -> list[Tensor]:
+    def land(self) -> Tensor:
         self.calls.append(self.name)
         return super().land()
 
@@ -56,12 +57,12 @@ def calls(delay: int, steps: int) -> list[str]:
 
 
 def test_a_bucket_is_ready_before_the_next_is_waited_for_and_all_depart_together() -> None:
-    assert calls(1, 3) == ["land 0 of 1", "start 0 of 2", "land 1 of 1", "start 1 of 2", "depart"]
-    assert calls(2, 4) == ["land 0 of 1", "start 0 of 3", "land 1 of 1", "start 1 of 3", "depart"]
+    assert calls(1, 3) == ["land 0 of 1", "launch 0 of 2", "land 1 of 1", "launch 1 of 2", "depart"]
+    assert calls(2, 4) == ["land 0 of 1", "launch 0 of 3", "land 1 of 1", "launch 1 of 3", "depart"]
 
 
 def test_what_blocks_departs_before_it_is_waited_for() -> None:
-    assert calls(0, 2) == ["start 0 of 1", "start 1 of 1", "depart", "land 0 of 1", "land 1 of 1"]
+    assert calls(0, 2) == ["launch 0 of 1", "launch 1 of 1", "depart", "land 0 of 1", "land 1 of 1"]
 
 
 @pytest.mark.parametrize(("model", "bucket"), [(1, 2), (16, 2), (40, 5), (4096, 256)])

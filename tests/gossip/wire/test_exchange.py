@@ -24,10 +24,10 @@ from lightning_decentral.gossip import (
     Weights,
     simulate,
 )
-from lightning_decentral.gossip.compute.integrity import LAG
+from lightning_decentral.gossip.compute.mixing import LAG
 from lightning_decentral.gossip.plan.traffic import partitions
 from lightning_decentral.gossip.plan.weights import mixing_matrix
-from lightning_decentral.gossip.wire.clique import CliqueExchange
+from lightning_decentral.gossip.wire.assembly import CliqueExchange
 from lightning_decentral.gossip.wire.consensus import mixer_of
 from lightning_decentral.gossip.wire.exchange import Exchange, Traffic
 from lightning_decentral.gossip.wire.mixer import Mixer
@@ -215,7 +215,7 @@ def count(delay: int, transport: Transport) -> Traffic:
     for _ in range(STEPS):
         mixer.step()
     mixer.drain()
-    return exchange.traffic()
+    return mixer.traffic()
 
 
 @pytest.mark.parametrize("delay", [0, 1])
@@ -233,7 +233,7 @@ def out_of_step(transport: Transport) -> None:
 
 
 def test_a_worker_in_another_round_is_named() -> None:
-    with pytest.raises(RuntimeError, match=r"is in round \d but heard round \d from worker \d|lost neighbour"):
+    with pytest.raises(RuntimeError, match=r"is in round \d but received round \d from worker \d|lost neighbour"):
         CPU.world(3, out_of_step, seconds=5)
 
 

@@ -33,7 +33,7 @@ from lightning_decentral.gossip import (
     Turn,
     simulate,
 )
-from lightning_decentral.gossip.compute.combine.rule import MessageForm
+from lightning_decentral.gossip.compute.combine.combine import MessageForm
 from lightning_decentral.gossip.compute.healing import Healing
 from lightning_decentral.gossip.plan.topology.topology import audiences
 from lightning_decentral.gossip.plan.weights import mixing_matrix
@@ -281,7 +281,7 @@ def count(codec: Codec, topology: Topology, transport: Transport) -> tuple[Traff
     for _ in range(STEPS):
         mixer.step()
     mixer.drain()
-    return mixer.exchange.traffic(), mixer.exchange.coder.bytes
+    return mixer.traffic(), mixer.exchange.coder.bytes
 
 
 @pytest.mark.sampled
@@ -456,7 +456,7 @@ def test_a_rate_that_is_too_large_for_a_codec_is_said_once(codec: Codec, rate: f
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         path = simulate(Ring(), Gossip(rate=rate), still, x0, 150, 0.1, codec=codec)
-    texts = [str(w.message) for w in caught if "may drift apart" in str(w.message)]
+    texts = [str(w.message) for w in caught if "may diverge" in str(w.message)]
     spread = [float((x - x.mean(0)).norm()) for x in (path[0], path[-1])]
     assert len(texts) == warned
     assert (spread[1] > 1.5 * spread[0]) == warned

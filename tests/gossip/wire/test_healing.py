@@ -31,7 +31,7 @@ from lightning_decentral.gossip import (
     simulate,
 )
 from lightning_decentral.gossip.compute.healing import Healing, first_poisoned, forget_poison
-from lightning_decentral.gossip.wire.making import Making
+from lightning_decentral.gossip.wire.making import MixerFactory
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.optim import AccumAdamW, Muon
@@ -309,7 +309,7 @@ def updated(
         return each
 
     world = partial(mean_of_sound, mean_of=partial(mean, over=transport), over=transport)
-    mixers = Mixers(lambda: Making(made, pack, exact_steps=exact_steps, mean=world))
+    mixers = Mixers(lambda: MixerFactory(made, pack, exact_steps=exact_steps, mean=world))
     mixers.adopt(of)
     for step in range(UPDATES):
         of.zero_grad()

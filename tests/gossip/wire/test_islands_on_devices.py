@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lightning_decentral.gossip import Codec, Combine, Complete, Gossip, Int8, Own, Plain, PseudoGradient
 from lightning_decentral.gossip.compute.link import cliques_of
 from lightning_decentral.gossip.wire.assembly import assembled
-from lightning_decentral.gossip.wire.island_member import Averaging
+from lightning_decentral.gossip.wire.hierarchical import Averaging
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.shared.wire.mean import mean
 from lightning_decentral.shared.wire.transport import GlooTransport, Transport

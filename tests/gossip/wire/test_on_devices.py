@@ -33,7 +33,7 @@ from lightning_decentral.gossip import (
 )
 from lightning_decentral.gossip.plan.traffic import partitions
 from lightning_decentral.gossip.wire import mixer
-from lightning_decentral.gossip.wire.clique import CliqueExchange
+from lightning_decentral.gossip.wire.assembly import CliqueExchange
 from lightning_decentral.gossip.wire.consensus import mixer_of
 from lightning_decentral.gossip.wire.exchange import Exchange
 from lightning_decentral.gossip.wire.hierarchical import GatherExchange
@@ -260,7 +260,7 @@ def test_a_message_that_goes_back_before_it_landed_is_seen() -> None:
 
     def early(self: mixer.Mixer, flight: mixer.Flight, *rest: object) -> None:
         launch(self, flight, *rest)  # type: ignore[arg-type]
-        self.exchange.pool.give(flight.sent[-1:])
+        self.exchange.pool.give([flight.messages[-1].sent])
 
     with mock.patch.object(mixer.Mixer, "_launch", early):
         assert wrong() >= 3

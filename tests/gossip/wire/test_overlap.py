@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_decentral.gossip import Combine, Gossip
 from lightning_decentral.gossip.compute.link import Direct
 from lightning_decentral.gossip.plan.weights import Neighbours
-from lightning_decentral.gossip.wire.exchange import Exchange, Started
+from lightning_decentral.gossip.wire.exchange import Copied, Exchange, MessageInFlight
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.overlap import OverlapExchange, overlapped
 from lightning_decentral.shared.compute.buckets import Pool
@@ -26,9 +26,9 @@ SECONDS = 10.0
 CPU = torch.device("cpu")
 
 
-class Slow(Exchange[Started]):
-    """Encodes as 10 times the message once `encode` is set, and has heard as much once `arrive` is, the bucket `held`
-    once `release` is."""
+class Slow(Exchange[MessageInFlight]):
+    """Encodes as 10 times the message once `encode` is set, and has received as much once `arrive` is, the bucket
+    `held` once `release` is."""
 
     def __init__(self, error: Exception | None = None, held: int | None = None) -> None:
         self.pool = Pool()
@@ -43,29 +43,29 @@ class Slow(Exchange[Started]):
     def neighbours(self, step: int) -> Neighbours:
         return Neighbours(0, {0: 0.5, 1: 0.5}, {1: 0.5})
 
-    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> Started:
+    def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> MessageInFlight:
         assert self.encode.wait(SECONDS)
-        if self._error and first == (self._held or 0):
+        if self._error and place == (self._held or 0):
             raise self._error
-        self.calls.append(f"start {first}")
-        message[0].mul_(10)
-        return Slowly(self, message, first, self.release if first == self._held else self.arrive)
+        self.calls.append(f"launch {place}")
+        sent = self._copy(message, copied).mul_(10)
+        return Slowly(self, sent, place, self.release if place == self._held else self.arrive)
 
-    def depart(self, started: Sequence[Started], step: int) -> None:
+    def depart(self, launched: Sequence[MessageInFlight], step: int) -> None:
         self.calls.append("depart")
 
 
 @dataclass
-class Slowly(Started):
+class Slowly(MessageInFlight):
     exchange: Slow
-    message: Sequence[Tensor]
-    first: int
-    heard: threading.Event
+    sent: Tensor
+    place: int
+    received: threading.Event
 
-    def land(self) -> list[Tensor]:
-        assert self.heard.wait(SECONDS)
-        self.exchange.calls.append(f"land {self.first}")
-        return [self.message[0] + 1]
+    def land(self) -> Tensor:
+        assert self.received.wait(SECONDS)
+        self.exchange.calls.append(f"land {self.place}")
+        return self.sent + 1
 
 
 def test_a_step_waits_for_nothing_but_what_it_lands() -> None:
@@ -78,11 +78,11 @@ def test_a_step_waits_for_nothing_but_what_it_lands() -> None:
     inner.encode.set()
     inner.arrive.set()
     mixer.drain()
-    assert sorted(inner.calls) == ["depart", "depart", "land 0", "land 1", "start 0", "start 1"]
-    assert inner.calls[:2] == ["start 0", "depart"]
+    assert sorted(inner.calls) == ["depart", "depart", "land 0", "land 1", "launch 0", "launch 1"]
+    assert inner.calls[:2] == ["launch 0", "depart"]
     assert inner.calls[-1] == "land 1"
     assert [row.flat.tolist() for row in rows] == [[2.0] * 33, [2.0] * 2]
-    assert mixer.exchange.traffic().in_flight_seconds > 0
+    assert mixer.traffic().in_flight_seconds > 0
 
 
 def test_a_round_leaves_when_the_one_before_has_landed() -> None:
@@ -92,13 +92,13 @@ def test_a_round_leaves_when_the_one_before_has_landed() -> None:
     inner.encode.set()
     mixer.step()
     mixer.step()
-    seen(inner, "start 0", 2)
+    seen(inner, "launch 0", 2)
     time.sleep(0.05)
-    assert inner.calls == ["start 0", "depart", "start 0"]
+    assert inner.calls == ["launch 0", "depart", "launch 0"]
     assert mixer.codec_errors() == [], "nothing is encoded: nobody waits to hear that"
     inner.arrive.set()
     mixer.drain()
-    assert inner.calls == ["start 0", "depart", "start 0", "land 0", "depart", "land 0"]
+    assert inner.calls == ["launch 0", "depart", "launch 0", "land 0", "depart", "land 0"]
 
 
 @pytest.mark.parametrize("delay", [1, 2])
@@ -129,7 +129,7 @@ def test_a_long_last_bucket_leaves_with_the_others() -> None:
     inner.arrive.set()
     mixer.step()
     mixer.drain()
-    assert inner.calls == ["start 0", "start 1", "depart", "land 0", "land 1"]
+    assert inner.calls == ["launch 0", "launch 1", "depart", "land 0", "land 1"]
 
 
 def rows() -> list[Row]:
@@ -145,30 +145,29 @@ def seen(inner: Slow, call: str, times: int) -> None:
 
 def test_settled_is_what_the_others_decode() -> None:
     exchange = OverlapExchange(inner := Slow())
-    message = torch.ones(2)
-    started = exchange.start([message], 0)
+    launched = exchange.launch(torch.ones(2), 0, 0)
     threading.Timer(0.05, inner.encode.set).start()
-    started.settle()
-    assert message.tolist() == [10.0, 10.0]
+    launched.settle()
+    assert launched.sent.tolist() == [10.0, 10.0]
 
 
 def test_an_error_beside_the_training_surfaces_where_the_round_lands() -> None:
     exchange = OverlapExchange(inner := Slow(ConnectionError("lost neighbour 3")))
-    started = exchange.start([torch.ones(2)], 0)
-    exchange.depart([started], 0)
+    launched = exchange.launch(torch.ones(2), 0, 0)
+    exchange.depart([launched], 0)
     inner.encode.set()
     with pytest.raises(ConnectionError, match="lost neighbour 3"):
-        started.land()
+        launched.land()
 
 
 def test_nothing_leaves_when_a_bucket_could_not_be_made_ready() -> None:
     """The others would take the next bucket for it."""
     exchange = OverlapExchange(inner := Slow(MemoryError("no room")))
-    started = exchange.start([torch.ones(2)], 0)
-    exchange.depart([started], 0)
+    launched = exchange.launch(torch.ones(2), 0, 0)
+    exchange.depart([launched], 0)
     inner.encode.set()
     with pytest.raises(MemoryError, match="no room"):
-        started.settle()
+        launched.settle()
     assert inner.calls == []
 
 

@@ -23,12 +23,12 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_decentral.gossip import Complete, Gossip, Own, Plain
-from lightning_decentral.gossip.islands import WholeMatrices, sharded_state
 from lightning_decentral.gossip.plan.traffic import Cliques
+from lightning_decentral.gossip.sharded import WholeMatrices, sharded_state
 from lightning_decentral.gossip.wire.assembly import assembled
-from lightning_decentral.gossip.wire.flight import Flight
+from lightning_decentral.gossip.wire.exchange import Flight
 from lightning_decentral.gossip.wire.island_shards import Sharding
-from lightning_decentral.gossip.wire.making import Making
+from lightning_decentral.gossip.wire.making import MixerFactory
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.optim import Muon, muon_groups
@@ -108,7 +108,7 @@ class Worker:
         self.optimizer = optimize(self.model)
         self.wholes = WholeMatrices([self.optimizer], self.member)
         pack = partial(self.member.pack, bucket_bytes=512)
-        self.mixers = Mixers(lambda: Making(lambda: [self.mixer()], pack))
+        self.mixers = Mixers(lambda: MixerFactory(lambda: [self.mixer()], pack))
         self.mixers.adopt(self.optimizer)
 
     def mixer(self) -> Mixer:
@@ -281,7 +281,7 @@ def test_a_message_of_shards_that_goes_back_before_it_landed_is_seen() -> None:
 
     def early(self: Mixer, flight: Flight, *rest: Any) -> None:
         launch(self, flight, *rest)
-        self.exchange.pool.give(flight.sent[-1:])
+        self.exchange.pool.give([flight.messages[-1].sent])
 
     with mock.patch.object(Mixer, "_launch", early), SEEN:
         train(Run())

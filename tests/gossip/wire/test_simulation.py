@@ -87,7 +87,7 @@ def test_other_weights_are_used() -> None:
 @pytest.mark.parametrize("topology", [Ring(), Complete()], ids=str)
 def test_the_message_keeps_its_type_and_is_rounded_once(topology: Topology, dtype: torch.dtype) -> None:
     x = random(MANY).to(dtype)
-    (mixed,) = MatrixExchange(topology, Own(), MANY).start([x], 0).land()
+    mixed = MatrixExchange(topology, Own(), MANY).launch(x, 0, 0).land()
     exact = written(topology, MANY, 0, Own()).to(torch.complex128) @ x.to(torch.complex128)
     assert mixed.dtype == dtype
     error = (mixed.to(torch.complex128) - exact).abs().max()

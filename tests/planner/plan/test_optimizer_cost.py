@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_decentral.gossip.plan.island_cost import Shards
+from lightning_decentral.gossip.plan.step_costs import ShardedCost
 from lightning_decentral.optim import Muon, muon_groups
 from lightning_decentral.optim.newton_schulz import orthogonalize
 from lightning_decentral.planner.block_profile import hidden_of, products_per_second, sides, states_of
@@ -90,7 +90,7 @@ def test_shards_are_put_together_and_go_back() -> None:
     hidden = sum(4 * a * b for a, b in model.hidden)
     where = Setting(model, links(latency=0.0, rate=1e3), Cluster(4))
     without = replace(where, model=replace(model, whole_bytes=0))
-    for method in (ShardedForecast(), Shards(4)):
+    for method in (ShardedForecast(), ShardedCost(4)):
         there, back = (
             makespan(run(method.at(s, 1.0) if isinstance(method, ShardedForecast) else method.step(s, 1.0)))
             for s in (where, without)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute import correction
+from lightning_decentral.gossip.compute import mixing
 from lightning_decentral.shared.compute import health
 from lightning_decentral.shared.compute import triton_kernels as kernels
 from lightning_decentral.shared.compute.codec import quantize
@@ -34,13 +34,13 @@ def test_corrections(dtype: torch.dtype, others: int, rate: float) -> None:
     heard[1:2] = [tensor.fill_(torch.nan) for tensor in heard[1:2]]
     weights = [1 / (others + 1)] * others
     expected, found, added = x.clone(), x.clone(), torch.empty(3000)
-    correction._correct(expected, sent, heard, weights, sane, rate)
+    mixing._correct(expected, sent, heard, weights, sane, rate)
     assert kernels.correct_(found, sent, heard, weights, sane, rate)
     assert kernels.difference_(added, sent, heard, weights, sane)
     assert torch.equal(found, expected)
     assert not torch.equal(found, x)
-    assert torch.equal(added, correction.difference(sent, heard, weights, sane))
-    correction.apply_difference(x, added, rate)
+    assert torch.equal(added, mixing.difference(sent, heard, weights, sane))
+    mixing.apply_difference(x, added, rate)
     assert torch.equal(x, expected)
 
 
@@ -63,7 +63,7 @@ def test_corrections_with_a_copy_of_what_leaves_next(
         assert kernels.correct_(expected[2], *given)
         assert kernels.state_(expected[0], expected[1], expected[2], 7, count)
         assert kernels.correct_and_state_(*found, *given, 7, count)
-    correction._correct_and_state(*torchs, *given, 7, count)
+    mixing._correct_and_state(*torchs, *given, 7, count)
     for one, two, three in zip(found, expected, torchs, strict=True):
         assert torch.equal(one.nan_to_num(9.0), two.nan_to_num(9.0))
         assert planted is not None or torch.equal(one, three)
@@ -78,7 +78,7 @@ def test_equal_messages_change_no_bit(dtype: torch.dtype) -> None:
         found = x.clone()
         if dtype != torch.float64:
             assert kernels.correct_(found, sent, [sent.clone()] * 3, weights, sane, 0.7)
-        correction.correct_(found, sent, [sent.clone()] * 3, weights, sane, 0.7)
+        mixing.correct_(found, sent, [sent.clone()] * 3, weights, sane, 0.7)
         assert torch.equal(found, x)
 
 

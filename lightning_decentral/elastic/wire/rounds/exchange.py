@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from statistics import fmean
-from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -24,11 +23,11 @@ from lightning_decentral.elastic.wire.endpoint import Endpoint
 from lightning_decentral.elastic.wire.rounds.links import Post, ViewTransport
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.error_feedback import coder_of
-from lightning_decentral.gossip.compute.link import Buffers, Coder
+from lightning_decentral.gossip.compute.link import Coder
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Neighbours, Weights
-from lightning_decentral.gossip.wire.exchange import HEADER, Exchange, Traffic
-from lightning_decentral.gossip.wire.peer import PeerExchange, PeerMessages
+from lightning_decentral.gossip.wire.exchange import HEADER, Copied, Exchange, Traffic
+from lightning_decentral.gossip.wire.peer import PeerExchange, PeerMessage
 from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.deterministic import Plain
@@ -55,38 +54,37 @@ class AsynchronousExchange(PeerExchange):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._sizes: dict[int, list[int]] = {}  # {a part's first bucket: bytes of each of its messages}
+        self._sizes: dict[int, list[int]] = {}  # {a bucket's place: bytes of each of its tensors}
         self._came: dict[int, list[bytearray]] = {}
         self._weights: Mapping[int, float] = {}
 
-    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> PeerMessages:
-        if first not in self._sizes:
-            like = self.coder.buffers([self.transport.rank], message, first)[self.transport.rank]
-            self._sizes[first] = [HEADER * 8, *(t.numel() * t.element_size() for t in like)]
+    def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> PeerMessage:
+        sent, rank = self._copy(message, copied), self.transport.rank
+        if place not in self._sizes:
+            like = self.coder.buffers([rank], sent, place)[rank]
+            self._sizes[place] = [HEADER * 8, *(t.numel() * t.element_size() for t in like)]
             self.pool.give(like)
-        packets = self.coder.encode(message, self.neighbours(step).heard_by, step, first)
-        header = stated([step, self._elements], message, self.device).view(1, HEADER)  # (1, HEADER): its own alone
-        return PeerMessages(self, step, first, message, header, packets, {})
+        packets = self.coder.encode(sent, self.neighbours(step).heard_by, step, place)
+        header = stated([step, self._elements], [sent], self.device).view(1, HEADER)  # (1, HEADER): its own alone
+        return PeerMessage(self, step, place, {}, sent, header, packets, {})
 
-    def depart(self, started: Sequence[PeerMessages], step: int) -> None:
-        self._tally.bytes_sent += self.transport.post([*chain(*(part.sends() for part in started))])
-        for part in started:
-            part.departed = perf_counter()
+    def depart(self, launched: Sequence[PeerMessage], step: int) -> None:
+        self._bytes_sent += self.transport.post([*chain(*(message.sends() for message in launched))])
 
-    def _accepted(self, part: PeerMessages) -> tuple[Mapping[int, Buffers], Tensor]:
-        if not part.first:
-            self._take(part.step)
-        begins = sum(len(sizes) for first, sizes in self._sizes.items() if first < part.first)
-        part.buffers = self.coder.buffers(self._came, part.message, part.first)
-        headers = [part.said]  # (1, HEADER) each: its own, then those that came
-        for j, buffers in part.buffers.items():
-            raw_header, *payload = self._came[j][begins : begins + len(self._sizes[part.first])]
+    def receive(self, message: PeerMessage) -> tuple[Mapping[int, Tensor], Tensor]:
+        if not message.place:
+            self._take(message.step)
+        begins = sum(len(sizes) for place, sizes in self._sizes.items() if place < message.place)
+        message.buffers, message.row = self.coder.buffers(self._came, message.sent, message.place), self._weights
+        headers = [message.headers]  # (1, HEADER) each: its own, then those that came
+        for j, buffers in message.buffers.items():
+            raw_header, *payload = self._came[j][begins : begins + len(self._sizes[message.place])]
             headers.append(_read(raw_header, torch.int64).clone().view(1, HEADER))
-            headers[-1][0, ROUND] = part.step  # of which age it is, is judged already
+            headers[-1][0, ROUND] = message.step  # of which age it is, is judged already
             for tensor, raw in zip(buffers, payload, strict=True):
                 tensor.copy_(_read(raw, tensor.dtype).view(tensor.shape))  # into a buffer of the pool
-        part.said = torch.cat(headers)  # (1 + senders, HEADER)
-        return super()._accepted(part)
+        message.headers = torch.cat(headers)  # (1 + senders, HEADER)
+        return super().receive(message)
 
     def _take(self, step: int) -> None:
         """Take what has come of whole rounds, and set the weight of each sender."""
@@ -104,9 +102,6 @@ class AsynchronousExchange(PeerExchange):
         self._came = {j: came for j, (_, came) in found.items()}
         self.age = fmean([max(0, step - a.round) for a in arrivals] or [0.0])
 
-    def _row(self, part: PeerMessages) -> Mapping[int, float]:
-        return self._weights
-
 
 def _read(raw: bytearray, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(raw, dtype=dtype)
@@ -121,23 +116,21 @@ KEPT_VIEWS = 4
 class ForgivingExchange(PeerExchange):
     """Exchange in which this member's own message, as others decode it, stands in for one that is lost or cut."""
 
-    def _heard(self, part: PeerMessages) -> dict[int, Buffers]:
-        arrived = zip(part.receives(), part.incoming, strict=True)
-        lost = {message.peer for message, pending in arrived if not pending.done()}
-        for j in lost:
-            part.headers[j].copy_(part.header)  # judged as its own: it isn't refused
-            self.pool.give(part.buffers[j])
-        whole = {j: payload for j, payload in part.buffers.items() if j not in lost}
-        decoded = self.coder.decode(whole, part.message, part.first)  # {source: (elements,) of each bucket}
+    def _decoded(self, message: PeerMessage) -> Mapping[int, Tensor]:
+        arrived = zip(message.receives(), message.incoming, strict=True)
+        lost = {tensor.peer for tensor, pending in arrived if not pending.done()}
+        for j, header in zip(message.buffers, message.headers[1:], strict=True):
+            if j in lost:
+                header.copy_(message.headers[0])
+                self.pool.give(message.buffers[j])
+        whole = {j: payload for j, payload in message.buffers.items() if j not in lost}
+        received, own = self.coder.decode(whole, message.sent, message.place), message.sent
         # In the sources' order always, in which they are added up.
-        return {j: decoded[j] if j in decoded else self._own(part) for j in part.buffers}
-
-    def _own(self, part: PeerMessages) -> Buffers:
-        return [self.pool.take(message).copy_(message) for message in part.message]
+        return {j: received[j] if j in received else self.pool.take(own).copy_(own) for j in message.buffers}
 
 
 @dataclass
-class ElasticExchange(Exchange[PeerMessages]):
+class ElasticExchange(Exchange[PeerMessage]):
     """One `PeerExchange` for each view, on the host.
 
     Args:
@@ -207,13 +200,13 @@ class ElasticExchange(Exchange[PeerMessages]):
         for _, exchange, _ in self._since:
             exchange.admit(buckets, combine)
 
-    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> PeerMessages:
-        return self._of(step)[0].start(message, step, first)
+    def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> PeerMessage:
+        return self._of(step)[0].launch(message, step, place, copied)
 
-    def depart(self, started: Sequence[PeerMessages], step: int) -> None:
+    def depart(self, launched: Sequence[PeerMessage], step: int) -> None:
         exchange, links = self._of(step)
         links.round = step  # which the frames of this round carry
-        exchange.depart(started, step)
+        exchange.depart(launched, step)
 
     def traffic(self) -> Traffic:
         return sum((exchange.traffic() for _, exchange, _ in self._since), self._earlier)

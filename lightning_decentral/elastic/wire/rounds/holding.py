@@ -20,8 +20,8 @@ from lightning_decentral.elastic.wire.participant import Participant
 from lightning_decentral.elastic.wire.rounds.wholes import WholeBucket, Wholes
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.healing import Healing, first_poisoned
+from lightning_decentral.gossip.island import Island
 from lightning_decentral.gossip.wire.exchange import Exchange
-from lightning_decentral.gossip.wire.island import Island
 from lightning_decentral.gossip.wire.mixer import Flat, Mixer
 from lightning_decentral.gossip.wire.optimizer_mixer import healing
 from lightning_decentral.gossip.wire.optimizers import Mixers

@@ -6,9 +6,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.combine.combine import Combine
+from lightning_decentral.gossip.compute.combine.combine import Combine, MessageForm, Recovery, Rule, Turn
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
-from lightning_decentral.gossip.compute.combine.rule import MessageForm, Recovery, Rule, Turn
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.shared.compute.health import squared_norm

@@ -1,15 +1,45 @@
-"""Gossip averaging: the plain rule, x <- x + rate (mixed - sent). Short on purpose: the example to copy."""
+"""Gossip averaging: the plain rule, x <- x + rate (mixed - sent), and the rates at which rules mix.
 
+A rate is how far a rule moves towards what it received, a number or a schedule; the checks judge whether that is
+stable. Less mixing late in training keeps a disagreement between the workers that helps their mean (2602.02899).
+"""
+
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.combine.combine import Combine, Rate, at, largest
-from lightning_decentral.gossip.compute.combine.rate import check_rate, check_stable
-from lightning_decentral.gossip.compute.combine.rule import State, Turn
+from lightning_decentral.gossip.compute.combine.combine import Combine, State, Turn
+from lightning_decentral.gossip.plan.stability import RepeatedCorrection, largest_rate_with_echo, largest_stable_rate
 from lightning_decentral.gossip.plan.topology.topology import Topology
-from lightning_decentral.gossip.plan.weights import Weights
+from lightning_decentral.gossip.plan.weights import Weights, describe
 from lightning_decentral.shared.plan.arguments import checked
+
+
+class RateSchedule(ABC):
+    """turn -> rate, in [0, largest]."""
+
+    @property
+    @abstractmethod
+    def largest(self) -> float:
+        """The largest rate it may ever give: what stability is judged by."""
+
+    @abstractmethod
+    def __call__(self, turn: Turn) -> float:
+        """The rate of this round."""
+
+
+Rate = float | RateSchedule
+
+
+def at(rate: Rate, turn: Turn) -> float:
+    """The rate of this round."""
+    return rate(turn) if isinstance(rate, RateSchedule) else rate
+
+
+def largest(rate: Rate) -> float:
+    """Largest value of a rate, by which stability is judged."""
+    return rate.largest if isinstance(rate, RateSchedule) else rate
 
 
 @checked
@@ -50,3 +80,98 @@ class Gossip(Combine):
 
     def apply(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
         x.add_(mixed.sub_(sent), alpha=at(self.rate, turn))
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class LinearRate(RateSchedule):
+    """first + (last - first) min(1, round / rounds).
+
+    Args:
+        first: at round 0, in (0, 1].
+        last: from round `rounds` on, in (0, 1].
+        rounds: at least 1.
+    """
+
+    first: float = 1.0
+    last: float
+    rounds: int
+
+    def __post_init__(self) -> None:
+        for name, rate in (("first", self.first), ("last", self.last)):
+            check_rate(rate, f"LinearRate's {name} rate")
+        if self.rounds < 1:
+            raise ValueError(f"LinearRate's rounds must be at least 1, got {self.rounds}: give the rounds to `last`")
+
+    @property
+    def largest(self) -> float:
+        return max(self.first, self.last)
+
+    def __call__(self, turn: Turn) -> float:
+        return self.first + (self.last - self.first) * min(1.0, turn.round / self.rounds)
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class LearningRatePower(RateSchedule):
+    """gamma = rate (lr / lr_max)^power, lr_max the largest learning rate so far: `rate` in a warm-up, then falling.
+
+    Mixing is with gamma W + (1 - gamma) I. Every worker must have the same learning rate.
+
+    Raises:
+        ValueError: power is not positive, or rate not in (0, 1].
+
+    Source: 2602.02899.
+    """
+
+    power: float = 1.0
+    rate: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_rate(self.rate, "LearningRatePower's rate")
+        if self.power <= 0:
+            raise ValueError(f"LearningRatePower's power must be positive, got {self.power}: 1 falls as the rate does")
+
+    @property
+    def largest(self) -> float:
+        return self.rate
+
+    def __call__(self, turn: Turn) -> float:
+        return self.rate * (turn.learning_rate / turn.peak) ** self.power if turn.peak > 0 else self.rate
+
+
+def check_rate(rate: Rate, name: str = "rate") -> None:
+    """ValueError unless every rate is in (0, 1]."""
+    if not 0 < largest(rate) <= 1:
+        raise ValueError(f"{name} must be in (0, 1], got {largest(rate)}: 1 mixes fully, smaller values mix less")
+
+
+def check_stable(rule: str, rate: Rate, topology: Topology, size: int, weights: Weights, delay: int) -> None:
+    """ValueError unless plain mixing at the largest rate contracts, with the largest that does."""
+    safe, used = largest_stable_rate(topology, size, delay, weights), largest(rate)
+    if used >= safe and size > 1:
+        raise ValueError(
+            f"rate {used} with delay {delay} doesn't contract on {describe(topology, size, weights)}: the rate must "
+            f"stay below {safe:.4g}; use {rule}(rate={below(safe)}), or topology=Every({delay}, ...), which is stable "
+            "at rate 1"
+        )
+
+
+def below(limit: float) -> float:
+    """The largest multiple of 0.001 that is less."""
+    # A limit that is such a multiple itself is not stable, hence the 1e-9.
+    return max(0, int(limit * 1000 - 1e-9)) / 1000
+
+
+def check_echo(
+    rule: str, echo: RepeatedCorrection, rate: Rate, topology: Topology, size: int, weights: Weights, delay: int
+) -> None:
+    """ValueError unless mixing at the largest rate contracts although corrections come back; names a rate that does."""
+    safe, used = largest_rate_with_echo(topology, size, delay, weights, echo), largest(rate)
+    if used < safe or size == 1:
+        return
+    remedy = f"use {rule}(rate={below(safe)})" if below(safe) else "use a shorter delay, or a topology of one matrix"
+    raise ValueError(
+        f"{rule} at rate {used} with delay {delay} doesn't contract on {describe(topology, size, weights)}: "
+        f"the rate must stay below {safe:.4g}; {remedy}"
+    )

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.combine.combine import Combine, Rate, at, largest
-from lightning_decentral.gossip.compute.combine.rate import check_echo, check_rate, check_stable
-from lightning_decentral.gossip.compute.combine.rule import MessageForm, Recovery, State, Turn, tied_by
+from lightning_decentral.gossip.compute.combine.combine import Combine, MessageForm, Recovery, State, Turn, tied_by
+from lightning_decentral.gossip.compute.combine.gossip import Rate, at, check_echo, check_rate, check_stable, largest
 from lightning_decentral.gossip.plan.checks import check_symmetric
 from lightning_decentral.gossip.plan.stability import RepeatedCorrection
 from lightning_decentral.gossip.plan.topology.topology import Topology

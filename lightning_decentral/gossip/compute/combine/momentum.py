@@ -5,9 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.combine.combine import Combine, Rate, at, largest
-from lightning_decentral.gossip.compute.combine.rate import check_echo, check_rate
-from lightning_decentral.gossip.compute.combine.rule import Recovery, State, Turn
+from lightning_decentral.gossip.compute.combine.combine import Combine, Recovery, State, Turn
+from lightning_decentral.gossip.compute.combine.gossip import Rate, at, check_echo, check_rate, largest
 from lightning_decentral.gossip.plan.stability import RepeatedCorrection
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights

@@ -10,9 +10,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.combine.combine import Combine, Rate, at, largest
-from lightning_decentral.gossip.compute.combine.rate import LinearRate, check_rate
-from lightning_decentral.gossip.compute.combine.rule import MessageForm, Recovery, State, Turn
+from lightning_decentral.gossip.compute.combine.combine import Combine, MessageForm, Recovery, State, Turn
+from lightning_decentral.gossip.compute.combine.gossip import LinearRate, Rate, at, check_rate, largest
 from lightning_decentral.gossip.plan.checks import check_equals, check_one_flight
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights, local_steps

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 from lightning_decentral.shared import lazy_exports
 
 if TYPE_CHECKING:
+    from lightning_decentral.gossip.plan.topology.combined import (
+        AlternatingExponentialRing as AlternatingExponentialRing,
+    )
     from lightning_decentral.gossip.plan.topology.combined import Auto as Auto
     from lightning_decentral.gossip.plan.topology.combined import Every as Every
     from lightning_decentral.gossip.plan.topology.combined import PeriodicAverage as PeriodicAverage
     from lightning_decentral.gossip.plan.topology.combined import Stream as Stream
-    from lightning_decentral.gossip.plan.topology.nodes import AlternatingExponentialRing as AlternatingExponentialRing
     from lightning_decentral.gossip.plan.topology.one_peer import BaseGraph as BaseGraph
     from lightning_decentral.gossip.plan.topology.one_peer import Hypercube as Hypercube
     from lightning_decentral.gossip.plan.topology.one_peer import OnePeerExponential as OnePeerExponential

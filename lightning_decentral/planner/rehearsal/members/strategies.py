@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_decentral.compressed.strategy import CompressedStrategy
-from lightning_decentral.gossip.rounds import Rounds, place
+from lightning_decentral.gossip.rounds import MixerBuilder, place
 from lightning_decentral.gossip.strategy import GossipStrategy
 from lightning_decentral.gossip.wire.exchange import Exchange
 from lightning_decentral.gossip.wire.island_member import IslandMember
@@ -152,7 +152,7 @@ class Gossiping(Member):
         asked = strategy.exact_steps
         exact = int(asked) if asked >= 1 else round(asked * at.steps)
         member = LoneDevice(at.wire, 1, lambda call: call())
-        rounds = Rounds(plan, at.wire, member, at.device, module, ModelLayout(module.parameters()))
+        rounds = MixerBuilder(plan, at.wire, member, at.device, module, ModelLayout(module.parameters()))
         self._mixers = Mixers(lambda: rounds.making(exact))
         self.check = BeforeUpdate(self._adopt)
 

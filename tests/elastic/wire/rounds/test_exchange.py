@@ -17,7 +17,7 @@ from lightning_decentral.elastic.wire.endpoint import Endpoint
 from lightning_decentral.elastic.wire.rounds.exchange import ElasticExchange
 from lightning_decentral.elastic.wire.sockets import mesh, values
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
-from lightning_decentral.gossip.compute.combine.push_sum import PushSum
+from lightning_decentral.gossip.compute.combine.sums import PushSum
 from lightning_decentral.gossip.plan.topology.static import Ring
 from lightning_decentral.gossip.plan.weights import Own
 from lightning_decentral.gossip.wire.mixer import Mixer

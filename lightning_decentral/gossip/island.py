@@ -11,12 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch.optim import LBFGS, Optimizer
 
-from lightning_decentral.gossip.wire.island_member import Averaging, IslandMember, Meet
+from lightning_decentral.gossip.wire.island_member import IslandMember, Meet
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.deterministic import Plain
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.wire import gradients
-from lightning_decentral.shared.wire.compressed_mean import refuse_estimates
 from lightning_decentral.shared.wire.transport import Wire
 
 
@@ -110,13 +109,18 @@ class AllReduce(Island):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse_estimates(self.codec)
+        if self.codec.encodes:
+            from lightning_decentral.shared.wire.compressed_mean import refuse_estimates  # few islands encode
+
+            refuse_estimates(self.codec)
         if self.bucket_bytes < 1:
             raise ValueError(
                 f"bucket_bytes must be positive, got {self.bucket_bytes}: {gradients.BUCKET_BYTES} is DDP's"
             )
 
     def join(self, wire: Wire, device: torch.device, meet: Meet) -> IslandMember:
+        from lightning_decentral.gossip.wire.hierarchical import Averaging  # no other run reads it
+
         return Averaging(wire, self.devices, device, meet, self.bucket_bytes, self.codec)
 
 

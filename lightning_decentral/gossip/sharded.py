@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from lightning_decentral.gossip.wire.island import FullyShard, Island
+from lightning_decentral.gossip.island import FullyShard, Island
 from lightning_decentral.gossip.wire.island_member import IslandMember, inside
 from lightning_decentral.shared.checkpoint.replica import WholeModel
 from lightning_decentral.shared.evaluation import callbacks_of

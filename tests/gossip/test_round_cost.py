@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from lightning_decentral.gossip import Codec, Exponential, Gossip, Int8, Own, Plain
-from lightning_decentral.gossip.wire import round_cost as echo
+from lightning_decentral.gossip import round_cost as echo
+from lightning_decentral.gossip.round_cost import CODECS, LoopbackTransport, round_works
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.peer import PeerExchange
-from lightning_decentral.gossip.wire.round_cost import CODECS, LoopbackTransport, round_works
 from lightning_decentral.shared.compute.buckets import bucket_bytes_of
 from lightning_decentral.shared.plan.profile import RoundWork
 from lightning_decentral.shared.wire.transport import Message

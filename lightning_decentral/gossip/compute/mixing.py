@@ -1,0 +1,225 @@
+"""Mixing of what a round brought: which messages are sound, their weighted mean, or the correction of x by it.
+
+    Verdicts           right round, right size; NaN, infinity and absurd numbers are refused and counted
+    mix                mixed <- w_ii sent_i + sum_j w_ij received_j
+    difference_        out <- sum_j w_j (received_j - sent)             2 passes, and one for each j
+    correct_           x <- x + rate sum_j w_j (received_j - sent)      3 passes, and one for each j
+    correct_and_state_                                                  the same, a copy of x and its header: one more
+
+The last three are over those j whose message is sound: the weight of the others stays with the receiver. Equal messages
+change no bit, in any type: each difference is exactly zero. Computed in float32 where numbers have fewer bits, rounded
+once.
+"""
+
+import warnings
+from collections import deque
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_decentral.shared.compute.device import AsyncRead
+from lightning_decentral.shared.compute.fused import operator
+from lightning_decentral.shared.compute.health import FACTOR, scales_in, sound, state_
+
+# One would be too soon for a round that lands on a second stream, during the step.
+LAG = 2
+"""Rounds until the host reads a device's verdict."""
+
+
+_ABSURD = f"numbers over {FACTOR:.0e} times its neighbours'"
+
+
+class Sick(FloatingPointError):
+    """This worker's own message was not sound.
+
+    Attributes:
+        sent: what counts in its place (`Recovery.stand_in` of the mean of its neighbours' sound messages).
+        mixed: the round's mixture with it; not finite where no sound message was received.
+        round: in which it left; on a device it is known `LAG` rounds later.
+        late: whether the message of the round that lands was sound: it is in the mixture.
+    """
+
+    def __init__(self, complaint: str, sent: Tensor, mixed: Tensor, round: int, late: bool = False) -> None:
+        super().__init__(complaint)
+        self.sent, self.mixed, self.round, self.late = sent, mixed, round, late
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"complaint": str(self), **vars(self), "sent": [self.sent], "mixed": [self.mixed]}
+
+
+class Verdicts:
+    """Checks the rounds of one exchange.
+
+    On the host the verdict falls at once. On a device a message is accepted or refused by the device itself, and the
+    host reads it `LAG` rounds later: nobody waits.
+
+    Args:
+        rank: of this worker, for the texts.
+        codec: of the messages, for the texts; empty where they travel as they are.
+    """
+
+    def __init__(self, rank: int, codec: str = "") -> None:
+        self.refused = 0
+        self._rank = rank
+        self._beyond = f", or more than {codec} can express," if codec else ""
+        self.complaint = ""
+        self._sick_round = 0
+        self._open: deque[tuple[int, Sequence[int], AsyncRead]] = deque()
+        self._refused_in: dict[int, int] = {}
+
+    def judge(self, round: int, workers: Sequence[int], headers: Tensor, sane: Tensor) -> None:
+        """Judge a round's headers; `complaint` becomes why this worker's own message isn't sound, as far as known.
+
+        Args:
+            headers: (round, elements of all buckets, scale) as `health.stated` makes them, of each of `workers`.
+            sane: whether each one's message is sound compared with the others', `health.sound(scales_in(headers))`.
+
+        Raises:
+            RuntimeError: a source is in another round, or its model has another size.
+        """
+        if headers.device.type != "cuda":
+            self._judge(workers, headers, sane)
+            return
+        while self._open and self._open[0][0] <= round - LAG:
+            _, workers_then, arrived = self._open.popleft()
+            then = arrived.read()
+            self._judge(workers_then, then, sound(scales_in(then)))  # the device's verdict: it's of comparisons
+        # Copied to pinned memory, and read long after the device passed the verdict.
+        self._open.append((round, workers, AsyncRead(headers)))
+
+    def refuse_own(self, sent: Tensor, mixed: Tensor, late: bool = False) -> None:
+        """Raise `Sick` after mixing, with what the neighbours sent: this worker's own message wasn't sound."""
+        complaint, self.complaint = self.complaint, ""
+        raise Sick(complaint, sent, mixed, self._sick_round, late)
+
+    def _judge(self, workers: Sequence[int], headers: Tensor, sane: Tensor) -> None:
+        finite = headers.view(torch.float64)[:, 2] < torch.inf
+        numbers = zip(headers[:, :2].tolist(), finite.tolist(), sane.tolist(), strict=True)
+        rows = {worker: (*row, *healthy) for worker, (row, *healthy) in zip(workers, numbers, strict=True)}
+        step, elements, own_finite, own_sane = rows.pop(self._rank)
+        for source, (other_step, other_elements, *healthy) in rows.items():
+            if other_step != step:
+                raise RuntimeError(
+                    f"worker {self._rank} is in round {step} but received round {other_step} from worker {source}: "
+                    "every worker must take the same number of optimizer steps"
+                )
+            if other_elements != elements:
+                raise RuntimeError(
+                    f"worker {self._rank} mixes {elements} elements but worker {source} sent {other_elements}: "
+                    "every worker must train the same parameters in the same step"
+                )
+            if not all(healthy):
+                self._count(source, step, _ABSURD if healthy[0] else "NaN or infinity")
+        if not own_sane:
+            held = _ABSURD if own_finite else f"NaN or infinity{self._beyond}"
+            self._sick_round = step
+            self.complaint = (
+                f"worker {self._rank}: its parameters hold {held} in round {step}; its "
+                "neighbours refused them. Lower the learning rate, clip gradients (gradient_clip_val) or find the "
+                "operation with detect_anomaly=True"
+            )
+
+    def _count(self, source: int, step: int, held: str) -> None:
+        # A source's refused buckets of one round are one refused message.
+        if self._refused_in.get(source) == step:
+            return
+        self._refused_in[source] = step
+        self.refused += 1
+        warnings.warn(
+            f"worker {self._rank} refused a message from worker {source} in round {step}: "
+            f"it holds {held} ({self.refused} refused so far)",
+            stacklevel=2,
+        )
+
+
+def refuse(received: Tensor, instead: Tensor, healthy: Tensor) -> None:
+    """received <- instead unless `healthy` (bool []), in place; what is healthy costs no pass on the host."""
+    # A device decides by itself: to ask it would make the host wait.
+    if healthy.device.type != "cuda" and bool(healthy):
+        return
+    # Overwritten: NaN times a weight of zero would still be NaN.
+    torch.where(healthy, received, instead, out=received)
+
+
+ROUNDING = 1e-12
+"""Rounding error of a sum of weights."""
+
+
+def difference(sent: Tensor, received: Sequence[Tensor], weights: Sequence[float], sane: Tensor) -> Tensor:
+    """sum_j w_j (received_j - sent) over the sound j, in float32 at least.
+
+    Args:
+        sane: bool [1 + sources]: of this worker's own message, then of each that was received.
+    """
+    out = torch.empty_like(sent, dtype=torch.promote_types(sent.dtype, torch.float32))
+    difference_(out, sent, received, weights, sane)
+    return out
+
+
+def apply_difference(x: Tensor, d: Tensor, rate: float) -> None:
+    """x <- x + rate d: the bits of `correct_`."""
+    x.add_(d if rate == 1 else d * rate)
+
+
+def mix(own: Tensor, received: Sequence[Tensor], weights: Sequence[float]) -> None:
+    """received[0] <- w_0 own + sum_k w_k received[k - 1]
+
+    Step by step, each from the mean so far towards the next message: m <- m + w_k / (w_0 + ... + w_k) (received_k - m).
+    So equal messages give their very bits in any type, where products with 1/3 or 1/5 would each be rounded, and a
+    worker at consensus would move. Weights that don't sum to one (of columns, as push-sum's) multiply in the end.
+
+    Args:
+        weights: of `own` and each of `received`; none below 0.
+    """
+    total, sums = received[0], list(accumulate(weights))
+    mean = own
+    for tensor, weight, so_far in zip(received, weights[1:], sums[1:], strict=True):
+        mean = torch.lerp(mean, tensor, weight / so_far if so_far else 0.0, out=total)
+    if abs(sums[-1] - 1) > ROUNDING:
+        total.mul_(sums[-1])
+
+
+def _difference(out: Tensor, sent: Tensor, received: Sequence[Tensor], weights: Sequence[float], sane: Tensor) -> None:
+    for place, (tensor, weight) in enumerate(zip(received, weights, strict=True), 1):
+        # A device decides by itself: to ask it would make the host wait.
+        part = torch.where(sane[place], tensor, sent).to(out.dtype).sub_(sent)
+        part = part if weight == 1 else part.mul_(weight)
+        if place == 1:
+            out.copy_(part)
+        else:
+            out.add_(part)
+
+
+def _correct(
+    x: Tensor, sent: Tensor, received: Sequence[Tensor], weights: Sequence[float], sane: Tensor, rate: float
+) -> None:
+    apply_difference(x, difference(sent, received, weights, sane), rate)
+
+
+def _correct_and_state(
+    out: Tensor,
+    header: Tensor,
+    x: Tensor,
+    sent: Tensor,
+    received: Sequence[Tensor],
+    weights: Sequence[float],
+    sane: Tensor,
+    rate: float,
+    step: int,
+    elements: int,
+) -> None:
+    correct_(x, sent, received, weights, sane, rate)
+    state_(out, header, x, step, elements)
+
+
+_TERMS = "Tensor sent, Tensor[] received, float[] weights, Tensor sane"
+correct_ = operator(f"correct_(Tensor(a!) x, {_TERMS}, float rate) -> ()", _correct)
+difference_ = operator(f"difference_(Tensor(a!) out, {_TERMS}) -> ()", _difference)
+correct_and_state_ = operator(
+    f"correct_and_state_(Tensor(a!) out, Tensor(b!) header, Tensor(c!) x, {_TERMS}, float rate, int step, "
+    "int elements) -> ()",
+    _correct_and_state,
+)
