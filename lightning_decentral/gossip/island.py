@@ -5,12 +5,17 @@ within its island, and devices of one place exchange.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch.optim import LBFGS, Optimizer
 
+from lightning_decentral.gossip.compute.combine.combine import Rule
+from lightning_decentral.gossip.compute.travel import Travel
+from lightning_decentral.gossip.plan.topology.topology import Topology
+from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.gossip.wire.island_member import IslandMember, Meet
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.deterministic import Plain
@@ -165,3 +170,17 @@ class FullyShard(Island):
         from lightning_decentral.gossip.wire.island_shards import Sharding  # no other run reads it
 
         return Sharding(wire, self.devices, device, meet, torch.bfloat16 if self.param_dtype else None)
+
+
+class GossipPlan(Protocol):
+    """The constructor's values of a strategy, whichever way its workers are placed."""
+
+    topology: Topology
+    combine: Rule
+    weights: Weights
+    codec: Codec
+    states: Mapping[str, Travel]
+    island: Island
+    delay: int
+    bucket_bytes: int | None
+    heals: int

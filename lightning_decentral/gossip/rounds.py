@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,9 @@ from torch.optim import Optimizer
 from lightning_decentral.gossip.compute.combine.combine import Rule, refuse_overshoot
 from lightning_decentral.gossip.compute.error_feedback import RULE_OF_THUMB, share_that_arrives
 from lightning_decentral.gossip.compute.link import cliques_of
-from lightning_decentral.gossip.compute.travel import LACKING, UNKNOWN, Travel, agreed, kinds, none_has, pack_states
-from lightning_decentral.gossip.island import Island
+from lightning_decentral.gossip.compute.travel import LACKING, UNKNOWN, agreed, kinds, none_has, pack_states
+from lightning_decentral.gossip.island import GossipPlan
 from lightning_decentral.gossip.plan.topology.topology import Topology
-from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.gossip.wire.assembly import assembled
 from lightning_decentral.gossip.wire.consensus import mixer_of
 from lightning_decentral.gossip.wire.island_member import IslandMember
@@ -62,20 +61,6 @@ def exact_steps_of(asked: float, module: Any, broadcast: Callable[[float], float
             "the Trainer"
         )
     return round(asked * broadcast(float(steps)))
-
-
-class GossipPlan(Protocol):
-    """The constructor's values of a strategy, whichever way its workers are placed."""
-
-    topology: Topology
-    combine: Rule
-    weights: Weights
-    codec: Codec
-    states: Mapping[str, Travel]
-    island: Island
-    delay: int
-    bucket_bytes: int | None
-    heals: int
 
 
 @dataclass(frozen=True)

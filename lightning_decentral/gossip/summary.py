@@ -7,6 +7,7 @@ from torch import view_as_real
 from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_decentral.gossip.compute.link import cliques_of
+from lightning_decentral.gossip.island import GossipPlan
 from lightning_decentral.gossip.plan.traffic import (
     WorkerBytes,
     all_reduce_copies,
@@ -14,7 +15,6 @@ from lightning_decentral.gossip.plan.traffic import (
     copies_through_card,
 )
 from lightning_decentral.gossip.plan.weights import consensus_steps, describe
-from lightning_decentral.gossip.rounds import GossipPlan
 from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.optimizer_mixer import OptimizerMixer
 

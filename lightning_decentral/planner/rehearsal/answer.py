@@ -9,12 +9,13 @@ from operator import attrgetter
 from lightning_decentral.planner.candidates import BASELINE, Candidate, in_full
 from lightning_decentral.planner.compare import THRESHOLD, Cell, chosen
 from lightning_decentral.planner.noise import steps_ratio
-from lightning_decentral.planner.rehearsal.search import BEYOND
 
 OF_FORECAST = (0.94, 1.35)
 """Range, in forecast seconds, of nine in ten measured steps (benchmarks/rehearse.py compared)."""
 BEYOND_ERROR = 0.11
 """Nine in ten extrapolated numbers of steps were nearer to those of longer runs (from benchmarks/rehearse.py)."""
+BEYOND = 1.5
+"""Multiple of the rehearsed steps beyond which nothing is extrapolated."""
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,13 @@ from math import ceil, exp, inf, isfinite, log, log2
 
 import numpy as np
 
+from lightning_decentral.planner.rehearsal.answer import BEYOND
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.disagreement import Drift, probed
 from lightning_decentral.planner.rehearsal.evaluation import PAIRED, HeldOutEvaluation
 
 MARKS = 20
 """Number of marks in the steps of a rehearsal."""
-BEYOND = 1.5
-"""Multiple of the rehearsed steps beyond which nothing is extrapolated."""
 Point = tuple[float, float]
 
 

@@ -43,11 +43,6 @@ def parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [row if other.dim() == 1 else row.view(other.shape) for row, other in zip(rows, like, strict=True)]
 
 
-def real(flat: Tensor) -> Tensor:
-    """The same memory, a complex number as two: sums, codes and messages of backends are of real ones."""
-    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-
-
 def _dense(tensor: Tensor) -> Tensor:
     return (tensor.to_dense() if tensor.is_sparse else tensor).reshape(-1)
 

@@ -17,12 +17,13 @@ from torch.optim import Optimizer
 
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.deterministic import Plain
+from lightning_decentral.shared.compute.layout import real
 from lightning_decentral.shared.compute.modules import same
 from lightning_decentral.shared.plan.arguments import ChoosesStrategy, checked
 from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas
 from lightning_decentral.shared.wire.averaging.residuals import scale_of
 from lightning_decentral.shared.wire.compressed_mean import FlatMean, mean_by, refuse_estimates
-from lightning_decentral.shared.wire.gradients import Average, flag, pack, parts, real, used
+from lightning_decentral.shared.wire.gradients import Average, flag, pack, parts, used
 from lightning_decentral.shared.wire.mean import mean
 from lightning_decentral.shared.wire.meeting.comparison import MakeLayouts, unasked
 from lightning_decentral.shared.wire.pending import Pending

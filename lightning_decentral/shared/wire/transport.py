@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from lightning_decentral.shared.compute import cuda
-from lightning_decentral.shared.wire.gradients import real
+from lightning_decentral.shared.compute.layout import real
 from lightning_decentral.shared.wire.pending import Naming, Pending, StagedCopy, Together, Work, raise_lost
 
 _stores: Any = dist  # whose types leave them out
