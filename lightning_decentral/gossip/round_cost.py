@@ -40,8 +40,9 @@ from lightning_decentral.shared.compute.codec.deterministic import (
 from lightning_decentral.shared.compute.codec.quantize import Int4, Int8
 from lightning_decentral.shared.compute.hardware import duration
 from lightning_decentral.shared.plan.profile import RoundWork
+from lightning_decentral.shared.wire.in_process_group import loopback
 from lightning_decentral.shared.wire.pending import Pending
-from lightning_decentral.shared.wire.transport import Message, Transport, loopback
+from lightning_decentral.shared.wire.transport import Message, Transport
 
 CODECS: tuple[Codec, ...] = (Plain(), Float32(), BFloat16(), Float16(), Int8(), Int4(), DifferenceCompression(Int4()))
 WARM_UP, REPEATS = 17, 14  # rounds 1, 2, 4, 8, 16, ... also measure the codec's error

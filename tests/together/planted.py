@@ -82,16 +82,16 @@ def infinite_buffers_are_sick() -> None:
 def a_save_heals() -> None:
     def landed(mixer: Any, flight: Any, place: int) -> Any:
         forget, mixer.healing.forget = mixer.healing.forget, lambda: None
+        turn, message = mixer.turn(flight.round), flight.messages[place]
         try:
-            turn, message = mixer.turn(flight.round), flight.messages[place]
             return message.keep(mixer._rate(turn) is not None)
         except Sick as sick:
             mixed = mixer._healed(sick, flight, place, turn)
-            return Landed(message.sent, message.sent.clone() if mixed is None else mixed)
+            return Landed(message.sent, message.sent.clone() if mixed is None else mixed)  # nothing corrects
         finally:
             mixer.healing.forget = forget
 
-    _set(Mixer, "_kept", landed)
+    _set(Mixer, "_keep", landed)
 
 
 def anchors_over_writes() -> None:

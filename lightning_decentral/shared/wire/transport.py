@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -267,19 +266,6 @@ def own_connection(name: str) -> Any:
     """A connection to the world's store with keys of its own, for one thread: a blocked one holds up no other."""
     store = _stores.distributed_c10d._get_default_store()
     return prefixed(store.clone() if hasattr(store, "clone") else store, name)  # an older torch has one for all threads
-
-
-def loopback(size: int, timeout: timedelta) -> list[Transport]:
-    """All ends of a gloo group in this process, by sockets on the host's own address; each is for one thread."""
-    store, gloo = _stores.HashStore(), _stores.ProcessGroupGloo
-
-    def end(rank: int) -> Transport:
-        options = gloo._Options()
-        options._devices, options._timeout = [gloo.create_device(hostname="127.0.0.1")], timeout
-        return GlooTransport(gloo(store, rank, size, options))
-
-    with ThreadPoolExecutor(size) as threads:  # each waits for the others
-        return list(threads.map(end, range(size)))
 
 
 def abort_nccl() -> None:
