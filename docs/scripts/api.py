@@ -1,4 +1,4 @@
-"""The tables of docs/api.md: the public names of every folder's face, each with its docstring's first line.
+"""The tables of docs/api/index.md: the public names of every folder's face, each with its docstring's first line.
 
 The pages of docs/api, too, on which mkdocstrings puts the whole docstrings of one face.
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from page import ROOT, Page
 
-PAGE, WHOLE = Page(ROOT / "docs" / "api.md", "api.py"), ROOT / "docs" / "api"
+PAGE, WHOLE = Page(ROOT / "docs" / "api" / "index.md", "api.py"), ROOT / "docs" / "api"
 FACES = ("gossip", "compressed", "pipeline", "partial", "spilled", "sweep", "optim", "shared")
 DEFINED = (ast.ClassDef, ast.FunctionDef)
 

@@ -40,7 +40,7 @@ from lightning_decentral.shared.compute.codec.deterministic import (
 from lightning_decentral.shared.compute.codec.quantize import Int4, Int8
 from lightning_decentral.shared.compute.hardware import duration
 from lightning_decentral.shared.plan.profile import RoundWork
-from lightning_decentral.shared.wire.in_process_group import loopback
+from lightning_decentral.shared.wire.meeting.groups import loopback
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Message, Transport
 

@@ -8,9 +8,7 @@ It imports torch.distributed to answer in its place, and opens nothing.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import reduce
 from threading import local
 from typing import Any
@@ -23,7 +21,6 @@ from torch.distributed import ReduceOp, distributed_c10d
 from torch.futures import Future
 
 from lightning_decentral.shared.wire.in_process import InProcessTransport
-from lightning_decentral.shared.wire.transport import GlooTransport, Transport
 
 BACKEND = "gloo"
 SERVED = "all_reduce, all_gather, broadcast, barrier"
@@ -165,17 +162,3 @@ class ThreadsWorld:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._of_process, name)
-
-
-def loopback(size: int, timeout: timedelta) -> list[Transport]:
-    """All ends of a gloo group in this process, by sockets on the host's own address; each is for one thread."""
-    distributed: Any = dist  # whose types leave them out
-    store, gloo = distributed.HashStore(), distributed.ProcessGroupGloo
-
-    def end(rank: int) -> Transport:
-        options = gloo._Options()
-        options._devices, options._timeout = [gloo.create_device(hostname="127.0.0.1")], timeout
-        return GlooTransport(gloo(store, rank, size, options))
-
-    with ThreadPoolExecutor(size) as threads:  # each waits for the others
-        return list(threads.map(end, range(size)))

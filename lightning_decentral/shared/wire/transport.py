@@ -16,7 +16,7 @@ from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.compute.layout import real
 from lightning_decentral.shared.wire.pending import Naming, Pending, StagedCopy, Together, Work, raise_lost
 
-_stores: Any = dist  # whose types leave them out
+STORES: Any = dist  # torch.distributed with what its types leave out
 LIBUV_LISTENS = TorchVersion(torch.__version__) >= "2.8"
 """Before, torch's newer server of a store took no listening socket (pytorch#150215); the older one does."""
 Disjoint = Sequence[Sequence[int]]
@@ -45,7 +45,7 @@ class Transport(ABC):
         self.rank: int = group.rank()
         self.size: int = group.size()
         # What errors name: numbers in the world. A world of threads is registered nowhere.
-        self._workers = list(_stores.distributed_c10d._world.pg_group_ranks.get(group, range(self.size)))
+        self._workers = list(STORES.distributed_c10d._world.pg_group_ranks.get(group, range(self.size)))
         self._own: int = self._workers[self.rank]
 
     def close(self) -> None:
@@ -63,7 +63,7 @@ class Transport(ABC):
 
     @property
     def store(self) -> Any:
-        return _stores.distributed_c10d._get_process_group_store(self.group)
+        return STORES.distributed_c10d._get_process_group_store(self.group)
 
     def reduce(self, tensor: Tensor, target: int) -> Pending:
         """The target's tensor <- sum over workers of tensor, in place; what the others' is afterwards is undefined."""
@@ -240,12 +240,12 @@ def new_group(groups: Disjoint | None, backend: str | None, timeout: timedelta |
     """This worker's of these groups, which share no worker (None: all in one); None where it is in none. Collective."""
     each = [None] if groups is None else [list(ranks) for ranks in groups]
     with Naming("the others", dist.get_rank()):
-        whole = _stores.group.WORLD
+        whole = STORES.group.WORLD
         over = whole._get_backend(whole.bound_device_id) if groups and whole.bound_device_id else None
         if over and over.name() != "nccl":
             whole.bound_device_id = None  # gloo claims that it splits, so torch would ask it as NCCL, and fail
         elif over and backend in (None, "nccl") and over.supports_splitting:
-            return _stores.split_group(None, each, timeout)  # NCCL would split once for each
+            return STORES.split_group(None, each, timeout)  # NCCL would split once for each
         made = [dist.new_group(ranks, timeout, backend) for ranks in each]  # asks nothing of those outside
     return next((group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER), None)
 
@@ -254,23 +254,23 @@ def tcp_store(address: str, port: int, timeout: timedelta, listening: int | None
     """The key-value store at this place; this process has it where it gives the descriptor of a listening socket."""
     own: Any = {"is_master": True, "master_listen_fd": listening, "use_libuv": LIBUV_LISTENS}
     own = {} if listening is None else own
-    return _stores.TCPStore(address, port, timeout=timeout, wait_for_workers=False, **own)
+    return STORES.TCPStore(address, port, timeout=timeout, wait_for_workers=False, **own)
 
 
 def prefixed(store: Any, name: str) -> Any:
     """The same store, whose keys begin with a name."""
-    return _stores.PrefixStore(name, store)
+    return STORES.PrefixStore(name, store)
 
 
 def own_connection(name: str) -> Any:
     """A connection to the world's store with keys of its own, for one thread: a blocked one holds up no other."""
-    store = _stores.distributed_c10d._get_default_store()
+    store = STORES.distributed_c10d._get_default_store()
     return prefixed(store.clone() if hasattr(store, "clone") else store, name)  # an older torch has one for all threads
 
 
 def abort_nccl() -> None:
     """End what kernels of this process wait for: all its communicators by NCCL, of no use afterwards."""
-    groups = _stores.distributed_c10d._world.pg_backend_config.items()
+    groups = STORES.distributed_c10d._world.pg_backend_config.items()
     found = [group._get_backend(torch.device("cuda")) for group, backends in [*groups] if "nccl" in backends]
     if found:
         found[0]._group_start()  # together: one communicator's end may wait for another's (pytorch#119797)

@@ -7,6 +7,7 @@ whether the greetings arrived.
 
 import itertools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 from lightning_decentral.shared.wire.pending import Opened, PeerLost
 from lightning_decentral.shared.wire.transport import (
+    STORES,
     Disjoint,
     GlooTransport,
     Transport,
@@ -101,3 +103,16 @@ def connect(
     assert flags is not None
     assert roll is not None
     return Wire(world, flags, roll, flags.store, group, hosts, made_here.close, made_here.abandon)
+
+
+def loopback(size: int, timeout: timedelta) -> list[Transport]:
+    """All ends of a gloo group in this process, by sockets on the host's own address; each is for one thread."""
+    store, gloo = STORES.HashStore(), STORES.ProcessGroupGloo
+
+    def end(rank: int) -> Transport:
+        options = gloo._Options()
+        options._devices, options._timeout = [gloo.create_device(hostname="127.0.0.1")], timeout
+        return GlooTransport(gloo(store, rank, size, options))
+
+    with ThreadPoolExecutor(size) as threads:  # each waits for the others
+        return list(threads.map(end, range(size)))
