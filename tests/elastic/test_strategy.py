@@ -344,7 +344,8 @@ def assert_watched(found: dict[int, dict[str, dict[str, Any]]], ended: set[str])
     last = max(step for step, lines in found.items() if set(lines) == ended)
     for line in found[last].values():  # the same for a newcomer
         seen = line["watched"]
-        assert [seen[name] for name in ("members", "view", "joins", "losses", "delay")] == [3, 5, 2, 2, 1]
+        assert [seen[name] for name in ("members", "joins", "losses", "delay")] == [3, 2, 2, 1]
+        assert seen["view"] in (4, 5)  # on a busy machine a loss and a newcomer come in one view
         assert 2 / 3 < seen["participation"] <= 1
     assert max(line["watched"]["stall_seconds"] for lines in found.values() for line in lines.values()) > DEAD / 2
     measured = [
