@@ -56,6 +56,6 @@ def test_a_process_gets_no_more_than_its_share_and_all_of_it_afterwards() -> Non
             while time.process_time() - used < 0.25:
                 pass
     except ClusterError as error:
-        pytest.skip(str(error))
+        pytest.skip(f"needs a control group of its own: {error}")
     assert time.monotonic() - began > 0.8  # a quarter of one processor: a second, less what a period is short of
     assert Path("/proc/self/cgroup").read_text() == before

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.error_feedback import measured, real_numbers
+from lightning_decentral.gossip.compute.error_feedback import measured
 from lightning_decentral.gossip.compute.link import Buffers, CodecError, check_codec
+from lightning_decentral.shared.compute.codec.blocks import real
 from lightning_decentral.shared.compute.codec.coded_parts import CodedParts
 from lightning_decentral.shared.compute.health import squared_norm
 
@@ -31,14 +32,14 @@ class CodedMean:
         self.lost = CodecError()
 
     def admit(self, buckets: Sequence[Tensor]) -> None:
-        for bucket in map(real_numbers, buckets):
+        for bucket in map(real, buckets):
             self.owned.append(torch.zeros_like(self.parts.of(self.parts.rank, bucket)))
             self.bytes += self.parts.codec.bytes(bucket.numel(), bucket.dtype)
 
     def encode(self, message: Tensor, step: int, place: int) -> dict[int, Buffers]:
         """Encode a bucket to {owner: codes of its part};  message <- what was sent."""
         watched = message.clone() if measured(step) else None
-        codec, numbers = self.parts.codec, real_numbers(message)
+        codec, numbers = self.parts.codec, real(message)
         codes = self.parts.to_owners(numbers, codec.replace, step, place)
         self.parts.own(numbers, codec.replace, step, place)
         if watched is not None:

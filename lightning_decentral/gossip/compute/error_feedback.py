@@ -12,7 +12,7 @@ from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.link import Buffers, CodecError, Coder, Direct, check_codec
 from lightning_decentral.gossip.plan.topology.topology import Topology, audiences
 from lightning_decentral.shared.compute.buckets import Pool
-from lightning_decentral.shared.compute.codec.blocks import key
+from lightning_decentral.shared.compute.codec.blocks import key, real
 from lightning_decentral.shared.compute.codec.codec import Codec, Frame, Payload, PayloadPart
 from lightning_decentral.shared.compute.health import scale, sound, squared_norm
 
@@ -36,7 +36,7 @@ class BucketCodec:
     def __init__(self, codec: Codec, reference: Tensor, exact: int) -> None:
         self.estimates: dict[str, Tensor] = {}
         self._codec, self._exact = codec, exact
-        self._reference = real_numbers(reference)
+        self._reference = real(reference)
         self._parts: dict[tuple[int, torch.dtype], list[PayloadPart]] = {}
         exact_bytes = exact * reference.element_size()
         self.bytes = sum(part.bytes for part in self._coded(self._reference)) + exact_bytes
@@ -103,7 +103,8 @@ class BucketCodec:
 
     def _split(self, message: Tensor) -> tuple[Tensor, Tensor]:
         end = len(message) - self._exact
-        return real_numbers(message[:end]), message[end:]
+        coded = message[:end]
+        return real(coded) if coded.is_complex() else coded, message[end:]
 
     def _coded(self, coded: Tensor) -> list[PayloadPart]:
         # By length and type: a message may hold more than the parameters (`MessageForm`).
@@ -117,11 +118,6 @@ class BucketCodec:
             self.estimates[link] = torch.zeros_like(coded)
             self.estimates[link][: len(self._reference)].copy_(self._reference)
         return Frame(key, self.estimates.get(link))
-
-
-def real_numbers(tensor: Tensor) -> Tensor:
-    """The same memory, a complex number as two."""
-    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
 SAMPLE = 2**16

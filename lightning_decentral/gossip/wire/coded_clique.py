@@ -16,7 +16,6 @@ from torch import Tensor
 
 from lightning_decentral.gossip.compute.coded_mean import CodedMean
 from lightning_decentral.gossip.compute.combine.combine import Combine
-from lightning_decentral.gossip.compute.error_feedback import real_numbers
 from lightning_decentral.gossip.compute.link import Buffers, Everyone
 from lightning_decentral.gossip.compute.mixing import Verdicts, refuse
 from lightning_decentral.gossip.plan.topology.topology import Topology
@@ -31,6 +30,7 @@ from lightning_decentral.gossip.wire.exchange import (
     Traffic,
 )
 from lightning_decentral.shared.compute.buckets import Pool
+from lightning_decentral.shared.compute.codec.blocks import real
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.coded_parts import CodedParts
 from lightning_decentral.shared.compute.device import stopwatch
@@ -117,7 +117,7 @@ class CodedCliqueExchange(Arrivals[CodedMessage]):
         headers = torch.empty(self._parts.size, HEADER, dtype=torch.int64, device=self.device)
         # Of what was sent, which a codec may have made overflow: by this all judge it alike, whatever part they own.
         headers[0].copy_(stated([step, self._elements], [sent], self.device))
-        return CodedMessage(self, step, place, sent, headers, codes, self._parts.from_others(real_numbers(sent)))
+        return CodedMessage(self, step, place, sent, headers, codes, self._parts.from_others(real(sent)))
 
     def depart(self, launched: Sequence[CodedMessage], step: int) -> None:
         sends, receives = [self._sends(message) for message in launched], [self._receives(m) for m in launched]
@@ -151,7 +151,7 @@ class CodedCliqueExchange(Arrivals[CodedMessage]):
 
     def _mean(self, message: CodedMessage, sane: Tensor) -> Tensor:
         """(1/n) sum_j sent_j of the own part, of what is sound, in one order always."""
-        own = self._parts.of(self.transport.rank, real_numbers(message.sent))
+        own = self._parts.of(self.transport.rank, real(message.sent))
         mean, decoded = self.pool.take(own).copy_(own), self.pool.take(own)
         # A device isn't asked.
         nothing = torch.zeros_like(own) if self.device.type == "cuda" or not bool(sane.all()) else own
@@ -167,7 +167,7 @@ class CodedCliqueExchange(Arrivals[CodedMessage]):
 
     def _gather(self, mixed: Tensor, mean: Tensor, codes: Buffers) -> None:
         """mixed <- the means of all parts: the own one, and the others' of their codes."""
-        whole = real_numbers(mixed)
+        whole = real(mixed)
         buffers = self._parts.from_owners(whole)
         sends, receives = messages(dict.fromkeys(self.others, codes)), messages(buffers)
         outgoing, incoming = self.back.exchange(sends, receives)
@@ -238,7 +238,7 @@ class EveryonesCodes(MessageInFlight):
     def land(self) -> Tensor:
         mixed = self.exchange.pool.take(self.sent)
         for owner, worker in enumerate(self.exchange.coders):
-            mean = worker.parts.of(owner, real_numbers(self.sent[owner])) * worker.parts.share
+            mean = worker.parts.of(owner, real(self.sent[owner])) * worker.parts.share
             decoded = torch.empty_like(mean)
             for codes in (row.get(owner) for row in self.codes):
                 if codes is not None:
@@ -246,5 +246,5 @@ class EveryonesCodes(MessageInFlight):
                     mean.add_(decoded, alpha=worker.parts.share)
             worker.parts.reduced(mean, worker.owned[self.place], self.step, self.place)
             for row in mixed:
-                worker.parts.of(owner, real_numbers(row)).copy_(mean)
+                worker.parts.of(owner, real(row)).copy_(mean)
         return mixed

@@ -90,8 +90,10 @@ class MessageInFlight(ABC):
         """Wait for what was sent to this worker, and return the mixture. Once."""
 
     def correct(self, x: Tensor, rate: float, copied: Copied | None = None) -> None:
-        """x <- x + rate (mixed - sent), in one pass, which makes `copied` of it, too. Once."""
-        raise NotImplementedError
+        """x <- x + rate (mixed - sent), and `copied` of it, too. In place of `land`, where it `corrects`."""
+        x.add_(self.land() - self.sent, alpha=rate)
+        if copied:
+            copied.of(x)
 
     def keep(self, corrects: bool) -> "Landed":
         """Wait for what was sent to this worker; return what lands with the same bits later, and can be saved. Once.

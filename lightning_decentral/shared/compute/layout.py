@@ -19,11 +19,6 @@ from torch.optim import Optimizer
 Strides = tuple[int, ...]
 
 
-def real(flat: Tensor) -> Tensor:
-    """The same memory, a complex number as two: sums, codes and messages of backends are of real ones."""
-    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-
-
 def dense_strides(tensor: Tensor) -> Strides:
     """Strides of a dense copy, which keeps the dimensions' order in memory (channels_last stays channels_last)."""
     size, own, found, step = tensor.shape, tensor.stride(), [1] * tensor.dim(), 1

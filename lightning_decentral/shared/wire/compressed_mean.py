@@ -12,6 +12,7 @@ Source: error feedback on both sides, Tang et al. 1905.05957 (DoubleSqueeze); by
 2102.02888 (1-bit Adam).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +29,7 @@ from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Message, Transport
 
 
-class FlatMean:
+class FlatMean(ABC):
     """Mean of flat tensors over workers; this one keeps nothing from one to the next.
 
     Attributes:
@@ -37,29 +38,34 @@ class FlatMean:
 
     sent_bytes: int = 0
 
+    @abstractmethod
     def start(self, flat: Tensor, place: int) -> Pending:
         """flat <- its mean over the workers, in place, after the wait. On every worker in the same order.
 
         Args:
             place: of the tensor among those that are averaged in a step: what was rounded away is kept by it.
         """
-        raise NotImplementedError
 
     def lay(self, rows: Sequence[Row]) -> None:
         """Lay the tensors with these keys at the places from now on."""
+        return
 
     def put_back(self, flat: Tensor, place: int, unused: Collection[int]) -> None:
         """Keep for the next mean what `flat` holds of these tensors of the place, whose mean nobody uses."""
+        return
 
     def guard(self, scale: Callable[[], Tensor] | None, scaled: bool = True) -> None:
         """Expect updates to be skipped from now on; `scale`: a loss scaler's, which multiplies the gradients where
         `scaled`."""
+        return
 
     def updated(self, keys: Callable[[], Collection[int]], skipped: bool) -> None:
         """An update of the tensors with these keys was due, and perhaps skipped."""
+        return
 
     def forget(self) -> None:
         """Begin anew."""
+        return
 
     def state_dict(self, untaken: Collection[int] = ()) -> dict[str, Any]:
         """State that is needed to go on exactly, as tensors and primitives.
@@ -71,6 +77,7 @@ class FlatMean:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
+        return
 
 
 @dataclass

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from lightning_decentral.shared.compute import cuda
-from lightning_decentral.shared.compute.layout import real
+from lightning_decentral.shared.compute.codec.blocks import real
 from lightning_decentral.shared.wire.pending import Naming, Pending, StagedCopy, Together, Work, raise_lost
 
 STORES: Any = dist  # torch.distributed with what its types leave out

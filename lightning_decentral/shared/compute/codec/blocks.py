@@ -16,6 +16,11 @@ PIECES, PIECES_ON_DEVICE = 4, 64
 its cache. A launch costs a device more than memory that is no cache."""
 
 
+def real(flat: Tensor) -> Tensor:
+    """The same memory, a complex number as two: sums, codes and messages of backends are of real ones."""
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+
+
 def check_block(block: int, remedy: str) -> None:
     """ValueError unless it is in 1 .. 65536."""
     if not 1 <= block <= LARGEST_BLOCK:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_decentral.shared.compute.buckets import chunked
-from lightning_decentral.shared.compute.layout import real
+from lightning_decentral.shared.compute.codec.blocks import real
 from lightning_decentral.shared.wire.averaging.residuals import Row
 from lightning_decentral.shared.wire.compressed_mean import FlatMean
 from lightning_decentral.shared.wire.gradients import UNSEEN, Average, GradientBucket, Launcher, flag, used
