@@ -204,7 +204,7 @@ def _short(names: Sequence[str]) -> list[str]:
 
 
 def mixing(model: Model) -> str:
-    """Seconds that a round of gossip takes the device, as text."""
+    """Text: milliseconds of a gossip round on the device, without the network, and percent of a step, by codec."""
     seconds = {work.codec: work.seconds(model.parameter_bytes, 1) for work in model.rounds}
     each = ", ".join(
         f"{codec.removesuffix('()')} {1e3 * of_round:.3f} ms ({100 * of_round / model.seconds:.2g} %)"

@@ -101,7 +101,7 @@ class ElasticRun(WatchedProcess):
 
     @abstractmethod
     def whole(self, own: dict[str, Any]) -> dict[str, Any]:
-        """A checkpoint for a newcomer, on the first device, of each one's own. Collective in this worker."""
+        """Join the devices' own checkpoints into a newcomer's, on the first device. Collective in this worker."""
 
     @property
     def watched_module(self) -> nn.Module:

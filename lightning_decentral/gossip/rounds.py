@@ -211,7 +211,7 @@ class StateMixer:
         return {"packs": packs[0], "kinds": packs[1], "looks": looks, "mixer": self.mixer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken; the optimizer has its states again."""
+        """Restore what `state_dict` returned; the optimizer has its states again."""
         # Packed as they were: a message in flight has the layout of its buckets.
         for number, places in enumerate(state["packs"]):
             if "kinds" in state:

@@ -99,7 +99,7 @@ def _copies(batch: Any) -> Any:
 
 
 def run_of(trainer: Trainer, *args: Any, **kwargs: Any) -> Callable[[torch.nn.Module], Run]:
-    """Return a function from a copy of the module to one that repeats its `training_step(*args)`."""
+    """Return f: f(copy) is a function that runs `copy.training_step(*args)`, each time alike."""
     return repeated(lambda trial: step_of(trainer, trial, *args, **kwargs))
 
 

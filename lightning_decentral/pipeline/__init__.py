@@ -3,6 +3,9 @@
 `strategy` binds it to Lightning; its parts are `stage_layout`, `stage_training`, `training_step`, `totals` and
 `checkpoint`; `report` is what users watch. Below: `plan` (schedules and slices: values without torch), `compute`
 (what a stage does), `wire` (what stages send). Public: all names below.
+
+A stage with a wrong gradient: `compute.stage` and `compute.weight_grad`, then `compute.kv_cache` (slices),
+`wire.stage_runner` (tied weights), `wire.channel` (what arrives), `training_step` (the loss).
 """
 
 from typing import TYPE_CHECKING

@@ -129,7 +129,8 @@ class ReplicaHealth:
         named = self._of.gather({name(number): form for number, form in enumerate(forms)})
         found = _difference(self._by(self._same_stage(), named))
         raise RuntimeError(
-            f"the workers' models have diverged: {found}: register, prune and change types on every worker alike"
+            f"the workers' models have diverged: {found}: register, prune and convert parameters and buffers alike on "
+            "every worker"
         )
 
     def _agree(self, tensors: Sequence[Tensor], sick: Mapping[int, Ailment], workers: int) -> None:

@@ -161,8 +161,8 @@ def read_record(member: SweepMember) -> JobReturn | None:
     overrides, status, value, about = _read(path)
     if overrides != member.overrides:
         raise ValueError(
-            f"{member.folder} holds a member with other overrides ({' '.join(overrides)}), "
-            f"not {' '.join(member.overrides)}: resume a sweep with its own overrides; one that draws them needs a seed"
+            f"{member.folder} holds a member with the overrides {' '.join(overrides)}, this sweep has other overrides "
+            f"there, {' '.join(member.overrides)}: resume with those it began with; a sweeper that draws needs a seed"
         )
     if status is JobStatus.UNKNOWN:
         return None

@@ -74,7 +74,8 @@ class Gate(Callback):
         if trainer.world_size > granted:
             raise ValueError(
                 f"trainer.devices={trainer.world_size} is larger than the {granted} device(s) granted to this member: "
-                f"write it as a number at trainer.devices of the configuration, or use {granted}"
+                "a sweep reads a number or a list at trainer.devices of the configuration: set it there, or use "
+                f"{granted}"
             )
         self._trainer = trainer
         self._peak_bytes = 0
@@ -205,7 +206,7 @@ class Gate(Callback):
         return Residence(self._active.lightning_module, self._active.optimizers, self._device)
 
     def _measured_bytes(self) -> int:
-        """The allocator's peak; on a processor, which has none, parameters, gradients and optimizer state."""
+        """Peak of the CUDA allocator; on a CPU, bytes of parameters, gradients and optimizer state."""
         if self._device.type == "cuda":
             return cuda.peak_reserved_bytes(self._device)
         return self._of_training().kept_bytes

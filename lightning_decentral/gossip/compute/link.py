@@ -66,7 +66,7 @@ class Coder(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken.
+        """Restore what `state_dict` returned.
 
         Raises:
             ValueError: it was taken under another codec.

@@ -228,7 +228,7 @@ class GossipForecast(Method):
         return ways * max(moved) + gathered if moved else 0.0
 
     def _exchanged(self, setting: Setting, talk: Talk, load: RoundLoad) -> list[tuple[Price, float]]:
-        """(price, how many messages) inside the node and between nodes; of codes that owners add up one way."""
+        """(price, messages) inside the node and between nodes; of one direction only where owners add up codes."""
         cluster = setting.cluster
         together = min(self.within.devices, cluster.per_node)
         flows = load.flows * together

@@ -1,6 +1,6 @@
 """Traffic of a plan: copies and bytes that each worker and each node's network card sends; cliques.
 
-What was sent in fact is counted in `wire.exchange`.
+What is really sent is counted in `wire.peer`, `wire.coded_clique` and `wire.assembly`; `wire.exchange.Traffic` adds up.
 
 A step whose graph is disjoint cliques of equal weights all-reduces in them, where messages travel as they are or a rule
 lets owners of parts add up codes; in every other one peers send each other messages.
@@ -182,7 +182,7 @@ def mean_copies(
 def copies_by_node(
     topology: Topology, weights: Weights, size: int, workers_per_node: int, cliques: Cliques = Cliques.RING
 ) -> list[dict[int, float]]:
-    """{node: copies that it sends out}, by step of a period, for nodes that send anything, counted as above."""
+    """{node: copies that it sends out} of each step of a period, without silent nodes: see `copies_through_card`."""
     reduced = _pairs if cliques is Cliques.OWNERS else _rings
     steps = [
         _peers(topology, size, step) if alone is None else reduced(alone)

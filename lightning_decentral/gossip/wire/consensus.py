@@ -109,7 +109,7 @@ class Gauge:
         return {"distance": self.distance, "told": sums}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Restore what `state_dict` returned."""
         self.distance = state["distance"]
         self._told = deque(map(_known, state["told"]))
 

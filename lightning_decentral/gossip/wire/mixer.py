@@ -267,7 +267,7 @@ class Mixer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken.
+        """Restore what `state_dict` returned.
 
         Raises:
             ValueError: it was taken with other buckets.

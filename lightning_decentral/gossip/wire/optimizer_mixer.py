@@ -206,7 +206,7 @@ class OptimizerMixer:
         return self.mixer.state_dict() | packed | ({"beside": beside} if beside else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken. Errors as `Mixer.load_state_dict`."""
+        """Restore what `state_dict` returned. Errors as `Mixer.load_state_dict`."""
         refuse_reordered(state, self.buckets)
         self.mixer.load_state_dict(state)
         for bucket, padding in zip(self.buckets, state.get("padding", ()), strict=False):  # 0.2 saved none

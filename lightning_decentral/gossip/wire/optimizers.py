@@ -239,7 +239,7 @@ class Mixers:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:
-        """Go on where `state_dict` was taken.
+        """Restore what `state_dict` returned.
 
         Raises:
             ValueError: it was taken with another number of optimizers, or with other buckets.

@@ -5,6 +5,9 @@ takes its part from the `members`. One has its turn (`turns`) on its copy of the
 at a time, where that is faster. `jobs` are methods on so many workers, one after the other;
 `search` finds a learning rate for each by the losses of `evaluation`. `disagreement` predicts what gossip's workers
 lose by it, `answer` joins steps with the planner's seconds, `rehearse` keeps to the minutes.
+
+One that differs from the real run: first the rounds (`members`), then what Lightning is given (`binding`, `loop`), the
+data's copies (`worker`), the order of sums (`crew`), random numbers and threads (`turns`).
 Public: `rehearse`.
 """
 

@@ -120,7 +120,7 @@ class Clock:
         return max(0.0, self._begun + 60 * self.minutes - monotonic())
 
     def tick(self) -> None:
-        """Raises OutOfTime behind the end."""
+        """Raise OutOfTime once the minutes are over."""
         if not self.rest:
             raise OutOfTime
 

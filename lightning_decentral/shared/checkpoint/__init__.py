@@ -2,4 +2,7 @@
 
 `worker` is what all methods have in common, `replica` adds workers with a whole model each; `saving` and `reading` are
 their halves, `store` what lies where on the disk. Public: nothing; strategies are made of these.
+
+A wrong mean after a resume: `worker` takes the mean at a save (by `shared.wire.mean`), `reading` decides between own
+states and the mean, `replica` restores.
 """

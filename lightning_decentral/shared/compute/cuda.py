@@ -64,7 +64,7 @@ def random_states() -> list[Tensor]:
 
 
 def set_random_states(states: list[Tensor]) -> None:
-    """Go on drawing where `random_states` was taken, where there are as many devices."""
+    """Restore what `random_states` returned, where there are as many devices."""
     if states and len(states) == device_count():
         torch.cuda.set_rng_state_all(states)
 

@@ -54,7 +54,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Go on drawing where `random_state` was taken."""
+    """Restore the generators that `random_state` returned."""
     torch.set_rng_state(state["torch"])
     cuda.set_random_states(state["cuda"])
     keys, position, has_gauss, gauss = state["numpy"]

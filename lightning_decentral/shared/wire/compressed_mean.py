@@ -76,7 +76,7 @@ class FlatMean(ABC):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Restore what `state_dict` returned."""
         return
 
 
@@ -150,7 +150,7 @@ class CompressedMean(FlatMean):
         self.guard, self.updated, self.forget = self._updates.guard, self._updates.updated, self.residuals.forget  # type: ignore[method-assign]
 
     def start(self, flat: Tensor, place: int) -> Pending:
-        """Memory until landed: what `flat` holds once more, a worker's part of it, and half of it or less in codes."""
+        """Start it. Until landed it holds a copy of `flat`, a worker's part of it, and half of it or less in codes."""
         self._updates.settle()
         part = self.flight(self, flat, place, self.residuals.at(place, flat))
         part.left = self.leaving.send(part.leave)
@@ -168,7 +168,7 @@ class CompressedMean(FlatMean):
         return {"codec": repr(self.codec), **self.residuals.state_dict(untaken), **self._updates.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken; under another codec without residuals."""
+        """Restore what `state_dict` returned; under another codec without residuals."""
         self.residuals.forget()
         if state.get("codec") == repr(self.codec):
             self.residuals.load_state_dict(state)

@@ -221,7 +221,7 @@ class Launcher(Generic[Kind]):
         return frozenset(self._hooks)
 
     def begin(self, buckets: Sequence[Kind]) -> None:
-        """Prepare the backward whose gradients travel in these."""
+        """Prepare a backward whose gradients are sent in these buckets."""
         if self.buckets != (now := tuple(buckets)):
             self.buckets, self._of = now, {p: index for index, bucket in enumerate(now) for p in bucket.members}
         self._launched, self.begun = 0, False

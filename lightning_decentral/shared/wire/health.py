@@ -43,7 +43,7 @@ def constants(buffers: Iterable[Tensor]) -> dict[int, Tensor]:
 
 
 def _kinds(tensor: Tensor) -> Tensor:
-    """int8, in its shape: 0 finite, 1 NaN, 2 infinity, 3 minus infinity."""
+    """int8 tensor of its shape, (..., 2) of complex numbers: 0 finite, 1 NaN, 2 infinity, 3 minus infinity."""
     wide = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     wide = wide.float() if wide.element_size() == 1 else wide
     return (wide.isnan() + 2 * wide.isposinf() + 3 * wide.isneginf()).to(torch.int8)

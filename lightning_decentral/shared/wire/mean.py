@@ -205,7 +205,7 @@ class MeanModel:
             self.hide()
 
     def forget(self) -> None:
-        """The tensors are given back to their owners: what they hold now stays."""
+        """Stop swapping: the tensors keep their present values, and those saved aside are dropped."""
         self._swap = None
 
     def take(self, tensors: Sequence[Tensor], carried: Sequence[Tensor] = ()) -> None:

@@ -86,7 +86,7 @@ class Bond:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Restore what `state_dict` returned."""
 
 
 class Replicas(ChoosesStrategy, ABC):

@@ -227,7 +227,7 @@ def verify(optimizer: Optimizer, step: Callable[[], Any], parameters: Sequence[T
 
 
 def only(groups: Groups, parameters: Sequence[Tensor]) -> Groups:
-    """The groups with these parameters alone."""
+    """Copies of the groups that hold only these parameters."""
     chosen = set(map(id, parameters))
     return [{**group, "params": [p for p in group["params"] if id(p) in chosen]} for group in groups]
 

@@ -244,7 +244,7 @@ def step_pieces(model: Model, shards: int = 1, load_bytes_per_second: float = fl
 
 
 def split(blocks: Sequence[BlockCost], shards: int) -> list[list[BlockCost]]:
-    """Consecutive groups, none of them empty, the largest as small as can be in bytes, then the sum of their squares.
+    """Split into consecutive groups, none empty: the largest has as few bytes as can be, then the least sum of squares.
 
     Raises:
         ValueError: more shards than blocks.

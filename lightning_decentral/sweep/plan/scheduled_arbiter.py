@@ -101,7 +101,7 @@ class Timing(Gathered):
         until.setdefault(round(self._steps * (turn.progress or 0.0)), self.members[name].busy_seconds)
 
     def steps_of(self, name: str) -> Steps:
-        """Steps of a member that has ended.
+        """Device seconds of each step of a member that has ended.
 
         Raises:
             ValueError: it made fewer steps than it should have, or several in a batch.

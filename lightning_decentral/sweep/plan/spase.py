@@ -124,7 +124,7 @@ class GreedySpase(Allocation):
 
 @dataclass(frozen=True)
 class ExactSpase(Allocation):
-    """The mixed-integer program, for small sets: what it could not prove within its time is the plan's gap.
+    """Mixed-integer program for small sets of jobs; `gap` says how far its makespan may be from the optimum.
 
     Needs scipy (extra `schedule`). The better of it and `GreedySpase`, with the gap that is left when the time is over.
     """

@@ -181,7 +181,7 @@ class ElasticExchange(Exchange[PeerMessage]):
 
     @property
     def age(self) -> float:
-        """Mean rounds by which what was mixed last was late; 0 where a round waits."""
+        """Rounds by which the messages mixed last were late, on average; 0 where a round waits."""
         exchange = self._since[-1][1] if self._since else None
         return exchange.age if isinstance(exchange, AsynchronousExchange) else 0.0
 

@@ -64,7 +64,7 @@ def receive_value(connection: socket.socket) -> tuple[dict[str, Any], Any]:
 
 
 def received(connection: socket.socket, header: Any) -> tuple[dict[str, Any], Any]:
-    """The same, where the header has come. As `receive_value`."""
+    """`receive_value` for a header that was already received."""
     if type(header) is not dict or type(header.get("head")) is not int:
         raise ValueError("no value follows: give every worker the same version")
     found = Sum()

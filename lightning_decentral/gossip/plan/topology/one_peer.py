@@ -220,7 +220,10 @@ def _joined(pieces: Iterable[Sequence[int]]) -> list[int]:
 
 
 def _spread(blocks: Sequence[Sequence[Sequence[int]]]) -> Pairs:
-    """The first block gives |V_1| / sum_j |V_j| to every worker of the later ones, in equal parts from its pieces."""
+    """Weights of the step in which the first block gives its share, |V_1| / sum_j |V_j|, to later ones.
+
+    Each of their workers is paired with one worker of every piece of the first block, with equal weights.
+    """
     pieces, later = blocks[0], _joined(_joined(block) for block in blocks[1:])
     own = sum(map(len, pieces))
     weight = own / (own + len(later)) / len(pieces)

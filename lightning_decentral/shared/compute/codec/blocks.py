@@ -58,7 +58,7 @@ def divisor(number: float, device: torch.device) -> Tensor:
 
 
 def pieces(message: Tensor, block: int) -> Iterator[tuple[int, int, int]]:
-    """(start, stop, elements of a block): whole blocks, as many as are good to work on at once, and the rest."""
+    """Yield (start, stop, block size): runs of whole blocks of a good size to work on, then the rest as one block."""
     length = message.numel()
     whole = length - length % block
     most = piece_length(block) * (PIECES if message.device.type == "cpu" else PIECES_ON_DEVICE)

@@ -71,7 +71,7 @@ class Residuals:
         self._rounds = 0  # taken at places that are no more: no noise is drawn twice
 
     def at(self, place: int, flat: Tensor) -> Residual:
-        """Residual of this place, whose tensors `flat` holds."""
+        """Residual of flat tensor number `place`; made where there is none of its size."""
         found = self._at.get(place)
         if found is None or len(found.own) != flat.numel():
             found = self._at[place] = self._made(place, flat)
