@@ -1,6 +1,6 @@
 """Elastic training: workers die while the others train on, and new ones join, by gossip or as whole token pipelines.
 
-`strategy.Elastic` is what `GossipStrategy(elastic=...)` and `GossipReplicas(elastic=...)` take. It makes an elastic
+`option.Elastic` is what `GossipStrategy(elastic=...)` and `GossipReplicas(elastic=...)` take. It makes an elastic
 `strategy` or one of `pipelines`. Both are a `run`: each worker has a Trainer of its own, and Lightning sees a `process`
 everywhere. `checks` and `late_tensors` refuse what can't be elastic, `launcher` starts the workers of a machine.
 
@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 from lightning_decentral.shared import lazy_exports
 
 if TYPE_CHECKING:
+    from lightning_decentral.elastic.option import Elastic as Elastic
     from lightning_decentral.elastic.plan.asynchronous import Asynchronous as Asynchronous
-    from lightning_decentral.elastic.strategy import Elastic as Elastic
     from lightning_decentral.elastic.strategy import ElasticGossipStrategy as ElasticGossipStrategy
     from lightning_decentral.elastic.wire.rounds.simulation import simulate_asynchronous as simulate_asynchronous
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from lightning_decentral.shared import lazy_exports
 
 if TYPE_CHECKING:
+    from lightning_decentral.elastic.option import Elastic as Elastic
     from lightning_decentral.elastic.plan.asynchronous import Asynchronous as Asynchronous
-    from lightning_decentral.elastic.strategy import Elastic as Elastic
     from lightning_decentral.elastic.strategy import ElasticGossipStrategy as ElasticGossipStrategy
     from lightning_decentral.elastic.wire.rounds.simulation import simulate_asynchronous as simulate_asynchronous
     from lightning_decentral.gossip.callbacks import CommunicationMonitor as CommunicationMonitor

@@ -13,7 +13,8 @@ import ast
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from importlib.machinery import SourceFileLoader
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -44,26 +45,54 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], list[str]]:
     def load(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(_imported(homes[name], name), name)
+        value = getattr(_imported(homes[name], name, package), name)
         setattr(sys.modules[package], name, value)  # asked for once
         return value
 
     return load, sorted(homes)
 
 
-def _imported(module: str, name: str) -> ModuleType:
+def _imported(module: str, name: str, face: str) -> ModuleType:
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
         if str(error.name).partition(".")[0] != "lightning":
             raise
-        package, _, inner = module.partition(".")
-        face = f"{package}.pytorch_lightning.{inner.partition('.')[0]}"
+        package, _, inner = face.partition(".")
+        mirrored = f"{package}.pytorch_lightning.{inner.partition('.')[0]}"
         raise ModuleNotFoundError(
             f"{name} binds to the lightning package, which isn't installed: install it, "
-            f"or for pytorch_lightning write `from {face} import {name}`",
+            f"or for pytorch_lightning write `from {mirrored} import {name}`",
             name=error.name,
         ) from error
 
 
+MOVED = {
+    "gossip.compute.combine.push_sum": "gossip.compute.combine.sums",
+    "gossip.compute.combine.rate": "gossip.compute.combine.gossip",
+    "gossip.compute.combine.relay_sum": "gossip.compute.combine.sums",
+    "gossip.compute.combine.rule": "gossip.compute.combine.combine",
+    "gossip.plan.topology.nodes": "gossip.plan.topology.combined",
+    "gossip.wire.island": "gossip.island",
+    "partial.plan.depth_order": "partial.plan.depth",
+    "pipeline.compute.activation_codec": "pipeline.wire.channel",
+    "shared.compute.codec.difference": "shared.compute.codec.deterministic",
+    "shared.compute.codec.packed": "shared.compute.codec.quantize",
+}
+"""{module of 0.2.0 with public classes: the one that has them now}, for values in pickles of that version."""
+PACKAGE = __name__.partition(".")[0]
+
+
+class Moved(MetaPathFinder, Loader):
+    """Finder of modules that were merged: a module of the old name has what the new one has."""
+
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self) if fullname.removeprefix(f"{PACKAGE}.") in MOVED else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        now = import_module(f"{PACKAGE}.{MOVED[module.__name__.removeprefix(f'{PACKAGE}.')]}")
+        module.__dict__["__getattr__"] = lambda name: getattr(now, name)
+
+
+sys.meta_path.append(Moved())
 __getattr__, __all__ = lazy_exports(__name__)

@@ -1,4 +1,4 @@
-"""MixerFactory of a run's mixers: what the mixers of its optimizers ask of it, whatever its workers are."""
+"""Making of a run's mixers: what the mixers of its optimizers ask for, whatever its workers are."""
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -15,10 +15,11 @@ import functools
 import inspect
 from abc import ABC, ABCMeta, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from lightning_decentral.shared.plan.kinds import ArgumentKind, Mismatch, kind_of
 
@@ -180,6 +181,10 @@ class StrategyType(ABCMeta):
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
         made: type = cls
+        for name, kind in _choosers(cls).items():
+            if isinstance(options.get(name), str):  # by its name, as in the YAML files; a wrong one is refused later
+                with suppress(Mismatch):
+                    options[name] = kind.taken(options[name])
         for option in options.values():
             if isinstance(option, ChoosesStrategy):
                 made = option.strategy(made)
@@ -190,3 +195,14 @@ class StrategyType(ABCMeta):
         """Signature of the constructor, which `__call__` would hide from `inspect` and from command lines."""
         parameters = list(inspect.signature(cls.__init__).parameters.values())  # type: ignore[misc]
         return inspect.Signature(parameters[1:])
+
+
+@functools.cache
+def _choosers(cls: type) -> Mapping[str, ArgumentKind]:
+    """Options of a strategy that may choose its class, by name."""
+    hints = _hints(inspect.unwrap(cls.__init__))  # type: ignore[misc]
+
+    def chooses(hint: Any) -> bool:
+        return any(isinstance(part, type) and issubclass(part, ChoosesStrategy) for part in (hint, *get_args(hint)))
+
+    return {name: kind_of(hint) for name, hint in hints.items() if chooses(hint)}

@@ -103,6 +103,8 @@ def _list(item: Any, made: Callable[[Any], Any] = list) -> ArgumentKind:
 def _tuple(*items: Any) -> ArgumentKind:
     if len(items) == 2 and items[1] is ...:
         return _list(items[0], tuple)
+    if not items:  # `tuple[()]`, and `typing.Tuple`, which says nothing of its items
+        return _list(Any, tuple)
     kinds = [kind_of(item) for item in items]
     return ArgumentKind(f"a pair ({', '.join(kind.text for kind in kinds)})", partial(_items, tuple, kinds))
 

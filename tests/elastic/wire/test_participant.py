@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from lightning_decentral.elastic.option import Elastic
 from lightning_decentral.elastic.plan.view import View
-from lightning_decentral.elastic.strategy import Elastic
 from lightning_decentral.elastic.wire.collective import Collective
 from lightning_decentral.elastic.wire.participant import Participant
 from lightning_decentral.elastic.wire.sockets.mesh import Mesh
