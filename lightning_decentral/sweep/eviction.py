@@ -1,11 +1,11 @@
 """Eviction (swapping): what a training keeps on its device, taken to the host and back without anybody noticing."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from lightning_decentral.shared.compute import cuda
 
@@ -18,19 +18,7 @@ def tensors_of(module: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[T
             yield parameter.grad
     yield from module.buffers()
     for optimizer in optimizers:
-        yield from _within(optimizer.state)
-
-
-def _within(tree: Any) -> Iterator[Tensor]:
-    """The tensors in nested mappings and sequences."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from _within(value)
-    elif isinstance(tree, Sequence) and not isinstance(tree, str):
-        for value in tree:
-            yield from _within(value)
+        yield from (leaf for leaf in tree_leaves(optimizer.state) if isinstance(leaf, Tensor))
 
 
 class Residence:

@@ -8,10 +8,8 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,82 +21,62 @@ from hydra.types import HydraContext, TaskFunction
 from lightning_decentral.sweep.member import SweepMember, failed, returned, write_record
 from lightning_decentral.sweep.wire.client import Admission
 
-Run = Callable[[], JobReturn]
+Run = Callable[[SweepMember], JobReturn]
+Lifeline = tuple[Connection, Connection]
+"""(the end that a member's process reads, the one that the sweep keeps open)."""
 
 
-@dataclass
-class Fork:
-    """Starts a member as a copy of this process: at once, and nothing has to be packed."""
+def fork(run: Run, member: SweepMember, environment: Mapping[str, str], lifeline: Lifeline) -> Any:
+    """Start a member as a copy of this process: at once, and nothing has to be packed."""
 
-    hydra_context: HydraContext
-    task_function: TaskFunction
+    def main() -> None:
+        lifeline[1].close()  # the writing end must be the sweep's alone for its end to be noticed
+        live(member, environment, lifeline[0], run)
 
-    def __call__(
-        self, member: SweepMember, environment: Mapping[str, str], lifeline: tuple[Connection, Connection]
-    ) -> Any:
-        def main() -> None:
-            lifeline[1].close()  # the writing end must be the sweep's alone for its end to be noticed
-            live(member, environment, lifeline[0], partial(run_member, self.hydra_context, self.task_function, member))
-
-        # What is buffered would be printed by the copy, too.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        process = multiprocessing.get_context("fork").Process(target=main)
-        process.start()
-        return process
+    # What is buffered would be printed by the copy, too.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    process = multiprocessing.get_context("fork").Process(target=main)
+    process.start()
+    return process
 
 
-@dataclass
-class Spawn:
-    """Starts a member as a new interpreter: where this process has threads or a GPU, which no copy of it could use."""
-
-    hydra_context: HydraContext
-    task_function: TaskFunction
-
-    def __call__(
-        self, member: SweepMember, environment: Mapping[str, str], lifeline: tuple[Connection, Connection]
-    ) -> Any:
-        arguments = (self.packed(member), dict(environment), lifeline[0])
-        process = multiprocessing.get_context("spawn").Process(target=spawned, args=arguments)
-        # Inherited: before it calls anything the new interpreter imports the user's script, which may ask for GPUs.
-        with _within(environment):
-            process.start()
-        return process
-
-    def packed(self, member: SweepMember) -> bytes:
-        """All that the new interpreter needs; functions of a script and within functions by their value.
-
-        Raises:
-            ValueError: cloudpickle is missing.
-        """
-        try:
-            import cloudpickle
-        except ImportError:
-            raise ValueError(
-                "members that can't be forked (GPUs) need cloudpickle: pip install 'lightning-decentral[sweeps]'"
-            ) from None
-        return bytes(cloudpickle.dumps((Singleton.get_state(), self.hydra_context, self.task_function, member)))
-
-
-@contextmanager
-def _within(environment: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in environment}
+def spawn(run: Run, member: SweepMember, environment: Mapping[str, str], lifeline: Lifeline) -> Any:
+    """Start a member as a new interpreter: where this process has threads or a GPU, which no copy of it could use."""
+    arguments = (packed(run, member), dict(environment), lifeline[0])
+    process = multiprocessing.get_context("spawn").Process(target=spawned, args=arguments)
+    # Inherited: before it calls anything the new interpreter imports the user's script, which may ask for GPUs.
+    before = {name: os.environ[name] for name in environment if name in os.environ}
     os.environ.update(environment)
     try:
-        yield
+        process.start()
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in environment.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+    return process
 
 
-def spawned(packed: bytes, environment: dict[str, str], lifeline: Connection) -> None:
+def packed(run: Run, member: SweepMember) -> bytes:
+    """All that a new interpreter needs; functions of a script and within functions by their value.
+
+    Raises:
+        ValueError: cloudpickle is missing.
+    """
+    try:
+        import cloudpickle
+    except ImportError:
+        raise ValueError(
+            "members that can't be forked (GPUs) need cloudpickle: pip install 'lightning-decentral[sweeps]'"
+        ) from None
+    return bytes(cloudpickle.dumps((Singleton.get_state(), run, member)))
+
+
+def spawned(content: bytes, environment: dict[str, str], lifeline: Connection) -> None:
     """The main function of a new interpreter."""
-    singletons, hydra_context, task_function, member = pickle.loads(packed)
+    singletons, run, member = pickle.loads(content)
     Singleton.set_state(singletons)
-    live(member, environment, lifeline, partial(run_member, hydra_context, task_function, member))
+    live(member, environment, lifeline, run)
 
 
 def run_member(hydra_context: HydraContext, task_function: TaskFunction, member: SweepMember) -> JobReturn:
@@ -153,7 +131,7 @@ def attempt(member: SweepMember, run: Run) -> JobReturn:
     A program that ends itself with a message, sys.exit("error: ..."), has failed with that message.
     """
     try:
-        outcome = run()
+        outcome = run(member)
     except SystemExit as ended:
         if not ended.code:
             return returned(member, JobStatus.COMPLETED, None)

@@ -95,8 +95,8 @@ class Arbiter:
 
     Args:
         devices: names, each the right of one member at a time.
-        memory_bytes: of each device; None: whatever is there, and nobody ever leaves.
-        pinned: a member stays on the devices where it started (CUDA; always so with `memory_bytes`).
+        memory_bytes: of each device; None: whatever is there, and nobody ever leaves. A member stays on the devices
+            where it started with CUDA, and wherever this is given.
         quantum_seconds: how long a grant lasts.
     """
 
@@ -106,11 +106,11 @@ class Arbiter:
         devices: Sequence[str],
         *,
         memory_bytes: int | None = None,
-        pinned: bool = False,
         quantum_seconds: float = 0.25,
     ) -> None:
         self.policy, self.devices, self.memory_bytes = policy, tuple(devices), memory_bytes
-        self.pinned, self.quantum_seconds = pinned or memory_bytes is not None, quantum_seconds
+        self.quantum_seconds = quantum_seconds
+        self._pinned = memory_bytes is not None or any(device.startswith("cuda") for device in devices)
         self.members: dict[str, MemberAccount] = {}
         self.ended: dict[str, MemberAccount] = {}
         self._grants = 0
@@ -123,7 +123,7 @@ class Arbiter:
         """
         self.refuse_wider(name, width)
         homes = [device for member in self.members.values() for device in member.home]
-        home = tuple(sorted(self.devices, key=homes.count)[:width]) if self.pinned else ()
+        home = tuple(sorted(self.devices, key=homes.count)[:width]) if self._pinned else ()
         self.members[name] = MemberAccount(name, len(self.members) + len(self.ended), width, home)
         return self.members[name]
 
@@ -135,10 +135,9 @@ class Arbiter:
                 f"{', '.join(self.devices)}: raise hydra.launcher.devices or lower trainer.devices"
             )
 
-    def request(self, name: str) -> Orders:
+    def request(self, name: str) -> None:
         """The member waits for a device from now on."""
         self.members[name].phase = Phase.WAITING
-        return []
 
     def give_back(self, name: str, turn: TurnReport, now: float) -> None:
         """The member returns what it was granted; it may request again at once."""

@@ -33,7 +33,7 @@ class Admission:
         memory_bytes: of its device; None: no limit.
         threads: processor threads to compute with, on a device that is one.
         compared: whether it is asked for its scores, and may be ended for them.
-        metric, mode: of the scores, see `WatchedMember`.
+        metric, mode: of the scores, see `policy.Watched`.
     """
 
     socket: str
@@ -106,7 +106,12 @@ class Seat:
             with standing_still():
                 # A renewal is one message: it returns a grant and asks for the next.
                 self._end("renew" if self.held else "request", turn)
-                self._await()
+                try:
+                    while not self.held:
+                        self._follow(self._next())
+                except BaseException:
+                    self.baggage.enter()  # a member that is interrupted while it waits may still save what it has
+                    raise
             self._since = time.perf_counter()
 
     def give(self, turn: TurnReport) -> None:
@@ -129,14 +134,6 @@ class Seat:
     def _end(self, event: str, turn: TurnReport) -> None:
         self._before_seconds, self.held = self.worked_seconds, False
         write(self._connection, {"say": event, **asdict(turn)})
-
-    def _await(self) -> None:
-        try:
-            while not self.held:
-                self._follow(self._next())
-        except BaseException:
-            self.baggage.enter()  # a member that is interrupted while it waits may still save what it has
-            raise
 
     def _follow(self, order: Instruction) -> None:
         if order is Instruction.LEAVE:
@@ -211,16 +208,13 @@ class Lines:
             raise EOFError("the other side has closed the connection")
         # A message may come in pieces.
         *whole, self._rest = (self._rest + chunk).split(b"\n")
-        yield from map(_message, whole)
+        for line in whole:
+            try:
+                found = json.loads(line)
+            except (ValueError, RecursionError):
+                raise ValueError(f"{line!r:.40} is no JSON") from None
+            if not isinstance(found, dict):
+                raise ValueError(f"{found!r:.40} is no message")
+            yield found
         if len(self._rest) > LONGEST_BYTES:
             raise ValueError(f"a line of more than {LONGEST_BYTES} bytes")
-
-
-def _message(line: bytes) -> Message:
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        raise ValueError(f"{line!r:.40} is no JSON") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{found!r:.40} is no message")
-    return found
