@@ -32,12 +32,8 @@ FACTORIES = "lightning.pytorch.callbacks_factory"
 
 
 class Launch:
-    """A sweep: the sweeper's jobs, which may come in batches, each when the one before has ended.
-
-    Args:
-        alive_per_device: how many members' processes there may be for each device.
-        resume: finished members of the folder are not run again.
-        checkpoint: where the application's configuration takes a checkpoint to go on from.
+    """A sweep: the sweeper's jobs, which may come in batches, each when the one before has ended; with the options of
+    `ShardParallelLauncher`, which make the arbiter for each batch.
     """
 
     def __init__(self, *, alive_per_device: int, resume: bool, checkpoint: str) -> None:
@@ -87,15 +83,14 @@ class Launch:
         return [self._outcomes[member.name] for member in members]
 
     def _run(self, left: list[SweepMember], arbiter: Arbiter, starts: Starts) -> None:
-        where = ", ".join(arbiter.devices)
-        log.info(f"Launching {len(left)} jobs on {where}, {type(arbiter.policy).__name__} first")
+        devices = arbiter.devices
+        log.info(f"Launching {len(left)} jobs on {', '.join(devices)}, {type(arbiter.policy).__name__} first")
         if not left:
             return
         for member in left:
             log.info(f"\t{member.title}")
-        alive = self._alive_per_device * len(arbiter.devices)
         with table.LiveTable() as watcher:
-            sweep = Sweep(left, arbiter, starts, watcher, alive, self._scores)
+            sweep = Sweep(left, arbiter, starts, watcher, self._alive_per_device * len(devices), self._scores)
             self._outcomes |= sweep.run()
         spans = later(arbiter.spans(), sweep.began - self._began)
         # A member that is run again has stretches of before.

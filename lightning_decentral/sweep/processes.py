@@ -4,6 +4,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import sys
 import threading
@@ -92,7 +93,7 @@ def run_member(hydra_context: HydraContext, task_function: TaskFunction, member:
 
 
 def live(member: SweepMember, environment: Mapping[str, str], lifeline: Connection, run: Run) -> None:
-    """The life of a member's process, from its start to its record."""
+    """The life of a member's process, from its start to its record; what it prints goes to the member's log."""
     # A session of its own: Ctrl-C reaches the sweep alone, and killing the group all that the member has started.
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork has inherited the sweep's handler
@@ -100,7 +101,11 @@ def live(member: SweepMember, environment: Mapping[str, str], lifeline: Connecti
     os.environ.update(environment)
     watch = threading.Thread(target=_die_with, args=(lifeline, Admission.found(environment)), daemon=True)
     watch.start()
-    redirect(member.log)
+    member.log.parent.mkdir(parents=True, exist_ok=True)
+    with member.log.open("ab") as stream:  # by number: what libraries and children print goes there, too
+        os.dup2(stream.fileno(), 1)
+        os.dup2(stream.fileno(), 2)
+    sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
     write_record(member, attempt(member, run))
     logging.shutdown()
     if lifeline.poll():  # the sweep was killed: to end first would leave its socket behind
@@ -111,18 +116,9 @@ def _die_with(lifeline: Connection, admission: Admission | None) -> None:
     try:
         lifeline.recv_bytes()  # nothing is ever sent: it returns when the sweep has ended, however suddenly
     except (EOFError, OSError):
-        if admission is not None:  # a sweep that was killed couldn't remove its socket
-            admission.remove_socket()
+        if admission is not None:  # a sweep that was killed couldn't remove its socket, in a folder made for it
+            shutil.rmtree(Path(admission.socket).parent, ignore_errors=True)
         os.killpg(0, signal.SIGKILL)
-
-
-def redirect(log: Path) -> None:
-    """Redirect what this process prints, stdout and stderr, to the file."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as stream:  # by number: what libraries and children print goes there, too
-        os.dup2(stream.fileno(), 1)
-        os.dup2(stream.fileno(), 2)
-    sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
 
 
 def attempt(member: SweepMember, run: Run) -> JobReturn:

@@ -34,8 +34,8 @@ def shares(sweep: Sweep) -> dict[str, float]:
     """Share of all device time so far, by member, running grants included."""
     whole = max(sweep.now, 1e-9) * len(sweep.arbiter.devices)
     accounts = {**sweep.arbiter.ended, **sweep.arbiter.members}
-    running = {name: (sweep.now - m.since) * len(m.devices) for name, m in accounts.items()}
-    return {name: (m.busy_seconds + running[name]) / whole for name, m in accounts.items()}
+    busy = {name: m.busy_seconds + (sweep.now - m.since) * len(m.devices) for name, m in accounts.items()}
+    return {name: seconds / whole for name, seconds in busy.items()}
 
 
 def seconds_left(sweep: Sweep) -> float | None:
@@ -146,11 +146,11 @@ def standings(
     """
     found = []
     for member in members:
-        outcome, score = outcomes[member.name], board.best(member.name)
-        value = outcome._return_value
+        outcome, value = outcomes[member.name], outcomes[member.name]._return_value
         if outcome.status is not JobStatus.COMPLETED:
             found.append(RankedMember(member, outcome.status.name.lower(), None))
             continue
+        score = board.best(member.name)
         if not board.histories and isinstance(value, (int, float)):
             score = Score(RETURNED, "min", 0, float(value))
         status = "ended early" if member.name in board.verdicts else "completed"

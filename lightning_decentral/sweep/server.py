@@ -27,7 +27,6 @@ from lightning_decentral.sweep.wire.seats import Seats
 GRACE_SECONDS = 8.0
 REFRESH_SECONDS = 0.5
 
-
 Starts = Callable[[SweepMember, Mapping[str, str], Lifeline], Any]
 """Starts a member's process: (member, environment, lifeline) -> a multiprocessing process."""
 
@@ -118,8 +117,6 @@ class Sweep:
 
     def _start(self, member: SweepMember) -> None:
         account = self.arbiter.join(member.name, member.width)
-        watched = self.arbiter.policy.watched
-        metric, mode = watched or (None, None)
         admission = Admission(
             socket=self._path,
             member=member.name,
@@ -128,9 +125,7 @@ class Sweep:
             quantum_seconds=self.arbiter.quantum_seconds if member.width == 1 else float("inf"),
             memory_bytes=self.arbiter.memory_bytes,
             threads=max(1, cores() // len(self.arbiter.devices)),
-            compared=watched is not None,
-            metric=metric,
-            mode=mode,
+            watched=self.arbiter.policy.watched,
         )
         process = self._starts(member, {**environment(account.home), **admission.variable()}, self._lifeline)
         self.processes[member.name] = process

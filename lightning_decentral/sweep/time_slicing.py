@@ -228,8 +228,7 @@ class Scoring(Callback):
     """Callback behind a gate, whose seat it uses; ends fits like `EarlyStopping`, on all workers of a member alike.
 
     Args:
-        metric: None: what the first checkpoint callback that monitors one monitors, with its mode.
-        mode: None: "min".
+        metric, mode: as `policy.Watched`.
 
     Raises:
         ValueError: in the fit, where there is no such metric.

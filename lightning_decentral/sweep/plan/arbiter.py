@@ -215,17 +215,15 @@ class Arbiter:
         peak = member.turn.peak_bytes
         if peak is None:
             return neighbours
-        order: list[MemberAccount] = []
         jobs = [job for job in self.jobs(*Phase) if self.members[job.name] in neighbours]
         rank = {job.name: (self.policy.key(job, jobs, ()), job.arrived) for job in jobs}
-        excess = peak + sum(other.turn.kept_bytes for other in neighbours) - self.memory_bytes
         # Those who leave already, then those who wait: who doesn't wait can't be sent away.
-        for other in sorted(
-            neighbours, key=lambda m: (m.leaving, m.phase is Phase.WAITING, rank[m.name]), reverse=True
-        ):
-            if excess > 0:
-                order.append(other)
-                excess -= other.turn.kept_bytes
+        order = sorted(neighbours, key=lambda m: (m.leaving, m.phase is Phase.WAITING, rank[m.name]), reverse=True)
+        excess = peak + sum(other.turn.kept_bytes for other in neighbours) - self.memory_bytes
+        for count, other in enumerate(order):
+            if excess <= 0:
+                return order[:count]
+            excess -= other.turn.kept_bytes
         return order
 
     def _neighbours(self, member: MemberAccount) -> list[MemberAccount]:

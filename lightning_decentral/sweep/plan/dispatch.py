@@ -132,7 +132,6 @@ class Dispatch:
         self._number = {queue.name: job for job, queue in enumerate(queues)}
         self._jobs: dict[tuple[int, int], Job] = {}
         self._loading = any(piece.load_seconds > 0 for queue in queues for piece in queue.pieces)
-        self._left = sum(len(queue.pieces) for queue in queues)
         self._grants = 0
 
     # ---- what happened ------------------------------------------------------------------------------------------
@@ -151,7 +150,6 @@ class Dispatch:
         assert slot.computing is not None
         job = slot.computing[0]
         slot.computing = None
-        self._left -= 1
         self._progress[job].done += 1
         # Its next piece may be loaded here already: then no other device takes it.
         own_next = slot.coming is not None and slot.coming[0] == job
@@ -160,7 +158,7 @@ class Dispatch:
     @property
     def over(self) -> bool:
         """True when all pieces of all jobs have run."""
-        return self._left == 0
+        return all(job.done == len(queue.pieces) for job, queue in zip(self._progress, self.queues, strict=True))
 
     # ---- what to do ---------------------------------------------------------------------------------------------
 

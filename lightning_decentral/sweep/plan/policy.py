@@ -224,7 +224,7 @@ class ASHA(RoundRobin):
             return None
         score = histories[name][-1]
         others = [history[number - 1] for history in histories.values() if len(history) >= number]
-        at: list[Score] = [other for other in others if other.metric == score.metric]
+        at = [other for other in others if other.metric == score.metric]
         better = sum(other.loss < score.loss for other in at)
         kept = max(1, len(at) // self.reduction_factor)
         why = f"{score} at validation {number} is number {better + 1} of {len(at)}, {kept} may go on"

@@ -8,7 +8,6 @@ the best way to run it on so many devices; what isn't in the table isn't conside
 Source: select parallelism, allocate, schedule: Saturn, Nagrecha and Kumar 2309.01226.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
@@ -61,13 +60,19 @@ class SpasePlan:
     """Plan of all jobs.
 
     Args:
-        gap: (makespan - proven bound) / makespan; 0 where no plan is shorter.
+        bound_seconds: proven: no plan is shorter.
         how: what found it.
     """
 
     granted: tuple[Granted, ...]
-    gap: float
+    bound_seconds: float
     how: str
+
+    @property
+    def gap(self) -> float:
+        """(makespan - proven bound) / makespan; 0 where no plan is shorter, up to the solver's tolerance."""
+        gap = (self.makespan_seconds - self.bound_seconds) / self.makespan_seconds
+        return gap if gap > TOLERANCE else 0.0
 
     @property
     def makespan_seconds(self) -> float:
@@ -87,8 +92,21 @@ def lower_bound_seconds(tables: Sequence[Table], devices: int) -> float:
     return max(longest, sum(min(k * s for k, s in table.seconds.items()) for table in tables) / devices)
 
 
-class Allocation(ABC):
-    """A way to find a plan."""
+def _fitting(tables: Sequence[Table], devices: int) -> list[Table]:
+    """The tables without what needs more devices. ValueError: no jobs, two of one name, or one that doesn't fit."""
+    names = [table.name for table in tables]
+    if not tables or len(set(names)) < len(names):
+        raise ValueError(f"jobs must be one or more of different names, got {names}")
+    return [table.within(devices) for table in tables]
+
+
+@dataclass(frozen=True)
+class GreedySpase:
+    """Greedy thresholds: for every T of the tables, each job on the fewest device-seconds that take T at most; longest
+    job first, on the devices that are free first. The best T counts.
+
+    Source: the thresholds of Turek, Wolf and Yu 1992.
+    """
 
     def plan(self, tables: Sequence[Table], devices: int) -> SpasePlan:
         """Plan the jobs on equal devices.
@@ -96,38 +114,20 @@ class Allocation(ABC):
         Raises:
             ValueError: no jobs, two of one name, or one that needs more devices than there are.
         """
-        names = [table.name for table in tables]
-        if not tables or len(set(names)) < len(names):
-            raise ValueError(f"jobs must be one or more of different names, got {names}")
-        return self.found([table.within(devices) for table in tables], devices)
-
-    @abstractmethod
-    def found(self, tables: Sequence[Table], devices: int) -> SpasePlan:
-        """Plan for tables that fit."""
-
-
-@dataclass(frozen=True)
-class GreedySpase(Allocation):
-    """Greedy thresholds: for every T of the tables, each job on the fewest device-seconds that take T at most; longest
-    job first, on the devices that are free first. The best T counts.
-
-    Source: the thresholds of Turek, Wolf and Yu 1992.
-    """
-
-    def found(self, tables: Sequence[Table], devices: int) -> SpasePlan:
+        tables = _fitting(tables, devices)
         shortest = max(min(table.seconds.values()) for table in tables)
         plans = []
         for most in sorted({s for table in tables for s in table.seconds.values() if s >= shortest}):
             fits = [[k for k, s in table.seconds.items() if s <= most] for table in tables]
             sizes = [min(ks, key=lambda k: (k * t.seconds[k], k)) for t, ks in zip(tables, fits, strict=True)]
             longest = sorted(range(len(tables)), key=lambda j: -tables[j].seconds[sizes[j]])
-            plans.append(_placed(tables, devices, {j: sizes[j] for j in longest}))
-        best = min(plans, key=lambda jobs: max(job.start + job.seconds for job in jobs))
-        return _judged(best, lower_bound_seconds(tables, devices), "greedy")
+            granted = _placed(tables, devices, {j: sizes[j] for j in longest})
+            plans.append(SpasePlan(granted, lower_bound_seconds(tables, devices), "greedy"))
+        return min(plans, key=lambda plan: plan.makespan_seconds)
 
 
 @dataclass(frozen=True)
-class ExactSpase(Allocation):
+class ExactSpase:
     """Mixed-integer program for small sets of jobs; `gap` says how far its makespan may be from the optimum.
 
     Needs scipy (extra `schedule`). The better of it and `GreedySpase`, with the gap that is left when the time is over.
@@ -135,8 +135,10 @@ class ExactSpase(Allocation):
 
     limit_seconds: float = 10.0
 
-    def found(self, tables: Sequence[Table], devices: int) -> SpasePlan:
-        greedy = GreedySpase().found(tables, devices)
+    def plan(self, tables: Sequence[Table], devices: int) -> SpasePlan:
+        """As `GreedySpase.plan`."""
+        tables = _fitting(tables, devices)
+        greedy = GreedySpase().plan(tables, devices)
         if greedy.gap == 0:
             return greedy
         try:
@@ -144,7 +146,7 @@ class ExactSpase(Allocation):
         except NoSolution:
             return greedy
         bound = max(bound, lower_bound_seconds(tables, devices))
-        plans = _judged(granted, bound, "milp"), _judged(greedy.granted, bound, "greedy")
+        plans = SpasePlan(granted, bound, "milp"), SpasePlan(greedy.granted, bound, "greedy")
         return min(plans, key=lambda plan: plan.makespan_seconds)
 
     def _solved(self, tables: Sequence[Table], devices: int, most: float) -> tuple[tuple[Granted, ...], float]:
@@ -178,7 +180,7 @@ class ExactSpase(Allocation):
                 p.at_most({start[j]: 1.0, **lasts[j], start[i]: -1.0, before: -most, **shared}, 2 * most)
         # Devices are alike: the first job has the first ones. Left to find that itself, HiGHS 1.12 calls some worse
         # plans optimal.
-        for one, other in pairwise(has[0] if has else ()):
+        for one, other in pairwise(has[0]):
             p.at_most({other: 1.0, one: -1.0}, 0.0)
         value, bound = p.solve(self.limit_seconds)  # true to its tolerance only: devices and their order count
         has_devices = [[g for g, x in enumerate(row) if value[x] > 0.5] for row in has]
@@ -206,10 +208,3 @@ def _placed(
         for g in mine:
             free[g] = start + seconds
     return tuple(found[j] for j in sorted(found))
-
-
-def _judged(granted: Sequence[Granted], bound: float, how: str) -> SpasePlan:
-    """Plan with its gap; what is within the solver's tolerance is none."""
-    makespan = max(job.start + job.seconds for job in granted)
-    gap = (makespan - bound) / makespan
-    return SpasePlan(tuple(granted), gap if gap > TOLERANCE else 0.0, how)

@@ -2,18 +2,16 @@
 
 import json
 import os
-import shutil
 import socket
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, Protocol
 
 from lightning_decentral.sweep.plan.arbiter import Instruction, TurnReport
-from lightning_decentral.sweep.plan.policy import MODES, Score
+from lightning_decentral.sweep.plan.policy import MODES, Score, Watched
 from lightning_decentral.sweep.wire.own_clock import standing_still
 
 # In the environment of every process of a member: its Admission.
@@ -32,8 +30,7 @@ class Admission:
         quantum_seconds: after how long it should return a grant.
         memory_bytes: of its device; None: no limit.
         threads: processor threads to compute with, on a device that is one.
-        compared: whether it is asked for its scores, and may be ended for them.
-        metric, mode: of the scores, see `policy.Watched`.
+        watched: the scores that it is asked for, and may be ended for; None: none.
     """
 
     socket: str
@@ -42,9 +39,7 @@ class Admission:
     quantum_seconds: float = 0.25
     memory_bytes: int | None = None
     threads: int | None = None
-    compared: bool = False
-    metric: str | None = None
-    mode: str | None = None
+    watched: Watched | None = None
 
     def variable(self) -> dict[str, str]:
         """The environment variable that carries it."""
@@ -55,10 +50,6 @@ class Admission:
         """Admission of this process, from its environment; None outside a sweep."""
         text = environment.get(VARIABLE)
         return None if text is None else cls(**json.loads(text))
-
-    def remove_socket(self) -> None:
-        """Remove the socket, with the folder that was made for it."""
-        shutil.rmtree(Path(self.socket).parent, ignore_errors=True)
 
 
 class Baggage(Protocol):
