@@ -128,7 +128,7 @@ class GreedySpase:
 
 @dataclass(frozen=True)
 class ExactSpase:
-    """Mixed-integer program for small sets of jobs; `gap` says how far its makespan may be from the optimum.
+    """Mixed-integer program for small sets of jobs; `gap` bounds how far its makespan is from the optimum.
 
     Needs scipy (extra `schedule`). The better of it and `GreedySpase`, with the gap that is left when the time is over.
     """
