@@ -20,12 +20,12 @@ class MILP:
         self._rows: list[tuple[Mapping[int, float], float, float]] = []  # (terms, lower bound, upper bound)
 
     def variable(self, cost: float = 0.0) -> int:
-        """A new one; its number."""
+        """Add a variable of this cost; return its number."""
         self._variables.append((cost, float("inf"), 0))
         return len(self._variables) - 1
 
     def binary(self) -> int:
-        """A new one that is 0 or 1."""
+        """Add a variable that is 0 or 1; return its number."""
         self._variables.append((0.0, 1.0, 1))
         return len(self._variables) - 1
 
@@ -38,7 +38,7 @@ class MILP:
         self._rows.append((terms, -float("inf"), value))
 
     def solve(self, limit_seconds: float) -> tuple[tuple[float, ...], float]:
-        """(the best point found within the limit, a lower bound of every point's cost).
+        """Return the best point found within the limit, and a lower bound of every point's cost.
 
         Raises:
             NoSolution: none was found.

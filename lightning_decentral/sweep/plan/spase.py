@@ -136,7 +136,7 @@ class ExactSpase:
     limit_seconds: float = 10.0
 
     def plan(self, tables: Sequence[Table], devices: int) -> SpasePlan:
-        """As `GreedySpase.plan`."""
+        """Plan the jobs on equal devices, with the refusals of `GreedySpase.plan`."""
         tables = _fitting(tables, devices)
         greedy = GreedySpase().plan(tables, devices)
         if greedy.gap == 0:
