@@ -74,7 +74,7 @@ class Simulated:
     def __call__(
         self, member: SweepMember, environment: Mapping[str, str], lifeline: tuple[Connection, Connection]
     ) -> Any:
-        def run() -> JobReturn:
+        def run(member: SweepMember) -> JobReturn:
             admission = Admission.found()
             assert admission is not None
             return JobReturn(

@@ -22,7 +22,7 @@ def callbacks() -> list[Any]:
     if admission is None:
         return []
     gate = Gate(admission)
-    return [gate, Scoring(gate, admission.metric, admission.mode)] if admission.compared else [gate]
+    return [gate] if admission.watched is None else [gate, Scoring(gate, *admission.watched)]
 
 
 def refuse_without_multirun() -> None:

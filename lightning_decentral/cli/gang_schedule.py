@@ -13,7 +13,7 @@ from types import MappingProxyType
 from rich.table import Table
 
 from lightning_decentral.cli.console import answer
-from lightning_decentral.shared.plan.timeline import chrome_trace, write_chrome_trace
+from lightning_decentral.shared.plan.timeline import Span, chrome_trace, write_chrome_trace
 from lightning_decentral.sweep import gantt
 from lightning_decentral.sweep.plan import gangs as jig
 from lightning_decentral.sweep.plan import spase as allocation
@@ -30,27 +30,8 @@ MOST_BINARIES = 500  # variables of a program that it mostly solves in that time
 MOST_PIECES = 1_000_000
 
 
-@dataclass(frozen=True)
-class PlannedGangs:
-    """Plan of gangs, as it is printed, drawn and written.
-
-    Args:
-        bars: of the best plan.
-        events: the same for a trace viewer.
-    """
-
-    tables: tuple[Table, ...]
-    remarks: tuple[str, ...]
-    bars: Sequence[gantt.Bar]
-    events: Sequence[Mapping[str, object]]
-
-
-def run(options: argparse.Namespace) -> None:
-    refuse(options)
-    found = PLANS[options.policy](options)
-    lines = [*found.remarks, *written(options, {options.policy: found.bars}, found.events)]
-    turns = [GangTurn(bar.job, str(bar.span.worker), bar.span.start, bar.span.finish) for bar in found.bars]
-    answer(options, Gangs(options.policy, turns, lines), *found.tables, *lines)
+Planned = tuple[tuple[Table, ...], tuple[str, ...], list[tuple[str, str, Span]]]
+"""(tables, remarks, the best plan: job, name in a trace viewer, device and time)."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +53,8 @@ class Gangs:
     remarks: list[str]
 
 
-def refuse(options: argparse.Namespace) -> None:
-    """ValueError for what goes with jobs of one device only."""
+def run(options: argparse.Namespace) -> None:
+    # What goes with jobs of one device only.
     if options.policy not in PLANS:
         raise ValueError(
             f"--policy {options.policy}: {' and '.join(PLANS)} are for jobs of several devices at once, in files of "
@@ -84,9 +65,15 @@ def refuse(options: argparse.Namespace) -> None:
         raise ValueError(f"{wrong[0]} is for jobs of one device at a time: leave it out with --policy {options.policy}")
     if options.jobs is None:
         raise ValueError(f"give a file of jobs: lightning-decentral schedule jobs.yaml --policy {options.policy}")
+    tables, remarks, found = PLANS[options.policy](options)
+    bars = [gantt.Bar(job, span) for job, _, span in found]
+    events = chrome_trace({name: span for _, name, span in found}, options.policy)
+    lines = [*remarks, *written(options, {options.policy: bars}, events)]
+    turns = [GangTurn(job, span.worker, span.start, span.finish) for job, _, span in found]
+    answer(options, Gangs(options.policy, turns, lines), *tables, *lines)
 
 
-def jigsaw(options: argparse.Namespace) -> PlannedGangs:
+def jigsaw(options: argparse.Namespace) -> Planned:
     """Every pairing of the file's gangs; the best one's iterations.
 
     Raises:
@@ -108,20 +95,12 @@ def jigsaw(options: argparse.Namespace) -> PlannedGangs:
         found["exact"] = jig.ExactGangs(EXACT_SECONDS).turns(gangs)
     best = min(found, key=lambda name: found[name].cycle_seconds)
     turns = jig.ordered(found[best])
-    spans = turns.spans()
-    bars = [gantt.Bar(name, span) for (name, _, _), span in spans.items()]
-    events = chrome_trace({f"{job} {k}, {span.worker}": span for (job, k, _), span in spans.items()}, "jigsaw")
-    return PlannedGangs((pairings_table(found), turns_table(best, turns)), remark, bars, events)
-
-
-def pairings_table(found: Mapping[str, jig.Turns]) -> Table:
-    """A row for each pairing, the shortest cycle first."""
-    turns = next(iter(found.values()))
-    bound = jig.lower_bound_seconds(turns.gangs)
+    bound = jig.lower_bound_seconds(gangs)
     cycles = {name: pairing.cycle_seconds for name, pairing in found.items()}
     cycles["one job after the other"] = turns.unaware_seconds
-    title = f"{len(turns.gangs)} jobs, {turns.devices} devices: no cycle is under {bound:.4g} s"
-    return compared(title, ("pairing", "cycle s"), cycles, bound)
+    title = f"{len(gangs)} jobs, {size} devices: no cycle is under {bound:.4g} s"
+    tables = compared(title, ("pairing", "cycle s"), cycles, bound), turns_table(best, turns)
+    return tables, remark, [(job, f"{job} {k}, {span.worker}", span) for (job, k, _), span in turns.spans().items()]
 
 
 def turns_table(name: str, turns: jig.Turns) -> Table:
@@ -137,7 +116,7 @@ def turns_table(name: str, turns: jig.Turns) -> Table:
     return table
 
 
-def spase(options: argparse.Namespace) -> PlannedGangs:
+def spase(options: argparse.Namespace) -> Planned:
     """The allocations of the file's tables; the best one's devices and starts."""
     tables = read_tables(options.jobs)
     devices = 1 if options.devices is None else options.devices
@@ -148,32 +127,17 @@ def spase(options: argparse.Namespace) -> PlannedGangs:
     if not remark:
         found["exact"] = allocation.ExactSpase(EXACT_SECONDS).plan(tables, devices)
     best = min(found, key=lambda name: found[name].makespan_seconds)
-    spans = found[best].spans()
-    bars = [gantt.Bar(name, span) for (name, _), span in spans.items()]
-    events = chrome_trace({f"{job}, {span.worker}": span for (job, _), span in spans.items()}, "spase")
-    return PlannedGangs(
-        (allocations_table(found, tables, devices), granted_table(best, found[best])), remark, bars, events
-    )
-
-
-def allocations_table(
-    found: Mapping[str, allocation.SpasePlan], tables: Sequence[allocation.Table], devices: int
-) -> Table:
-    """A row for each way to allocate, the shortest makespan first."""
     bound = allocation.lower_bound_seconds([table.within(devices) for table in tables], devices)
     title = f"{len(tables)} jobs, {devices} device{'s' * (devices > 1)}: no makespan is under {bound:.4g} s"
     spans = {name: plan.makespan_seconds for name, plan in found.items()}
     gaps = {name: f"{100 * plan.gap:.1f} %" for name, plan in found.items()}
-    return compared(title, ("allocation", "makespan s"), spans, bound, {"at most off the best": gaps})
-
-
-def granted_table(name: str, plan: allocation.SpasePlan) -> Table:
-    """Jobs by their starts."""
-    table = Table("job", "devices", "start s", "end s", title=f"{name}: who gets what", title_justify="left")
-    for job in sorted(plan.granted, key=lambda job: (job.start, job.devices)):
+    rows = compared(title, ("allocation", "makespan s"), spans, bound, {"at most off the best": gaps})
+    granted = Table("job", "devices", "start s", "end s", title=f"{best}: who gets what", title_justify="left")
+    for job in sorted(found[best].granted, key=lambda job: (job.start, job.devices)):
         end = job.start + job.seconds
-        table.add_row(job.name, ", ".join(map(str, job.devices)), f"{job.start:.4g}", f"{end:.4g}")
-    return table
+        granted.add_row(job.name, ", ".join(map(str, job.devices)), f"{job.start:.4g}", f"{end:.4g}")
+    turns = found[best].spans().items()
+    return (rows, granted), remark, [(name, f"{name}, {span.worker}", span) for (name, _), span in turns]
 
 
 def compared(
@@ -219,4 +183,4 @@ def written(
     return lines
 
 
-PLANS: dict[str, Callable[[argparse.Namespace], PlannedGangs]] = {"jigsaw": jigsaw, "spase": spase}
+PLANS: dict[str, Callable[[argparse.Namespace], Planned]] = {"jigsaw": jigsaw, "spase": spase}

@@ -79,8 +79,13 @@ def run(options: argparse.Namespace) -> None:
     limit = units.size_bytes(options.memory_bytes) if options.memory_bytes is not None else float("inf")
     there = equal_devices(1 if options.devices is None else options.devices, limit)
     asked, remarks = jobs_of(options)
-    if options.rehearse:
-        refuse_unrunnable(asked, limit)
+    if options.rehearse and asked.queues:
+        raise ValueError(
+            f"--run: job {asked.queues[0].name} has pieces and no training behind them: give it overrides, "
+            "or leave out --run"
+        )
+    if options.rehearse and asked.trainings and limit < float("inf"):
+        raise ValueError("--run keeps all trainings in memory at once: leave out --memory-bytes, or --run")
     console = Console(highlight=False, stderr=options.json)
     outputs = Path("outputs") / f"schedule-{datetime.now():%Y%m%d-%H%M%S}"
     trainings = Trainings(asked.trainings, len(there), outputs, options.application, options.measured)
@@ -89,7 +94,13 @@ def run(options: argparse.Namespace) -> None:
     jobs = [*asked.queues, *trainings.queues()]
     schedules = {name: simulate(jobs, there, policy) for name, policy in policies.items()}
     found = {"simulated": schedules[names[0]]}
-    tables = policies_table(jobs, there, schedules), jobs_table(jobs, found["simulated"])
+    rows = {
+        name: MemberOutcome(
+            makespan_seconds(jobs, spans), mean_completion_seconds(jobs, spans), busy_fraction(jobs, spans, there)
+        )
+        for name, spans in schedules.items()
+    }
+    tables = policies_table(jobs, there, rows), jobs_table(jobs, found["simulated"])
     for part in [] if options.json else tables:
         say(console, part)
     if options.rehearse:
@@ -98,8 +109,9 @@ def run(options: argparse.Namespace) -> None:
         say(console, ends_table(jobs, found))
         remarks = [*remarks, verdict(jobs, found, trainings.measure)]
     ends = {title: finish_seconds(spans) for title, spans in found.items()}
-    rows = {name: outcome(jobs, there, spans) for name, spans in schedules.items()}
-    lines = [*remarks, *written(options, found)]
+    panels = {f"{names[0]}, {title}": gantt.bars_of_schedule(spans) for title, spans in found.items()}
+    events = [event for title, spans in found.items() for event in chrome_trace(spans, title)]
+    lines = [*remarks, *gang_schedule.written(options, panels, events)]
     answer(options, ScheduleAnswer(lower_bound_seconds(jobs, there), rows, ends, lines), *lines)
 
 
@@ -120,22 +132,6 @@ class ScheduleAnswer:
     policies: dict[str, MemberOutcome]
     end_seconds: dict[str, dict[str, float]]
     remarks: list[str]
-
-
-def outcome(jobs: Sequence[Queue], there: Sequence[Processor], spans: Spans) -> MemberOutcome:
-    busy = busy_fraction(jobs, spans, there)
-    return MemberOutcome(makespan_seconds(jobs, spans), mean_completion_seconds(jobs, spans), busy)
-
-
-def refuse_unrunnable(asked: Jobs, limit_bytes: float) -> None:
-    """ValueError for what can be simulated only."""
-    if asked.queues:
-        raise ValueError(
-            f"--run: job {asked.queues[0].name} has pieces and no training behind them: give it overrides, "
-            "or leave out --run"
-        )
-    if asked.trainings and limit_bytes < float("inf"):
-        raise ValueError("--run keeps all trainings in memory at once: leave out --memory-bytes, or --run")
 
 
 def chosen(kind: str, name: str, known: Mapping[str, Choice], alone: Iterable[str] = ()) -> Choice:
@@ -171,13 +167,13 @@ def jobs_of(options: argparse.Namespace) -> tuple[Jobs, list[str]]:
     return Jobs(tuple(found)), remarks
 
 
-def policies_table(jobs: Sequence[Queue], there: Sequence[Processor], schedules: Mapping[str, Spans]) -> Table:
+def policies_table(jobs: Sequence[Queue], there: Sequence[Processor], rows: Mapping[str, MemberOutcome]) -> Table:
     """A row for each policy, the shortest makespan first."""
     bound = lower_bound_seconds(jobs, there)
     title = f"{len(jobs)} jobs, {len(there)} device{'s' * (len(there) > 1)}: no makespan is under {bound:.4g} s"
-    makespans = {name: makespan_seconds(jobs, spans) for name, spans in schedules.items()}
-    means = {name: f"{mean_completion_seconds(jobs, spans):.4g}" for name, spans in schedules.items()}
-    busy = {name: f"{100 * busy_fraction(jobs, spans, there):.1f} %" for name, spans in schedules.items()}
+    makespans = {name: row.makespan_seconds for name, row in rows.items()}
+    means = {name: f"{row.mean_completion_seconds:.4g}" for name, row in rows.items()}
+    busy = {name: f"{100 * row.devices_busy:.1f} %" for name, row in rows.items()}
     more = {"mean completion s": means, "devices busy": busy}
     return gang_schedule.compared(title, ("policy", "makespan s"), makespans, bound, more)
 
@@ -217,10 +213,3 @@ def verdict(jobs: Sequence[Queue], found: Mapping[str, Spans], counted: str) -> 
         f"makespan {simulated:.4g} s simulated, {real:.4g} s for real "
         f"({100 * off(simulated, real):+.1f} %, {held} {100 * AIM:.0f} %): {counted}"
     )
-
-
-def written(options: argparse.Namespace, found: Mapping[str, Spans]) -> list[str]:
-    policy = options.policy.partition(",")[0]
-    panels = {f"{policy}, {title}": gantt.bars_of_schedule(spans) for title, spans in found.items()}
-    events = [event for title, spans in found.items() for event in chrome_trace(spans, title)]
-    return gang_schedule.written(options, panels, events)

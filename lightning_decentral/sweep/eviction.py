@@ -1,40 +1,17 @@
 """Eviction (swapping): what a training keeps on its device, taken to the host and back without anybody noticing."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from lightning_decentral.shared.compute import cuda
 
 
-def tensors_of(module: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
-    """Parameters, their gradients, buffers, optimizer state."""
-    for parameter in module.parameters():
-        yield parameter
-        if parameter.grad is not None:
-            yield parameter.grad
-    yield from module.buffers()
-    for optimizer in optimizers:
-        yield from _within(optimizer.state)
-
-
-def _within(tree: Any) -> Iterator[Tensor]:
-    """The tensors in nested mappings and sequences."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from _within(value)
-    elif isinstance(tree, Sequence) and not isinstance(tree, str):
-        for value in tree:
-            yield from _within(value)
-
-
 class Residence:
-    """The storages of one training on one device.
+    """The storages of one training on one device: of parameters, their gradients, buffers, optimizer state.
 
     Args:
         device: what lies elsewhere (the step counters of some optimizers) stays where it is.
@@ -77,8 +54,9 @@ class Residence:
 
     def _storages(self) -> list[torch.UntypedStorage]:
         """Storages on the device, each once, though several tensors view it."""
-        found = {}
-        for tensor in tensors_of(self._module, self._optimizers):
-            if tensor.device == self._device:
-                found[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        parameters = list(self._module.parameters())
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        state = tree_leaves([dict(optimizer.state) for optimizer in self._optimizers])
+        tensors = [*parameters, *gradients, *self._module.buffers(), *(leaf for leaf in state if torch.is_tensor(leaf))]
+        found = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors if t.device == self._device}
         return [storage for storage in found.values() if storage.nbytes()]

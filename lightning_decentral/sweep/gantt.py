@@ -1,6 +1,6 @@
 """Gantt chart of a schedule: one row per device, one colour per job. Needs matplotlib (extra `plot`)."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,11 @@ def _panel(axes: Any, bars: Sequence[Bar], jobs: Sequence[str], rows: Sequence[s
 
     colours = {job: colormaps["tab20"](index % NAMED) for index, job in enumerate(jobs)}
     begin = min((bar.span.start for bar in bars), default=0.0)
-    for (job, row, load), stretches in _stretches(bars, begin):
+    found: dict[tuple[str, str, bool], list[tuple[float, float]]] = {}  # (start, length) by job, row and load
+    for bar in bars:
+        stretch = bar.span.start - begin, bar.span.finish - bar.span.start
+        found.setdefault((bar.job, bar.span.worker, bar.load), []).append(stretch)
+    for (job, row, load), stretches in found.items():
         look = {"facecolors": [colours[job]], "edgecolor": "white", "linewidth": 0.3, "alpha": LOADING if load else 1.0}
         axes.broken_barh(stretches, (rows.index(row) - 0.4, 0.8), **look)
     for job, colour in colours.items():
@@ -74,12 +78,3 @@ def _panel(axes: Any, bars: Sequence[Bar], jobs: Sequence[str], rows: Sequence[s
     axes.set_yticks(range(len(rows)), rows, fontsize=8)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _stretches(bars: Sequence[Bar], begin: float) -> Iterator[tuple[tuple[str, str, bool], list[tuple[float, float]]]]:
-    """(job, row, load), [(start, length), ...]"""
-    found: dict[tuple[str, str, bool], list[tuple[float, float]]] = {}
-    for bar in bars:
-        row = found.setdefault((bar.job, bar.span.worker, bar.load), [])
-        row.append((bar.span.start - begin, bar.span.finish - bar.span.start))
-    yield from found.items()

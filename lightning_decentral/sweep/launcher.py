@@ -4,9 +4,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -16,20 +16,13 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
 from lightning_decentral.shared.compute import cuda
-from lightning_decentral.shared.plan.timeline import (
-    Span,
-    chrome_trace,
-    later,
-    read_chrome_trace,
-    write_chrome_trace,
-)
+from lightning_decentral.shared.plan.timeline import Span, chrome_trace, later, read_chrome_trace, write_chrome_trace
 from lightning_decentral.sweep import gantt
 from lightning_decentral.sweep import progress as table
-from lightning_decentral.sweep.member import SweepMember, forget_scores, read_record, read_scores, width_of
+from lightning_decentral.sweep.member import SCORES, SweepMember, read_record, read_scores, width_of
 from lightning_decentral.sweep.plan.arbiter import Arbiter
-from lightning_decentral.sweep.plan.devices import slots
 from lightning_decentral.sweep.plan.policy import Policy, Scoreboard
-from lightning_decentral.sweep.processes import Fork, Spawn
+from lightning_decentral.sweep.processes import fork, run_member, spawn
 from lightning_decentral.sweep.server import Starts, Sweep
 
 log = logging.getLogger(__name__)
@@ -39,12 +32,8 @@ FACTORIES = "lightning.pytorch.callbacks_factory"
 
 
 class Launch:
-    """A sweep: the sweeper's jobs, which may come in batches, each when the one before has ended.
-
-    Args:
-        alive_per_device: how many members' processes there may be for each device.
-        resume: finished members of the folder are not run again.
-        checkpoint: where the application's configuration takes a checkpoint to go on from.
+    """A sweep: the sweeper's jobs, which may come in batches, each when the one before has ended; with the options of
+    `ShardParallelLauncher`, which make the arbiter for each batch.
     """
 
     def __init__(self, *, alive_per_device: int, resume: bool, checkpoint: str) -> None:
@@ -83,24 +72,25 @@ class Launch:
         for member in members:
             arbiter.refuse_wider(member.name, member.width)
         folder = Path(str(config.hydra.sweep.dir))
-        done = self._taken_up(members, folder) if self._resume else forgotten(members)
+        done = self._taken_up(members, folder) if self._resume else {}
+        for member in [] if self._resume else members:
+            (member.folder / SCORES).unlink(missing_ok=True)  # an earlier sweep's are not this one's
         self._members += members
         self._outcomes |= done
         left = [member for member in distinguished(members) if member.name not in done]
-        self._run(left, arbiter, starts_on(arbiter.devices)(hydra_context, task_function))
+        self._run(left, arbiter, starts_on(arbiter.devices, hydra_context, task_function))
         self._report(distinguished(self._members), left, folder)
         return [self._outcomes[member.name] for member in members]
 
     def _run(self, left: list[SweepMember], arbiter: Arbiter, starts: Starts) -> None:
-        where = ", ".join(arbiter.devices)
-        log.info(f"Launching {len(left)} jobs on {where}, {type(arbiter.policy).__name__} first")
+        devices = arbiter.devices
+        log.info(f"Launching {len(left)} jobs on {', '.join(devices)}, {type(arbiter.policy).__name__} first")
         if not left:
             return
         for member in left:
             log.info(f"\t{member.title}")
-        alive = self._alive_per_device * len(arbiter.devices)
         with table.LiveTable() as watcher:
-            sweep = Sweep(left, arbiter, starts, watcher, alive, self._scores)
+            sweep = Sweep(left, arbiter, starts, watcher, self._alive_per_device * len(devices), self._scores)
             self._outcomes |= sweep.run()
         spans = later(arbiter.spans(), sweep.began - self._began)
         # A member that is run again has stretches of before.
@@ -120,23 +110,20 @@ class Launch:
         for member in members:
             read_scores(member, self._scores)
             outcome = read_record(member)
+            # Lightning names a further one last-v1.ckpt: the youngest counts.
+            last = max(member.folder.rglob("last*.ckpt"), key=lambda path: path.stat().st_mtime, default=None)
             if outcome is not None and outcome.status is JobStatus.COMPLETED:
-                done[member.name] = outcome
-                log.info(f"\t{member.title} : finished before")
+                done[member.name], state = outcome, "finished before"
+            elif last is None:
+                state = "from its start (no last.ckpt in its folder)"
+            elif self._checkpoint not in member.config:
+                state = f"from its start (no key {self._checkpoint} takes one)"
             else:
-                self._go_on(member)
+                with open_dict(member.config):
+                    member.config[self._checkpoint] = str(last)
+                state = f"from {last}"
+            log.info(f"\t{member.title} : {state}")
         return done
-
-    def _go_on(self, member: SweepMember) -> None:
-        # Lightning names a further one last-v1.ckpt: the youngest counts.
-        last = max(member.folder.rglob("last*.ckpt"), key=lambda path: path.stat().st_mtime, default=None)
-        if last is None or self._checkpoint not in member.config:
-            reason = "no last.ckpt in its folder" if last is None else f"no key {self._checkpoint} takes one"
-            log.info(f"\t{member.title} : from its start ({reason})")
-            return
-        with open_dict(member.config):
-            member.config[self._checkpoint] = str(last)
-        log.info(f"\t{member.title} : from {last}")
 
     def _report(self, known: list[SweepMember], ended: list[SweepMember], folder: Path) -> None:
         """Show and write the ranking of all members so far, and who ran when, next to the members' folders."""
@@ -158,11 +145,33 @@ class Launch:
             console.print(best, markup=False, highlight=False, soft_wrap=True)
 
 
-def forgotten(members: Sequence[SweepMember]) -> dict[str, JobReturn]:
-    """An earlier sweep's scores are not this one's; nobody has ended."""
-    for member in members:
-        forget_scores(member)
-    return {}
+def slots(devices: int | Sequence[str] | None, gpus: int) -> tuple[str, ...]:
+    """The named ones; or so many GPUs; or where there are none, so many equal parts of the processor.
+
+    None: every GPU, or the whole processor.
+
+    Raises:
+        ValueError: fewer than one, more than there are, named twice, or of another kind.
+    """
+    count = max(1, gpus) if devices is None else devices
+    if isinstance(count, int):
+        if count < 1:
+            raise ValueError(f"hydra.launcher.devices={count}: a sweep needs at least 1")
+        if 0 < gpus < count:
+            raise ValueError(
+                f"hydra.launcher.devices={count}, this machine has {gpus} GPU(s): use {gpus}, or name parts of the "
+                f"processor: hydra.launcher.devices=[{','.join(['cpu'] * count)}]"
+            )
+        count = ["cuda" if gpus else "cpu"] * count
+    found = [name if ":" in name else f"{name}:{i}" for i, name in enumerate(count)]
+    known = {f"cuda:{i}" for i in range(gpus)}
+    wrong = [name for name in found if name not in known and name.partition(":")[0] != "cpu"]
+    if not found or wrong or len(set(found)) < len(found):
+        there = ", ".join(sorted(known)) or "no GPU"
+        raise ValueError(
+            f"hydra.launcher.devices={list(count)}: name each device once, from cpu and what is here ({there})"
+        )
+    return tuple(found)
 
 
 def arbiter_of(
@@ -180,8 +189,7 @@ def arbiter_of(
     if not quantum_seconds > 0:
         raise ValueError(f"hydra.launcher.quantum_seconds={quantum_seconds}: use more than 0")
     names = slots(devices, cuda.device_count())
-    on_gpus = any(name.startswith("cuda") for name in names)
-    return Arbiter(policy, names, memory_bytes=memory_bytes, pinned=on_gpus, quantum_seconds=quantum_seconds)
+    return Arbiter(policy, names, memory_bytes=memory_bytes, quantum_seconds=quantum_seconds)
 
 
 def refuse_without_gate() -> None:
@@ -198,16 +206,13 @@ def distinguished(members: Sequence[SweepMember]) -> list[SweepMember]:
     return [replace(m, own_overrides=tuple(o for o in m.own_overrides if o not in shared)) for m in members]
 
 
-def starts_on(devices: Sequence[str]) -> type[Fork] | type[Spawn]:
-    """Kind of start of members' processes on these devices: fork, or spawn where a fork can't work."""
-    return Spawn if _must_spawn(devices) else Fork
-
-
-def _must_spawn(devices: Sequence[str]) -> bool:
+def starts_on(devices: Sequence[str], hydra_context: HydraContext, task_function: TaskFunction) -> Starts:
+    """Start of members' processes on these devices: by fork, or by spawn where a fork can't work."""
     # A copy of this process has none of its threads, and can't use a GPU that this process has asked about.
     tasks = Path("/proc/self/task")  # threads of libraries, too, of which `threading` knows nothing
-    alone = len(os.listdir(tasks)) == 1 if tasks.exists() else False
-    return not alone or threading.active_count() > 1 or any(name.startswith("cuda") for name in devices)
+    alone = tasks.exists() and len(os.listdir(tasks)) == 1 and threading.active_count() == 1
+    on_gpus = any(name.startswith("cuda") for name in devices)
+    return partial(fork if alone and not on_gpus else spawn, partial(run_member, hydra_context, task_function))
 
 
 def _member(hydra_context: HydraContext, config: DictConfig, overrides: list[str], number: int) -> SweepMember:
@@ -215,17 +220,10 @@ def _member(hydra_context: HydraContext, config: DictConfig, overrides: list[str
     one = hydra_context.config_loader.load_sweep_config(config, overrides)
     with open_dict(one):
         one.hydra.job.id, one.hydra.job.num = str(number), number
-    with _as_hydra_config(one):
-        folder = Path(str(one.hydra.sweep.dir)) / str(one.hydra.sweep.subdir)
-    return SweepMember(str(number), tuple(filter_overrides(overrides)), one, folder.absolute(), width_of(one))
-
-
-@contextmanager
-def _as_hydra_config(config: DictConfig) -> Iterator[None]:
-    """Names of folders may ask for ${hydra:...}."""
     before = HydraConfig.instance().cfg
-    HydraConfig.instance().set_config(config)
+    HydraConfig.instance().set_config(one)  # names of folders may ask for ${hydra:...}
     try:
-        yield
+        folder = Path(str(one.hydra.sweep.dir)) / str(one.hydra.sweep.subdir)
     finally:
         HydraConfig.instance().cfg = before
+    return SweepMember(str(number), tuple(filter_overrides(overrides)), one, folder.absolute(), width_of(one))

@@ -123,9 +123,8 @@ def write_record(member: SweepMember, outcome: JobReturn) -> None:
         remedy = "return numbers, strings, lists of them or None"
         error = MemberFailed("TypeError", f"it returned {value!r:.200}, which can't be sent to the sweep: {remedy}")
     record = {"overrides": member.overrides, **{key: getattr(outcome, key) for key in ABOUT}}
-    if error is None:
-        record |= {"status": status.name, "value": value, "error": None}
-    else:
+    record |= {"status": status.name, "value": value, "error": None}
+    if error is not None:
         of_error = {"type": error.kind, "message": error.message, "traceback": error.trace}
         record |= {"status": "FAILED", "value": None, "error": of_error}
     _write_whole(member, RECORD, record, synced=True)
@@ -158,29 +157,21 @@ def read_record(member: SweepMember) -> JobReturn | None:
     path = member.folder / RECORD
     if not path.exists():
         return None
-    overrides, status, value, about = _read(path)
-    if overrides != member.overrides:
-        raise ValueError(
-            f"{member.folder} holds a member with the overrides {' '.join(overrides)}, this sweep has other overrides "
-            f"there, {' '.join(member.overrides)}: resume with those it began with; a sweeper that draws needs a seed"
-        )
-    if status is JobStatus.UNKNOWN:
-        return None
-    return returned(member, status, value, **about)
-
-
-def _read(path: Path) -> tuple[list[str], JobStatus, object, dict[str, str | None]]:
-    """(overrides, status, what was returned or raised, task's name and folder)"""
     try:
         found = json.loads(path.read_text())
         overrides, about = [str(one) for one in found["overrides"]], {key: found.get(key) for key in ABOUT}
         status, value = JobStatus[found["status"]], found["value"]
         if status is JobStatus.FAILED:
             value = MemberFailed(*(str(found["error"][key]) for key in ("type", "message", "traceback")))
-        return overrides, status, value, about
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{path} is no record of a member ({reason}): remove it to run the member again") from None
+    if overrides != member.overrides:
+        raise ValueError(
+            f"{member.folder} holds a member with the overrides {' '.join(overrides)}, this sweep has other overrides "
+            f"there, {' '.join(member.overrides)}: resume with those it began with; a sweeper that draws needs a seed"
+        )
+    return None if status is JobStatus.UNKNOWN else returned(member, status, value, **about)
 
 
 def write_scores(member: SweepMember, board: Scoreboard) -> None:
@@ -207,8 +198,3 @@ def read_scores(member: SweepMember, board: Scoreboard) -> None:
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{path} holds no scores of a member ({reason}): remove it") from None
-
-
-def forget_scores(member: SweepMember) -> None:
-    """An earlier sweep's are not this one's."""
-    (member.folder / SCORES).unlink(missing_ok=True)

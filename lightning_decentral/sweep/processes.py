@@ -4,14 +4,13 @@ import logging
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,82 +22,62 @@ from hydra.types import HydraContext, TaskFunction
 from lightning_decentral.sweep.member import SweepMember, failed, returned, write_record
 from lightning_decentral.sweep.wire.client import Admission
 
-Run = Callable[[], JobReturn]
+Run = Callable[[SweepMember], JobReturn]
+Lifeline = tuple[Connection, Connection]
+"""(the end that a member's process reads, the one that the sweep keeps open)."""
 
 
-@dataclass
-class Fork:
-    """Starts a member as a copy of this process: at once, and nothing has to be packed."""
+def fork(run: Run, member: SweepMember, environment: Mapping[str, str], lifeline: Lifeline) -> Any:
+    """Start a member as a copy of this process: at once, and nothing has to be packed."""
 
-    hydra_context: HydraContext
-    task_function: TaskFunction
+    def main() -> None:
+        lifeline[1].close()  # the writing end must be the sweep's alone for its end to be noticed
+        live(member, environment, lifeline[0], run)
 
-    def __call__(
-        self, member: SweepMember, environment: Mapping[str, str], lifeline: tuple[Connection, Connection]
-    ) -> Any:
-        def main() -> None:
-            lifeline[1].close()  # the writing end must be the sweep's alone for its end to be noticed
-            live(member, environment, lifeline[0], partial(run_member, self.hydra_context, self.task_function, member))
-
-        # What is buffered would be printed by the copy, too.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        process = multiprocessing.get_context("fork").Process(target=main)
-        process.start()
-        return process
+    # What is buffered would be printed by the copy, too.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    process = multiprocessing.get_context("fork").Process(target=main)
+    process.start()
+    return process
 
 
-@dataclass
-class Spawn:
-    """Starts a member as a new interpreter: where this process has threads or a GPU, which no copy of it could use."""
-
-    hydra_context: HydraContext
-    task_function: TaskFunction
-
-    def __call__(
-        self, member: SweepMember, environment: Mapping[str, str], lifeline: tuple[Connection, Connection]
-    ) -> Any:
-        arguments = (self.packed(member), dict(environment), lifeline[0])
-        process = multiprocessing.get_context("spawn").Process(target=spawned, args=arguments)
-        # Inherited: before it calls anything the new interpreter imports the user's script, which may ask for GPUs.
-        with _within(environment):
-            process.start()
-        return process
-
-    def packed(self, member: SweepMember) -> bytes:
-        """All that the new interpreter needs; functions of a script and within functions by their value.
-
-        Raises:
-            ValueError: cloudpickle is missing.
-        """
-        try:
-            import cloudpickle
-        except ImportError:
-            raise ValueError(
-                "members that can't be forked (GPUs) need cloudpickle: pip install 'lightning-decentral[sweeps]'"
-            ) from None
-        return bytes(cloudpickle.dumps((Singleton.get_state(), self.hydra_context, self.task_function, member)))
-
-
-@contextmanager
-def _within(environment: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in environment}
+def spawn(run: Run, member: SweepMember, environment: Mapping[str, str], lifeline: Lifeline) -> Any:
+    """Start a member as a new interpreter: where this process has threads or a GPU, which no copy of it could use."""
+    arguments = (packed(run, member), dict(environment), lifeline[0])
+    process = multiprocessing.get_context("spawn").Process(target=spawned, args=arguments)
+    # Inherited: before it calls anything the new interpreter imports the user's script, which may ask for GPUs.
+    before = {name: os.environ[name] for name in environment if name in os.environ}
     os.environ.update(environment)
     try:
-        yield
+        process.start()
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in environment.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+    return process
 
 
-def spawned(packed: bytes, environment: dict[str, str], lifeline: Connection) -> None:
+def packed(run: Run, member: SweepMember) -> bytes:
+    """All that a new interpreter needs; functions of a script and within functions by their value.
+
+    Raises:
+        ValueError: cloudpickle is missing.
+    """
+    try:
+        import cloudpickle
+    except ImportError:
+        raise ValueError(
+            "members that can't be forked (GPUs) need cloudpickle: pip install 'lightning-decentral[sweeps]'"
+        ) from None
+    return bytes(cloudpickle.dumps((Singleton.get_state(), run, member)))
+
+
+def spawned(content: bytes, environment: dict[str, str], lifeline: Connection) -> None:
     """The main function of a new interpreter."""
-    singletons, hydra_context, task_function, member = pickle.loads(packed)
+    singletons, run, member = pickle.loads(content)
     Singleton.set_state(singletons)
-    live(member, environment, lifeline, partial(run_member, hydra_context, task_function, member))
+    live(member, environment, lifeline, run)
 
 
 def run_member(hydra_context: HydraContext, task_function: TaskFunction, member: SweepMember) -> JobReturn:
@@ -114,7 +93,7 @@ def run_member(hydra_context: HydraContext, task_function: TaskFunction, member:
 
 
 def live(member: SweepMember, environment: Mapping[str, str], lifeline: Connection, run: Run) -> None:
-    """The life of a member's process, from its start to its record."""
+    """The life of a member's process, from its start to its record; what it prints goes to the member's log."""
     # A session of its own: Ctrl-C reaches the sweep alone, and killing the group all that the member has started.
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork has inherited the sweep's handler
@@ -122,7 +101,11 @@ def live(member: SweepMember, environment: Mapping[str, str], lifeline: Connecti
     os.environ.update(environment)
     watch = threading.Thread(target=_die_with, args=(lifeline, Admission.found(environment)), daemon=True)
     watch.start()
-    redirect(member.log)
+    member.log.parent.mkdir(parents=True, exist_ok=True)
+    with member.log.open("ab") as stream:  # by number: what libraries and children print goes there, too
+        os.dup2(stream.fileno(), 1)
+        os.dup2(stream.fileno(), 2)
+    sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
     write_record(member, attempt(member, run))
     logging.shutdown()
     if lifeline.poll():  # the sweep was killed: to end first would leave its socket behind
@@ -133,18 +116,9 @@ def _die_with(lifeline: Connection, admission: Admission | None) -> None:
     try:
         lifeline.recv_bytes()  # nothing is ever sent: it returns when the sweep has ended, however suddenly
     except (EOFError, OSError):
-        if admission is not None:  # a sweep that was killed couldn't remove its socket
-            admission.remove_socket()
+        if admission is not None:  # a sweep that was killed couldn't remove its socket, in a folder made for it
+            shutil.rmtree(Path(admission.socket).parent, ignore_errors=True)
         os.killpg(0, signal.SIGKILL)
-
-
-def redirect(log: Path) -> None:
-    """Redirect what this process prints, stdout and stderr, to the file."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as stream:  # by number: what libraries and children print goes there, too
-        os.dup2(stream.fileno(), 1)
-        os.dup2(stream.fileno(), 2)
-    sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
 
 
 def attempt(member: SweepMember, run: Run) -> JobReturn:
@@ -153,7 +127,7 @@ def attempt(member: SweepMember, run: Run) -> JobReturn:
     A program that ends itself with a message, sys.exit("error: ..."), has failed with that message.
     """
     try:
-        outcome = run()
+        outcome = run(member)
     except SystemExit as ended:
         if not ended.code:
             return returned(member, JobStatus.COMPLETED, None)

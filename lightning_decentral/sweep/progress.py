@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from hydra.core.utils import JobReturn, JobStatus
 from rich.console import Console
@@ -35,8 +34,8 @@ def shares(sweep: Sweep) -> dict[str, float]:
     """Share of all device time so far, by member, running grants included."""
     whole = max(sweep.now, 1e-9) * len(sweep.arbiter.devices)
     accounts = {**sweep.arbiter.ended, **sweep.arbiter.members}
-    running = {name: (sweep.now - m.since) * len(m.devices) for name, m in accounts.items()}
-    return {name: (m.busy_seconds + running[name]) / whole for name, m in accounts.items()}
+    busy = {name: m.busy_seconds + (sweep.now - m.since) * len(m.devices) for name, m in accounts.items()}
+    return {name: seconds / whole for name, seconds in busy.items()}
 
 
 def seconds_left(sweep: Sweep) -> float | None:
@@ -91,9 +90,7 @@ class LiveTable:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._live.stop()
 
     def show(self, sweep: Sweep) -> None:
@@ -147,34 +144,31 @@ def standings(
 
     Where members were compared it is by the best score of each, otherwise by what they returned, the lowest first.
     """
-    found = [_standing(member, outcomes[member.name], board) for member in members]
+    found = []
+    for member in members:
+        outcome, value = outcomes[member.name], outcomes[member.name]._return_value
+        if outcome.status is not JobStatus.COMPLETED:
+            found.append(RankedMember(member, outcome.status.name.lower(), None))
+            continue
+        score = board.best(member.name)
+        if not board.histories and isinstance(value, (int, float)):
+            score = Score(RETURNED, "min", 0, float(value))
+        status = "ended early" if member.name in board.verdicts else "completed"
+        found.append(RankedMember(member, status, score, value))
     return sorted(found, key=lambda one: (one.loss, int(one.member.name) if one.member.name.isdigit() else 0))
-
-
-def _standing(member: SweepMember, outcome: JobReturn, board: Scoreboard) -> RankedMember:
-    if outcome.status is not JobStatus.COMPLETED:
-        return RankedMember(member, outcome.status.name.lower(), None)
-    status = "ended early" if member.name in board.verdicts else "completed"
-    value, score = outcome._return_value, board.best(member.name)
-    if not board.histories and isinstance(value, (int, float)):
-        score = Score(RETURNED, "min", 0, float(value))
-    return RankedMember(member, status, score, value)
 
 
 def ranking(ranked: Sequence[RankedMember]) -> Table:
     """A table of all, best first."""
-    table = Table("rank", "member", "overrides", "objective", title=_title(ranked), title_justify="left")
+    first = ranked[0].score if ranked else None
+    by = "" if first is None or first.metric == RETURNED else f" by {first.metric}"
+    title = f"Ranking{by}, {'highest' if first is not None and first.mode == 'max' else 'lowest'} first"
+    table = Table("rank", "member", "overrides", "objective", title=title, title_justify="left")
     for place, one in enumerate(ranked, start=1):
         value = one.status if one.score is None else f"{one.score.value:.6g}"
         objective = f"{value} ({one.status})" if one.status == "ended early" else value
         table.add_row(str(place), one.member.name, " ".join(one.member.own_overrides), objective)
     return table
-
-
-def _title(ranked: Sequence[RankedMember]) -> str:
-    first = ranked[0].score if ranked else None
-    by = "" if first is None or first.metric == RETURNED else f" by {first.metric}"
-    return f"Ranking{by}, {'highest' if first is not None and first.mode == 'max' else 'lowest'} first"
 
 
 def best_line(ranked: Sequence[RankedMember]) -> str | None:

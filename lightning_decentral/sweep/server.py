@@ -8,8 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,9 +18,8 @@ from lightning_decentral.shared.compute.hardware import cores
 from lightning_decentral.shared.wire.meeting.interrupts import terminated_as_interrupted
 from lightning_decentral.sweep.member import MemberFailed, SweepMember, begin_record, failed, read_record, write_scores
 from lightning_decentral.sweep.plan.arbiter import Arbiter, Instruction
-from lightning_decentral.sweep.plan.devices import environment
-from lightning_decentral.sweep.plan.policy import Score, Scoreboard, WatchedMember
-from lightning_decentral.sweep.processes import kill_group
+from lightning_decentral.sweep.plan.policy import Score, Scoreboard
+from lightning_decentral.sweep.processes import Lifeline, kill_group
 from lightning_decentral.sweep.wire.client import Admission, Message, score_of, turn_of
 from lightning_decentral.sweep.wire.seats import Seats
 
@@ -29,8 +27,6 @@ from lightning_decentral.sweep.wire.seats import Seats
 GRACE_SECONDS = 8.0
 REFRESH_SECONDS = 0.5
 
-
-Lifeline = tuple[Connection, Connection]
 Starts = Callable[[SweepMember, Mapping[str, str], Lifeline], Any]
 """Starts a member's process: (member, environment, lifeline) -> a multiprocessing process."""
 
@@ -72,7 +68,7 @@ class Sweep:
         self.processes: dict[str, Any] = {}
         self._queue = list(members)
         self._selector = selectors.DefaultSelector()
-        self.seats = Seats(self._selector, self)
+        self.seats = Seats(self._selector, self.processes.__contains__, self.receive, self.leave_seat)
         self._shown = 0.0
         self.began = time.perf_counter()
 
@@ -121,7 +117,6 @@ class Sweep:
 
     def _start(self, member: SweepMember) -> None:
         account = self.arbiter.join(member.name, member.width)
-        watched = self.arbiter.policy.watched
         admission = Admission(
             socket=self._path,
             member=member.name,
@@ -130,8 +125,7 @@ class Sweep:
             quantum_seconds=self.arbiter.quantum_seconds if member.width == 1 else float("inf"),
             memory_bytes=self.arbiter.memory_bytes,
             threads=max(1, cores() // len(self.arbiter.devices)),
-            compared=watched is not None,
-            **asdict(watched or WatchedMember()),
+            watched=self.arbiter.policy.watched,
         )
         process = self._starts(member, {**environment(account.home), **admission.variable()}, self._lifeline)
         self.processes[member.name] = process
@@ -145,34 +139,31 @@ class Sweep:
             kill_group(process.pid)
         self.seats.hang_up(member.name)
         self.arbiter.leave(member.name, self.now)
-        outcome = _outcome(member, process.exitcode)
+        try:
+            ended = MemberFailed("RuntimeError", f"ended with exit code {process.exitcode}")
+            outcome = read_record(member) or failed(member, ended)
+        except ValueError as error:
+            outcome = failed(member, MemberFailed.of(error))
         self.outcomes[member.name] = outcome
         self._watcher.ended(member, outcome)
 
     # ---- members' messages ------------------------------------------------------------------------------------------
 
-    def expects(self, name: str) -> bool:
-        return name in self.processes
-
     def receive(self, name: str, message: Message) -> None:
-        def give_back() -> None:
-            self.arbiter.give_back(name, turn_of(message), self.now)
-
-        def renew() -> None:
-            give_back()
-            self.arbiter.request(name)
-
-        events: dict[object, Callable[[], object]] = {
-            "request": lambda: self.arbiter.request(name),
-            "renew": renew,
-            "release": give_back,
-            "left": lambda: self.arbiter.left(name),
-            "score": lambda: self._judge(name, score_of(message)),
-        }
-        event = message.get("say")
-        if not isinstance(event, str) or event not in events:
-            raise ValueError(f"say={event!r:.40} means nothing")
-        events[event]()
+        """Act on a message. ValueError where no member sends such a one."""
+        match message.get("say"):
+            case "request":
+                self.arbiter.request(name)
+            case "renew" | "release" as event:
+                self.arbiter.give_back(name, turn_of(message), self.now)
+                if event == "renew":
+                    self.arbiter.request(name)
+            case "left":
+                self.arbiter.left(name)
+            case "score":
+                self._judge(name, score_of(message))
+            case event:
+                raise ValueError(f"say={event!r:.40} means nothing")
 
     def _judge(self, name: str, score: Score) -> None:
         """Judge a new score; a member that was ended before, and goes on from a checkpoint of then, stays ended."""
@@ -185,6 +176,7 @@ class Sweep:
         self.seats.write(name, {"order": (Instruction.END if verdict else Instruction.GO_ON).value})
 
     def leave_seat(self, name: str) -> None:
+        """The process that held the device is gone, the member may live on."""
         self.arbiter.give_back(name, self.arbiter.members[name].turn, self.now)
         self.arbiter.left(name)
 
@@ -208,10 +200,9 @@ class Sweep:
             self._selector.close()
 
 
-def _outcome(member: SweepMember, exit_code: int) -> JobReturn:
-    """Outcome from the member's record, if it has left one; else a failure with the exit code."""
-    try:
-        found = read_record(member)
-    except ValueError as error:
-        return failed(member, MemberFailed.of(error))
-    return found or failed(member, MemberFailed("RuntimeError", f"ended with exit code {exit_code}"))
+def environment(devices: Sequence[str], visible: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Environment that shows a process these GPUs only, of those that this process sees."""
+    numbers = [int(device.partition(":")[2]) for device in devices if device.startswith("cuda")]
+    seen = visible.get("CUDA_VISIBLE_DEVICES")
+    names = [str(n) if seen is None else seen.split(",")[n] for n in numbers]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names)} if names else {}

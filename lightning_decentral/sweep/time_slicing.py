@@ -136,7 +136,7 @@ class Gate(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if isinstance(exception, torch.OutOfMemoryError) and self._admission.memory_bytes is not None:
-            raise ValueError(self._too_large(self._measured_bytes())) from exception
+            self._refuse_beyond(self._measured_bytes(), exception)
         self._leave_for_good()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -215,24 +215,20 @@ class Gate(Callback):
         self._peak_bytes = max(self._peak_bytes, self._measured_bytes())
         self._refuse_beyond(self._peak_bytes)
 
-    def _refuse_beyond(self, needed_bytes: int) -> None:
+    def _refuse_beyond(self, needed_bytes: int, out_of_memory: BaseException | None = None) -> None:
         memory = self._admission.memory_bytes
-        if memory is not None and needed_bytes > memory:
-            raise ValueError(self._too_large(needed_bytes))
-
-    def _too_large(self, needed_bytes: int) -> str:
-        return (
-            f"this member needs at least {needed_bytes:,} bytes on its device, more than any device of the sweep has "
-            f"(hydra.launcher.memory_bytes={self._admission.memory_bytes}): train it with strategy=spilled, or raise it"
-        )
+        if memory is not None and (out_of_memory is not None or needed_bytes > memory):
+            raise ValueError(
+                f"this member needs at least {needed_bytes:,} bytes on its device, more than any device of the sweep "
+                f"has (hydra.launcher.memory_bytes={memory}): train it with strategy=spilled, or raise it"
+            ) from out_of_memory
 
 
 class Scoring(Callback):
     """Callback behind a gate, whose seat it uses; ends fits like `EarlyStopping`, on all workers of a member alike.
 
     Args:
-        metric: None: what the first checkpoint callback that monitors one monitors, with its mode.
-        mode: None: "min".
+        metric, mode: as `policy.Watched`.
 
     Raises:
         ValueError: in the fit, where there is no such metric.

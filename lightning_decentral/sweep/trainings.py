@@ -22,14 +22,13 @@ from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.compute.hardware import cores
 from lightning_decentral.shared.errors import one_line
 from lightning_decentral.sweep import progress as table
-from lightning_decentral.sweep.launcher import refuse_without_gate, starts_on
+from lightning_decentral.sweep.launcher import refuse_without_gate, slots, starts_on
 from lightning_decentral.sweep.member import MemberFailed, SweepMember, width_of
 from lightning_decentral.sweep.plan.arbiter import Arbiter
-from lightning_decentral.sweep.plan.devices import slots
-from lightning_decentral.sweep.plan.dispatch import Processor, Queue
+from lightning_decentral.sweep.plan.dispatch import Processor, Queue, WorkPiece
 from lightning_decentral.sweep.plan.jobs_file import Training
-from lightning_decentral.sweep.plan.policy import Policy
-from lightning_decentral.sweep.plan.scheduled_arbiter import Scheduled, Timing
+from lightning_decentral.sweep.plan.policy import Policy, RoundRobin
+from lightning_decentral.sweep.plan.scheduled_arbiter import Scheduled
 from lightning_decentral.sweep.plan.simulation import Spans
 from lightning_decentral.sweep.server import Sweep
 
@@ -76,21 +75,17 @@ class Trainings:
         Raises:
             ValueError: a configuration that can't be, or a training that failed.
         """
-        profiled = {t.name: [t.step_seconds] * t.steps for t in self._trainings if t.step_seconds is not None}
+        known = {t.name: [t.step_seconds] * t.steps for t in self._trainings if t.step_seconds is not None}
         with self._composing():  # mistakes are found before anything runs
-            self._members([training for training in self._trainings if training.name in profiled], self._folder, [])
-        found = profiled | self._measured([training for training in self._trainings if training.name not in profiled])
-        return [training.queue(found[training.name]) for training in self._trainings]
-
-    def _measured(self, trainings: Sequence[Training]) -> dict[str, list[float]]:
-        if not trainings:
-            return {}
-        names = self._slots()
-        jobs = [training.name for training in trainings]
-        arbiter = Timing(jobs, names, first=FIRST, steps=self._steps, pinned=_on_gpus(names))
-        overrides = [*self._application.unlogged, f"trainer.max_steps={self._steps}"]
-        self._through(trainings, arbiter, self._folder / "measured", overrides)
-        return {training.name: arbiter.steps_of(training.name).seconds(training.steps) for training in trainings}
+            self._members([training for training in self._trainings if training.name in known], self._folder, [])
+        if unknown := [training for training in self._trainings if training.name not in known]:
+            # In turn, each for the same number of steps, whose seconds nobody knows yet.
+            turns = [Queue(training.name, (WorkPiece(0.0),) * self._steps) for training in unknown]
+            arbiter = Scheduled(turns, RoundRobin(), self._slots())
+            overrides = [*self._application.unlogged, f"trainer.max_steps={self._steps}"]
+            self._through(unknown, arbiter, self._folder / "measured", overrides)
+            known |= {t.name: arbiter.step_seconds(t.name, t.steps, first=FIRST) for t in unknown}
+        return [training.queue(known[training.name]) for training in self._trainings]
 
     def rehearse(self, queues: Sequence[Queue], devices: Sequence[Processor], policy: Policy) -> Spans:
         """Run the schedule; spans in which each piece really ran.
@@ -98,8 +93,7 @@ class Trainings:
         Raises:
             ValueError: a training failed, or made fewer steps than it should have.
         """
-        names = self._slots()
-        arbiter = Scheduled(queues, policy, names, pinned=_on_gpus(names))
+        arbiter = Scheduled(queues, policy, self._slots())
         self._through(self._trainings, arbiter, self._folder, [])
         return arbiter.ran(devices)
 
@@ -117,7 +111,7 @@ class Trainings:
         refuse_without_gate()
         with self._composing() as context:
             members = self._members(trainings, folder, overrides)
-            starts = starts_on(arbiter.devices)(context, self._application.train)
+            starts = starts_on(arbiter.devices, context, self._application.train)
             with _Strict() as live:
                 # All processes are alive at once: the arbiter grants nothing before all have asked.
                 Sweep(members, arbiter, starts, live, len(members)).run()
@@ -129,24 +123,23 @@ class Trainings:
             yield HydraContext(config_loader=GlobalHydra.instance().config_loader(), callbacks=Callbacks())
 
     def _members(self, trainings: Sequence[Training], folder: Path, overrides: Sequence[str]) -> list[SweepMember]:
-        return [self._member(training, number, folder, overrides) for number, training in enumerate(trainings)]
-
-    def _member(self, training: Training, number: int, folder: Path, overrides: Sequence[str]) -> SweepMember:
-        try:
-            every = [*training.overrides, *STEPS_ALONE, *overrides]
-            config = compose(self._application.name, every, return_hydra_config=True)
-        except (HydraException, OmegaConfBaseException) as error:
-            raise ValueError(f"job {training.name}: {one_line(error)}") from None
-        with open_dict(config):
-            config.hydra.mode = "MULTIRUN"
-            config.hydra.job.id, config.hydra.job.num = str(number), number
-            config.hydra.sweep.dir, config.hydra.sweep.subdir = str(folder.absolute()), training.name
-        width = width_of(config)
-        if width > 1:
-            raise ValueError(
-                f"job {training.name} trains on {width} devices, a piece runs on one: use trainer.devices=1"
-            )
-        return SweepMember(training.name, training.overrides, config, folder.absolute() / training.name)
+        members = []
+        for number, training in enumerate(trainings):
+            try:
+                every = [*training.overrides, *STEPS_ALONE, *overrides]
+                config = compose(self._application.name, every, return_hydra_config=True)
+            except (HydraException, OmegaConfBaseException) as error:
+                raise ValueError(f"job {training.name}: {one_line(error)}") from None
+            with open_dict(config):
+                config.hydra.mode = "MULTIRUN"
+                config.hydra.job.id, config.hydra.job.num = str(number), number
+                config.hydra.sweep.dir, config.hydra.sweep.subdir = str(folder.absolute()), training.name
+            if (width := width_of(config)) > 1:
+                raise ValueError(
+                    f"job {training.name} trains on {width} devices, a piece runs on one: use trainer.devices=1"
+                )
+            members.append(SweepMember(training.name, training.overrides, config, folder.absolute() / training.name))
+        return members
 
 
 class _Strict(table.LiveTable):
@@ -157,7 +150,3 @@ class _Strict(table.LiveTable):
         if outcome.status is JobStatus.FAILED:
             why = one_line(MemberFailed.of(outcome._return_value))
             raise ValueError(f"job {member.name} failed, {why}; its log: {member.log}")
-
-
-def _on_gpus(names: Sequence[str]) -> bool:
-    return any(name.startswith("cuda") for name in names)

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import groupby, pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +32,8 @@ from omegaconf import OmegaConf
 
 from hydra_plugins.shard_parallel import _callbacks
 from hydra_plugins.shard_parallel.launcher import POLICIES, ShardParallelConf, ShardParallelLauncher
-from lightning_decentral.sweep import LRTF
+from lightning_decentral.sweep import LRTF, processes
+from lightning_decentral.sweep.launcher import slots
 from lightning_decentral.sweep.member import (
     RECORD,
     SweepMember,
@@ -42,8 +44,8 @@ from lightning_decentral.sweep.member import (
     write_record,
 )
 from lightning_decentral.sweep.plan import policy as policies
-from lightning_decentral.sweep.plan.devices import environment, slots
-from lightning_decentral.sweep.processes import Spawn, attempt, spawned
+from lightning_decentral.sweep.processes import attempt, packed, run_member, spawn, spawned
+from lightning_decentral.sweep.server import environment
 from lightning_decentral.sweep.time_slicing import Gate
 from lightning_decentral.sweep.wire.client import VARIABLE, Admission
 from tests.sweep import application
@@ -238,9 +240,9 @@ def _as_spawned(folder: Path) -> tuple[JobStatus, float]:
     config.hydra.sweep.dir = str(folder)
     one = SweepMember("0", ("lr=2",), config, folder / "0")
     context = HydraContext(config_loader=ConfigLoaderImpl(ConfigSearchPathImpl()), callbacks=Callbacks())
-    packed = Spawn(context, task).packed(one)
+    content = packed(partial(run_member, context, task), one)
     lifeline = multiprocessing.Pipe(duplex=False)
-    child = multiprocessing.get_context("fork").Process(target=spawned, args=(packed, {}, lifeline[0]))
+    child = multiprocessing.get_context("fork").Process(target=spawned, args=(content, {}, lifeline[0]))
     child.start()
     child.join(30)
     outcome = read_record(one)
@@ -262,15 +264,15 @@ def test_a_new_interpreter_finds_its_devices_before_it_imports_anything(
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: SimpleNamespace(Process=Process))
-    spawn: Any = Spawn(None, None)  # type: ignore[arg-type]
-    spawn.packed = lambda member: b""
-    spawn(member(tmp_path), {"CUDA_VISIBLE_DEVICES": "1", "OF_A_MEMBER": "x"}, multiprocessing.Pipe(duplex=False))
+    monkeypatch.setattr(processes, "packed", lambda run, member: b"")
+    run: Any = None
+    spawn(run, member(tmp_path), {"CUDA_VISIBLE_DEVICES": "1", "OF_A_MEMBER": "x"}, multiprocessing.Pipe(duplex=False))
     assert seen == [("1", "x")]
     assert tuple(map(os.environ.get, names)) == ("0,1", None)
 
 
 def test_a_program_that_ends_itself_has_failed_with_its_message(tmp_path: Path) -> None:
-    def ends() -> Any:
+    def ends(_: SweepMember) -> Any:
         sys.exit("error: no such file")
 
     outcome = attempt(member(tmp_path), ends)

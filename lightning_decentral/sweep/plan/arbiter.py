@@ -95,8 +95,8 @@ class Arbiter:
 
     Args:
         devices: names, each the right of one member at a time.
-        memory_bytes: of each device; None: whatever is there, and nobody ever leaves.
-        pinned: a member stays on the devices where it started (CUDA; always so with `memory_bytes`).
+        memory_bytes: of each device; None: whatever is there, and nobody ever leaves. A member stays on the devices
+            where it started with CUDA, and wherever this is given.
         quantum_seconds: how long a grant lasts.
     """
 
@@ -106,11 +106,11 @@ class Arbiter:
         devices: Sequence[str],
         *,
         memory_bytes: int | None = None,
-        pinned: bool = False,
         quantum_seconds: float = 0.25,
     ) -> None:
         self.policy, self.devices, self.memory_bytes = policy, tuple(devices), memory_bytes
-        self.pinned, self.quantum_seconds = pinned or memory_bytes is not None, quantum_seconds
+        self.quantum_seconds = quantum_seconds
+        self._pinned = memory_bytes is not None or any(device.startswith("cuda") for device in devices)
         self.members: dict[str, MemberAccount] = {}
         self.ended: dict[str, MemberAccount] = {}
         self._grants = 0
@@ -123,7 +123,7 @@ class Arbiter:
         """
         self.refuse_wider(name, width)
         homes = [device for member in self.members.values() for device in member.home]
-        home = tuple(sorted(self.devices, key=homes.count)[:width]) if self.pinned else ()
+        home = tuple(sorted(self.devices, key=homes.count)[:width]) if self._pinned else ()
         self.members[name] = MemberAccount(name, len(self.members) + len(self.ended), width, home)
         return self.members[name]
 
@@ -135,10 +135,9 @@ class Arbiter:
                 f"{', '.join(self.devices)}: raise hydra.launcher.devices or lower trainer.devices"
             )
 
-    def request(self, name: str) -> Orders:
+    def request(self, name: str) -> None:
         """The member waits for a device from now on."""
         self.members[name].phase = Phase.WAITING
-        return []
 
     def give_back(self, name: str, turn: TurnReport, now: float) -> None:
         """The member returns what it was granted; it may request again at once."""
@@ -216,17 +215,15 @@ class Arbiter:
         peak = member.turn.peak_bytes
         if peak is None:
             return neighbours
-        order: list[MemberAccount] = []
         jobs = [job for job in self.jobs(*Phase) if self.members[job.name] in neighbours]
         rank = {job.name: (self.policy.key(job, jobs, ()), job.arrived) for job in jobs}
-        excess = peak + sum(other.turn.kept_bytes for other in neighbours) - self.memory_bytes
         # Those who leave already, then those who wait: who doesn't wait can't be sent away.
-        for other in sorted(
-            neighbours, key=lambda m: (m.leaving, m.phase is Phase.WAITING, rank[m.name]), reverse=True
-        ):
-            if excess > 0:
-                order.append(other)
-                excess -= other.turn.kept_bytes
+        order = sorted(neighbours, key=lambda m: (m.leaving, m.phase is Phase.WAITING, rank[m.name]), reverse=True)
+        excess = peak + sum(other.turn.kept_bytes for other in neighbours) - self.memory_bytes
+        for count, other in enumerate(order):
+            if excess <= 0:
+                return order[:count]
+            excess -= other.turn.kept_bytes
         return order
 
     def _neighbours(self, member: MemberAccount) -> list[MemberAccount]:

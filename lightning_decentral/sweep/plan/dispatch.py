@@ -6,6 +6,7 @@ the same orders.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import inf, isfinite
 
 from lightning_decentral.shared.plan.arguments import at_least, checked
@@ -110,7 +111,18 @@ class Dispatch:
     """
 
     def __init__(self, queues: Sequence[Queue], devices: Sequence[Processor], policy: Policy) -> None:
-        _check(queues, devices)
+        if not queues:
+            raise ValueError("there is no job to schedule: give one or more")
+        if not devices:
+            raise ValueError("there is no device to schedule on: give one or more")
+        refuse_one_name_for_two([queue.name for queue in queues])
+        most = max(device.memory_bytes for device in devices)
+        for queue in queues:
+            if queue.memory_bytes > most:
+                raise ValueError(
+                    f"job {queue.name} needs {queue.memory_bytes:.0f} bytes, the largest device has {most:.0f}: "
+                    "cut it into smaller shards"
+                )
         self.queues, self.devices, self.policy = queues, devices, policy
         self._slots = [_Slot() for _ in devices]
         self._progress = [_Progress() for _ in queues]
@@ -120,7 +132,6 @@ class Dispatch:
         self._number = {queue.name: job for job, queue in enumerate(queues)}
         self._jobs: dict[tuple[int, int], Job] = {}
         self._loading = any(piece.load_seconds > 0 for queue in queues for piece in queue.pieces)
-        self._left = sum(len(queue.pieces) for queue in queues)
         self._grants = 0
 
     # ---- what happened ------------------------------------------------------------------------------------------
@@ -139,7 +150,6 @@ class Dispatch:
         assert slot.computing is not None
         job = slot.computing[0]
         slot.computing = None
-        self._left -= 1
         self._progress[job].done += 1
         # Its next piece may be loaded here already: then no other device takes it.
         own_next = slot.coming is not None and slot.coming[0] == job
@@ -148,7 +158,7 @@ class Dispatch:
     @property
     def over(self) -> bool:
         """True when all pieces of all jobs have run."""
-        return self._left == 0
+        return all(job.done == len(queue.pieces) for job, queue in zip(self._progress, self.queues, strict=True))
 
     # ---- what to do ---------------------------------------------------------------------------------------------
 
@@ -156,55 +166,37 @@ class Dispatch:
         """Yield orders to be carried out now: free devices first, then what can be loaded ahead."""
         for device, slot in enumerate(self._slots):
             if slot.computing is None and slot.coming is None:
-                yield from self._take(device, self._waiting(device))
+                yield from self._take(device)
             if slot.computing is None and slot.coming is not None and slot.loaded:
-                yield self._start(device)
+                slot.computing, slot.coming, slot.loaded = slot.coming, None, False
+                yield DispatchOrder(device, *slot.computing, load=False)
         for device, slot in enumerate(self._slots if self._loading else ()):
             if slot.computing is not None and slot.coming is None:
-                yield from self._take(device, self._waiting(device) + self._own(device), ahead=True)
+                yield from self._take(device)
 
-    def _take(self, device: int, candidates: list[int], ahead: bool = False) -> Iterator[DispatchOrder]:
-        if not candidates:
+    def _take(self, device: int) -> Iterator[DispatchOrder]:
+        """Choose what comes next on a device: ahead, while it computes, only what has to be loaded."""
+        slot, ahead = self._slots[device], self._slots[device].computing
+        room = self.devices[device].memory_bytes - (self.queues[ahead[0]].memory_bytes if ahead else 0.0)
+        # {job: its next piece}: jobs that nobody computes or loads, and that fit next to the one that computes here;
+        # of that one the piece after.
+        waiting = enumerate(self._progress)
+        pieces = {j: it.done for j, it in waiting if it.waits and self.queues[j].memory_bytes <= room}
+        if ahead and ahead[1] + 1 < len(self.queues[ahead[0]].pieces):
+            pieces[ahead[0]] = ahead[1] + 1
+        if not pieces:
             return
-        seen = [self._job(job, self._next(job, device)) for job in candidates]
-        running = [self._job(*slot.computing) for d, slot in enumerate(self._slots) if d != device and slot.computing]
+        seen = [self._job(job, piece) for job, piece in pieces.items()]
+        running = [self._job(*other.computing) for other in self._slots if other is not slot and other.computing]
         job = self._number[self.policy.choose(seen, running).name]
-        piece = self._next(job, device)
-        to_load = self.queues[job].pieces[piece].load_seconds > 0
+        to_load = self.queues[job].pieces[pieces[job]].load_seconds > 0
         if ahead and not to_load:  # chosen when the device is free, as late as possible
             return
-        slot, progress = self._slots[device], self._progress[job]
-        slot.coming, slot.loaded = (job, piece), not to_load
-        progress.waits, progress.served = False, self._grants
+        slot.coming, slot.loaded = (job, pieces[job]), not to_load
+        self._progress[job].waits, self._progress[job].served = False, self._grants
         self._grants += 1
         if to_load:
-            yield DispatchOrder(device, job, piece, load=True)
-
-    def _start(self, device: int) -> DispatchOrder:
-        slot = self._slots[device]
-        assert slot.coming is not None
-        slot.computing, slot.coming, slot.loaded = slot.coming, None, False
-        return DispatchOrder(device, *slot.computing, load=False)
-
-    def _waiting(self, device: int) -> list[int]:
-        """Jobs that nobody computes or loads, and that fit next to the one that computes there."""
-        computing = self._slots[device].computing
-        held = self.queues[computing[0]].memory_bytes if computing is not None else 0.0
-        room = self.devices[device].memory_bytes - held
-        waiting = [job for job, progress in enumerate(self._progress) if progress.waits]
-        return [job for job in waiting if self.queues[job].memory_bytes <= room]
-
-    def _own(self, device: int) -> list[int]:
-        """The job that computes there, if it has a further piece."""
-        computing = self._slots[device].computing
-        assert computing is not None
-        job, piece = computing
-        return [job] if piece + 1 < len(self.queues[job].pieces) else []
-
-    def _next(self, job: int, device: int) -> int:
-        """Number of the job's next piece; for the job that computes there, the one after."""
-        computing = self._slots[device].computing
-        return self._progress[job].done + (computing is not None and computing[0] == job)
+            yield DispatchOrder(device, job, pieces[job], load=True)
 
     def _job(self, job: int, piece: int) -> Job:
         """Job as a policy sees it from this piece on; made anew after each grant only."""
@@ -219,10 +211,7 @@ class Dispatch:
 
 def remaining_seconds(queue: Queue) -> list[float]:
     """[piece] -> seconds of computing from this piece on."""
-    sums = [0.0]
-    for piece in reversed(queue.pieces):
-        sums.append(sums[-1] + piece.compute_seconds)
-    return sums[:0:-1]
+    return list(accumulate(piece.compute_seconds for piece in reversed(queue.pieces)))[::-1]
 
 
 def refuse_one_name_for_two(names: Sequence[str]) -> None:
@@ -230,18 +219,3 @@ def refuse_one_name_for_two(names: Sequence[str]) -> None:
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ValueError(f"two jobs are called {twice!r}: give each its own name")
-
-
-def _check(queues: Sequence[Queue], devices: Sequence[Processor]) -> None:
-    if not queues:
-        raise ValueError("there is no job to schedule: give one or more")
-    if not devices:
-        raise ValueError("there is no device to schedule on: give one or more")
-    refuse_one_name_for_two([queue.name for queue in queues])
-    most = max(device.memory_bytes for device in devices)
-    for queue in queues:
-        if queue.memory_bytes > most:
-            raise ValueError(
-                f"job {queue.name} needs {queue.memory_bytes:.0f} bytes, the largest device has {most:.0f}: "
-                "cut it into smaller shards"
-            )

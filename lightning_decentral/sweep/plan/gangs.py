@@ -95,27 +95,21 @@ class Turns:
 
     def spans(self) -> dict[tuple[str, int, int], Span]:
         """(job, iteration, device) -> when, for all iterations of all jobs; one that is through is left out of turn."""
-        tasks = [
-            self._task(job, iteration, device)
-            for iteration in range(max(gang.iterations for gang in self.gangs))
-            for job in self.order
-            if iteration < self.gangs[job].iterations
-            for device in range(self.devices)
-        ]
+        tasks = []
+        for iteration in range(max(gang.iterations for gang in self.gangs)):
+            for j in self.order:
+                name = self.gangs[j].name
+                if iteration < self.gangs[j].iterations:
+                    barrier = [(name, iteration - 1, g) for g in range(self.devices)] if iteration else []
+                    for g in range(self.devices):
+                        task = Task((name, iteration, g), f"device {g}", self.seconds(j, g), tuple(barrier))
+                        tasks.append(task)
         return run(tasks)
-
-    def _task(self, job: int, iteration: int, device: int) -> Task[tuple[str, int, int]]:
-        """Task of a piece, after the barrier of the iteration before."""
-        name = self.gangs[job].name
-        barrier = tuple((name, iteration - 1, g) for g in range(self.devices)) if iteration else ()
-        return Task((name, iteration, device), f"device {device}", self.seconds(job, device), barrier)
 
     def completion_seconds(self) -> dict[str, float]:
         """Completion time of each job, in seconds: when its last iteration ends."""
-        spans = self.spans()
-        last = {gang.name: gang.iterations - 1 for gang in self.gangs}
-        ends = {(name, k, g): span.finish for (name, k, g), span in spans.items() if k == last[name]}
-        return {name: max(end for (n, _, _), end in ends.items() if n == name) for name in last}
+        ends = [(name, span.finish) for (name, _, _), span in self.spans().items()]
+        return {gang.name: max(end for name, end in ends if name == gang.name) for gang in self.gangs}
 
     def mean_completion_seconds(self) -> float:
         found = self.completion_seconds()
@@ -215,34 +209,28 @@ class ExactGangs(Pairing):
     limit_seconds: float = 10.0
 
     def pieces(self, gangs: Sequence[Gang]) -> list[list[int]]:
-        greedy = GreedyGangs().turns(gangs)
+        greedy, size = GreedyGangs().turns(gangs), len(gangs[0].seconds)
+        kept = [list(row) for row in greedy.pieces]
         if greedy.cycle_seconds <= lower_bound_seconds(gangs):
-            return [list(row) for row in greedy.pieces]
-        program, x = _program(gangs)
+            return kept
+        program, jobs = MILP(), range(len(gangs))
+        cycle = program.variable(cost=1.0)
+        x = {(j, d, g): program.binary() for j in jobs for d in range(size) for g in range(size)}
+        for j in jobs:
+            for one in range(size):
+                program.equal({x[j, one, g]: 1.0 for g in range(size)}, 1.0)
+                program.equal({x[j, d, one]: 1.0 for d in range(size)}, 1.0)
+        for g in range(size):
+            program.equal({x[0, g, g]: 1.0}, 1.0)  # devices are alike: the first job's pieces may stay where they are
+            terms = {x[j, d, g]: gang.seconds[d] for j, gang in enumerate(gangs) for d in range(size)}
+            program.at_most({**terms, cycle: -1.0}, 0.0)
         try:
-            solution = program.solve(self.limit_seconds)
+            value, _ = program.solve(self.limit_seconds)
         except NoSolution:
-            return [list(row) for row in greedy.pieces]
-        rows = [[max(range(len(row)), key=lambda d: solution.values[x[j, d, g]]) for g in range(len(row))]
-                for j, row in enumerate(greedy.pieces)]  # fmt: skip
-        found = Turns(tuple(gangs), tuple(map(tuple, rows)), greedy.order)
-        return rows if found.cycle_seconds < greedy.cycle_seconds else [list(row) for row in greedy.pieces]
-
-
-def _program(gangs: Sequence[Gang]) -> tuple[MILP, dict[tuple[int, int, int], int]]:
-    """(the program of `ExactGangs`, its variables x by job, piece and device)."""
-    program, size = MILP(), len(gangs[0].seconds)
-    cycle = program.variable(cost=1.0)
-    x = {(j, d, g): program.binary() for j in range(len(gangs)) for d in range(size) for g in range(size)}
-    for j in range(len(gangs)):
-        for one in range(size):
-            program.equal({x[j, one, g]: 1.0 for g in range(size)}, 1.0)
-            program.equal({x[j, d, one]: 1.0 for d in range(size)}, 1.0)
-    for g in range(size):
-        program.equal({x[0, g, g]: 1.0}, 1.0)  # devices are alike, so the first job's pieces may stay where they are
-        terms = {x[j, d, g]: gang.seconds[d] for j, gang in enumerate(gangs) for d in range(size)}
-        program.at_most({**terms, cycle: -1.0}, 0.0)
-    return program, x
+            return kept
+        rows = [[max(range(size), key=lambda d: value[x[j, d, g]]) for g in range(size)] for j in jobs]
+        found = replace(greedy, pieces=tuple(map(tuple, rows)))
+        return rows if found.cycle_seconds < greedy.cycle_seconds else kept
 
 
 def _ascending(gang: Gang) -> list[int]:

@@ -91,8 +91,8 @@ def read_jobs(path: str | Path) -> Jobs:
         ValueError: can't be read, no list of jobs, an unknown key, something that isn't a number, two of one name.
     """
     placed = [(job, Path(path).parent, place) for job, place in _entries(path)]
-    queues = tuple(queue_of(*entry) for entry in placed if "overrides" not in entry[0])
-    return Jobs(queues, tuple(training_of(*entry) for entry in placed if "overrides" in entry[0]))
+    queues = tuple(_queue(*entry) for entry in placed if "overrides" not in entry[0])
+    return Jobs(queues, tuple(_training(*entry) for entry in placed if "overrides" in entry[0]))
 
 
 def _entries(path: str | Path) -> list[tuple[Mapping[str, Any], str]]:
@@ -120,22 +120,22 @@ def read_gangs(path: str | Path) -> list[Gang]:
     Raises:
         ValueError: as `read_jobs`, and for an entry that has neither a list of `seconds` nor depths.
     """
-    return [_gang(job, place) for job, place in _entries(path)]
-
-
-def _gang(job: Mapping[str, Any], place: str) -> Gang:
-    name, iterations = str(job["name"]), _count(job, "iterations", place, 1)
-    if "depths" in job:
-        _known(job, DEEP, place)
-        forward, backward = (_number(job, f"{part}_seconds", place, None) for part in ("forward", "backward"))
-        return of_depths(name, forward, backward, _numbers(job, "depths", place), iterations)
-    if not isinstance(job.get("seconds"), list):
-        raise ValueError(
-            f"{place}: --policy jigsaw needs seconds of a piece for each device, seconds: [2.0, 3.0], or "
-            f"forward_seconds, backward_seconds and depths, got {dict(job)}"
-        )
-    _known(job, PLACED, place)
-    return Gang(name, _numbers(job, "seconds", place), iterations)
+    gangs = []
+    for job, place in _entries(path):
+        name, iterations = str(job["name"]), _count(job, "iterations", place, 1)
+        if "depths" in job:
+            _known(job, DEEP, place)
+            forward, backward = (_number(job, f"{part}_seconds", place, None) for part in ("forward", "backward"))
+            gangs.append(of_depths(name, forward, backward, _numbers(job, "depths", place), iterations))
+        elif isinstance(job.get("seconds"), list):
+            _known(job, PLACED, place)
+            gangs.append(Gang(name, _numbers(job, "seconds", place), iterations))
+        else:
+            raise ValueError(
+                f"{place}: --policy jigsaw needs seconds of a piece for each device, seconds: [2.0, 3.0], or "
+                f"forward_seconds, backward_seconds and depths, got {dict(job)}"
+            )
+    return gangs
 
 
 def read_tables(path: str | Path) -> list[Table]:
@@ -144,26 +144,21 @@ def read_tables(path: str | Path) -> list[Table]:
     Raises:
         ValueError: as `read_jobs`, and for an entry without a table of `seconds`.
     """
-    return [_table(job, place) for job, place in _entries(path)]
+    tables = []
+    for job, place in _entries(path):
+        found = job.get("seconds")
+        if not isinstance(found, dict) or not all(isinstance(devices, int) for devices in found):
+            raise ValueError(
+                f"{place}: --policy spase needs a table of devices and seconds of the whole job on so many, "
+                f"seconds: {{1: 8.0, 2: 4.5}}, got {dict(job)}"
+            )
+        _known(job, ALLOCATED, place)
+        seconds = {devices: _number(found, devices, place, None) for devices in found}
+        tables.append(Table(str(job["name"]), seconds))
+    return tables
 
 
-def _table(job: Mapping[str, Any], place: str) -> Table:
-    found = job.get("seconds")
-    if not isinstance(found, dict) or not all(isinstance(devices, int) for devices in found):
-        raise ValueError(
-            f"{place}: --policy spase needs a table of devices and seconds of the whole job on so many, "
-            f"seconds: {{1: 8.0, 2: 4.5}}, got {dict(job)}"
-        )
-    _known(job, ALLOCATED, place)
-    return Table(str(job["name"]), {devices: _number(found, devices, place, None) for devices in found})
-
-
-def training_of(job: Mapping[str, Any], folder: Path, place: str) -> Training:
-    """An entry with overrides.
-
-    Raises:
-        ValueError: naming the place.
-    """
+def _training(job: Mapping[str, Any], folder: Path, place: str) -> Training:
     _known(job, TRAINED, place)
     name, overrides = str(job["name"]), job["overrides"]
     if "/" in name:
@@ -173,24 +168,15 @@ def training_of(job: Mapping[str, Any], folder: Path, place: str) -> Training:
     seconds = read(folder / str(job["profile"])).model.seconds if "profile" in job else None
     when = {key: _number(job, key, place, 0.0) for key in WHEN}
     Queue(name, (WorkPiece(0.0),), **when)  # refuses what can't be scheduled, before anything is measured
-    return Training(name, tuple(overrides), _steps(overrides, place), seconds, **when)
-
-
-def _steps(overrides: Sequence[str], place: str) -> int:
-    """Number of steps by the last override of it, which decides, as it does for Hydra."""
+    # The last override of the steps decides, as it does for Hydra.
     found = [match[1] for one in overrides if (match := re.fullmatch(r"\+{0,2}trainer\.max_steps=(.*)", one))]
     if not found or not found[-1].isdecimal() or int(found[-1]) < 1:
         got = f", got {found[-1]}" if found else ""
         raise ValueError(f"{place}: how many steps?{got}: its overrides need one such as trainer.max_steps=40")
-    return int(found[-1])
+    return Training(name, tuple(overrides), int(found[-1]), seconds, **when)
 
 
-def queue_of(job: Mapping[str, Any], folder: Path, place: str) -> Queue:
-    """An entry without.
-
-    Raises:
-        ValueError: naming the place.
-    """
+def _queue(job: Mapping[str, Any], folder: Path, place: str) -> Queue:
     if ("pieces" in job) == ("profile" in job):
         raise ValueError(
             f"{place}: give either pieces, a profile, or overrides of a training; "
@@ -198,31 +184,21 @@ def queue_of(job: Mapping[str, Any], folder: Path, place: str) -> Queue:
         )
     _known(job, MEASURED if "profile" in job else WRITTEN, place)
     when = {key: _number(job, key, place, 0.0) for key in WHEN}
-    pieces = _measured(job, folder, place) if "profile" in job else _written(job, place)
-    return Queue(str(job["name"]), tuple(pieces), **when)
-
-
-def _written(job: Mapping[str, Any], place: str) -> list[WorkPiece]:
+    if "profile" in job:
+        model = read(folder / str(job["profile"])).model
+        rate = _number(job, "load_bytes_per_second", place, float("inf"))
+        if not rate > 0:
+            raise ValueError(f"{place}: load_bytes_per_second must be more than 0, got {rate:g}")
+        pieces = step_pieces(model, _count(job, "shards", place, 1), rate) * _count(job, "steps", place, 1)
+        return Queue(str(job["name"]), tuple(pieces), **when)
     if not isinstance(job["pieces"], list):
         raise ValueError(f"{place}: pieces must be a list, got {job['pieces']!r}")
-    pieces = [_piece(piece, f"{place}, piece {number}") for number, piece in enumerate(job["pieces"], start=1)]
-    return pieces * _count(job, "repeat", place, 1)
-
-
-def _piece(piece: Any, place: str) -> WorkPiece:
-    written = piece if isinstance(piece, dict) else {"compute_seconds": piece}
-    _known(written, PIECE, place)
-    seconds = {key: _number(written, key, place, 0.0) for key in PIECE}
-    return WorkPiece(**seconds)
-
-
-def _measured(job: Mapping[str, Any], folder: Path, place: str) -> list[WorkPiece]:
-    model = read(folder / str(job["profile"])).model
-    rate = _number(job, "load_bytes_per_second", place, float("inf"))
-    if not rate > 0:
-        raise ValueError(f"{place}: load_bytes_per_second must be more than 0, got {rate:g}")
-    step = step_pieces(model, _count(job, "shards", place, 1), rate)
-    return step * _count(job, "steps", place, 1)
+    pieces = []
+    for number, piece in enumerate(job["pieces"], start=1):
+        written, at = piece if isinstance(piece, dict) else {"compute_seconds": piece}, f"{place}, piece {number}"
+        _known(written, PIECE, at)
+        pieces.append(WorkPiece(**{key: _number(written, key, at, 0.0) for key in PIECE}))
+    return Queue(str(job["name"]), tuple(pieces * _count(job, "repeat", place, 1)), **when)
 
 
 def step_pieces(model: Model, shards: int = 1, load_bytes_per_second: float = float("inf")) -> list[WorkPiece]:

@@ -89,17 +89,9 @@ class Job:
     measured: bool = True
 
 
-@dataclass(frozen=True)
-class WatchedMember:
-    """A logged metric.
-
-    Args:
-        metric: its name; None: what the first checkpoint callback that monitors one monitors, and its mode.
-        mode: "min" or "max" is good; None: "min".
-    """
-
-    metric: str | None = None
-    mode: str | None = None
+Watched = tuple[str | None, str | None]
+"""(metric, mode): the name of a logged metric, and whether its "min" or "max" is good; a metric of None: what the first
+checkpoint callback that monitors one monitors, and its mode; a mode of None: "min"."""
 
 
 class Policy(ABC):
@@ -125,7 +117,7 @@ class Policy(ABC):
         return min(waiting, key=lambda job: (self.key(job, waiting, running), job.arrived))
 
     @property
-    def watched(self) -> WatchedMember | None:
+    def watched(self) -> Watched | None:
         """Score that jobs must report; None: none, and nobody is ended."""
         return None
 
@@ -189,7 +181,7 @@ class Complementary(Policy):
 
 @checked
 @dataclass(frozen=True)
-class ASHA(Policy):
+class ASHA(RoundRobin):
     """Asynchronous successive halving: jobs share the devices equally, and the worst are ended early, by rungs.
 
         rung k is a job's validation number r_k = min_validations * reduction_factor^k
@@ -201,7 +193,7 @@ class ASHA(Policy):
     Source: Li et al. 1810.05934, in the form that ends jobs rather than pausing and promoting them, as in Optuna.
 
     Args:
-        metric, mode: what is compared, see `WatchedMember`.
+        metric, mode: what is compared, see `Watched`.
 
     Raises:
         ValueError: a value that can't be.
@@ -220,30 +212,23 @@ class ASHA(Policy):
         if self.min_validations < 1:
             raise ValueError(f"ASHA: min_validations must be at least 1, got {self.min_validations}")
 
-    def key(self, job: Job, waiting: Sequence[Job], running: Sequence[Job]) -> Key:
-        return (job.served,)
-
     @property
-    def watched(self) -> WatchedMember:
-        return WatchedMember(self.metric, self.mode)
+    def watched(self) -> Watched:
+        return self.metric, self.mode
 
     def verdict(self, histories: Histories, name: str) -> str | None:
-        number = len(histories[name])
-        if not self._is_rung(number):
+        number, rung = len(histories[name]), self.min_validations
+        while rung < number:
+            rung *= self.reduction_factor
+        if rung != number:
             return None
         score = histories[name][-1]
         others = [history[number - 1] for history in histories.values() if len(history) >= number]
-        at: list[Score] = [other for other in others if other.metric == score.metric]
+        at = [other for other in others if other.metric == score.metric]
         better = sum(other.loss < score.loss for other in at)
         kept = max(1, len(at) // self.reduction_factor)
         why = f"{score} at validation {number} is number {better + 1} of {len(at)}, {kept} may go on"
         return why if better >= kept else None
-
-    def _is_rung(self, number: int) -> bool:
-        rung = self.min_validations
-        while rung < number:
-            rung *= self.reduction_factor
-        return rung == number
 
 
 POLICIES: Mapping[str, Policy] = {

@@ -121,9 +121,6 @@ def lower_bound_seconds(queues: Sequence[Queue], devices: Sequence[Processor]) -
     """
     arrivals = [queue.arrival_seconds for queue in queues]
     alone = max(queue.arrival_seconds + pipelined_seconds(queue.pieces) for queue in queues)
-    shared = max(r + _compute([q for q in queues if q.arrival_seconds >= r]) / len(devices) for r in arrivals)
+    late = [(r, [p for q in queues if q.arrival_seconds >= r for p in q.pieces]) for r in arrivals]
+    shared = max(r + sum(piece.compute_seconds for piece in pieces) / len(devices) for r, pieces in late)
     return max(alone, shared) - min(arrivals)
-
-
-def _compute(queues: Sequence[Queue]) -> float:
-    return sum(piece.compute_seconds for queue in queues for piece in queue.pieces)

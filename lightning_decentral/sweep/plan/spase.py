@@ -8,7 +8,6 @@ the best way to run it on so many devices; what isn't in the table isn't conside
 Source: select parallelism, allocate, schedule: Saturn, Nagrecha and Kumar 2309.01226.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
@@ -16,7 +15,7 @@ from math import isfinite
 
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.plan.timeline import Span
-from lightning_decentral.sweep.plan.milp import MILP, NoSolution, Solution
+from lightning_decentral.sweep.plan.milp import MILP, NoSolution
 
 TOLERANCE = 1e-4  # of a gap: the solver is off by 1e-6 of M in each of the rows that add up to a makespan
 
@@ -61,13 +60,19 @@ class SpasePlan:
     """Plan of all jobs.
 
     Args:
-        gap: (makespan - proven bound) / makespan; 0 where no plan is shorter.
+        bound_seconds: proven: no plan is shorter.
         how: what found it.
     """
 
     granted: tuple[Granted, ...]
-    gap: float
+    bound_seconds: float
     how: str
+
+    @property
+    def gap(self) -> float:
+        """(makespan - proven bound) / makespan; 0 where no plan is shorter, up to the solver's tolerance."""
+        gap = (self.makespan_seconds - self.bound_seconds) / self.makespan_seconds
+        return gap if gap > TOLERANCE else 0.0
 
     @property
     def makespan_seconds(self) -> float:
@@ -87,8 +92,21 @@ def lower_bound_seconds(tables: Sequence[Table], devices: int) -> float:
     return max(longest, sum(min(k * s for k, s in table.seconds.items()) for table in tables) / devices)
 
 
-class Allocation(ABC):
-    """A way to find a plan."""
+def _fitting(tables: Sequence[Table], devices: int) -> list[Table]:
+    """The tables without what needs more devices. ValueError: no jobs, two of one name, or one that doesn't fit."""
+    names = [table.name for table in tables]
+    if not tables or len(set(names)) < len(names):
+        raise ValueError(f"jobs must be one or more of different names, got {names}")
+    return [table.within(devices) for table in tables]
+
+
+@dataclass(frozen=True)
+class GreedySpase:
+    """Greedy thresholds: for every T of the tables, each job on the fewest device-seconds that take T at most; longest
+    job first, on the devices that are free first. The best T counts.
+
+    Source: the thresholds of Turek, Wolf and Yu 1992.
+    """
 
     def plan(self, tables: Sequence[Table], devices: int) -> SpasePlan:
         """Plan the jobs on equal devices.
@@ -96,141 +114,97 @@ class Allocation(ABC):
         Raises:
             ValueError: no jobs, two of one name, or one that needs more devices than there are.
         """
-        names = [table.name for table in tables]
-        if not tables or len(set(names)) < len(names):
-            raise ValueError(f"jobs must be one or more of different names, got {names}")
-        return self.found([table.within(devices) for table in tables], devices)
-
-    @abstractmethod
-    def found(self, tables: Sequence[Table], devices: int) -> SpasePlan:
-        """Plan for tables that fit."""
-
-
-@dataclass(frozen=True)
-class GreedySpase(Allocation):
-    """Greedy thresholds: for every T of the tables, each job on the fewest device-seconds that take T at most; longest
-    job first, on the devices that are free first. The best T counts.
-
-    Source: the thresholds of Turek, Wolf and Yu 1992.
-    """
-
-    def found(self, tables: Sequence[Table], devices: int) -> SpasePlan:
+        tables = _fitting(tables, devices)
         shortest = max(min(table.seconds.values()) for table in tables)
-        thresholds = sorted({s for table in tables for s in table.seconds.values() if s >= shortest})
-        plans = [_listed([_cheapest(table, t) for table in tables], devices) for t in thresholds]
-        best = min(plans, key=lambda jobs: max(job.start + job.seconds for job in jobs))
-        return _judged(best, lower_bound_seconds(tables, devices), "greedy")
+        plans = []
+        for most in sorted({s for table in tables for s in table.seconds.values() if s >= shortest}):
+            fits = [[k for k, s in table.seconds.items() if s <= most] for table in tables]
+            sizes = [min(ks, key=lambda k: (k * t.seconds[k], k)) for t, ks in zip(tables, fits, strict=True)]
+            longest = sorted(range(len(tables)), key=lambda j: -tables[j].seconds[sizes[j]])
+            granted = _placed(tables, devices, {j: sizes[j] for j in longest})
+            plans.append(SpasePlan(granted, lower_bound_seconds(tables, devices), "greedy"))
+        return min(plans, key=lambda plan: plan.makespan_seconds)
 
 
 @dataclass(frozen=True)
-class ExactSpase(Allocation):
-    """Mixed-integer program for small sets of jobs; `gap` says how far its makespan may be from the optimum.
+class ExactSpase:
+    """Mixed-integer program for small sets of jobs; `gap` bounds how far its makespan is from the optimum.
 
     Needs scipy (extra `schedule`). The better of it and `GreedySpase`, with the gap that is left when the time is over.
     """
 
     limit_seconds: float = 10.0
 
-    def found(self, tables: Sequence[Table], devices: int) -> SpasePlan:
-        greedy = GreedySpase().found(tables, devices)
+    def plan(self, tables: Sequence[Table], devices: int) -> SpasePlan:
+        """Plan the jobs on equal devices, with the refusals of `GreedySpase.plan`."""
+        tables = _fitting(tables, devices)
+        greedy = GreedySpase().plan(tables, devices)
         if greedy.gap == 0:
             return greedy
-        program = _Program(tables, devices, greedy.makespan_seconds)
         try:
-            solution = program.solve(self.limit_seconds)
+            granted, bound = self._solved(tables, devices, greedy.makespan_seconds)
         except NoSolution:
             return greedy
-        bound = max(solution.cost * (1 - solution.gap), lower_bound_seconds(tables, devices))
-        solved = _judged(program.granted(solution), bound, "milp")
-        return min(solved, _judged(greedy.granted, bound, "greedy"), key=lambda plan: plan.makespan_seconds)
+        bound = max(bound, lower_bound_seconds(tables, devices))
+        plans = SpasePlan(granted, bound, "milp"), SpasePlan(greedy.granted, bound, "greedy")
+        return min(plans, key=lambda plan: plan.makespan_seconds)
 
+    def _solved(self, tables: Sequence[Table], devices: int, most: float) -> tuple[tuple[Granted, ...], float]:
+        """(grants, bound) of the program, with C, s_j, x_jk, a_jg (job j has device g), o_ij (i runs before j), M the
+        greedy makespan `most`:
 
-class _Program:
-    """C, s_j, x_jk, a_jg (job j has device g), o_ij (i runs before j), M the greedy makespan:
-
-    sum_k x_jk = 1                     sum_g a_jg = sum_k k x_jk               sum_jk k t_jk x_jk <= m C
-    s_j + d_j <= C                     d_j = sum_k t_jk x_jk
-    s_i + d_i <= s_j + M (3 - o_ij - a_ig - a_jg)
-    s_j + d_j <= s_i + M (2 + o_ij - a_ig - a_jg)
-    """
-
-    def __init__(self, tables: Sequence[Table], devices: int, most: float) -> None:
-        self._tables, self._most = tables, most
-        p = self._program = MILP()
+        sum_k x_jk = 1                     sum_g a_jg = sum_k k x_jk               sum_jk k t_jk x_jk <= m C
+        s_j + d_j <= C                     d_j = sum_k t_jk x_jk
+        s_i + d_i <= s_j + M (3 - o_ij - a_ig - a_jg)
+        s_j + d_j <= s_i + M (2 + o_ij - a_ig - a_jg)
+        """
+        p = MILP()
         # No bounds of `most` on these: with them HiGHS 1.12 cuts off best points that lie on one.
-        self._end = p.variable(cost=1.0)
-        self._start = [p.variable() for _ in tables]
-        self._runs = [{k: p.binary() for k in table.seconds} for table in tables]
-        self._has = [[p.binary() for _ in range(devices)] for _ in tables]
-        for j in range(len(tables)):
-            self._allocate(j)
+        end = p.variable(cost=1.0)
+        start = [p.variable() for _ in tables]
+        runs = [{k: p.binary() for k in table.seconds} for table in tables]
+        has = [[p.binary() for _ in range(devices)] for _ in tables]
+        lasts = [{x: table.seconds[k] for k, x in row.items()} for table, row in zip(tables, runs, strict=True)]
+        for j, row in enumerate(runs):
+            p.equal(dict.fromkeys(row.values(), 1.0), 1.0)
+            p.equal({**dict.fromkeys(has[j], 1.0), **{x: -float(k) for k, x in row.items()}}, 0.0)
+            p.at_most({start[j]: 1.0, **lasts[j], end: -1.0}, 0.0)
         # Every plan satisfies it; without it the bound of the relaxation, in which M forbids little, is weak.
-        area = {x: k * t.seconds[k] for t, runs in zip(tables, self._runs, strict=True) for k, x in runs.items()}
-        p.at_most({**area, self._end: -float(devices)}, 0.0)
+        area = {x: k * table.seconds[k] for table, row in zip(tables, runs, strict=True) for k, x in row.items()}
+        p.at_most({**area, end: -float(devices)}, 0.0)
         for i, j in combinations(range(len(tables)), 2):
-            self._one_after_the_other(i, j)
+            before = p.binary()
+            for both in zip(has[i], has[j], strict=True):
+                shared = dict.fromkeys(both, most)
+                p.at_most({start[i]: 1.0, **lasts[i], start[j]: -1.0, before: most, **shared}, 3 * most)
+                p.at_most({start[j]: 1.0, **lasts[j], start[i]: -1.0, before: -most, **shared}, 2 * most)
         # Devices are alike: the first job has the first ones. Left to find that itself, HiGHS 1.12 calls some worse
         # plans optimal.
-        for one, other in pairwise(self._has[0] if self._has else ()):
+        for one, other in pairwise(has[0]):
             p.at_most({other: 1.0, one: -1.0}, 0.0)
-
-    def _lasts(self, job: int) -> dict[int, float]:
-        return {x: self._tables[job].seconds[k] for k, x in self._runs[job].items()}
-
-    def _allocate(self, job: int) -> None:
-        runs, has = self._runs[job], self._has[job]
-        self._program.equal(dict.fromkeys(runs.values(), 1.0), 1.0)
-        self._program.equal({**dict.fromkeys(has, 1.0), **{x: -float(k) for k, x in runs.items()}}, 0.0)
-        self._program.at_most({self._start[job]: 1.0, **self._lasts(job), self._end: -1.0}, 0.0)
-
-    def _one_after_the_other(self, i: int, j: int) -> None:
-        before, most = self._program.binary(), self._most
-        for one, other in zip(self._has[i], self._has[j], strict=True):
-            shared = {one: most, other: most}
-            first = {self._start[i]: 1.0, **self._lasts(i), self._start[j]: -1.0, before: most, **shared}
-            second = {self._start[j]: 1.0, **self._lasts(j), self._start[i]: -1.0, before: -most, **shared}
-            self._program.at_most(first, 3 * most)
-            self._program.at_most(second, 2 * most)
-
-    def solve(self, limit_seconds: float) -> Solution:
-        return self._program.solve(limit_seconds)
-
-    def granted(self, solution: Solution) -> tuple[Granted, ...]:
-        """Grants of a solution, by its devices and its order, the starts computed anew."""
-        value = solution.values  # true to the solver's tolerance only
-        free = [0.0] * len(self._has[0])
-        found = {}
-        for j in sorted(range(len(self._tables)), key=lambda j: value[self._start[j]]):
-            devices = tuple(g for g, x in enumerate(self._has[j]) if value[x] > 0.5)
-            start, seconds = max(free[g] for g in devices), self._tables[j].seconds[len(devices)]
-            found[j] = Granted(self._tables[j].name, devices, start, seconds)
-            for g in devices:
-                free[g] = start + seconds
-        return tuple(found[j] for j in sorted(found))
+        value, bound = p.solve(self.limit_seconds)  # true to its tolerance only: devices and their order count
+        has_devices = [[g for g, x in enumerate(row) if value[x] > 0.5] for row in has]
+        order = sorted(range(len(tables)), key=lambda j: value[start[j]])
+        sizes = {j: len(has_devices[j]) for j in order}
+        return _placed(tables, devices, sizes, has_devices), bound
 
 
-def _cheapest(table: Table, most_seconds: float) -> tuple[str, int, float]:
-    """(name, devices, seconds) of the fewest device-seconds within the time."""
-    k = min((k for k, s in table.seconds.items() if s <= most_seconds), key=lambda k: (k * table.seconds[k], k))
-    return table.name, k, table.seconds[k]
+def _placed(
+    tables: Sequence[Table], devices: int, sizes: Mapping[int, int], chosen: Sequence[Sequence[int]] | None = None
+) -> tuple[Granted, ...]:
+    """Grants of jobs that are placed one after the other, each as early as its devices are free.
 
-
-def _listed(jobs: Sequence[tuple[str, int, float]], devices: int) -> tuple[Granted, ...]:
-    """The longest first, each on the devices that are free first."""
+    Args:
+        sizes: {job: how many devices it gets}, in the order of placing.
+        chosen: which ones, by job; None: those that are free first.
+    """
     free = [0.0] * devices
     found = {}
-    for j in sorted(range(len(jobs)), key=lambda j: -jobs[j][2]):
-        name, k, seconds = jobs[j]
-        taken = sorted(range(devices), key=lambda g: free[g])[:k]
-        start = max(free[g] for g in taken)
-        found[j] = Granted(name, tuple(sorted(taken)), start, seconds)
-        for g in taken:
+    for j, size in sizes.items():
+        earliest = sorted(range(devices), key=lambda g: free[g])[:size]
+        mine = tuple(sorted(earliest) if chosen is None else chosen[j])
+        start, seconds = max(free[g] for g in mine), tables[j].seconds[size]
+        found[j] = Granted(tables[j].name, mine, start, seconds)
+        for g in mine:
             free[g] = start + seconds
     return tuple(found[j] for j in sorted(found))
-
-
-def _judged(granted: Sequence[Granted], bound: float, how: str) -> SpasePlan:
-    """Plan with its gap; what is within the solver's tolerance is none."""
-    makespan = max(job.start + job.seconds for job in granted)
-    gap = (makespan - bound) / makespan
-    return SpasePlan(tuple(granted), gap if gap > TOLERANCE else 0.0, how)

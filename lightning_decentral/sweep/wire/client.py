@@ -2,18 +2,16 @@
 
 import json
 import os
-import shutil
 import socket
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, Protocol
 
 from lightning_decentral.sweep.plan.arbiter import Instruction, TurnReport
-from lightning_decentral.sweep.plan.policy import MODES, Score
+from lightning_decentral.sweep.plan.policy import MODES, Score, Watched
 from lightning_decentral.sweep.wire.own_clock import standing_still
 
 # In the environment of every process of a member: its Admission.
@@ -32,8 +30,7 @@ class Admission:
         quantum_seconds: after how long it should return a grant.
         memory_bytes: of its device; None: no limit.
         threads: processor threads to compute with, on a device that is one.
-        compared: whether it is asked for its scores, and may be ended for them.
-        metric, mode: of the scores, see `WatchedMember`.
+        watched: the scores that it is asked for, and may be ended for; None: none.
     """
 
     socket: str
@@ -42,9 +39,7 @@ class Admission:
     quantum_seconds: float = 0.25
     memory_bytes: int | None = None
     threads: int | None = None
-    compared: bool = False
-    metric: str | None = None
-    mode: str | None = None
+    watched: Watched | None = None
 
     def variable(self) -> dict[str, str]:
         """The environment variable that carries it."""
@@ -55,10 +50,6 @@ class Admission:
         """Admission of this process, from its environment; None outside a sweep."""
         text = environment.get(VARIABLE)
         return None if text is None else cls(**json.loads(text))
-
-    def remove_socket(self) -> None:
-        """Remove the socket, with the folder that was made for it."""
-        shutil.rmtree(Path(self.socket).parent, ignore_errors=True)
 
 
 class Baggage(Protocol):
@@ -106,7 +97,12 @@ class Seat:
             with standing_still():
                 # A renewal is one message: it returns a grant and asks for the next.
                 self._end("renew" if self.held else "request", turn)
-                self._await()
+                try:
+                    while not self.held:
+                        self._follow(self._next())
+                except BaseException:
+                    self.baggage.enter()  # a member that is interrupted while it waits may still save what it has
+                    raise
             self._since = time.perf_counter()
 
     def give(self, turn: TurnReport) -> None:
@@ -129,14 +125,6 @@ class Seat:
     def _end(self, event: str, turn: TurnReport) -> None:
         self._before_seconds, self.held = self.worked_seconds, False
         write(self._connection, {"say": event, **asdict(turn)})
-
-    def _await(self) -> None:
-        try:
-            while not self.held:
-                self._follow(self._next())
-        except BaseException:
-            self.baggage.enter()  # a member that is interrupted while it waits may still save what it has
-            raise
 
     def _follow(self, order: Instruction) -> None:
         if order is Instruction.LEAVE:
@@ -211,16 +199,13 @@ class Lines:
             raise EOFError("the other side has closed the connection")
         # A message may come in pieces.
         *whole, self._rest = (self._rest + chunk).split(b"\n")
-        yield from map(_message, whole)
+        for line in whole:
+            try:
+                found = json.loads(line)
+            except (ValueError, RecursionError):
+                raise ValueError(f"{line!r:.40} is no JSON") from None
+            if not isinstance(found, dict):
+                raise ValueError(f"{found!r:.40} is no message")
+            yield found
         if len(self._rest) > LONGEST_BYTES:
             raise ValueError(f"a line of more than {LONGEST_BYTES} bytes")
-
-
-def _message(line: bytes) -> Message:
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        raise ValueError(f"{line!r:.40} is no JSON") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{found!r:.40} is no message")
-    return found

@@ -21,8 +21,6 @@ SECONDS, NANOSECONDS = ("time", "monotonic", "perf_counter"), ("time_ns", "monot
 _true_ns = time.monotonic_ns
 _waited_ns: dict[int, int] = {}
 """{thread: nanoseconds that it waited}; a forked worker goes on with its parent's."""
-
-
 _standing: set[int] = set()
 
 

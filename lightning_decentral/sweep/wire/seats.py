@@ -8,8 +8,8 @@ import logging
 import select
 import selectors
 import socket
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
 
 from lightning_decentral.sweep.wire.client import Lines, Message, write
 
@@ -18,28 +18,26 @@ log = logging.getLogger(__name__)
 GUESTS = 64  # connections of which nobody knows yet whose they are
 
 
-class SeatEvents(Protocol):
-    """Receiver of members' messages: the sweep."""
-
-    def expects(self, name: str) -> bool:
-        """Return whether a member of this name trains now."""
-
-    def receive(self, name: str, message: Message) -> None:
-        """ValueError where it is no message of a member."""
-
-    def leave_seat(self, name: str) -> None:
-        """The process that held the device is gone, the member may live on."""
-
-
 class Seats:
     """Connections by member.
+
+    Args:
+        expects: whether a member of this name trains now.
+        receive: takes a message of a member; ValueError where it is none.
+        leave: called when the process of a member that held the device is gone; the member may live on.
 
     Attributes:
         refused: how many connections sent what no member sends.
     """
 
-    def __init__(self, selector: selectors.BaseSelector, receiver: SeatEvents) -> None:
-        self._selector, self._receiver = selector, receiver
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        expects: Callable[[str], bool],
+        receive: Callable[[str, Message], None],
+        leave: Callable[[str], None],
+    ) -> None:
+        self._selector, self._expects, self._receive, self._leave = selector, expects, receive, leave
         self._taken: dict[str, Lines] = {}
         self._guests: list[socket.socket] = []  # by age: the oldest is closed where there are too many
         self.refused = 0
@@ -73,19 +71,16 @@ class Seats:
             self._refuse(lines.connection, str(error))
 
     def _act(self, lines: Lines, message: Message) -> None:
-        name = self._name(lines.connection)
-        if message.get("say") == "hello":
-            self._sit(lines, name, message.get("member"))
-        elif name is None:
-            raise ValueError("a message before hello")
-        else:
-            self._receiver.receive(name, message)
-
-    def _sit(self, lines: Lines, before: str | None, name: object) -> None:
-        if not isinstance(name, str) or not self._receiver.expects(name):
+        before, name = self._name(lines.connection), message.get("member")
+        if message.get("say") != "hello":
+            if before is None:
+                raise ValueError("a message before hello")
+            self._receive(before, message)
+            return
+        if not isinstance(name, str) or not self._expects(name):
             raise ValueError(f"a hello of {name!r:.40}, who is no member that trains")
-        # The member's former process may be gone, of which we may learn in a moment only.
-        while name in self._taken and name != before and _readable(self._taken[name].connection):
+        # The member's former process may be gone: its last messages, or its end alone, may have come by now.
+        while name in self._taken and name != before and select.select([self._taken[name].connection], [], [], 0)[0]:
             self._read(self._taken[name])
         if name in self._taken or before is not None:
             raise ValueError(f"a second hello of member {name}")
@@ -108,13 +103,8 @@ class Seats:
             self._guests.remove(connection)
         else:
             del self._taken[name]
-            self._receiver.leave_seat(name)
+            self._leave(name)
 
     def _close(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)  # a closed descriptor's number may be another's next
         connection.close()
-
-
-def _readable(connection: socket.socket) -> bool:
-    """Return whether something has come, if only the end of the connection."""
-    return bool(select.select([connection], [], [], 0)[0])

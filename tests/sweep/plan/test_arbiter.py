@@ -177,7 +177,7 @@ def test_a_long_member_that_comes_last_is_found_at_once() -> None:
 
 
 def test_a_pinned_member_stays_at_home() -> None:
-    arbiter = Arbiter(LRTF(), devices(2), pinned=True)
+    arbiter = Arbiter(LRTF(), ["cuda:0", "cuda:1"])
     Play(arbiter, [4, 1, 1]).play()
     for name, member in arbiter.ended.items():
         assert {span.worker for span in member.spans} == set(member.home), name

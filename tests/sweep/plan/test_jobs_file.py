@@ -7,7 +7,7 @@ import pytest
 from lightning_decentral.shared.plan.profile import BlockCost, Model, Profile, write
 from lightning_decentral.sweep.plan.dispatch import Queue, WorkPiece
 from lightning_decentral.sweep.plan.jobs_file import Training, read_jobs, split, step_pieces
-from lightning_decentral.sweep.plan.traces import Gavel, Submitted, Tiresias, TraceColumns, queues, read_trace
+from lightning_decentral.sweep.plan.traces import Layout, Submitted, gavel, queues, read_trace, tiresias
 from tests.docs.pages import ROOT, blocks
 
 BLOCKS = tuple(BlockCost(f"b{i}", 1.0 + i, 2.0, 0.5, parameter_bytes=100) for i in range(4))
@@ -121,16 +121,21 @@ def test_mistakes_in_a_file_of_jobs_are_one_line(tmp_path: Path, text: str, mess
     assert message in str(error.value)
 
 
-def test_layouts() -> None:
-    assert Tiresias().jobs(TIRESIAS)[1] == Submitted("1", "vgg11", 8, 30.0, 133)
-    assert Gavel().jobs(GAVEL) == [
+def jobs_in(text: str, layout: Layout, folder: Path) -> list[Submitted]:
+    (folder / "trace.csv").write_text(text)
+    return read_trace(folder / "trace.csv", layout)
+
+
+def test_layouts(tmp_path: Path) -> None:
+    assert jobs_in(TIRESIAS, tiresias, tmp_path)[1] == Submitted("1", "vgg11", 8, 30.0, 133)
+    assert jobs_in(GAVEL, gavel, tmp_path) == [
         Submitted("1", "ResNet-18 (batch size 32)", 2, 12.5, 3948),
         Submitted("2", "LM (batch size 10)", 1, 0.0, 8601),
     ]
 
 
-def test_a_trace_takes_its_seconds_from_profiles() -> None:
-    jobs = Tiresias().jobs(TIRESIAS)
+def test_a_trace_takes_its_seconds_from_profiles(tmp_path: Path) -> None:
+    jobs = jobs_in(TIRESIAS, tiresias, tmp_path)
     profiles = {"": Profile(MODEL), "vgg19": Profile(MODEL, variation=(0.5, 1.5))}
     first, second, third = queues(jobs, profiles, pieces=5)
     assert [len(queue.pieces) for queue in (first, second, third)] == [5, 5, 3]
@@ -144,32 +149,30 @@ def test_a_trace_takes_its_seconds_from_profiles() -> None:
 @pytest.mark.parametrize(
     ("layout", "text", "message"),
     [
-        (Tiresias(), "job_id,num_gpu,submit_time\n", "line 1: the header has no model_name"),
-        (Tiresias(), "", "line 1: the header has no job_id"),
-        (Tiresias(), TIRESIAS.splitlines()[0], "no jobs"),
-        (Tiresias(), TIRESIAS + "3,1,0,5,vgg\n", "line 5: 5 fields, the header has 7"),
-        (Tiresias(), TIRESIAS.replace("133", "many"), "line 3: iterations must be a whole number of 1 or more, got 'm"),
-        (Tiresias(), TIRESIAS.replace("0,1,0,", "0,0,0,"), "line 2: devices must be a whole number of 1 or more"),
-        (Tiresias(), TIRESIAS.replace(",53,", ",later,"), "line 4: arrival must be 0 or more seconds, got 'later'"),
-        (Tiresias(), TIRESIAS.replace(",53,", ",nan,"), "line 4: arrival"),
-        (Gavel(), GAVEL + "a b c\n", "line 3: 1 fields between tabs, there must be 9 or 10"),
-        (Gavel(), GAVEL.replace("3948", "3.5"), "line 1: iterations must be a whole number"),
+        (tiresias, "job_id,num_gpu,submit_time\n", "line 1: the header has no model_name"),
+        (tiresias, "", "line 1: the header has no job_id"),
+        (tiresias, TIRESIAS.splitlines()[0], "no jobs"),
+        (tiresias, TIRESIAS + "3,1,0,5,vgg\n", "line 5: 5 fields, the header has 7"),
+        (tiresias, TIRESIAS.replace("133", "many"), "line 3: iterations must be a whole number of 1 or more, got 'm"),
+        (tiresias, TIRESIAS.replace("0,1,0,", "0,0,0,"), "line 2: devices must be a whole number of 1 or more"),
+        (tiresias, TIRESIAS.replace(",53,", ",later,"), "line 4: arrival must be 0 or more seconds, got 'later'"),
+        (tiresias, TIRESIAS.replace(",53,", ",nan,"), "line 4: arrival"),
+        (gavel, GAVEL + "a b c\n", "line 3: 1 fields between tabs, there must be 9 or 10"),
+        (gavel, GAVEL.replace("3948", "3.5"), "line 1: iterations must be a whole number"),
     ],
 )
-def test_malformed_rows_name_their_line(tmp_path: Path, layout: TraceColumns, text: str, message: str) -> None:
-    path = tmp_path / "trace.csv"
-    path.write_text(text)
+def test_malformed_rows_name_their_line(tmp_path: Path, layout: Layout, text: str, message: str) -> None:
     with pytest.raises(ValueError, match=r"^[^\n]*$") as error:
-        read_trace(path, layout)
+        jobs_in(text, layout, tmp_path)
     assert message in str(error.value)
-    assert str(path) in str(error.value)
+    assert str(tmp_path / "trace.csv") in str(error.value)
 
 
 def test_other_mistakes_with_traces(tmp_path: Path) -> None:
-    jobs = Tiresias().jobs(TIRESIAS)
+    jobs = jobs_in(TIRESIAS, tiresias, tmp_path)
     with pytest.raises(ValueError, match="no profile for 'vgg19': give --profile 'vgg19=FILE'"):
         queues(jobs, {})
     with pytest.raises(ValueError, match="pieces must be at least 1, got 0"):
         queues(jobs, {"": Profile(MODEL)}, pieces=0)
     with pytest.raises(ValueError, match="can't be read"):
-        read_trace(tmp_path / "none.csv", Gavel())
+        read_trace(tmp_path / "none.csv", gavel)

@@ -12,13 +12,13 @@ from lightning_decentral.sweep import RoundRobin
 from lightning_decentral.sweep.plan.arbiter import Instruction, TurnReport
 from lightning_decentral.sweep.plan.dispatch import Queue, WorkPiece, devices
 from lightning_decentral.sweep.plan.policy import POLICIES
-from lightning_decentral.sweep.plan.scheduled_arbiter import Gathered, Scheduled, Timing
+from lightning_decentral.sweep.plan.scheduled_arbiter import Scheduled
 from lightning_decentral.sweep.plan.simulation import Ran, Spans, finish_seconds, simulate
 
 STARTS = 8.0  # when the last of the processes has started
 
 
-def played(arbiter: Gathered, queues: Sequence[Queue]) -> Spans:
+def played(arbiter: Scheduled, queues: Sequence[Queue]) -> Spans:
     """Pieces of whole seconds of members that all ask by STARTS, one after the other, each ending with its last one."""
     pieces = {queue.name: [piece.compute_seconds for piece in queue.pieces] for queue in queues}
     done, began, spans = dict.fromkeys(pieces, 0), dict[str, float](), Spans()
@@ -69,8 +69,13 @@ def test_members_run_as_simulated(drawn: list[tuple[list[int], int]], number: in
     assert finish_seconds(arbiter.ran(there)) == finish_seconds(simulated)
 
 
+def turns(names: str, steps: int) -> list[Queue]:
+    """Jobs whose steps' seconds nobody knows yet."""
+    return [Queue(name, (WorkPiece(0.0),) * steps) for name in names]
+
+
 def test_nobody_waits_for_one_that_failed_at_its_start() -> None:
-    arbiter = Gathered(RoundRobin(), ["cpu:0"], {"a": 0.0, "b": 0.0})
+    arbiter = Scheduled(turns("ab", 4), RoundRobin(), ["cpu:0"])
     for name in "ab":
         arbiter.join(name)
     arbiter.request("a")
@@ -82,7 +87,7 @@ def test_nobody_waits_for_one_that_failed_at_its_start() -> None:
 
 def test_seconds_of_steps_are_those_of_their_grants() -> None:
     """The first two steps are as they are, the others their mean; b accumulates two batches for a step."""
-    arbiter = Timing("ab", ["cpu:0"], first=2, steps=4)
+    arbiter = Scheduled(turns("ab", 4), RoundRobin(), ["cpu:0"])
     batches = {"a": [5.0, 2.0, 1.0, 3.0], "b": [0.5, 0.5, 1.0, 1.0, 2.0, 2.0, 0.5, 0.5]}
     for name in batches:
         arbiter.join(name)
@@ -97,20 +102,20 @@ def test_seconds_of_steps_are_those_of_their_grants() -> None:
         arbiter.give_back(name, TurnReport(made[name] // {"a": 1, "b": 2}[name] / 4), now)
         if batches[name]:
             arbiter.request(name)
-    assert arbiter.steps_of("a").seconds(5) == [5.0, 2.0, 2.0, 2.0, 2.0]
-    assert arbiter.steps_of("b").seconds(3) == [1.0, 2.0, 2.5]
-    assert arbiter.steps_of("a").seconds(1) == [5.0]
+    assert arbiter.step_seconds("a", 5, first=2) == [5.0, 2.0, 2.0, 2.0, 2.0]
+    assert arbiter.step_seconds("b", 3, first=2) == [1.0, 2.0, 2.5]
+    assert arbiter.step_seconds("a", 1, first=2) == [5.0]
 
 
 def test_members_that_end_early_or_jump_are_refused() -> None:
-    arbiter = Timing("ab", ["cpu:0", "cpu:1"], first=1, steps=4)
+    arbiter = Scheduled(turns("ab", 4), RoundRobin(), ["cpu:0", "cpu:1"])
     for name, progress in (("a", 0.5), ("b", 1.0)):
         arbiter.join(name)
         arbiter.give_back(name, TurnReport(progress), 1.0)
     with pytest.raises(ValueError, match="job a ended after 50% of its steps: leave out what stops it early"):
-        arbiter.steps_of("a")
+        arbiter.step_seconds("a", 4, first=1)
     with pytest.raises(ValueError, match="job b makes several steps in a batch"):
-        arbiter.steps_of("b")
+        arbiter.step_seconds("b", 4, first=1)
     queue = Queue("a", (WorkPiece(1.0),) * 4)
     scheduled = Scheduled([queue], RoundRobin(), ["cpu:0"])
     scheduled.join("a")

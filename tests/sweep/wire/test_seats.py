@@ -37,8 +37,9 @@ class Desk:
     """A listener with its seats, that works until nothing more has come."""
 
     def __init__(self, folder: Path) -> None:
-        self.members, self._selector = Members(), selectors.DefaultSelector()
-        self.seats = Seats(self._selector, self.members)
+        self.members = of = Members()
+        self._selector = selectors.DefaultSelector()
+        self.seats = Seats(self._selector, of.expects, of.receive, of.leave_seat)
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(folder / "s"))
         self._listener.listen()
