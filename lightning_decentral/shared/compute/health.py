@@ -29,16 +29,13 @@ def sound(scales: Tensor) -> Tensor:
         scales: [workers, ...], each the largest magnitude of what a worker holds, as `scale` gives it.
     """
     known = scales.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    if len(known) == 2:  # a message and its only receiver: a fifth of the kernels
+        median = known.amin(0)
+    else:  # infinity where a column has no finite number
+        middle = ((known < torch.inf).sum(0, keepdim=True) - 1).clamp(min=0) // 2
+        median = known.sort(0).values.gather(0, middle)[0]  # (columns,)
     # Half of what the type holds at most: no product overflows, so that infinity is never sound.
-    return known <= _lower_median(known).clamp(1, torch.finfo(scales.dtype).max / FACTOR / 2) * FACTOR
-
-
-def _lower_median(scales: Tensor) -> Tensor:
-    """The lower median of each column's finite numbers, [columns]; infinity where there are none."""
-    if len(scales) == 2:  # a message and its only receiver: a fifth of the kernels
-        return scales.amin(0)
-    middle = ((scales < torch.inf).sum(0, keepdim=True) - 1).clamp(min=0) // 2
-    return scales.sort(0).values.gather(0, middle)[0]
+    return known <= median.clamp(1, torch.finfo(scales.dtype).max / FACTOR / 2) * FACTOR
 
 
 def scale(tensors: Sequence[Tensor]) -> Tensor:
@@ -110,21 +107,21 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
     One pass over each on a device, where `t.double().square().sum()` would write two copies in float64. On a host
     torch's own norm writes one such copy, which took six times as long: here it is one of a piece after the other.
     """
-    real = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
-    return torch.stack([_on_host(t) if t.device.type == "cpu" else _of(t) for t in real]).square().sum()
+    rows = []
+    for tensor in tensors:
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        whole = real.device.type != "cpu" or real.dtype == torch.float64 or real.numel() <= PIECE
+        if not whole and real.is_contiguous():
+            # A thread gives memory back that it has freed: fresh pages for each piece took twice as long.
+            pieces = real.view(-1).split(PIECE)
+            real = torch.stack([_norm(scratch(len(p), torch.float64, p.device).copy_(p)) for p in pieces])
+        rows.append(_norm(real))
+    return torch.stack(rows).square().sum()
 
 
-def _of(tensor: Tensor) -> Tensor:
+def _norm(tensor: Tensor) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
     return norm
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    if tensor.dtype == torch.float64 or tensor.numel() <= PIECE or not tensor.is_contiguous():
-        return _of(tensor)
-    # A thread gives memory back that it has freed: fresh pages for each piece took twice as long.
-    pieces = tensor.view(-1).split(PIECE)
-    return _of(torch.stack([_of(scratch(len(p), torch.float64, p.device).copy_(p)) for p in pieces]))
 
 
 # ---- replicas that must be the same ----------------------------------------------------------------------------------
@@ -157,7 +154,14 @@ def bits(named: Mapping[str, Tensor]) -> str:
 @torch.no_grad()
 def looks(named: Mapping[str, Tensor]) -> dict[str, Look]:
     """{name: what is compared of it}."""
-    return {name: _look(tensor.detach()) for name, tensor in named.items()}
+    found = {}
+    for name, tensor in named.items():
+        parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        wide = parts.float() if parts.element_size() == 1 else parts  # torch compares no numbers of one byte
+        mean = wide.sum(dtype=torch.float64) / max(1, wide.numel())
+        low, high = extremes(wide).tolist()
+        found[name] = int(fingerprint(tensor)), low, high, float(mean)
+    return found
 
 
 @dataclass(frozen=True)
@@ -229,14 +233,6 @@ def _deviation(look: Look | None, usual: Look | None) -> float:
     pairs = [(a, b) for a, b in zip(look[1:], usual[1:], strict=True) if a != b and (a == a or b == b)]
     deviation = max((abs(a - b) for a, b in pairs), key=lambda d: (d != d, d), default=0.0)
     return deviation / max(1e-3, _size(usual)) if deviation < float("inf") else float("inf")
-
-
-def _look(tensor: Tensor) -> Look:
-    parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    wide = parts.float() if parts.element_size() == 1 else parts
-    mean = wide.sum(dtype=torch.float64) / max(1, wide.numel())
-    low, high = extremes(wide).tolist()
-    return int(fingerprint(tensor)), low, high, float(mean)
 
 
 def _seen(look: Look | None) -> str:

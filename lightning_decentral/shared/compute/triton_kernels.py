@@ -228,7 +228,7 @@ def int8_encode_(quantized: Tensor, scales: Tensor, message: Tensor, block: int,
     encode_kernel[(len(scales),)](
         *(message, quantized, scales, blocks.midpoints(message.device), message.numel(), key & 0x7FFFFFFF),
         *(block, blocks.MIDPOINTS - blocks.MIDPOINTS % block, columns, replace),
-        num_warps=_warps(columns),
+        num_warps=max(1, min(4, columns // 256)),
         enable_fp_fusion=False,
     )
     return True
@@ -258,7 +258,3 @@ def try_out(device: torch.device) -> None:
 
 def _four(given: Sequence[T]) -> list[T]:
     return [*given, *[given[0]] * (NEIGHBOURS - len(given))]
-
-
-def _warps(columns: int) -> int:
-    return max(1, min(4, columns // 256))

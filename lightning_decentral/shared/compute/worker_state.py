@@ -76,7 +76,11 @@ def digest(tree: Any) -> str:
 def _add(state: Any, tree: Any) -> None:
     match tree:
         case Tensor():
-            _add_tensor(state, tree)
+            state.update(f"tensor {tree.dtype} {tuple(tree.shape)} ".encode())
+            if tree.layout == torch.strided and not tree.is_quantized:
+                flat = tree.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+                raw: Any = flat.view(torch.uint8).numpy()
+                state.update(f"{zlib.crc32(raw)} ".encode())
         case np.ndarray() | np.generic():
             state.update(f"array {tree.dtype} {tree.shape} ".encode() + np.asarray(tree).tobytes())
         case Mapping():
@@ -92,14 +96,6 @@ def _add(state: Any, tree: Any) -> None:
             kind = type(tree).__name__
             text = repr(tree) if isinstance(tree, _PLAIN) else ""
             state.update(f"{kind} {len(text)} {text} ".encode(errors="surrogatepass"))
-
-
-def _add_tensor(state: Any, tensor: Tensor) -> None:
-    state.update(f"tensor {tensor.dtype} {tuple(tensor.shape)} ".encode())
-    if tensor.layout == torch.strided and not tensor.is_quantized:
-        flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        raw: Any = flat.view(torch.uint8).numpy()
-        state.update(f"{zlib.crc32(raw)} ".encode())
 
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -10,6 +10,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -95,21 +96,21 @@ class Remembered:
             for put in back:
                 put()
 
-    def put_back(self) -> list[Callable[[], None]]:
+    def put_back(self) -> list[Callable[[], object]]:
         """Restore the remembered state. Returns what undoes that, but for Python's and numpy's generators."""
-        back: list[Callable[[], None]] = []
+        back: list[Callable[[], object]] = []
         for held, names in self._names:
             for name in [name for name in held.keys() - names if _rebound(held[name])]:
-                back.append(_attribute(held, name, held.pop(name)))
+                back.append(partial(held.update, {name: held.pop(name)}))
         for held, name, value in self._bound:
             if name in held and held[name] is not value:
-                back.append(_attribute(held, name, held[name]))
+                back.append(partial(held.update, {name: held[name]}))
                 held[name] = value
         for value, former in self._held:
-            back.append(_contents(value, _copied(value)))
+            back.append(partial(_put, value, _copied(value)))
             _put(value, former)
         for generator, state in self._generators:
-            back.append(_state(generator, generator.get_state()))
+            back.append(partial(generator.set_state, generator.get_state()))
             generator.set_state(state)
         random.setstate(self._random)
         np.random.set_state(self._numpy)
@@ -135,15 +136,3 @@ def _copied(value: Any) -> Any:
 def _put(value: Held, former: Held) -> None:
     value.clear()
     value.update(former) if isinstance(value, (dict, set)) else value.extend(former)
-
-
-def _attribute(held: dict[str, Any], name: str, value: Any) -> Callable[[], None]:
-    return lambda: held.update({name: value})
-
-
-def _contents(value: Held, now: Held) -> Callable[[], None]:
-    return lambda: _put(value, now)
-
-
-def _state(generator: torch.Generator, now: Tensor) -> Callable[[], None]:
-    return lambda: (generator.set_state(now), None)[1]

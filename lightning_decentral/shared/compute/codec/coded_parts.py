@@ -38,13 +38,13 @@ class CodedParts:
     rank: int
     size: int
     pool: Pool
-    share: float = field(init=False)
-    """Weight of each worker in the mean: multiplied before the sum, which in half precision could overflow."""
     _spans: dict[int, list[tuple[int, int]]] = field(default_factory=dict, init=False)
     _payloads: dict[tuple[int, torch.dtype], tuple[PayloadPart, ...]] = field(default_factory=dict, init=False)
 
-    def __post_init__(self) -> None:
-        self.share = 1 / self.size
+    @property
+    def share(self) -> float:
+        """Weight of each worker in the mean: multiplied before the sum, which in half precision could overflow."""
+        return 1 / self.size
 
     def spans(self, length: int) -> list[tuple[int, int]]:
         """(start, stop) of each worker's part of so many numbers."""
