@@ -47,11 +47,6 @@ REGISTRIES = {
     "pytorch_lightning.strategies": f"{__name__}.pytorch_lightning",
 }
 """{module with a registry: the package whose classes its Trainer takes}"""
-FABRIC = {
-    "compressed": ("FabricCompressedStrategy", "ddp with a quantized all-reduce"),
-    "gossip": ("FabricGossipStrategy", "decentralized gossip averaging"),
-    "partial_backprop": ("FabricPartialBackpropStrategy", "structured partial backpropagation"),
-}
 FABRIC_REGISTRIES = {
     "lightning.fabric.strategies": __name__,
     "lightning_fabric.strategies": f"{__name__}.pytorch_lightning",
@@ -87,18 +82,17 @@ def _enter(package: str, strategies: ModuleType) -> None:
 
 def _enter_loops(package: str, strategies: ModuleType) -> None:
     names = strategies.STRATEGY_REGISTRY
-    for name, (strategy, what) in FABRIC.items():
-        registry.register(names, name, functools.partial(_made, f"{package}.{_folder(name)}", strategy), what)
+    for name, (strategy, what) in NAMES.items():
+        if name not in TRAINERS_ALONE:
+            made = functools.partial(_made, f"{package}.{STRATEGIES[strategy]}", f"Fabric{strategy}")
+            registry.register(names, name, made, what)
     for name, why in TRAINERS_ALONE.items():
         registry.register(names, name, functools.partial(_refused, name, why), "for Trainers alone")
 
 
 def _refused(name: str, why: str, **_: Any) -> Any:
-    raise ValueError(f"{name} doesn't work with Fabric: {why}; use a Trainer, or {' or '.join(FABRIC)} with Fabric")
-
-
-def _folder(name: str) -> str:
-    return STRATEGIES[NAMES[name][0]]
+    served = " or ".join(name for name in NAMES if name not in TRAINERS_ALONE)
+    raise ValueError(f"{name} doesn't work with Fabric: {why}; use a Trainer, or {served} with Fabric")
 
 
 def _made(package: str, strategy: str, **options: Any) -> Any:

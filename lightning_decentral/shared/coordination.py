@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_decentral.shared.updates import Rounds, Updates
+from lightning_decentral.shared.updates import Updates
 from lightning_decentral.shared.wire.agreement import RollCall, Uneven
 from lightning_decentral.shared.wire.meeting import waits
 from lightning_decentral.shared.wire.meeting.notices import Heartbeat
@@ -25,6 +25,9 @@ from lightning_decentral.shared.wire.meeting.stopping import StopAgreement
 from lightning_decentral.shared.wire.meeting.waits import Backlog, Rescue, Wait, Waits
 from lightning_decentral.shared.wire.pending import raise_lost
 from lightning_decentral.shared.wire.transport import Wire, abort_nccl
+
+if TYPE_CHECKING:
+    from lightning_decentral.shared.workers import WorkersStrategy
 
 Result = TypeVar("Result")
 
@@ -72,7 +75,7 @@ class FitCoordinator(Uncoordinated):
     """
 
     def __init__(
-        self, wire: Wire, trainer: Trainer, of: Rounds, stop: StopAgreement, heartbeat: Heartbeat, name: str
+        self, wire: Wire, trainer: Trainer, of: "WorkersStrategy", stop: StopAgreement, heartbeat: Heartbeat, name: str
     ) -> None:
         self._of, self._met, self._open, self._calling = of, 0, True, False
         self._stop, self._heartbeat, self._rank = stop, heartbeat, wire.roll.rank

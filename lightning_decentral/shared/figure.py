@@ -51,7 +51,10 @@ def draw(rows: Rows, path: Path) -> None:
     _draw_losses(loss, rows)
     _draw_distance(distance, rows)
     for axes in (loss, distance):
-        _tidy(axes)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#e4e8ee", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.tick_params(colors=INK, labelsize=9)
     distance.set_xlabel("step")
     figure.savefig(path)
 
@@ -85,13 +88,6 @@ def _draw_distance(axes: Any, rows: Rows) -> None:
 def _logarithmic_if_positive(axes: Any, values: Sequence[float]) -> None:
     if values and min(values) > 0:
         axes.set_yscale("log")
-
-
-def _tidy(axes: Any) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#e4e8ee", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=INK, labelsize=9)
 
 
 def new_figure(width: float, height: float) -> Any:

@@ -56,15 +56,12 @@ class AfterImport(MetaPathFinder):
         finders = (finder for finder in sys.meta_path if finder is not self)
         spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in finders)), None)
         if spec is not None and spec.loader is not None:
-            self._follow(spec.loader, self._modules[fullname])
+            loader: Any = spec.loader
+            run, then = loader.exec_module, self._modules[fullname]
+
+            def exec_module(module: ModuleType) -> None:
+                run(module)
+                then(module)
+
+            loader.exec_module = exec_module
         return spec
-
-    @staticmethod
-    def _follow(loader: Any, then: Then) -> None:
-        run = loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            run(module)
-            then(module)
-
-        loader.exec_module = exec_module

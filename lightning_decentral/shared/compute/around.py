@@ -1,4 +1,4 @@
-"""Surroundings of a call of a module, so that another thread goes on in its place, or a second run repeats it.
+"""Surroundings of a call of somebody else's code: a thread's modes, what a second run finds, functions of libraries.
 
 Modes of torch belong to a thread (gradients, autocast, function modes, stream): taken here, entered there. In addition
 to inputs, parameters and buffers, a call depends on Python's and numpy's generators, `torch.Generator`s that the module
@@ -6,11 +6,15 @@ holds, and its plain attributes: numbers, text, and lists, dictionaries, sets an
 (a file, an iterator, an object) happens twice.
 """
 
+import inspect
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from functools import partial
+from threading import Lock
+from types import CodeType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -136,3 +140,83 @@ def _copied(value: Any) -> Any:
 def _put(value: Held, former: Held) -> None:
     value.clear()
     value.update(former) if isinstance(value, (dict, set)) else value.extend(former)
+
+
+# ---- functions of libraries, replaced for a while wherever they were imported to ------------------------------------
+
+# `from torch.nn.utils import get_total_norm` holds the function itself: its code is replaced, not a module's name.
+NAME = "_redirected_by_lightning_decentral"
+_redirecting = Lock()
+
+
+def _stub(*args: Any, **kwargs: Any) -> Any:
+    """Runs with the globals of the function whose code it takes the place of."""
+    return _redirected_by_lightning_decentral(*args, **kwargs)  # type: ignore[name-defined]  # noqa: F821
+
+
+class Redirected:
+    """Redirection of a function: until `close`, a call of it calls `by(original, *args, **kwargs)`.
+
+    Where several redirect it, as workers in threads of one process do, the newest of the calling thread is asked (of
+    its context, which a thread that goes on in its place may carry over), and the newest of all where it has none.
+
+    Args:
+        function: a plain one, or one that a decorator wraps; no other of its module is redirected meanwhile.
+    """
+
+    def __init__(self, function: Callable[..., Any], by: Callable[..., Any]) -> None:
+        target: Any = inspect.unwrap(function)
+        self.by = by
+        with _redirecting:
+            if NAME not in target.__globals__:
+                target.__globals__[NAME] = _Replaced(target)
+            self._replaced: _Replaced = target.__globals__[NAME]
+            assert self._replaced.target is target, "one function of a module at a time"
+            self._replaced.owners.append(self)
+        _own.set((*(one for one in _own.get() if one.open), self))
+
+    @property
+    def open(self) -> bool:
+        return self in self._replaced.owners
+
+    def close(self) -> None:
+        """The function is itself again, unless others redirect it, too."""
+        with _redirecting:
+            if self.open:
+                self._replaced.owners.remove(self)
+                if not self._replaced.owners:
+                    self._replaced.undo()
+        _own.set(tuple(one for one in _own.get() if one.open))
+
+
+_own: ContextVar[tuple[Redirected, ...]] = ContextVar(NAME, default=())
+"""Redirections of this thread."""
+
+
+class _Replaced:
+    """A function whose code is another's until `undo`.
+
+    Attributes:
+        owners: who redirect it, the newest last.
+    """
+
+    def __init__(self, target: Any) -> None:
+        self.target, self.owners = target, list[Redirected]()
+        self._code: CodeType = target.__code__
+        self._defaults, self._keywords = target.__defaults__, target.__kwdefaults__
+        self._original = FunctionType(
+            self._code, target.__globals__, target.__name__, self._defaults, target.__closure__
+        )
+        self._original.__kwdefaults__ = self._keywords
+        target.__code__, target.__defaults__, target.__kwdefaults__ = _stub.__code__, None, None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        owners = list(self.owners)
+        own = [one for one in _own.get() if one in owners]
+        newest = (own or owners)[-1:]  # the last may have left just now
+        return newest[0].by(self._original, *args, **kwargs) if newest else self._original(*args, **kwargs)
+
+    def undo(self) -> None:
+        target = self.target
+        target.__code__, target.__defaults__, target.__kwdefaults__ = self._code, self._defaults, self._keywords
+        del target.__globals__[NAME]
