@@ -168,11 +168,19 @@ class LoopPatches:
         self._epoch_ended = self._ended_one = self._took = False
         loop = trainer.fit_loop.epoch_loop
         self._undo.append(partial(setattr, loop, "max_steps", loop.max_steps))
-        self._replace(loop, "_broadcast_sigterm_tensor", self._stop_if_agreed)
-        self._replace(trainer._signal_connector, "_sigterm_notifier_fn", self._on_sigterm)
-        self._replace(loop, "on_advance_end", self._end_batch)
-        self._replace(trainer.fit_loop, "on_advance_end", self._end_epoch)
-        self._replace(trainer.fit_loop, "setup_data", self._set_up_data)
+        replaced: list[tuple[Any, str, Callable[..., Any]]] = [
+            (loop, "_broadcast_sigterm_tensor", self._stop_if_agreed),
+            (trainer._signal_connector, "_sigterm_notifier_fn", self._on_sigterm),
+            (loop, "on_advance_end", self._end_batch),
+            (trainer.fit_loop, "on_advance_end", self._end_epoch),
+            (trainer.fit_loop, "setup_data", self._set_up_data),
+        ]
+        for owner, name, by in replaced:
+            if (inner := getattr(owner, name, None)) is None:
+                rank_zero_warn(f"this version of Lightning has no {type(owner).__name__}.{name}: {LOST[name]}")
+                continue
+            setattr(owner, name, partial(by, inner))
+            self._undo.append(partial(delattr, owner, name))
         if threading.current_thread() is threading.main_thread():
             before = signal.signal(signal.SIGINT, self._on_interrupt)
             self._undo.append(lambda: self._hand_back(before))
@@ -181,14 +189,6 @@ class LoopPatches:
         for undo in self._undo:
             undo()
         self._undo = []
-
-    def _replace(self, owner: Any, name: str, by: Callable[..., Any]) -> None:
-        inner = getattr(owner, name, None)
-        if inner is None:
-            rank_zero_warn(f"this version of Lightning has no {type(owner).__name__}.{name}: {LOST[name]}")
-            return
-        setattr(owner, name, partial(by, inner))
-        self._undo.append(lambda: delattr(owner, name))
 
     def _hand_back(self, before: Any) -> None:
         if signal.getsignal(signal.SIGINT) == self._on_interrupt:  # else somebody else's: Lightning's, after a Ctrl-C

@@ -51,17 +51,14 @@ class PrunedTogether:
         self._undo: list[Callable[[], None]] = []
         for callback in callbacks_of(trainer):
             if isinstance(callback, ModelPruning):
-                self._replace(callback, "_run_pruning", self._prune)
-                self._replace(callback, "on_train_end", self._end)
+                for name, by in {"_run_pruning": self._prune, "on_train_end": self._end}.items():
+                    setattr(callback, name, functools.partial(by, getattr(callback, name)))
+                    self._undo.append(functools.partial(delattr, callback, name))
 
     def close(self) -> None:
         for undo in self._undo:
             undo()
         self._undo = []
-
-    def _replace(self, callback: ModelPruning, name: str, by: Callable[..., None]) -> None:
-        setattr(callback, name, functools.partial(by, getattr(callback, name)))
-        self._undo.append(lambda: delattr(callback, name))
 
     def _prune(self, inner: Callable[[int], None], epoch: int) -> None:
         """Prune: what this writes stays, on all workers alike; what it leaves is each worker's own again."""

@@ -30,7 +30,7 @@ class Autocast:
     """Autocast modes of the host and of a device, as they are when this is made."""
 
     def __init__(self, place: torch.device) -> None:
-        kinds = dict.fromkeys(("cpu", place.type))
+        kinds = dict.fromkeys(("cpu", place.type))  # one, where the device is the host
         self._autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
         self._cache = torch.is_autocast_cache_enabled()
 
@@ -60,7 +60,7 @@ class ThreadModes:
                 stack.enter_context(cuda.on(self._stream))  # its device, too
             stack.enter_context(torch.inference_mode(self._inference))
             stack.enter_context(torch.set_grad_enabled(self._gradients))
-            for mode in (*self._functions, *self._dispatches):
+            for mode in (*self._functions, *self._dispatches):  # in the order in which they were entered
                 stack.enter_context(mode)
             stack.enter_context(self._autocast.again())
             yield
@@ -91,7 +91,7 @@ class Remembered:
     def again(self) -> Iterator[None]:
         """Restore the remembered state within; afterwards bring back the present one."""
         numbers, drawn = random.getstate(), np.random.get_state()
-        back = self.put_back()
+        back = self.put_back()  # what the first run has left, for afterwards
         try:
             yield
         finally:
@@ -165,10 +165,10 @@ class Redirected:
     """
 
     def __init__(self, function: Callable[..., Any], by: Callable[..., Any]) -> None:
-        target: Any = inspect.unwrap(function)
+        target: Any = inspect.unwrap(function)  # decorated ones call it by its code
         self.by = by
         with _redirecting:
-            if NAME not in target.__globals__:
+            if NAME not in target.__globals__:  # nobody redirects it yet
                 target.__globals__[NAME] = _Replaced(target)
             self._replaced: _Replaced = target.__globals__[NAME]
             assert self._replaced.target is target, "one function of a module at a time"

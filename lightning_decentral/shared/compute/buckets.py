@@ -28,7 +28,7 @@ class Bucket:
     def __init__(self, parameters: Sequence[nn.Parameter], parts: int = 1) -> None:
         self.parameters = tuple(parameters)
         step = max(1, ALIGNMENT_BYTES // parameters[0].element_size())
-        sizes = [-(-self.elements(p) // step) * step for p in parameters]
+        sizes = [-(-self.elements(p) // step) * step for p in parameters]  # rounded up to aligned places
         self._offsets = [sum(sizes[:i]) for i in range(len(sizes))]
         self._grain = step * parts
         whole = -(-max(1, sum(sizes)) // self._grain) * self._grain

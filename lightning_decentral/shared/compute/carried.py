@@ -37,7 +37,7 @@ def carried(module: nn.Module) -> dict[str, Tensor]:
     """
     mirrored = _suffixes(module)
     found: dict[str, Tensor] = {}
-    for prefix, part in module.named_modules(remove_duplicate=False):
+    for prefix, part in module.named_modules(remove_duplicate=False):  # a shared part has several names
         for name, tensor in _carried_by(part, mirrored).items():
             found[f"{prefix}.{name}" if prefix else name] = tensor
     return found

@@ -40,7 +40,7 @@ def sound(scales: Tensor) -> Tensor:
 
 def scale(tensors: Sequence[Tensor]) -> Tensor:
     """max |x| over all elements, a float64 scalar on their device; NaN or infinity where one is."""
-    ends = torch.stack([end for t in tensors for end in _ends(t)])
+    ends = torch.stack([end for t in tensors for end in _ends(t)])  # (2 tensors,)
     largest: Tensor = torch.linalg.vector_norm(ends, torch.inf, dtype=torch.float64)
     return largest
 
@@ -210,7 +210,7 @@ def _compared(name: str, looks: Mapping[int, Look | None]) -> Unequal | None:
         return None
     most = max(seen.values())
     frequent = sorted((w for w, look in looks.items() if seen[_bits(look)] == most), key=lambda w: (_size(looks[w]), w))
-    usual = frequent[(len(frequent) - 1) // 2]
+    usual = frequent[(len(frequent) - 1) // 2]  # the lower median
     differ = [w for w, look in looks.items() if _bits(look) != _bits(looks[usual])]
     deviations = {w: _deviation(looks[w], looks[usual]) for w in differ}
     other = max(differ, key=lambda w: deviations[w])

@@ -143,7 +143,7 @@ def refuse_shared(module: nn.Module) -> None:
     ranges = sorted((*_range(tensor), name) for name, tensor in there.items())
     open_ones: list[tuple[int, str]] = []
     for start, end, name in ranges:
-        open_ones = [(until, other) for until, other in open_ones if until > start]
+        open_ones = [(until, other) for until, other in open_ones if until > start]  # ranges that reach into this one
         for _, other in open_ones:
             pair = found[name], found[other]
             if any(t.requires_grad for t in pair) and _share(*pair):
@@ -165,7 +165,7 @@ def _share(one: Tensor, other: Tensor) -> bool:
     if one.device != other.device or one.dtype != other.dtype:
         return one.device == other.device
     first, each = min(one.data_ptr(), other.data_ptr()), one.element_size()
-    places = torch.zeros(max(_range(one)[1], _range(other)[1]) - first, dtype=torch.bool)
+    places = torch.zeros(max(_range(one)[1], _range(other)[1]) - first, dtype=torch.bool)  # as many as bytes: enough
     starts = [(t.data_ptr() - first) // each for t in (one, other)]
     views = [torch.as_strided(places, t.shape, t.stride(), at) for t, at in zip((one, other), starts, strict=True)]
     views[0].fill_(True)
@@ -176,7 +176,7 @@ def put(tensor: Tensor, value: Tensor) -> None:
     """tensor <- value, in place; of an expanded one, what it repeats is written once."""
     mine = tensor
     for dim, (size, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        mine = mine.narrow(dim, 0, 1) if step == 0 and size > 1 else mine
+        mine = mine.narrow(dim, 0, 1) if step == 0 and size > 1 else mine  # one of those that share memory
     mine.copy_(value if mine is tensor else value[tuple(slice(size) for size in mine.shape)])
 
 
@@ -235,7 +235,7 @@ class ModelLayout:
                 place.check(parameter)
             value = laid(parameter, place)
             if value is not parameter:
-                parameter.data = value
+                parameter.data = value  # the same Parameter: optimizers and hooks keep it
 
     def packing(self, pack: Pack) -> Pack:
         """`pack` of parameters that lie as all workers' do: also of those that are freed later."""
