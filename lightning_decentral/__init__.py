@@ -77,7 +77,9 @@ def _enter(package: str, strategies: ModuleType) -> None:
     what = "CPU offload: parameters on the host, in shards to the device"
     names.register("spilled", functools.partial(_made, package, "SpilledStrategy"), description=what, override=True)
     for strategy in STRATEGIES:
-        registry.register_path(names, f"{package}.{strategy}", functools.partial(_made, package, strategy))
+        path, made = f"{package}.{strategy}", functools.partial(_made, package, strategy)
+        # The class by its path, which LightningCLI hands on as a name where no options follow it.
+        names.register(path.lower(), made, description=f"{path} with its own defaults", override=True)
 
 
 def _enter_loops(package: str, strategies: ModuleType) -> None:

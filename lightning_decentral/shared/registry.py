@@ -28,11 +28,6 @@ def register(registry: Any, name: str, strategy: Callable[..., Any], what: str) 
             )
 
 
-def register_path(registry: Any, path: str, strategy: Callable[..., Any]) -> None:
-    """The class by its path, which LightningCLI hands on as a name where no options follow it."""
-    registry.register(path.lower(), strategy, description=f"{path} with its own defaults", override=True)
-
-
 def when_imported(modules: dict[str, Then]) -> None:
     """then(module) for each of these: now where it is imported, otherwise right after it will be."""
     for name in modules.keys() & sys.modules.keys():

@@ -57,7 +57,7 @@ class DeviceStopwatch:
         self._spare: list[tuple[cuda.Event, cuda.Event]] = []
 
     def start(self) -> None:
-        pair = self._spare.pop() if self._spare else (_timed_event(), _timed_event())
+        pair = self._spare.pop() if self._spare else (cuda.Event(enable_timing=True), cuda.Event(enable_timing=True))
         pair[0].record()
         self._open.append(pair)
 
@@ -80,10 +80,6 @@ class DeviceStopwatch:
             self._total += start.elapsed_time(stop) / 1000.0
             self._spare.append(pair)
         return self._total
-
-
-def _timed_event() -> cuda.Event:
-    return cuda.Event(enable_timing=True)
 
 
 def stopwatch(device: torch.device) -> HostStopwatch | DeviceStopwatch:

@@ -129,8 +129,9 @@ def _norm(tensor: Tensor) -> Tensor:
 TOLERANCE = 1e-2
 """Part of a tensor's largest magnitude: rounding stays far below, a wrong update or a flipped exponent doesn't."""
 
-Look = tuple[int, float, float, float]
+Look = tuple[int | None, float, float, float]
 """Fingerprint, smallest, largest and mean element of a tensor, which are compared."""
+ABSENT: Look = None, torch.inf, torch.inf, torch.inf
 
 
 def rates(optimizers: Sequence[Optimizer]) -> dict[str, str]:
@@ -154,7 +155,7 @@ def bits(named: Mapping[str, Tensor]) -> str:
 @torch.no_grad()
 def looks(named: Mapping[str, Tensor]) -> dict[str, Look]:
     """{name: what is compared of it}."""
-    found = {}
+    found: dict[str, Look] = {}
     for name, tensor in named.items():
         parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         wide = parts.float() if parts.element_size() == 1 else parts  # torch compares no numbers of one byte
@@ -166,7 +167,7 @@ def looks(named: Mapping[str, Tensor]) -> dict[str, Look]:
 
 @dataclass(frozen=True)
 class Unequal:
-    """A tensor of two workers that isn't the same: (worker, its look; None where it has no such tensor).
+    """A tensor of two workers that isn't the same: (worker, its look; `ABSENT` where it has no such tensor).
 
     Attributes:
         other: the one that stands out.
@@ -174,8 +175,8 @@ class Unequal:
     """
 
     name: str
-    usual: tuple[int, Look | None]
-    other: tuple[int, Look | None]
+    usual: tuple[int, Look]
+    other: tuple[int, Look]
     deviation: float
 
     @property
@@ -200,40 +201,33 @@ def unequal(rows: Mapping[int, Mapping[str, Look]]) -> list[Unequal]:
         rows: {worker: its looks}.
     """
     names = dict.fromkeys(name for row in rows.values() for name in row)
-    found = [_compared(name, {worker: row.get(name) for worker, row in rows.items()}) for name in names]
+    found = [_compared(name, {worker: row.get(name, ABSENT) for worker, row in rows.items()}) for name in names]
     return sorted((one for one in found if one is not None), key=lambda one: -one.deviation)
 
 
-def _compared(name: str, looks: Mapping[int, Look | None]) -> Unequal | None:
-    seen = Counter(_bits(look) for look in looks.values())
+def _compared(name: str, looks: Mapping[int, Look]) -> Unequal | None:
+    seen = Counter(look[0] for look in looks.values())
     if len(seen) == 1:
         return None
     most = max(seen.values())
-    frequent = sorted((w for w, look in looks.items() if seen[_bits(look)] == most), key=lambda w: (_size(looks[w]), w))
+    frequent = sorted((w for w, look in looks.items() if seen[look[0]] == most), key=lambda w: (_size(looks[w]), w))
     usual = frequent[(len(frequent) - 1) // 2]  # the lower median
-    differ = [w for w, look in looks.items() if _bits(look) != _bits(looks[usual])]
+    differ = [w for w, look in looks.items() if look[0] != looks[usual][0]]
     deviations = {w: _deviation(looks[w], looks[usual]) for w in differ}
     other = max(differ, key=lambda w: deviations[w])
     return Unequal(name, (usual, looks[usual]), (other, looks[other]), deviations[other])
 
 
-def _bits(look: Look | None) -> int | None:
-    return look and look[0]
-
-
-def _size(look: Look | None) -> float:
+def _size(look: Look) -> float:
     """The largest magnitude; infinity for NaN and for no tensor."""
-    ends = [abs(end) for end in look[1:3]] if look else [float("inf")]
-    return max(end if end == end else float("inf") for end in ends)
+    return max(abs(end) if end == end else torch.inf for end in look[1:3])
 
 
-def _deviation(look: Look | None, usual: Look | None) -> float:
-    if look is None or usual is None:
-        return float("inf")
+def _deviation(look: Look, usual: Look) -> float:
     pairs = [(a, b) for a, b in zip(look[1:], usual[1:], strict=True) if a != b and (a == a or b == b)]
     deviation = max((abs(a - b) for a, b in pairs), key=lambda d: (d != d, d), default=0.0)
-    return deviation / max(1e-3, _size(usual)) if deviation < float("inf") else float("inf")
+    return deviation / max(1e-3, _size(usual)) if deviation < torch.inf else torch.inf
 
 
-def _seen(look: Look | None) -> str:
-    return f"is from {look[1]:.7g} to {look[2]:.7g} with mean {look[3]:.7g}" if look else "doesn't exist"
+def _seen(look: Look) -> str:
+    return f"is from {look[1]:.7g} to {look[2]:.7g} with mean {look[3]:.7g}" if look != ABSENT else "doesn't exist"
