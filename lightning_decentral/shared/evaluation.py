@@ -84,7 +84,7 @@ class Evaluation(Callback):
     """
 
     def __init__(self, of: "WorkersStrategy") -> None:
-        self._of = of
+        self._strategy = of  # by another name than the argument: `settings` would compare the whole strategy
         self._callbacks: list[Callback] = []
         self._loop: Any = None
         self._awaited = False  # whether the first batch is still to come
@@ -102,12 +102,12 @@ class Evaluation(Callback):
         before = self._loop._combined_loader
         inner()
         if self._loop._combined_loader is not before:
-            self._of.health.check_met("set-up of validation loaders")
+            self._strategy.health.check_met("set-up of validation loaders")
 
     def _begin(self) -> None:
-        self._of.health.check_equal()
-        if self._of.shows_mean:
-            self._of.mean_model.show(*self._of.averaged())
+        self._strategy.health.check_equal()
+        if self._strategy.shows_mean:
+            self._strategy.mean_model.show(*self._strategy.averaged())
             self._awaited = True
 
     def _evaluate(self) -> None:
@@ -117,8 +117,8 @@ class Evaluation(Callback):
         if not self._awaited:
             return
         self._awaited = False
-        parameters, mean_model = dict(self._of._module.named_parameters()), self._of.mean_model
-        if not self._of.health.shown_alike(parameters, mean_model.written()):
+        parameters, mean_model = dict(self._strategy._module.named_parameters()), self._strategy.mean_model
+        if not self._strategy.health.shown_alike(parameters, mean_model.written()):
             tensors = list(parameters.values())
             self._swapped_in = Swap(tensors, mean_model.mean_of(tensors))
 
@@ -131,15 +131,15 @@ class Evaluation(Callback):
 
     def arrive(self) -> None:
         """Land what is in flight; the mean of the workers for all where training ends at it. Collective."""
-        self._of.health.check_equal()
-        if self._of.mean_model.diverged:
-            self._of.settle()
-            if self._of.ends_at_mean:
-                self._of.mean_model.take(*of_mean([self._of._module]))
+        self._strategy.health.check_equal()
+        if self._strategy.mean_model.diverged:
+            self._strategy.settle()
+            if self._strategy.ends_at_mean:
+                self._strategy.mean_model.take(*of_mean([self._strategy._module]))
 
     def close(self) -> None:
         """The tensors are their owners' again."""
-        self._of.mean_model.forget()
+        self._strategy.mean_model.forget()
         self._awaited, self._swapped_in = False, None
         # The trainer may train again with another strategy.
         self._callbacks[:] = [callback for callback in self._callbacks if callback is not self]
@@ -158,7 +158,7 @@ class Evaluation(Callback):
         self._end()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._of.health.check_met("validation")
+        self._strategy.health.check_met("validation")
 
     on_test_start: Any = on_validation_start
     on_predict_start: Any = on_validation_start
