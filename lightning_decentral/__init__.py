@@ -47,11 +47,6 @@ REGISTRIES = {
     "pytorch_lightning.strategies": f"{__name__}.pytorch_lightning",
 }
 """{module with a registry: the package whose classes its Trainer takes}"""
-FABRIC = {
-    "compressed": ("FabricCompressedStrategy", "ddp with a quantized all-reduce"),
-    "gossip": ("FabricGossipStrategy", "decentralized gossip averaging"),
-    "partial_backprop": ("FabricPartialBackpropStrategy", "structured partial backpropagation"),
-}
 FABRIC_REGISTRIES = {
     "lightning.fabric.strategies": __name__,
     "lightning_fabric.strategies": f"{__name__}.pytorch_lightning",
@@ -82,23 +77,24 @@ def _enter(package: str, strategies: ModuleType) -> None:
     what = "CPU offload: parameters on the host, in shards to the device"
     names.register("spilled", functools.partial(_made, package, "SpilledStrategy"), description=what, override=True)
     for strategy in STRATEGIES:
-        registry.register_path(names, f"{package}.{strategy}", functools.partial(_made, package, strategy))
+        path, made = f"{package}.{strategy}", functools.partial(_made, package, strategy)
+        # The class by its path, which LightningCLI hands on as a name where no options follow it.
+        names.register(path.lower(), made, description=f"{path} with its own defaults", override=True)
 
 
 def _enter_loops(package: str, strategies: ModuleType) -> None:
     names = strategies.STRATEGY_REGISTRY
-    for name, (strategy, what) in FABRIC.items():
-        registry.register(names, name, functools.partial(_made, f"{package}.{_folder(name)}", strategy), what)
+    for name, (strategy, what) in NAMES.items():
+        if name not in TRAINERS_ALONE:
+            made = functools.partial(_made, f"{package}.{STRATEGIES[strategy]}", f"Fabric{strategy}")
+            registry.register(names, name, made, what)
     for name, why in TRAINERS_ALONE.items():
         registry.register(names, name, functools.partial(_refused, name, why), "for Trainers alone")
 
 
 def _refused(name: str, why: str, **_: Any) -> Any:
-    raise ValueError(f"{name} doesn't work with Fabric: {why}; use a Trainer, or {' or '.join(FABRIC)} with Fabric")
-
-
-def _folder(name: str) -> str:
-    return STRATEGIES[NAMES[name][0]]
+    served = " or ".join(name for name in NAMES if name not in TRAINERS_ALONE)
+    raise ValueError(f"{name} doesn't work with Fabric: {why}; use a Trainer, or {served} with Fabric")
 
 
 def _made(package: str, strategy: str, **options: Any) -> Any:

@@ -196,7 +196,7 @@ class WholeTotals:
         sharded = member.shards > 1
         self._served: list[Any] = []
         if sharded:
-            from lightning_decentral.shared.compute.around.redirect import Redirected  # no other run reads it
+            from lightning_decentral.shared.compute.around import Redirected  # no other run reads it
 
             self._served = [WholeScalars(), Redirected(grads.grad_norm, _grad_norm)]
 

@@ -1,33 +1,23 @@
 """Evaluation through a pipeline: every stage gets the model's output, and before it the last stage's buffers."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from lightning_decentral.pipeline.checkpoint import PipelineCheckpoints
 from lightning_decentral.pipeline.compute.intercept import answering
 from lightning_decentral.pipeline.compute.model import Call
 from lightning_decentral.pipeline.plan.slicing import Uniform
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
-from lightning_decentral.shared.evaluation import Evaluated, Evaluation
+from lightning_decentral.shared.evaluation import Evaluation
 
-
-class EvaluatedStage(Evaluated, Protocol):
-    """Members that an evaluation needs of a pipeline's strategy, in addition to those that it needs of all."""
-
-    checkpoints: PipelineCheckpoints
-
-    @property
-    def root_device(self) -> torch.device: ...
-    def meet(self, call: Callable[[], Any]) -> Any: ...
+if TYPE_CHECKING:
+    from lightning_decentral.pipeline.strategy import TokenPipelineStrategy
 
 
 class StageEvaluation(Evaluation):
     """The same; before it, and before a mean is taken, all stages get the last one's buffers."""
 
-    def __init__(self, of: EvaluatedStage) -> None:
+    def __init__(self, of: "TokenPipelineStrategy") -> None:
         super().__init__(of)
         self._stage = of
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_decentral.pipeline.wire.ownership import Ownership
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner, rows_of
-from lightning_decentral.shared.compute.around.redirect import Redirected
+from lightning_decentral.shared.compute.around import Redirected
 from lightning_decentral.shared.compute.health import squared_norm
 from lightning_decentral.shared.wire.objects import gather_objects
 

@@ -45,26 +45,23 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], list[str]]:
     def load(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(_imported(homes[name], name, package), name)
+        try:
+            module = import_module(homes[name])
+        except ModuleNotFoundError as error:
+            if str(error.name).partition(".")[0] != "lightning":
+                raise
+            top, _, inner = package.partition(".")
+            mirrored = f"{top}.pytorch_lightning.{inner.partition('.')[0]}"
+            raise ModuleNotFoundError(
+                f"{name} binds to the lightning package, which isn't installed: install it, "
+                f"or for pytorch_lightning write `from {mirrored} import {name}`",
+                name=error.name,
+            ) from error
+        value = getattr(module, name)
         setattr(sys.modules[package], name, value)  # asked for once
         return value
 
     return load, sorted(homes)
-
-
-def _imported(module: str, name: str, face: str) -> ModuleType:
-    try:
-        return import_module(module)
-    except ModuleNotFoundError as error:
-        if str(error.name).partition(".")[0] != "lightning":
-            raise
-        package, _, inner = face.partition(".")
-        mirrored = f"{package}.pytorch_lightning.{inner.partition('.')[0]}"
-        raise ModuleNotFoundError(
-            f"{name} binds to the lightning package, which isn't installed: install it, "
-            f"or for pytorch_lightning write `from {mirrored} import {name}`",
-            name=error.name,
-        ) from error
 
 
 MOVED = {

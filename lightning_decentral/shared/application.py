@@ -36,19 +36,18 @@ class Application:
     def compose(self, overrides: Sequence[str]) -> DictConfig:
         """The configuration that these overrides on the command line make."""
         # Read here: a command's help needs neither Hydra nor what Lightning reads.
-        from hydra import compose, initialize_config_module
-
         from lightning_decentral.shared.errors import refuse_mistyped
 
-        with initialize_config_module(self.module, version_base="1.3"):
-            cfg = compose(self.name, list(overrides))
+        cfg = self._composed(overrides)
         refuse_mistyped(cfg)
         return cfg
 
     def choice(self, overrides: Sequence[str], group: str) -> str:
         """Name of the group's file that these overrides take; empty where there is no such group."""
+        return str(self._composed(overrides, return_hydra_config=True).hydra.runtime.choices.get(group) or "")
+
+    def _composed(self, overrides: Sequence[str], **options: bool) -> DictConfig:
         from hydra import compose, initialize_config_module
 
         with initialize_config_module(self.module, version_base="1.3"):
-            cfg = compose(self.name, list(overrides), return_hydra_config=True)
-        return str(cfg.hydra.runtime.choices.get(group) or "")
+            return compose(self.name, list(overrides), **options)

@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_decentral.shared.updates import Rounds, Updates
+from lightning_decentral.shared.updates import Updates
 from lightning_decentral.shared.wire.agreement import RollCall, Uneven
 from lightning_decentral.shared.wire.meeting import waits
 from lightning_decentral.shared.wire.meeting.notices import Heartbeat
@@ -25,6 +25,9 @@ from lightning_decentral.shared.wire.meeting.stopping import StopAgreement
 from lightning_decentral.shared.wire.meeting.waits import Backlog, Rescue, Wait, Waits
 from lightning_decentral.shared.wire.pending import raise_lost
 from lightning_decentral.shared.wire.transport import Wire, abort_nccl
+
+if TYPE_CHECKING:
+    from lightning_decentral.shared.workers import WorkersStrategy
 
 Result = TypeVar("Result")
 
@@ -72,7 +75,7 @@ class FitCoordinator(Uncoordinated):
     """
 
     def __init__(
-        self, wire: Wire, trainer: Trainer, of: Rounds, stop: StopAgreement, heartbeat: Heartbeat, name: str
+        self, wire: Wire, trainer: Trainer, of: "WorkersStrategy", stop: StopAgreement, heartbeat: Heartbeat, name: str
     ) -> None:
         self._of, self._met, self._open, self._calling = of, 0, True, False
         self._stop, self._heartbeat, self._rank = stop, heartbeat, wire.roll.rank
@@ -165,11 +168,19 @@ class LoopPatches:
         self._epoch_ended = self._ended_one = self._took = False
         loop = trainer.fit_loop.epoch_loop
         self._undo.append(partial(setattr, loop, "max_steps", loop.max_steps))
-        self._replace(loop, "_broadcast_sigterm_tensor", self._stop_if_agreed)
-        self._replace(trainer._signal_connector, "_sigterm_notifier_fn", self._on_sigterm)
-        self._replace(loop, "on_advance_end", self._end_batch)
-        self._replace(trainer.fit_loop, "on_advance_end", self._end_epoch)
-        self._replace(trainer.fit_loop, "setup_data", self._set_up_data)
+        replaced: list[tuple[Any, str, Callable[..., Any]]] = [
+            (loop, "_broadcast_sigterm_tensor", self._stop_if_agreed),
+            (trainer._signal_connector, "_sigterm_notifier_fn", self._on_sigterm),
+            (loop, "on_advance_end", self._end_batch),
+            (trainer.fit_loop, "on_advance_end", self._end_epoch),
+            (trainer.fit_loop, "setup_data", self._set_up_data),
+        ]
+        for owner, name, by in replaced:
+            if (inner := getattr(owner, name, None)) is None:
+                rank_zero_warn(f"this version of Lightning has no {type(owner).__name__}.{name}: {LOST[name]}")
+                continue
+            setattr(owner, name, partial(by, inner))
+            self._undo.append(partial(delattr, owner, name))
         if threading.current_thread() is threading.main_thread():
             before = signal.signal(signal.SIGINT, self._on_interrupt)
             self._undo.append(lambda: self._hand_back(before))
@@ -178,14 +189,6 @@ class LoopPatches:
         for undo in self._undo:
             undo()
         self._undo = []
-
-    def _replace(self, owner: Any, name: str, by: Callable[..., Any]) -> None:
-        inner = getattr(owner, name, None)
-        if inner is None:
-            rank_zero_warn(f"this version of Lightning has no {type(owner).__name__}.{name}: {LOST[name]}")
-            return
-        setattr(owner, name, partial(by, inner))
-        self._undo.append(lambda: delattr(owner, name))
 
     def _hand_back(self, before: Any) -> None:
         if signal.getsignal(signal.SIGINT) == self._on_interrupt:  # else somebody else's: Lightning's, after a Ctrl-C

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from hydra.errors import HydraException, InstantiationException, MissingConfigException
@@ -12,7 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from lightning_decentral.shared.plan.arguments import Constructor, constructor_of
+from lightning_decentral.shared.plan.arguments import constructor_of
 
 
 class MissingExtra(ImportError):
@@ -51,7 +52,9 @@ def one_line(error: BaseException) -> str:
         if isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
             return _unknown_key(cause)
         if isinstance(cause, TypeError) and isinstance(error, InstantiationException):
-            return _wrong_arguments(str(error))
+            line = _flat(str(error))  # of a constructor, with the names that it takes
+            names = _parameters(line.partition("'")[2].partition("'")[0]) if "argument" in line else []
+            return f"{line}; it takes {', '.join(names)}" if names else line
         if isinstance(cause, MissingMandatoryValue):
             return f"{cause.full_key} must be given: add {cause.full_key}=... to the command"
     original = unwrapped(error)
@@ -103,28 +106,19 @@ def refuse_mistyped(node: Any, place: str = "") -> None:
 
     Interpolations and None are left to the targets.
     """
-    constructor = _constructor(node)
+    target, constructor = node.get("_target_"), None
+    with suppress(ImportError, ValueError, TypeError):  # not there, or not readable: instantiating it raises that
+        if target and (made := get_object(str(target))):
+            constructor = constructor_of(made, made.__init__ if inspect.isclass(made) else made)
     for key in node:
         if OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, key) or node[key] is None:
             continue
         value, where = node[key], f"{place}.{key}" if place else str(key)
+        nodes = isinstance(value, ListConfig) and any(isinstance(item, DictConfig) for item in value)
         if isinstance(value, DictConfig):
             refuse_mistyped(value, where)
-        elif constructor is not None and not _made_of_nodes(value):
+        elif constructor is not None and not nodes:
             constructor.one(str(key), value, where)
-
-
-def _constructor(node: DictConfig) -> Constructor | None:
-    target = node.get("_target_")
-    try:
-        made = get_object(str(target)) if target else None
-        return constructor_of(made, made.__init__ if inspect.isclass(made) else made) if made else None
-    except (ImportError, ValueError, TypeError):
-        return None  # not there, or not readable: instantiating it raises that
-
-
-def _made_of_nodes(value: Any) -> bool:
-    return isinstance(value, ListConfig) and any(isinstance(item, DictConfig) for item in value)
 
 
 def _unknown_key(error: OmegaConfBaseException) -> str:
@@ -137,14 +131,6 @@ def _unknown_key(error: OmegaConfBaseException) -> str:
     known = f"no '{error.key}' in {place or 'the configuration'}: it has {', '.join(keys) or 'no keys'}"
     more = [f"+{place}.{name}" for name in _parameters(node.get("_target_")) if name not in keys]
     return f"{known}; add others as {', '.join(more)}" if more else known
-
-
-def _wrong_arguments(message: str) -> str:
-    """TypeError of a constructor, with the names that it takes."""
-    line = _flat(message)
-    target = line.partition("'")[2].partition("'")[0]
-    names = _parameters(target) if "argument" in line else []
-    return f"{line}; it takes {', '.join(names)}" if names else line
 
 
 def _parameters(target: str | None) -> list[str]:

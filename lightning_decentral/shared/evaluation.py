@@ -11,15 +11,17 @@ changed in a worker's own parameters then, and taken back in the mean.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
 
-from lightning_decentral.shared.replica_health import ReplicaHealth
 from lightning_decentral.shared.wire.mean import MeanModel, Swap, of_mean
+
+if TYPE_CHECKING:
+    from lightning_decentral.shared.workers import WorkersStrategy
 
 
 def callbacks_of(trainer: Trainer) -> list[Callback]:
@@ -49,17 +51,14 @@ class PrunedTogether:
         self._undo: list[Callable[[], None]] = []
         for callback in callbacks_of(trainer):
             if isinstance(callback, ModelPruning):
-                self._replace(callback, "_run_pruning", self._prune)
-                self._replace(callback, "on_train_end", self._end)
+                for name, by in {"_run_pruning": self._prune, "on_train_end": self._end}.items():
+                    setattr(callback, name, functools.partial(by, getattr(callback, name)))
+                    self._undo.append(functools.partial(delattr, callback, name))
 
     def close(self) -> None:
         for undo in self._undo:
             undo()
         self._undo = []
-
-    def _replace(self, callback: ModelPruning, name: str, by: Callable[..., None]) -> None:
-        setattr(callback, name, functools.partial(by, getattr(callback, name)))
-        self._undo.append(lambda: delattr(callback, name))
 
     def _prune(self, inner: Callable[[int], None], epoch: int) -> None:
         """Prune: what this writes stays, on all workers alike; what it leaves is each worker's own again."""
@@ -77,49 +76,38 @@ class PrunedTogether:
         inner(*args)
 
 
-class Evaluated(Protocol):
-    """Strategy whose mean is evaluated."""
+class Evaluation(Callback):
+    """Evaluation of one strategy: all that Lightning does once for all workers sees their mean, or equal replicas.
 
-    health: ReplicaHealth
-    mean_model: MeanModel
+    A trainer's first callback for one run: what is due where an evaluation begins, at its batches and where the last
+    is over is done before any other callback does anything.
+    """
 
-    @property
-    def _module(self) -> LightningModule: ...
-    @property
-    def shows_mean(self) -> bool: ...
-    @property
-    def ends_at_mean(self) -> bool: ...
-    def averaged(self) -> tuple[list[Tensor], list[Tensor]]: ...
-    def settle(self) -> None: ...
-
-
-def nothing() -> None:
-    return
-
-
-class Evaluation:
-    """Evaluation of one strategy: all that Lightning does once for all workers sees their mean, or equal replicas."""
-
-    def __init__(self, of: Evaluated) -> None:
-        self._of = of
-        met = functools.partial(self._met, "validation")  # a method: a spawned process gets all this pickled
-        self._before_others = BeforeOthers(self._begin, self._evaluate, self._end, met)
-        self._loaders = SameLoaders(functools.partial(self._met, "set-up of validation loaders"))
+    def __init__(self, of: "WorkersStrategy") -> None:
+        self._strategy = of  # by another name than the argument: `settings` would compare the whole strategy
+        self._callbacks: list[Callback] = []
+        self._loop: Any = None
         self._awaited = False  # whether the first batch is still to come
         self._swapped_in: Swap | None = None
 
-    def _met(self, where: str) -> None:
-        self._of.health.check_met(where)
-
     def watch(self, trainer: Trainer) -> None:
         """Watch the trainer from now on, until `close`."""
-        self._before_others.insert(trainer)
-        self._loaders.watch(trainer.fit_loop.epoch_loop.val_loop)
+        self._callbacks = callbacks_of(trainer)
+        self._callbacks.insert(0, self)
+        self._loop = loop = trainer.fit_loop.epoch_loop.val_loop
+        loop.setup_data = functools.partial(self._set_up_loaders, loop.setup_data)  # type: ignore[method-assign]
+
+    def _set_up_loaders(self, inner: Callable[[], None]) -> None:
+        """See that all workers of a fit have as many validation loaders, for each of which Lightning lets them meet."""
+        before = self._loop._combined_loader
+        inner()
+        if self._loop._combined_loader is not before:
+            self._strategy.health.check_met("set-up of validation loaders")
 
     def _begin(self) -> None:
-        self._of.health.check_equal()
-        if self._of.shows_mean:
-            self._of.mean_model.show(*self._of.averaged())
+        self._strategy.health.check_equal()
+        if self._strategy.shows_mean:
+            self._strategy.mean_model.show(*self._strategy.averaged())
             self._awaited = True
 
     def _evaluate(self) -> None:
@@ -129,8 +117,8 @@ class Evaluation:
         if not self._awaited:
             return
         self._awaited = False
-        parameters, mean_model = dict(self._of._module.named_parameters()), self._of.mean_model
-        if not self._of.health.shown_alike(parameters, mean_model.written()):
+        parameters, mean_model = dict(self._strategy._module.named_parameters()), self._strategy.mean_model
+        if not self._strategy.health.shown_alike(parameters, mean_model.written()):
             tensors = list(parameters.values())
             self._swapped_in = Swap(tensors, mean_model.mean_of(tensors))
 
@@ -143,75 +131,22 @@ class Evaluation:
 
     def arrive(self) -> None:
         """Land what is in flight; the mean of the workers for all where training ends at it. Collective."""
-        self._of.health.check_equal()
-        if self._of.mean_model.diverged:
-            self._of.settle()
-            if self._of.ends_at_mean:
-                self._of.mean_model.take(*of_mean([self._of._module]))
+        self._strategy.health.check_equal()
+        if self._strategy.mean_model.diverged:
+            self._strategy.settle()
+            if self._strategy.ends_at_mean:
+                self._strategy.mean_model.take(*of_mean([self._strategy._module]))
 
     def close(self) -> None:
         """The tensors are their owners' again."""
-        self._of.mean_model.forget()
+        self._strategy.mean_model.forget()
         self._awaited, self._swapped_in = False, None
-        self._before_others.remove()
-        self._loaders.close()
-
-
-class SameLoaders:
-    """Sees that all workers of a fit have as many validation loaders, for each of which Lightning lets them meet.
-
-    Args:
-        check: collective.
-    """
-
-    def __init__(self, check: Callable[[], None]) -> None:
-        self._check = check
-        self._loop: Any = None
-
-    def watch(self, loop: Any) -> None:
-        self._loop = loop
-        loop.setup_data = functools.partial(self._set_up, loop, loop.setup_data)
-
-    def _set_up(self, loop: Any, inner: Callable[[], None]) -> None:
-        before = loop._combined_loader
-        inner()
-        if loop._combined_loader is not before:
-            self._check()
-
-    def close(self) -> None:
+        # The trainer may train again with another strategy.
+        self._callbacks[:] = [callback for callback in self._callbacks if callback is not self]
+        self._callbacks = []
         if self._loop is not None:
             vars(self._loop).pop("setup_data", None)
         self._loop = None
-
-
-class BeforeOthers(Callback):
-    """Calls what is due in an evaluation before any other callback does anything; a trainer's first, for one run.
-
-    Args:
-        begin: where a validation, test or prediction begins.
-        evaluate: at each batch.
-        end: where the last batch is over.
-        validated: where all of a validation is.
-    """
-
-    def __init__(
-        self,
-        begin: Callable[[], None],
-        evaluate: Callable[[], None] = nothing,
-        end: Callable[[], None] = nothing,
-        validated: Callable[[], None] = nothing,
-    ) -> None:
-        self._begin, self._evaluate, self._end, self._validated = begin, evaluate, end, validated
-        self._callbacks: list[Callback] = []
-
-    def insert(self, trainer: Trainer) -> None:
-        self._callbacks = callbacks_of(trainer)
-        self._callbacks.insert(0, self)
-
-    def remove(self) -> None:
-        """Detach from the trainer, which may train again with another strategy."""
-        self._callbacks[:] = [callback for callback in self._callbacks if callback is not self]
-        self._callbacks = []
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._begin()
@@ -223,7 +158,7 @@ class BeforeOthers(Callback):
         self._end()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._validated()
+        self._strategy.health.check_met("validation")
 
     on_test_start: Any = on_validation_start
     on_predict_start: Any = on_validation_start

@@ -48,50 +48,36 @@ def draw(rows: Rows, path: Path) -> None:
 
     figure = Figure(figsize=(8, 6), dpi=150, layout="constrained")
     loss, distance = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
-    _draw_losses(loss, rows)
-    _draw_distance(distance, rows)
-    for axes in (loss, distance):
-        _tidy(axes)
-    distance.set_xlabel("step")
-    figure.savefig(path)
-
-
-def _draw_losses(axes: Any, rows: Rows) -> None:
     workers = worker_keys(rows)
     for index, key in enumerate(workers):
         label = f"each of {len(workers)} workers" if index == 0 else None
-        axes.plot(*curve(rows, key), color=WORKER, linewidth=1, label=label)
+        loss.plot(*curve(rows, key), color=WORKER, linewidth=1, label=label)
     mean = mean_curve(rows, workers) if workers else first_curve(rows, LOSSES)
-    axes.plot(*mean, color=INK, linewidth=2, label="mean of the workers" if workers else "training")
+    loss.plot(*mean, color=INK, linewidth=2, label="mean of the workers" if workers else "training")
     validation = first_curve(rows, VALIDATION_LOSSES)
-    axes.plot(*validation, color=ACCENT, linewidth=1.2, marker="o", markersize=3.5, label="validation")
-    _logarithmic_if_positive(axes, [*mean[1], *validation[1]])
-    axes.set_ylabel("loss")
-    axes.set_title("Loss", loc="left", fontsize=11, fontweight="bold", color=INK)
-    axes.legend(frameon=False, fontsize=9)
+    loss.plot(*validation, color=ACCENT, linewidth=1.2, marker="o", markersize=3.5, label="validation")
+    loss.set_ylabel("loss")
+    loss.set_title("Loss", loc="left", fontsize=11, fontweight="bold", color=INK)
+    loss.legend(frameon=False, fontsize=9)
 
-
-def _draw_distance(axes: Any, rows: Rows) -> None:
     steps, values = curve(rows, DISTANCE)
     percent = [100 * value for value in values]
-    axes.plot(steps, percent, color=INK, linewidth=1.6, marker="o", markersize=3)
-    _logarithmic_if_positive(axes, percent)
-    axes.set_ylabel("% of the parameters' norm")
-    axes.set_title("Distance of the workers from their mean", loc="left", fontsize=11, fontweight="bold", color=INK)
+    distance.plot(steps, percent, color=INK, linewidth=1.6, marker="o", markersize=3)
+    distance.set_ylabel("% of the parameters' norm")
+    title = "Distance of the workers from their mean"
+    distance.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK)
     if not steps:
-        axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color="grey")
+        distance.text(0.5, 0.5, "not measured", transform=distance.transAxes, ha="center", color="grey")
 
-
-def _logarithmic_if_positive(axes: Any, values: Sequence[float]) -> None:
-    if values and min(values) > 0:
-        axes.set_yscale("log")
-
-
-def _tidy(axes: Any) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#e4e8ee", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=INK, labelsize=9)
+    for axes, shown in ((loss, [*mean[1], *validation[1]]), (distance, percent)):
+        if shown and min(shown) > 0:
+            axes.set_yscale("log")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#e4e8ee", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.tick_params(colors=INK, labelsize=9)
+    distance.set_xlabel("step")
+    figure.savefig(path)
 
 
 def new_figure(width: float, height: float) -> Any:

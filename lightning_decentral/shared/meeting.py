@@ -10,17 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import torch
-from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_decentral.shared.coordination import FitCoordinator, Result, Uncoordinated
 from lightning_decentral.shared.refusals import refuse_backend
-from lightning_decentral.shared.updates import Rounds
 from lightning_decentral.shared.wire.meeting.comparison import Layout, Layouts, TrainingComparison
 from lightning_decentral.shared.wire.meeting.groups import connect, make_world
 from lightning_decentral.shared.wire.meeting.notices import Heartbeat, StatusBoard
@@ -28,6 +25,10 @@ from lightning_decentral.shared.wire.meeting.rendezvous import Meeting, group_fa
 from lightning_decentral.shared.wire.meeting.stopping import StopAgreement
 from lightning_decentral.shared.wire.meeting.waits import Backlog, Rescue
 from lightning_decentral.shared.wire.transport import Wire, abort_nccl, connected, own_connection, prefixed
+
+if TYPE_CHECKING:
+    from lightning_decentral.shared.fabric.strategy import FabricWorkers
+    from lightning_decentral.shared.workers import WorkersStrategy
 
 GOODBYE_SECONDS = 10.0
 """Time that worker 0, and the store with it, stays for the others to end, too."""
@@ -71,24 +72,6 @@ class WatchedDevice(Uncoordinated):
         self._rescue.close()
 
 
-class GroupedStrategy(Protocol):
-    """Strategy whose worker takes part in the meeting."""
-
-    cluster_environment: ClusterEnvironment | None
-    wire: Wire | None
-
-    @property
-    def lightning_module(self) -> Any: ...
-    @property
-    def root_device(self) -> torch.device: ...
-    @property
-    def process_group_backend(self) -> str | None: ...
-    @property
-    def num_nodes(self) -> int: ...
-    @property
-    def num_processes(self) -> int: ...
-
-
 class WorkerGroup:
     """One worker's, of one strategy; a new meeting for each fit, validation, test.
 
@@ -104,7 +87,7 @@ class WorkerGroup:
         ValueError: no time to wait.
     """
 
-    def __init__(self, of: GroupedStrategy, timeout: timedelta) -> None:
+    def __init__(self, of: "WorkersStrategy | FabricWorkers", timeout: timedelta) -> None:
         if timeout <= timedelta(0):
             raise ValueError(f"timeout must be positive, got {timeout}: {TIMEOUT} is the default")
         self._of, self.timeout = of, timeout
@@ -206,7 +189,7 @@ class WorkerGroup:
 
     # ---- a fit: what waits is counted and named, all stop together --------------------------------------------------
 
-    def coordinate(self, trainer: Trainer, of: Rounds) -> None:
+    def coordinate(self, trainer: Trainer, of: "WorkersStrategy") -> None:
         """Coordinate the fit with the other workers from now on, until `coordination.close`."""
         if self._of.wire is None:
             return
@@ -248,8 +231,12 @@ class WorkerGroup:
         if self._heartbeat is not None and self._board is not None:
             self._heartbeat.close()
             if not alone:
+                rank, keys = self._board.rank, [f"gone/{other}" for other in range(self._board.size)]
                 with suppress(RuntimeError):  # the store is gone, as is whom there would be to wait for
-                    self._say_goodbye(self._board.rank, self._board.size)
+                    self._store.set(keys[rank], "yes")
+                    end = time.monotonic() + GOODBYE_SECONDS
+                    while rank == 0 and not self._store.check(keys) and time.monotonic() < end:
+                        time.sleep(0.005)
             # Trainer and strategy refer to each other: what they hold waits for Python's collector, and an open
             # connection with it.
             self._board.close()
@@ -257,12 +244,6 @@ class WorkerGroup:
                 self._stop.close()
         self._heartbeat = self._board = self._store = self._stop = None
         self.ready = self._saving = False
-
-    def _say_goodbye(self, rank: int, size: int) -> None:
-        self._store.set(f"gone/{rank}", "yes")
-        keys, end = [f"gone/{other}" for other in range(size)], time.monotonic() + GOODBYE_SECONDS
-        while rank == 0 and not self._store.check(keys) and time.monotonic() < end:
-            time.sleep(0.005)
 
 
 def _hosted() -> bool:

@@ -28,11 +28,6 @@ def register(registry: Any, name: str, strategy: Callable[..., Any], what: str) 
             )
 
 
-def register_path(registry: Any, path: str, strategy: Callable[..., Any]) -> None:
-    """The class by its path, which LightningCLI hands on as a name where no options follow it."""
-    registry.register(path.lower(), strategy, description=f"{path} with its own defaults", override=True)
-
-
 def when_imported(modules: dict[str, Then]) -> None:
     """then(module) for each of these: now where it is imported, otherwise right after it will be."""
     for name in modules.keys() & sys.modules.keys():
@@ -56,15 +51,12 @@ class AfterImport(MetaPathFinder):
         finders = (finder for finder in sys.meta_path if finder is not self)
         spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in finders)), None)
         if spec is not None and spec.loader is not None:
-            self._follow(spec.loader, self._modules[fullname])
+            loader: Any = spec.loader
+            run, then = loader.exec_module, self._modules[fullname]
+
+            def exec_module(module: ModuleType) -> None:
+                run(module)
+                then(module)
+
+            loader.exec_module = exec_module
         return spec
-
-    @staticmethod
-    def _follow(loader: Any, then: Then) -> None:
-        run = loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            run(module)
-            then(module)
-
-        loader.exec_module = exec_module

@@ -5,12 +5,10 @@ neither a validation nor a checkpoint.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_decentral.shared.compute.health import TOLERANCE, Unequal, bits, looks, rates, unequal
 from lightning_decentral.shared.compute.worker_state import digest
@@ -27,7 +25,11 @@ from lightning_decentral.shared.wire.health import (
     of_worker,
 )
 from lightning_decentral.shared.wire.objects import check_same_call
-from lightning_decentral.shared.wire.transport import Transport, Wire, everyone
+from lightning_decentral.shared.wire.transport import everyone
+
+if TYPE_CHECKING:
+    from lightning_decentral.shared.fabric.strategy import FabricWorkers
+    from lightning_decentral.shared.workers import WorkersStrategy
 
 WHY = {
     "parameters": "They should be the same bit for bit: workers of different hardware round differently; among equal "
@@ -45,33 +47,6 @@ OTHER_MODELS = (
 )
 
 
-class Replica(Protocol):
-    """Strategy whose replicas are judged."""
-
-    heals: int
-    devices_per_worker: int
-
-    @property
-    def optimizers(self) -> list[Optimizer]: ...
-    @property
-    def wire(self) -> Wire | None: ...
-    @property
-    def lightning_module(self) -> LightningModule | None: ...
-    @property
-    def drifts(self) -> bool: ...
-    @property
-    def alone(self) -> bool: ...
-    @property
-    def global_rank(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    def replica_group(self) -> Transport | None: ...
-    def rounds(self) -> list[int]: ...
-    def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]: ...
-    def gather(self, value: Any) -> list[Any]: ...
-    def meet(self, call: Callable[[], Any]) -> Any: ...
-
-
 class ReplicaHealth:
     """Health of one strategy's replicas.
 
@@ -82,7 +57,7 @@ class ReplicaHealth:
         left_out: workers, once for each mean that was taken without them.
     """
 
-    def __init__(self, of: Replica) -> None:
+    def __init__(self, of: "WorkersStrategy | FabricWorkers") -> None:
         self.left_out = 0
         self._of = of
         self._gathered = False  # whether a gather with gradients was looked at
@@ -258,13 +233,11 @@ class ReplicaHealth:
                     f"{one}{buffer}, and they must be equal: nothing is validated or saved, earlier checkpoints stay. "
                     "Resume from the last one, and look at the worker's memory and at what writes to its parameters"
                 )
-        self._say("parameters", parameters)
-        self._say("buffers", [one for one in found if one.name not in trained])
-
-    def _say(self, kind: str, found: Sequence[Unequal]) -> None:
-        if found and found[0].deviation > 2 * self._reported.get(kind, -1.0):
-            self._reported[kind] = found[0].deviation
-            rank_zero_warn(f"{found[0]}, one of {len(found)} {kind} that differ between workers. {WHY[kind]}")
+        kinds = {"parameters": parameters, "buffers": [one for one in found if one.name not in trained]}
+        for kind, rows in kinds.items():
+            if rows and rows[0].deviation > 2 * self._reported.get(kind, -1.0):
+                self._reported[kind] = rows[0].deviation
+                rank_zero_warn(f"{rows[0]}, one of {len(rows)} {kind} that differ between workers. {WHY[kind]}")
 
     def _names(self, tensors: Sequence[Tensor]) -> Callable[[int], str]:
         module = self._of.lightning_module
@@ -272,6 +245,7 @@ class ReplicaHealth:
 
         def name(number: int) -> str:
             tensor = local(tensors[number])
+            found: str
             for found, own in (*module.named_parameters(), *module.named_buffers()):
                 if local(own).data_ptr() == tensor.data_ptr():
                     return found

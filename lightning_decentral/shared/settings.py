@@ -7,11 +7,11 @@ all who compare: Trainers of a fixed number of workers (`SameSettings`), Fabric,
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as lightning
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import (
     Checkpoint,
     EarlyStopping,
@@ -27,6 +27,9 @@ from lightning_decentral.shared.plan.described import constructed, describe_by_r
 from lightning_decentral.shared.refusals import own_bases
 from lightning_decentral.shared.wire.meeting.comparison import check_same_settings
 from lightning_decentral.shared.wire.transport import connected, everyone
+
+if TYPE_CHECKING:
+    from lightning_decentral.shared.workers import WorkersStrategy
 
 OF_ONE_WORKER = (
     *("logger", "callbacks", "default_root_dir", "enable_progress_bar", "enable_model_summary", "log_every_n_steps"),
@@ -50,19 +53,6 @@ PATIENCE = timedelta(minutes=30)
 describe_by_repr(torch.dtype, torch.device, torch.Size)
 
 
-class ComparedStrategy(Protocol):
-    """Strategy whose settings are compared."""
-
-    own: ClassVar[Sequence[str]]
-    """Settings that may differ between workers."""
-    _timeout: timedelta | None
-
-    @property
-    def optimizers(self) -> list[Optimizer]: ...
-    @property
-    def _module(self) -> LightningModule: ...
-
-
 class SameSettings:
     """Compares what the workers of one strategy were given, three times before they train; a single worker never.
 
@@ -70,7 +60,7 @@ class SameSettings:
         ValueError: at each of them, on every worker, the same line with the first difference.
     """
 
-    def __init__(self, worker: ComparedStrategy) -> None:
+    def __init__(self, worker: "WorkersStrategy") -> None:
         self._worker = worker
         self._asked = True
 
@@ -91,7 +81,11 @@ class SameSettings:
 
     def optimizers(self) -> None:
         """Compare the optimizers when they exist, and data are attached."""
-        validated = {"val_dataloaders": "given" if _validates(self._worker._module.trainer) else "None"}
+        trainer: Any = self._worker._module.trainer
+        source = trainer.fit_loop.epoch_loop.val_loop._data_source.instance
+        # In a validation all wait for each other.
+        validates = trainer.enable_validation and (source or not isinstance(source, list | tuple | dict))
+        validated = {"val_dataloaders": "given" if validates else "None"}
         self._compare({**validated, **of_optimizers(self._worker.optimizers, self._worker.own)}, "the optimizers")
 
     def _compare(self, mine: dict[str, str], when: str) -> None:
@@ -103,13 +97,6 @@ def compare(mine: dict[str, str], timeout: timedelta, when: str) -> None:
     if connected():
         over = everyone()
         check_same_settings(mine, over.store, over.rank, over.size, timeout, when)
-
-
-def _validates(trainer: Any) -> bool:
-    """Return whether a fit of this worker has a validation; all wait for each other in it."""
-    source = trainer.fit_loop.epoch_loop.val_loop._data_source.instance
-    empty = isinstance(source, list | tuple | dict) and not source
-    return bool(trainer.enable_validation) and not empty
 
 
 def versions() -> dict[str, str]:
@@ -170,13 +157,9 @@ def of_callbacks(trainer: Any) -> dict[str, str]:
     found: dict[str, str] = {}
     for callback in met:
         kind = type(callback).__qualname__
-        found |= _of_callback(callback, f"{kind}[{counted[kind]}]" if counted[kind] else kind)
+        name = f"{kind}[{counted[kind]}]" if counted[kind] else kind
+        found[name] = "given"
+        for argument, part in constructed(callback, type(callback).__mro__[:-1], skip=PLACES).items():
+            found |= described(part, f"{name}.{argument}")
         counted[kind] += 1
-    return found
-
-
-def _of_callback(callback: Callback, name: str) -> dict[str, str]:
-    found = {name: "given"}
-    for argument, part in constructed(callback, type(callback).__mro__[:-1], skip=PLACES).items():
-        found |= described(part, f"{name}.{argument}")
     return found

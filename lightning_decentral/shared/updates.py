@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import torch
 from lightning.fabric.plugins.precision import Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -157,19 +157,6 @@ class FollowedStrategy(Protocol):
     def lightning_module(self) -> Any: ...
 
 
-class Rounds(FollowedStrategy, Protocol):
-    """Strategy that reports its rounds, one number for each optimizer (`RollCall` documents what they are for)."""
-
-    def rounds(self) -> list[int]:
-        """Rounds taken."""
-
-    def wanted(self) -> list[int]:
-        """Rounds that the others must have launched before this worker can go on."""
-
-    def take_part(self, index: int) -> None:
-        """Run one round of the optimizer with that index, without an update."""
-
-
 IN_TRAINER = ("what self.optimizers() returns", "self.optimizers(use_pl_optimizer=False)")
 IN_LOOP = ("what fabric.setup returned", "the optimizer that it was given")
 """(what to step, what not), where the loop is the user's."""
@@ -277,13 +264,11 @@ class Moved:
         parameters = [p for p in self._of.lightning_module.parameters() if rounds and p.numel()]
         if not parameters:
             return {}
-        rows = torch.stack([_numbers(local(p)).to(local(parameters[0]).device) for p in parameters])
-        bits: list[list[int]] = rows.view(torch.int64).tolist()  # NaN is NaN
+        rows = []  # (sum, norm), float64
+        for tensor in map(local, parameters):
+            wide = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            whole = wide if wide.is_floating_point() and wide.element_size() > 1 else wide.float()
+            norm = torch.linalg.vector_norm(whole, dtype=torch.float64)
+            rows.append(torch.stack([whole.sum(dtype=torch.float64), norm]).to(local(parameters[0]).device))
+        bits: list[list[int]] = torch.stack(rows).view(torch.int64).tolist()  # NaN is NaN
         return {p: (rounds.get(p, -1), tuple(row)) for p, row in zip(parameters, bits, strict=True)}
-
-
-def _numbers(tensor: Tensor) -> Tensor:
-    """(sum, norm), float64 [2]."""
-    wide = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    whole = wide if wide.is_floating_point() and wide.element_size() > 1 else wide.float()
-    return torch.stack([whole.sum(dtype=torch.float64), torch.linalg.vector_norm(whole, dtype=torch.float64)])

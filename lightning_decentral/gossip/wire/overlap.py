@@ -117,13 +117,13 @@ class OverlapExchange(Exchange["Overlapped"]):
 
     def _depart(self, before: Sequence["Future[Tensor]"], step: int, *launched: MessageInFlight | None) -> None:
         for landed in before:
-            landed.wait()
+            landed.exception()  # waits; its own reader gets the error
         self.inner.depart([message for message in launched if message is not None], step)
 
     def awaited(self, future: "Future[Result]") -> Result:
         """Wait for a future, and return its result or raise its error; the training waits meanwhile."""
         began = perf_counter()
-        future.wait()
+        future.exception()
         self._wait_seconds += perf_counter() - began
         return future.result()
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lightning_decentral.pipeline.compute.model import Call, Pipelined
-from lightning_decentral.shared.compute.around.rerun import ThreadModes
+from lightning_decentral.shared.compute.around import ThreadModes
 
 
 class _Reached(BaseException):

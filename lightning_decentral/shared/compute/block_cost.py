@@ -105,7 +105,9 @@ class BlockPass:
     def _enter(self, block: int, _: nn.Module, args: Any, kwargs: Any) -> None:
         self.entered.append(block)
         self._there.append(self._laps.lap())
-        for tensor in _followed(args, kwargs):
+        distinct = dict.fromkeys(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        # Through these a gradient flows on to the block before.
+        for tensor in (t for t in distinct if t.requires_grad and not isinstance(t, nn.Parameter)):
             self.output_bytes[block] += tensor.nbytes
             tensor.register_hook(partial(self._leave, block))
 
@@ -145,9 +147,3 @@ def measure(root: nn.Module, names: Sequence[str], parameter_bytes: Sequence[int
 def parameter_bytes(parameters: Iterable[nn.Parameter]) -> int:
     """Bytes of distinct parameters."""
     return sum(p.numel() * p.element_size() for p in dict.fromkeys(parameters))
-
-
-def _followed(*values: Any) -> list[Tensor]:
-    """Distinct tensors, parameters aside, through which a gradient flows."""
-    tensors = dict.fromkeys(leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
-    return [t for t in tensors if t.requires_grad and not isinstance(t, nn.Parameter)]

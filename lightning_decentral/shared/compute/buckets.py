@@ -28,7 +28,7 @@ class Bucket:
     def __init__(self, parameters: Sequence[nn.Parameter], parts: int = 1) -> None:
         self.parameters = tuple(parameters)
         step = max(1, ALIGNMENT_BYTES // parameters[0].element_size())
-        sizes = [-(-self.elements(p) // step) * step for p in parameters]
+        sizes = [-(-self.elements(p) // step) * step for p in parameters]  # rounded up to aligned places
         self._offsets = [sum(sizes[:i]) for i in range(len(sizes))]
         self._grain = step * parts
         whole = -(-max(1, sum(sizes)) // self._grain) * self._grain
@@ -201,7 +201,7 @@ def with_tail(buckets: Sequence[Bucket]) -> list[Bucket | BucketSpan]:
     # fill the queues on the way to a worker, and packets be dropped. Cut is also where nothing overlaps without a
     # delay, for one small message more: so a checkpoint fits both. A device sends all buckets at once.
     whole = sum(bucket.bytes for bucket in buckets)
-    if whole < max(1, LEAST_CUT_BYTES) or is_short(buckets[-1].bytes, whole) or _on_device(buckets[-1].flat):
+    if whole < max(1, LEAST_CUT_BYTES) or is_short(buckets[-1].bytes, whole) or buckets[-1].flat.device.type == "cuda":
         return [*buckets]
     *others, last = buckets
     each = last.flat.element_size()
@@ -229,10 +229,6 @@ def is_short(last_bytes: int, whole_bytes: int) -> bool:
     return SHORT * last_bytes <= whole_bytes
 
 
-def _on_device(tensor: Tensor) -> bool:
-    return tensor.device.type == "cuda"
-
-
 def bucket_bytes_of(parameters: Iterable[nn.Parameter]) -> int:
     """An eighth of their bytes, from 2 MiB to 256 MiB."""
     # While one bucket is mixed the links wait for it: a few are better than one. Each costs a message's latency: few
@@ -244,7 +240,7 @@ def bucket_bytes_of(parameters: Iterable[nn.Parameter]) -> int:
 
 def message_bytes_of(parameters: Sequence[nn.Parameter]) -> int:
     """Bytes of a bucket of a message in which all parameters travel: `bucket_bytes_of` on a host, 1 GiB on a device."""
-    return DEVICE_BUCKET_BYTES if any(map(_on_device, parameters)) else bucket_bytes_of(parameters)
+    return DEVICE_BUCKET_BYTES if any(p.device.type == "cuda" for p in parameters) else bucket_bytes_of(parameters)
 
 
 def pack(

@@ -37,7 +37,7 @@ def carried(module: nn.Module) -> dict[str, Tensor]:
     """
     mirrored = _suffixes(module)
     found: dict[str, Tensor] = {}
-    for prefix, part in module.named_modules(remove_duplicate=False):
+    for prefix, part in module.named_modules(remove_duplicate=False):  # a shared part has several names
         for name, tensor in _carried_by(part, mirrored).items():
             found[f"{prefix}.{name}" if prefix else name] = tensor
     return found
@@ -49,8 +49,11 @@ def _carried_by(part: nn.Module, mirrored: Suffixes) -> dict[str, Tensor]:
         return {}
     rest = own
     if getattr(part, WORD, None) is None:
-        rest = {n: b for n, b in own.items() if not (n.startswith("running_") or _mirrors(n, b, mirrored))}
-        if not any(_rows(b) or not _real(b) for b in rest.values()):
+        # `model.net.weight` is kept as `net_weight`, `netweight` or `ema_weight`: a buffer's name has no dots.
+        kept = {n for n, b in own.items() if _real(b) and _clean(n).endswith(tuple(mirrored.get(b.shape, ())))}
+        rest = {n: b for n, b in own.items() if not (n.startswith("running_") or n in kept)}
+        # Rows: more than one dimension of several elements.
+        if not any(sum(size != 1 for size in b.shape) > 1 or not _real(b) for b in rest.values()):
             return {}
     # A shard is one of many: what has no single place on a device is averaged.
     parameters = {name: p for name, p in part._parameters.items() if p is not None and type(p.data) is Tensor}
@@ -79,21 +82,12 @@ def _suffixes(module: nn.Module) -> Suffixes:
     return found
 
 
-def _mirrors(name: str, buffer: Tensor, mirrored: Suffixes) -> bool:
-    # `model.net.weight` is kept as `net_weight`, `netweight` or `ema_weight`: a buffer's name has no dots.
-    return _real(buffer) and _clean(name).endswith(tuple(mirrored.get(buffer.shape, ())))
-
-
 def _clean(name: str) -> str:
     return "".join(letter for letter in name if letter.isalnum())
 
 
 def _real(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _rows(tensor: Tensor) -> bool:
-    return sum(size != 1 for size in tensor.shape) > 1
 
 
 def carried_of(modules: Iterable[nn.Module]) -> list[Tensor]:

@@ -21,7 +21,7 @@ synchronize = torch.cuda.synchronize
 def host_like(like: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """Host memory of the shape and strides of `like`, not filled; pinned, so that `device` (by default the one of
     `like`) copies to and from it by itself."""
-    pin = (device or like.device).type == "cuda"
+    pin = (device or like.device).type == "cuda"  # pinned memory is dear, and needs CUDA
     return torch.empty_like(like, dtype=dtype, device="cpu", pin_memory=pin, requires_grad=False)
 
 

@@ -6,10 +6,11 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future as Future
 from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from time import perf_counter
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -56,7 +57,7 @@ class DeviceStopwatch:
         self._spare: list[tuple[cuda.Event, cuda.Event]] = []
 
     def start(self) -> None:
-        pair = self._spare.pop() if self._spare else (_timed_event(), _timed_event())
+        pair = self._spare.pop() if self._spare else (cuda.Event(enable_timing=True), cuda.Event(enable_timing=True))
         pair[0].record()
         self._open.append(pair)
 
@@ -79,10 +80,6 @@ class DeviceStopwatch:
             self._total += start.elapsed_time(stop) / 1000.0
             self._spare.append(pair)
         return self._total
-
-
-def _timed_event() -> cuda.Event:
-    return cuda.Event(enable_timing=True)
 
 
 def stopwatch(device: torch.device) -> HostStopwatch | DeviceStopwatch:
@@ -125,6 +122,7 @@ class CallQueue(Protocol):
         """Do it after all that was sent before; `result` waits for it and `done` asks for it, as `Future`'s."""
 
 
+Calls: TypeAlias = "SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Future[Any], ...]] | None]"
 END_SECONDS = 1.0
 
 
@@ -133,7 +131,7 @@ class WorkerThread:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._calls: SimpleQueue[Future[Any] | None] | None = None
+        self._calls: Calls | None = None
 
     def send(self, call: Callable[..., Result], *inputs: "Future[Any]") -> "Future[Result]":
         """Do it after all that was sent before, with the results of these, whose errors are its own."""
@@ -146,42 +144,12 @@ class WorkerThread:
             _alive[thread] = self._calls
             # The thread holds the queue alone: were it to hold this object, nothing would end it.
             weakref.finalize(self, self._calls.put, None)
-        future = Future(call, inputs)
-        self._calls.put(future)
+        future: Future[Result] = Future()
+        self._calls.put((future, call, inputs))
         return future
 
 
-class Future(Generic[Result]):
-    """A call under way on a worker thread while the training goes on."""
-
-    def __init__(self, call: Callable[..., Result], inputs: "tuple[Future[Any], ...]" = ()) -> None:
-        self._call: Callable[..., Result] | None = call
-        self._inputs = inputs
-        self._done = threading.Event()
-        self._result: Result
-        self._error: BaseException | None = None
-        self.wait, self.done = self._done.wait, self._done.is_set
-
-    def run(self) -> None:
-        assert self._call is not None
-        try:
-            with torch.no_grad():  # a new thread would have it on
-                self._result = self._call(*(future.result() for future in self._inputs))
-        except BaseException as error:
-            # Raised by `result`, in the thread that asks.
-            self._error = error
-        self._call, self._inputs = None, ()  # and the tensors that they hold
-        self._done.set()
-
-    def result(self) -> Result:
-        """Return its value or raise its error, once it's done."""
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
-        return self._result
-
-
-_alive: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[Future[Any] | None]] = weakref.WeakKeyDictionary()
+_alive: weakref.WeakKeyDictionary[threading.Thread, Calls] = weakref.WeakKeyDictionary()
 
 
 @atexit.register
@@ -195,10 +163,15 @@ def _end() -> None:
         thread.join(max(0.0, end - time.monotonic()))
 
 
-def _work(calls: "SimpleQueue[Future[Any] | None]") -> None:
-    while (future := calls.get()) is not None:
-        future.run()
-        del future  # with its result
+def _work(calls: Calls) -> None:
+    while (sent := calls.get()) is not None:
+        future, call, inputs = sent
+        try:
+            with torch.no_grad():  # a new thread would have it on
+                future.set_result(call(*(one.result() for one in inputs)))
+        except BaseException as error:
+            future.set_exception(error)  # raised by `result`, in the thread that asks
+        del sent, future, call, inputs  # and the tensors that they hold
 
 
 class StreamQueue:

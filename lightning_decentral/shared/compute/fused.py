@@ -35,7 +35,7 @@ def operator(schema: str, in_torch: Callable[..., None]) -> Callable[..., None]:
 
     def run(*args: Any) -> None:
         found = kernels(args[0].device) if args[0].device.type == "cuda" else None
-        if found is None or not getattr(found, name)(*args):
+        if found is None or not getattr(found, name)(*args):  # no Triton, or a type or size that it doesn't serve
             in_torch(*args)
 
     _library.define(schema)

@@ -36,14 +36,14 @@ class DeviceLaps:
     def lap(self) -> int:
         """Record a lap; returns its number, from 0."""
         self._events.append(cuda.Event(enable_timing=True))
-        self._events[-1].record()
+        self._events[-1].record()  # on the current stream: queued, nobody waits
         return len(self._events) - 1
 
     def seconds(self) -> list[float]:
         """Device seconds of every lap since the first, once the device has passed the last."""
         for event in self._events:
             event.synchronize()
-        return [self._events[0].elapsed_time(event) / 1000.0 for event in self._events]
+        return [self._events[0].elapsed_time(event) / 1000.0 for event in self._events]  # milliseconds -> seconds
 
 
 class ProcessorTime:
@@ -90,7 +90,7 @@ def device_name(device: torch.device) -> str:
 def cores() -> int:
     """Number of processor cores that this process may use."""
     try:
-        return len(os.sched_getaffinity(0))
+        return len(os.sched_getaffinity(0))  # fewer than there are under taskset, SLURM, cgroups' cpusets
     except AttributeError:  # not on macOS
         return os.cpu_count() or 1
 

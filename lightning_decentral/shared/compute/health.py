@@ -29,21 +29,18 @@ def sound(scales: Tensor) -> Tensor:
         scales: [workers, ...], each the largest magnitude of what a worker holds, as `scale` gives it.
     """
     known = scales.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    if len(known) == 2:  # a message and its only receiver: a fifth of the kernels
+        median = known.amin(0)
+    else:  # infinity where a column has no finite number
+        middle = ((known < torch.inf).sum(0, keepdim=True) - 1).clamp(min=0) // 2
+        median = known.sort(0).values.gather(0, middle)[0]  # (columns,)
     # Half of what the type holds at most: no product overflows, so that infinity is never sound.
-    return known <= _lower_median(known).clamp(1, torch.finfo(scales.dtype).max / FACTOR / 2) * FACTOR
-
-
-def _lower_median(scales: Tensor) -> Tensor:
-    """The lower median of each column's finite numbers, [columns]; infinity where there are none."""
-    if len(scales) == 2:  # a message and its only receiver: a fifth of the kernels
-        return scales.amin(0)
-    middle = ((scales < torch.inf).sum(0, keepdim=True) - 1).clamp(min=0) // 2
-    return scales.sort(0).values.gather(0, middle)[0]
+    return known <= median.clamp(1, torch.finfo(scales.dtype).max / FACTOR / 2) * FACTOR
 
 
 def scale(tensors: Sequence[Tensor]) -> Tensor:
     """max |x| over all elements, a float64 scalar on their device; NaN or infinity where one is."""
-    ends = torch.stack([end for t in tensors for end in _ends(t)])
+    ends = torch.stack([end for t in tensors for end in _ends(t)])  # (2 tensors,)
     largest: Tensor = torch.linalg.vector_norm(ends, torch.inf, dtype=torch.float64)
     return largest
 
@@ -110,21 +107,21 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
     One pass over each on a device, where `t.double().square().sum()` would write two copies in float64. On a host
     torch's own norm writes one such copy, which took six times as long: here it is one of a piece after the other.
     """
-    real = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
-    return torch.stack([_on_host(t) if t.device.type == "cpu" else _of(t) for t in real]).square().sum()
+    rows = []
+    for tensor in tensors:
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        whole = real.device.type != "cpu" or real.dtype == torch.float64 or real.numel() <= PIECE
+        if not whole and real.is_contiguous():
+            # A thread gives memory back that it has freed: fresh pages for each piece took twice as long.
+            pieces = real.view(-1).split(PIECE)
+            real = torch.stack([_norm(scratch(len(p), torch.float64, p.device).copy_(p)) for p in pieces])
+        rows.append(_norm(real))
+    return torch.stack(rows).square().sum()
 
 
-def _of(tensor: Tensor) -> Tensor:
+def _norm(tensor: Tensor) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
     return norm
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    if tensor.dtype == torch.float64 or tensor.numel() <= PIECE or not tensor.is_contiguous():
-        return _of(tensor)
-    # A thread gives memory back that it has freed: fresh pages for each piece took twice as long.
-    pieces = tensor.view(-1).split(PIECE)
-    return _of(torch.stack([_of(scratch(len(p), torch.float64, p.device).copy_(p)) for p in pieces]))
 
 
 # ---- replicas that must be the same ----------------------------------------------------------------------------------
@@ -132,8 +129,9 @@ def _on_host(tensor: Tensor) -> Tensor:
 TOLERANCE = 1e-2
 """Part of a tensor's largest magnitude: rounding stays far below, a wrong update or a flipped exponent doesn't."""
 
-Look = tuple[int, float, float, float]
+Look = tuple[int | None, float, float, float]
 """Fingerprint, smallest, largest and mean element of a tensor, which are compared."""
+ABSENT: Look = None, torch.inf, torch.inf, torch.inf
 
 
 def rates(optimizers: Sequence[Optimizer]) -> dict[str, str]:
@@ -157,12 +155,19 @@ def bits(named: Mapping[str, Tensor]) -> str:
 @torch.no_grad()
 def looks(named: Mapping[str, Tensor]) -> dict[str, Look]:
     """{name: what is compared of it}."""
-    return {name: _look(tensor.detach()) for name, tensor in named.items()}
+    found: dict[str, Look] = {}
+    for name, tensor in named.items():
+        parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        wide = parts.float() if parts.element_size() == 1 else parts  # torch compares no numbers of one byte
+        mean = wide.sum(dtype=torch.float64) / max(1, wide.numel())
+        low, high = extremes(wide).tolist()
+        found[name] = int(fingerprint(tensor)), low, high, float(mean)
+    return found
 
 
 @dataclass(frozen=True)
 class Unequal:
-    """A tensor of two workers that isn't the same: (worker, its look; None where it has no such tensor).
+    """A tensor of two workers that isn't the same: (worker, its look; `ABSENT` where it has no such tensor).
 
     Attributes:
         other: the one that stands out.
@@ -170,8 +175,8 @@ class Unequal:
     """
 
     name: str
-    usual: tuple[int, Look | None]
-    other: tuple[int, Look | None]
+    usual: tuple[int, Look]
+    other: tuple[int, Look]
     deviation: float
 
     @property
@@ -196,48 +201,33 @@ def unequal(rows: Mapping[int, Mapping[str, Look]]) -> list[Unequal]:
         rows: {worker: its looks}.
     """
     names = dict.fromkeys(name for row in rows.values() for name in row)
-    found = [_compared(name, {worker: row.get(name) for worker, row in rows.items()}) for name in names]
+    found = [_compared(name, {worker: row.get(name, ABSENT) for worker, row in rows.items()}) for name in names]
     return sorted((one for one in found if one is not None), key=lambda one: -one.deviation)
 
 
-def _compared(name: str, looks: Mapping[int, Look | None]) -> Unequal | None:
-    seen = Counter(_bits(look) for look in looks.values())
+def _compared(name: str, looks: Mapping[int, Look]) -> Unequal | None:
+    seen = Counter(look[0] for look in looks.values())
     if len(seen) == 1:
         return None
     most = max(seen.values())
-    frequent = sorted((w for w, look in looks.items() if seen[_bits(look)] == most), key=lambda w: (_size(looks[w]), w))
-    usual = frequent[(len(frequent) - 1) // 2]
-    differ = [w for w, look in looks.items() if _bits(look) != _bits(looks[usual])]
+    frequent = sorted((w for w, look in looks.items() if seen[look[0]] == most), key=lambda w: (_size(looks[w]), w))
+    usual = frequent[(len(frequent) - 1) // 2]  # the lower median
+    differ = [w for w, look in looks.items() if look[0] != looks[usual][0]]
     deviations = {w: _deviation(looks[w], looks[usual]) for w in differ}
     other = max(differ, key=lambda w: deviations[w])
     return Unequal(name, (usual, looks[usual]), (other, looks[other]), deviations[other])
 
 
-def _bits(look: Look | None) -> int | None:
-    return look and look[0]
-
-
-def _size(look: Look | None) -> float:
+def _size(look: Look) -> float:
     """The largest magnitude; infinity for NaN and for no tensor."""
-    ends = [abs(end) for end in look[1:3]] if look else [float("inf")]
-    return max(end if end == end else float("inf") for end in ends)
+    return max(abs(end) if end == end else torch.inf for end in look[1:3])
 
 
-def _deviation(look: Look | None, usual: Look | None) -> float:
-    if look is None or usual is None:
-        return float("inf")
+def _deviation(look: Look, usual: Look) -> float:
     pairs = [(a, b) for a, b in zip(look[1:], usual[1:], strict=True) if a != b and (a == a or b == b)]
     deviation = max((abs(a - b) for a, b in pairs), key=lambda d: (d != d, d), default=0.0)
-    return deviation / max(1e-3, _size(usual)) if deviation < float("inf") else float("inf")
+    return deviation / max(1e-3, _size(usual)) if deviation < torch.inf else torch.inf
 
 
-def _look(tensor: Tensor) -> Look:
-    parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    wide = parts.float() if parts.element_size() == 1 else parts
-    mean = wide.sum(dtype=torch.float64) / max(1, wide.numel())
-    low, high = extremes(wide).tolist()
-    return int(fingerprint(tensor)), low, high, float(mean)
-
-
-def _seen(look: Look | None) -> str:
-    return f"is from {look[1]:.7g} to {look[2]:.7g} with mean {look[3]:.7g}" if look else "doesn't exist"
+def _seen(look: Look) -> str:
+    return f"is from {look[1]:.7g} to {look[2]:.7g} with mean {look[3]:.7g}" if look != ABSENT else "doesn't exist"

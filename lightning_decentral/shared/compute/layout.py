@@ -9,12 +9,15 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from lightning_decentral.shared.compute.buckets import Bucket
 
 Strides = tuple[int, ...]
 
@@ -70,7 +73,7 @@ class Place:
     def check(self, tensor: Tensor) -> None:
         """ValueError where it became another; a warning where it lies otherwise."""
         self.refuse_changed(tensor)
-        if memory_order(tensor.shape, dense_strides(tensor)) != memory_order(self.shape, self.strides):
+        if Place.of(tensor).order != self.order:
             warnings.warn(
                 f"a parameter of {self} got strides {tensor.stride()} after set-up, and gets those back that all "
                 "workers began with: give a memory format in configure_model() or setup()",
@@ -81,19 +84,12 @@ class Place:
         return f"shape {tuple(self.shape)}, {self.dtype}"
 
 
-class Laid(Protocol):
-    """A flat tensor in which parameters lie."""
-
-    @property
-    def places(self) -> Sequence[Place]: ...
-
-
-def orders(buckets: Iterable[Laid]) -> list[list[int]]:
+def orders(buckets: "Iterable[Bucket]") -> list[list[int]]:
     """Orders of dimensions in memory, for a checkpoint, whose messages and rules' states are flat memory."""
     return [[*place.order] for bucket in buckets for place in bucket.places]
 
 
-def refuse_reordered(state: Mapping[str, Any], buckets: Iterable[Laid]) -> None:
+def refuse_reordered(state: Mapping[str, Any], buckets: "Iterable[Bucket]") -> None:
     """ValueError where what was saved in other orders would be read in these."""
     flat = any(state["states"]) or state["flights"] or len(state["exchange"]) > 1  # other than the codec's name
     now = orders(buckets)
@@ -122,7 +118,12 @@ def described(module: nn.Module) -> dict[str, str]:
     refuse_lazy(module.parameters())
     parameters = {name: _text(p) + ("" if p.requires_grad else " (frozen)") for name, p in module.named_parameters()}
     for name, parameter in module.named_parameters():
-        refuse_repeated(name, parameter)
+        # Expanded: an update in place would be one of all that share a number.
+        if any(step == 0 and n > 1 for n, step in zip(parameter.shape, parameter.stride(), strict=True)):
+            raise ValueError(
+                f"{name} of shape {tuple(parameter.shape)} repeats its memory (strides {parameter.stride()}): expand "
+                "it in forward, or make it nn.Parameter(x.clone())"
+            )
     return parameters | {name: _text(buffer) for name, buffer in module.named_buffers()}
 
 
@@ -133,23 +134,16 @@ def _text(tensor: Tensor) -> str:
     return f"{size} {tensor.dtype}" + ("" if is_row_major(size, strides) else f" strides {strides}")
 
 
-def refuse_repeated(name: str, parameter: Tensor) -> None:
-    """ValueError for an expanded one: an update in place would be one of all that share a number."""
-    if any(step == 0 and n > 1 for n, step in zip(parameter.shape, parameter.stride(), strict=True)):
-        raise ValueError(
-            f"{name} of shape {tuple(parameter.shape)} repeats its memory (strides {parameter.stride()}): expand it "
-            "in forward, or make it nn.Parameter(x.clone())"
-        )
-
-
 def refuse_shared(module: nn.Module) -> None:
     """ValueError for a trained parameter in another tensor's memory: in a message it has numbers of its own, and the
     two part."""
     found = dict(chain(module.named_parameters(), module.named_buffers()))
-    ranges = sorted((*_range(tensor), name) for name, tensor in found.items() if _has_memory(tensor))
+    dense = {name: tensor for name, tensor in found.items() if tensor.layout == torch.strided and tensor.numel() > 0}
+    there = {name: tensor for name, tensor in dense.items() if not (tensor.is_meta or is_lazy(tensor))}
+    ranges = sorted((*_range(tensor), name) for name, tensor in there.items())
     open_ones: list[tuple[int, str]] = []
     for start, end, name in ranges:
-        open_ones = [(until, other) for until, other in open_ones if until > start]
+        open_ones = [(until, other) for until, other in open_ones if until > start]  # ranges that reach into this one
         for _, other in open_ones:
             pair = found[name], found[other]
             if any(t.requires_grad for t in pair) and _share(*pair):
@@ -158,10 +152,6 @@ def refuse_shared(module: nn.Module) -> None:
                     "tie them as one (head.weight = embedding.weight), or clone one"
                 )
         open_ones.append((end, name))
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and tensor.numel() > 0 and not (tensor.is_meta or is_lazy(tensor))
 
 
 def _range(tensor: Tensor) -> tuple[int, int]:
@@ -175,7 +165,7 @@ def _share(one: Tensor, other: Tensor) -> bool:
     if one.device != other.device or one.dtype != other.dtype:
         return one.device == other.device
     first, each = min(one.data_ptr(), other.data_ptr()), one.element_size()
-    places = torch.zeros(max(_range(one)[1], _range(other)[1]) - first, dtype=torch.bool)
+    places = torch.zeros(max(_range(one)[1], _range(other)[1]) - first, dtype=torch.bool)  # as many as bytes: enough
     starts = [(t.data_ptr() - first) // each for t in (one, other)]
     views = [torch.as_strided(places, t.shape, t.stride(), at) for t, at in zip((one, other), starts, strict=True)]
     views[0].fill_(True)
@@ -186,7 +176,7 @@ def put(tensor: Tensor, value: Tensor) -> None:
     """tensor <- value, in place; of an expanded one, what it repeats is written once."""
     mine = tensor
     for dim, (size, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        mine = mine.narrow(dim, 0, 1) if step == 0 and size > 1 else mine
+        mine = mine.narrow(dim, 0, 1) if step == 0 and size > 1 else mine  # one of those that share memory
     mine.copy_(value if mine is tensor else value[tuple(slice(size) for size in mine.shape)])
 
 
@@ -245,7 +235,7 @@ class ModelLayout:
                 place.check(parameter)
             value = laid(parameter, place)
             if value is not parameter:
-                parameter.data = value
+                parameter.data = value  # the same Parameter: optimizers and hooks keep it
 
     def packing(self, pack: Pack) -> Pack:
         """`pack` of parameters that lie as all workers' do: also of those that are freed later."""

@@ -34,7 +34,7 @@ TILE = 2048
 @triton.jit
 def _difference(sent, h0, h1, h2, h3, sane, w0, w1, w2, w3, at, mask, COUNT: tl.constexpr):
     s = tl.load(sent + at, mask=mask).to(tl.float32)
-    total = tl.where(tl.load(sane + 1) != 0, tl.load(h0 + at, mask=mask).to(tl.float32) - s, 0.0) * w0
+    total = tl.where(tl.load(sane + 1) != 0, tl.load(h0 + at, mask=mask).to(tl.float32) - s, 0.0) * w0  # sane[0]: own
     if COUNT > 1:
         total += tl.where(tl.load(sane + 2) != 0, tl.load(h1 + at, mask=mask).to(tl.float32) - s, 0.0) * w1
     if COUNT > 2:
@@ -68,13 +68,13 @@ def _magnitude(values):
 @triton.jit
 def copy_kernel(out, message, parts, n, BLOCK: tl.constexpr):
     largest = tl.zeros([BLOCK], tl.float32)
-    start = tl.program_id(0).to(tl.int64) * BLOCK
+    start = tl.program_id(0).to(tl.int64) * BLOCK  # 64 bits: a model may have more than 2^31 elements
     while start < n:
         at = start + tl.arange(0, BLOCK)
         values = tl.load(message + at, mask=at < n, other=0.0)
         tl.store(out + at, values, mask=at < n)
         largest = tl.maximum(largest, _magnitude(values.to(tl.float32)))
-        start += tl.num_programs(0) * BLOCK
+        start += tl.num_programs(0) * BLOCK  # this program's next block
     tl.store(parts + tl.program_id(0), tl.max(largest, 0))
 
 
@@ -83,7 +83,7 @@ def correct_and_copy_kernel(
     out, parts, x, sent, h0, h1, h2, h3, sane, w0, w1, w2, w3, rate, n, COUNT: tl.constexpr, BLOCK: tl.constexpr
 ):
     largest = tl.zeros([BLOCK], tl.float32)
-    start = tl.program_id(0).to(tl.int64) * BLOCK
+    start = tl.program_id(0).to(tl.int64) * BLOCK  # 64 bits: a model may have more than 2^31 elements
     while start < n:
         at = start + tl.arange(0, BLOCK)
         mask = at < n
@@ -92,7 +92,7 @@ def correct_and_copy_kernel(
         tl.store(x + at, values, mask=mask)
         tl.store(out + at, values, mask=mask)
         largest = tl.maximum(largest, tl.where(mask, _magnitude(values.to(tl.float32)), 0.0))
-        start += tl.num_programs(0) * BLOCK
+        start += tl.num_programs(0) * BLOCK  # this program's next block
     tl.store(parts + tl.program_id(0), tl.max(largest, 0))
 
 
@@ -102,13 +102,13 @@ def header_kernel(header, parts, step, elements, count, PARTS: tl.constexpr):
     largest = tl.max(tl.load(parts + at, mask=at < count, other=0.0), 0)
     tl.store(header, step.to(tl.int64))
     tl.store(header + 1, elements.to(tl.int64))
-    tl.store(header + 2, largest.to(tl.float64).to(tl.int64, bitcast=True))
+    tl.store(header + 2, largest.to(tl.float64).to(tl.int64, bitcast=True))  # bits, as `health.stated`'s
 
 
 @triton.jit
 def judge_kernel(sane, headers, count, MOST: tl.constexpr, FACTOR: tl.constexpr, HEADERS: tl.constexpr):
     at = tl.arange(0, HEADERS)
-    bits = tl.load(headers + 3 * at + 2, mask=at < count, other=0)
+    bits = tl.load(headers + 3 * at + 2, mask=at < count, other=0)  # (step, elements, scale) of each
     scales = tl.where(at < count, bits.to(tl.float64, bitcast=True), float("inf"))
     known = tl.where(scales == scales, scales, float("inf"))
     # The rank of each, equal ones in order; of what is finite, the lower median.
@@ -124,7 +124,7 @@ def judge_kernel(sane, headers, count, MOST: tl.constexpr, FACTOR: tl.constexpr,
 @triton.jit
 def _start(piece, key):
     x = piece.to(tl.uint32) * 0x9E3779B9 + key
-    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 16)) * 0x7FEB352D  # "lowbias32", as `blocks._hashed`
     x = (x ^ (x >> 15)) * 0x846CA68B
     return ((x ^ (x >> 16)) & 0xFFFF).to(tl.int32)
 
@@ -185,7 +185,7 @@ def correct_and_state_(
 ) -> bool:
     if len(received) > NEIGHBOURS or x.dtype not in TYPES:
         return False
-    programs = min(triton.cdiv(x.numel(), BLOCK), PARTS)
+    programs = min(triton.cdiv(x.numel(), BLOCK), PARTS)  # the second kernel reads all parts at once
     parts = torch.empty(programs, dtype=torch.float32, device=x.device)
     given = sent, *_four(received), sane, *_four(weights)
     correct_and_copy_kernel[(programs,)](
@@ -224,11 +224,11 @@ def judge_(sane: Tensor, headers: Tensor) -> bool:
 def int8_encode_(quantized: Tensor, scales: Tensor, message: Tensor, block: int, key: int, replace: bool) -> bool:
     if block > LARGEST_BLOCK or message.dtype not in TYPES:
         return False
-    columns = triton.next_power_of_2(block)
+    columns = triton.next_power_of_2(block)  # a program's arrays have such sizes
     encode_kernel[(len(scales),)](
         *(message, quantized, scales, blocks.midpoints(message.device), message.numel(), key & 0x7FFFFFFF),
         *(block, blocks.MIDPOINTS - blocks.MIDPOINTS % block, columns, replace),
-        num_warps=_warps(columns),
+        num_warps=max(1, min(4, columns // 256)),
         enable_fp_fusion=False,
     )
     return True
@@ -237,8 +237,8 @@ def int8_encode_(quantized: Tensor, scales: Tensor, message: Tensor, block: int,
 def int8_decode_(out: Tensor, quantized: Tensor, scales: Tensor, block: int) -> bool:
     if block > LARGEST_BLOCK or out.dtype not in TYPES:
         return False
-    columns = triton.next_power_of_2(block)
-    rows = max(1, TILE // columns)
+    columns = triton.next_power_of_2(block)  # a program's arrays have such sizes
+    rows = max(1, TILE // columns)  # blocks of one program
     given = out, quantized, scales, out.numel(), block, len(scales)
     decode_kernel[(triton.cdiv(len(scales), rows),)](*given, rows, columns)
     return True
@@ -257,8 +257,4 @@ def try_out(device: torch.device) -> None:
 
 
 def _four(given: Sequence[T]) -> list[T]:
-    return [*given, *[given[0]] * (NEIGHBOURS - len(given))]
-
-
-def _warps(columns: int) -> int:
-    return max(1, min(4, columns // 256))
+    return [*given, *[given[0]] * (NEIGHBOURS - len(given))]  # what stands for nobody is never read

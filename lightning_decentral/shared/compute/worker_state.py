@@ -46,7 +46,7 @@ def random_state() -> dict[str, Any]:
     version, internal, python_gauss = random.getstate()
     # Tensors and primitives only, so that a file loads with `weights_only=True`.
     return {
-        "torch": torch.get_rng_state(),
+        "torch": torch.get_rng_state(),  # the host's
         "cuda": cuda.random_states(),
         "numpy": [torch.from_numpy(np.asarray(keys).astype(np.int64)), int(position), int(has_gauss), float(gauss)],
         "python": [version, list(internal), python_gauss],
@@ -76,7 +76,11 @@ def digest(tree: Any) -> str:
 def _add(state: Any, tree: Any) -> None:
     match tree:
         case Tensor():
-            _add_tensor(state, tree)
+            state.update(f"tensor {tree.dtype} {tuple(tree.shape)} ".encode())
+            if tree.layout == torch.strided and not tree.is_quantized:
+                flat = tree.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+                raw: Any = flat.view(torch.uint8).numpy()
+                state.update(f"{zlib.crc32(raw)} ".encode())
         case np.ndarray() | np.generic():
             state.update(f"array {tree.dtype} {tree.shape} ".encode() + np.asarray(tree).tobytes())
         case Mapping():
@@ -90,21 +94,13 @@ def _add(state: Any, tree: Any) -> None:
                 _add(state, value)
         case _:
             kind = type(tree).__name__
-            text = repr(tree) if isinstance(tree, _PLAIN) else ""
+            text = repr(tree) if isinstance(tree, _PLAIN) else ""  # an address would differ each time
             state.update(f"{kind} {len(text)} {text} ".encode(errors="surrogatepass"))
 
 
-def _add_tensor(state: Any, tensor: Tensor) -> None:
-    state.update(f"tensor {tensor.dtype} {tuple(tensor.shape)} ".encode())
-    if tensor.layout == torch.strided and not tensor.is_quantized:
-        flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        raw: Any = flat.view(torch.uint8).numpy()
-        state.update(f"{zlib.crc32(raw)} ".encode())
-
-
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PIECE = 1 << 20
-_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
+_PIECE = 1 << 20  # elements, 8 MiB as 64-bit numbers
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, as a signed number
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
@@ -115,7 +111,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
     whole = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     flat = whole.detach().resolve_neg().contiguous().reshape(-1)
     weights = (torch.arange(1, min(flat.numel(), _PIECE) + 1, device=flat.device) * _ODD).bitwise_or(1)
-    weights = (weights * (weights >> 29)).bitwise_or(1)
+    weights = (weights * (weights >> 29)).bitwise_or(1)  # odd: invertible, so that one change always shows
     found = torch.zeros((), dtype=torch.int64, device=flat.device)
     for piece in flat.view(_WORDS[flat.element_size()]).split(_PIECE):
         found = found * _ODD + (piece.long() * weights[: len(piece)]).sum()

@@ -2,15 +2,18 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_decentral.shared.meeting import GroupedStrategy, WorkerGroup
-from lightning_decentral.shared.updates import IN_LOOP, FollowedStrategy, Updates
+from lightning_decentral.shared.meeting import WorkerGroup
+from lightning_decentral.shared.updates import IN_LOOP, Updates
 from lightning_decentral.shared.wire.meeting.comparison import Layout, TrainingComparison
+
+if TYPE_CHECKING:
+    from lightning_decentral.shared.fabric.strategy import FabricWorkers
 
 LOOK_STEPS = 100
 """Steps between comparisons of all buffers, to find those that change: a user's own loop doesn't report epochs."""
@@ -48,16 +51,10 @@ class Accumulating(_BackwardSyncControl):
         return self._strategy.accumulating(module) if enabled else nullcontext()
 
 
-class Looping(GroupedStrategy, FollowedStrategy, Protocol):
-    """Interface asked of a strategy whose loop is the user's."""
-
-    def rounds(self) -> list[int]: ...
-
-
 class FabricWorkerGroup(WorkerGroup):
     """Says at which step of the user's loop this worker is."""
 
-    def __init__(self, of: Looping, timeout: timedelta) -> None:
+    def __init__(self, of: "FabricWorkers", timeout: timedelta) -> None:
         super().__init__(of, timeout)
         self._loop = of
         self._updates: Updates | None = None

@@ -34,9 +34,15 @@ def checked(cls: Class) -> Class:
     @functools.wraps(made)
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
         constructor = constructor_of(cls, made)
-        args, kwargs = constructor.taken(args, kwargs)
+        # More than it takes are left to Python to refuse.
+        args = (*map(constructor.one, constructor.places, args), *args[len(constructor.places) :])
+        kwargs = {name: constructor.one(name, value) for name, value in kwargs.items()}
         made(self, *args, **kwargs)
-        constructor.refuse_infinite(args, kwargs)
+        for name, value in (*zip(constructor.places, args, strict=False), *kwargs.items()):
+            # A NaN or an infinity that no range of the constructor's own has refused, whose error is better.
+            if name in constructor.kinds and isinstance(value, float) and not isfinite(value):
+                remedy = constructor.defaults.get(name, "give a finite one")
+                raise ValueError(f"{constructor.owner}: {name} must be a finite number, got {value}: {remedy}")
 
     cls.__init__ = construct  # type: ignore[misc]
     return cls
@@ -57,20 +63,8 @@ class Constructor:
     kinds: Mapping[str, ArgumentKind]
     defaults: Mapping[str, str]
 
-    def taken(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, converted. ValueError for one of another kind; too many are left to Python to refuse."""
-        placed = [self.one(name, value) for name, value in zip(self.places, args, strict=False)]
-        return (*placed, *args[len(placed) :]), {name: self.one(name, value) for name, value in kwargs.items()}
-
-    def refuse_infinite(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """ValueError for a NaN or an infinity that no range of the constructor's own has refused."""
-        for name, value in (*zip(self.places, args, strict=False), *kwargs.items()):
-            if name in self.kinds and isinstance(value, float) and not isfinite(value):
-                remedy = self.defaults.get(name, "give a finite one")
-                raise ValueError(f"{self.owner}: {name} must be a finite number, got {value}: {remedy}")
-
     def one(self, name: str, value: Any, place: str = "") -> Any:
-        """This argument, converted.
+        """This argument, converted; ValueError for one of another kind.
 
         Args:
             place: where a configuration has it, for the message.
@@ -84,8 +78,7 @@ class Constructor:
             remedy = str(mismatch) or _rewritten(place or name, value, kind)
         if not remedy and (names := kind.names()):
             remedy = f"use one of {', '.join(names)}"
-        title = place or f"{self.owner}: {name}"
-        remedy = remedy or self.defaults.get(name) or f"give {kind.text}"
+        title, remedy = place or f"{self.owner}: {name}", remedy or self.defaults.get(name) or f"give {kind.text}"
         raise ValueError(f"{title} must be {kind.text}, got {shown(value)}: {remedy}") from None
 
 
@@ -105,7 +98,8 @@ def constructor_of(target: Any, made: Callable[..., Any]) -> Constructor:
     hints = {name: hint for init in (*bases, made) for name, hint in _hints(init).items()}
     named = {name for name in hints if further or name in own} - {"return"}
     places = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
-    defaults = {p.name: _default(p) for p in parameters if p.default is not p.empty}
+    texts = {p.name: shown(p.default) for p in parameters if p.default is not p.empty}
+    defaults = {n: f"leave it out for {'the default' if text.startswith('<') else text}" for n, text in texts.items()}
     return Constructor(target.__name__, places, {name: kind_of(hints[name]) for name in named}, defaults)
 
 
@@ -114,11 +108,6 @@ def _hints(init: Any) -> dict[str, Any]:
         return get_type_hints(init)
     except (NameError, TypeError, AttributeError):  # of Lightning or torch, and not theirs to read at run time
         return {}
-
-
-def _default(parameter: inspect.Parameter) -> str:
-    value = shown(parameter.default)
-    return "leave it out for the default" if value.startswith("<") else f"leave it out for {value}"
 
 
 def _rewritten(name: str, value: Any, kind: ArgumentKind) -> str:
@@ -181,10 +170,11 @@ class StrategyType(ABCMeta):
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
         made: type = cls
-        for name, kind in _choosers(cls).items():
-            if isinstance(options.get(name), str):  # by its name, as in the YAML files; a wrong one is refused later
-                with suppress(Mismatch):
-                    options[name] = kind.taken(options[name])
+        for name, hint in _hints(inspect.unwrap(cls.__init__)).items():  # type: ignore[misc]
+            kinds = [part for part in (hint, *get_args(hint)) if isinstance(part, type)]
+            if isinstance(options.get(name), str) and any(issubclass(kind, ChoosesStrategy) for kind in kinds):
+                with suppress(Mismatch):  # by its name, as in the YAML files; a wrong one is refused later
+                    options[name] = kind_of(hint).taken(options[name])
         for option in options.values():
             if isinstance(option, ChoosesStrategy):
                 made = option.strategy(made)
@@ -195,14 +185,3 @@ class StrategyType(ABCMeta):
         """Signature of the constructor, which `__call__` would hide from `inspect` and from command lines."""
         parameters = list(inspect.signature(cls.__init__).parameters.values())  # type: ignore[misc]
         return inspect.Signature(parameters[1:])
-
-
-@functools.cache
-def _choosers(cls: type) -> Mapping[str, ArgumentKind]:
-    """Options of a strategy that may choose its class, by name."""
-    hints = _hints(inspect.unwrap(cls.__init__))  # type: ignore[misc]
-
-    def chooses(hint: Any) -> bool:
-        return any(isinstance(part, type) and issubclass(part, ChoosesStrategy) for part in (hint, *get_args(hint)))
-
-    return {name: kind_of(hint) for name, hint in hints.items() if chooses(hint)}

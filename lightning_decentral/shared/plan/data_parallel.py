@@ -49,16 +49,15 @@ Travel = Callable[[int, float, str], list[list[Task[str]]]]
 """The tasks of a bucket, in phases: its number, its bytes, and the task that completes its gradients."""
 
 
-def all_reduced(price: Price) -> Travel:
-    """One all-reduce."""
-    return lambda number, size, last: [[Task(f"all-reduce {number}", "network", price.seconds(size), (last,))]]
-
-
 def step(
     blocks: Sequence[BlockCost], all_reduce: Price, factor: float = 1.0, bucket_bytes: int = BUCKET_BYTES
 ) -> list[Task[str]]:
     """`step_by` with one all-reduce for each bucket."""
-    return step_by(blocks, all_reduced(all_reduce), factor, bucket_bytes)
+
+    def travel(number: int, size: float, last: str) -> list[list[Task[str]]]:
+        return [[Task(f"all-reduce {number}", "network", all_reduce.seconds(size), (last,))]]
+
+    return step_by(blocks, travel, factor, bucket_bytes)
 
 
 def step_by(blocks: Sequence[BlockCost], travel: Travel, factor: float, bucket_bytes: int) -> list[Task[str]]:
@@ -73,7 +72,10 @@ def step_by(blocks: Sequence[BlockCost], travel: Travel, factor: float, bucket_b
     sent = {last: travel(number, size, last) for number, (last, size) in filled.items()}
     needs = tuple(phases[-1][-1].name for phases in sent.values())
     update = Task("update", "compute", factor * sum(b.update_seconds for b in blocks), needs)
-    orders = [[*behind(tasks, sent, lag), update] for lag in _lags(sent)]
+    lags = {0}
+    if any(len(phases) > 1 for phases in sent.values()):  # 0, 1, 2, 4, ... up to all buckets
+        lags |= {*(2**power for power in range(len(sent).bit_length())), len(sent)}
+    orders = [[*behind(tasks, sent, lag), update] for lag in sorted(lags)]
     return min(orders, key=lambda order: makespan(run(order))) if len(orders) > 1 else orders[0]
 
 
@@ -95,13 +97,6 @@ def behind(tasks: Sequence[Task[str]], sent: dict[str, list[list[Task[str]]]], l
             order += due(complete)
             complete += 1
     return [*order, *(task for at in range(complete, complete + most * lag) for task in due(at))]
-
-
-def _lags(sent: dict[str, list[list[Task[str]]]]) -> list[int]:
-    """0, 1, 2, 4, ... up to all buckets, where there is more than one phase."""
-    if all(len(phases) == 1 for phases in sent.values()):
-        return [0]
-    return sorted({0, *(2**power for power in range(len(sent).bit_length())), len(sent)})
 
 
 @dataclass(frozen=True)
@@ -148,7 +143,20 @@ def sharded_step(
         tasks.append(Task(f"gather {block.name}", "network", gather.seconds(block.parameter_bytes), free))
         needs = (f"gather {block.name}",)
         tasks.append(Task(f"forward {block.name}", "compute", factor * block.forward_seconds, needs))
-    tasks += _backward(list(reversed(blocks)), gather, scatter, factor)
+    back = list(reversed(blocks))
+
+    def scattering(block: BlockCost) -> Task[str]:
+        seconds = scatter.seconds(block.parameter_bytes)
+        return Task(f"scatter {block.name}", "network", seconds, (f"backward {block.name}",))
+
+    for at, block in enumerate(back):
+        before = f"backward {back[at - 2].name}" if at > 1 else f"forward {back[0].name}"
+        tasks.append(Task(f"gather {block.name} again", "network", gather.seconds(block.parameter_bytes), (before,)))
+        needs = (f"gather {block.name} again",)
+        tasks.append(Task(f"backward {block.name}", "compute", factor * block.backward_seconds, needs))
+        if at:  # behind the next gather, for which the backward would wait
+            tasks.append(scattering(back[at - 1]))
+    tasks.append(scattering(back[-1]))
     scattered = tuple(f"scatter {block.name}" for block in blocks)
     update = factor * sum(b.update_seconds for b in blocks) / shards
     if not whole:
@@ -168,22 +176,6 @@ def whole_matrices(setting: Setting, shards: int) -> float:
     flows = min(shards, cluster.per_node)
     price = setting.network.price("exchange", cluster.reach(shards), shards, flows, flows)
     return price.seconds((shards - 1) / shards * part)
-
-
-def _backward(blocks: Sequence[BlockCost], gather: Price, scatter: Price, factor: float) -> list[Task[str]]:
-    tasks: list[Task[str]] = []
-    for at, block in enumerate(blocks):
-        free = f"backward {blocks[at - 2].name}" if at > 1 else f"forward {blocks[0].name}"
-        tasks.append(Task(f"gather {block.name} again", "network", gather.seconds(block.parameter_bytes), (free,)))
-        needs = (f"gather {block.name} again",)
-        tasks.append(Task(f"backward {block.name}", "compute", factor * block.backward_seconds, needs))
-        if at:  # behind the next gather, for which the backward would wait
-            tasks.append(_scatter(blocks[at - 1], scatter))
-    return [*tasks, _scatter(blocks[-1], scatter)]
-
-
-def _scatter(block: BlockCost, scatter: Price) -> Task[str]:
-    return Task(f"scatter {block.name}", "network", scatter.seconds(block.parameter_bytes), (f"backward {block.name}",))
 
 
 def sharded_bytes(model: Model, shards: int) -> float:

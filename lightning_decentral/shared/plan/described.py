@@ -7,6 +7,7 @@ and keeps under the same name, or that name behind an underscore.
 import inspect
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from datetime import timedelta
 from enum import Enum
@@ -32,7 +33,11 @@ def described(value: object, name: str) -> dict[str, str]:
 
 def constructed(value: object, within: Iterable[type], skip: Iterable[str] = ()) -> dict[str, Any]:
     """{argument: what the object keeps of it} of the constructors of these classes."""
-    names = dict.fromkeys(name for cls in within for name in _arguments(cls))
+    names: dict[str, None] = {}
+    for cls in within:
+        with suppress(ValueError, KeyError):  # built in, or none of its own
+            parameters = list(inspect.signature(vars(cls)["__init__"]).parameters.values())[1:]
+            names |= {p.name: None for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     kept = {name: getattr(value, name, getattr(value, f"_{name}", _NOTHING)) for name in names}
     return {name: part for name, part in kept.items() if part is not _NOTHING and name not in skip}
 
@@ -47,16 +52,6 @@ def first_difference(mine: Mapping[str, str], theirs: Mapping[str, str], sign: s
         return None
     one, other = (f"{name}{sign}{of[name]}" if name in of else f"no {name}" for of in (mine, theirs))
     return one, other
-
-
-def _arguments(cls: type) -> list[str]:
-    if "__init__" not in vars(cls):
-        return []
-    try:
-        parameters = list(inspect.signature(vars(cls)["__init__"]).parameters.values())[1:]
-    except ValueError:  # built in
-        return []
-    return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, PurePath, timedelta, Enum)

@@ -39,11 +39,8 @@ def linear_partition(costs: Costs, pieces: int) -> tuple[int, ...] | None:
     largest[0] = 0.0
     for _ in range(pieces):
         largest = np.maximum(costs, largest[None, :]).min(axis=1)
-    return _cheapest(np.where(costs <= largest[-1], costs, np.inf), pieces)
-
-
-def _cheapest(allowed: Costs, pieces: int) -> tuple[int, ...] | None:
-    best = np.full(len(allowed), np.inf)
+    allowed = np.where(costs <= largest[-1], costs, np.inf)
+    best = np.full(count, np.inf)
     best[0] = 0.0
     steps = []
     for _ in range(pieces):
@@ -52,7 +49,7 @@ def _cheapest(allowed: Costs, pieces: int) -> tuple[int, ...] | None:
         best = sums.min(axis=1)
     if not np.isfinite(best[-1]):
         return None
-    at = [len(allowed) - 1]
+    at = [count - 1]
     for before in reversed(steps):
         at.append(int(before[at[-1]]))
     return tuple(reversed(at))

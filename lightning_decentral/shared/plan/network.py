@@ -22,23 +22,16 @@ from math import ceil, inf, log, log2
 
 from lightning_decentral.shared.plan.profile import LinkCost
 
+Count = Callable[[int], float]
 
-@dataclass(frozen=True)
-class RingCost:
-    """Number of times that the latency is paid, and that a message's bytes pass a link, by the number of workers."""
-
-    hops: Callable[[int], float]
-    copies: Callable[[int], float]
-
-
-_GATHER = RingCost(lambda n: n - 1, lambda n: (n - 1) / n)
-OPERATIONS = {
-    "exchange": RingCost(lambda n: 1, lambda n: 1),
-    "all_gather": _GATHER,
-    "reduce_scatter": _GATHER,
-    "all_reduce": RingCost(lambda n: 2 * (n - 1), lambda n: 2 * (n - 1) / n),
-    "broadcast": RingCost(lambda n: ceil(log2(n)), lambda n: 1),
+OPERATIONS: dict[str, tuple[Count, Count]] = {
+    "exchange": (lambda n: 1, lambda n: 1),
+    "all_gather": (lambda n: n - 1, lambda n: (n - 1) / n),
+    "reduce_scatter": (lambda n: n - 1, lambda n: (n - 1) / n),
+    "all_reduce": (lambda n: 2 * (n - 1), lambda n: 2 * (n - 1) / n),
+    "broadcast": (lambda n: ceil(log2(n)), lambda n: 1),
 }
+"""{operation: (hops, copies)}: how often the latency is paid, and a message's bytes pass a link, among n workers."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +74,10 @@ class Network:
         if workers < 2:
             return FREE
         cost = self._nearest(operation, reach, workers, flows, per_node, peers)
-        asked, measured = OPERATIONS[operation], OPERATIONS[cost.operation]
-        hops = asked.hops(workers) / measured.hops(cost.workers)
+        (hops_of, copies_of), (measured_hops, measured_copies) = OPERATIONS[operation], OPERATIONS[cost.operation]
+        hops = hops_of(workers) / measured_hops(cost.workers)
         # More flows than measured share what the card gave; fewer may be no faster, one alone being limited otherwise.
-        copies = asked.copies(workers) / measured.copies(cost.workers) * max(1.0, flows / cost.flows)
+        copies = copies_of(workers) / measured_copies(cost.workers) * max(1.0, flows / cost.flows)
         found = (cost.operation, cost.reach, cost.workers, cost.flows)
         measured_so = found == (operation, reach, workers, flows) and (reach == "inside" or cost.per_node == per_node)
         # For more neighbours than an exponential graph has, nothing is marked.

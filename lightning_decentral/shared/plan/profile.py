@@ -8,7 +8,7 @@ measures.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -255,24 +255,21 @@ def read(path: str | Path) -> Profile:
 
 def _profile(found: Mapping[str, Any]) -> Profile:
     model = dict(found["model"])
-    blocks = tuple(_block(block) for block in model.pop("blocks"))
+    blocks = []
+    for block in model.pop("blocks"):
+        # A KeyError for what is always measured, although it has a default.
+        always = {key: block[key] for key in ALWAYS_MEASURED}
+        hidden = tuple((int(short), int(long)) for short, long in block.get("hidden", ()))
+        blocks.append(BlockCost(**{**block, **always, "hidden": hidden}))
     if not blocks:
         raise ValueError("a model without blocks")
     words = tuple(map(str, model.pop("words", ())))
     rounds = tuple(RoundWork(**work) for work in model.pop("rounds", ()))
     states = tuple((str(name), int(size)) for name, size in model.pop("states", ()))
-    network = tuple(LinkCost(**{**cost, "points": _pairs(cost.get("points", ()))}) for cost in found["network"])
+    network = []
+    for cost in found["network"]:
+        points = tuple((float(size), float(seconds)) for size, seconds in cost.get("points", ()))
+        network.append(LinkCost(**{**cost, "points": points}))
     variation = tuple(float(factor) for factor in found["variation"])
-    known = Model(blocks=blocks, words=words, rounds=rounds, states=states, **model)
-    return Profile(known, network, variation, dict(found["hosts"]))
-
-
-def _block(found: Mapping[str, Any]) -> BlockCost:
-    # A KeyError for what is always measured, although it has a default.
-    always = {key: found[key] for key in ALWAYS_MEASURED}
-    hidden = tuple((int(short), int(long)) for short, long in found.get("hidden", ()))
-    return BlockCost(**{**found, **always, "hidden": hidden})
-
-
-def _pairs(points: Sequence[Sequence[float]]) -> tuple[tuple[float, float], ...]:
-    return tuple((float(size), float(seconds)) for size, seconds in points)
+    known = Model(blocks=tuple(blocks), words=words, rounds=rounds, states=states, **model)
+    return Profile(known, tuple(network), variation, dict(found["hosts"]))

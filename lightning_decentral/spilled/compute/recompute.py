@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lightning_decentral.shared.compute.around.rerun import Autocast, Remembered
+from lightning_decentral.shared.compute.around import Autocast, Remembered
 from lightning_decentral.spilled.compute.transfer import OffloadDevice
 
 

@@ -196,7 +196,7 @@ def test_at_delay_zero_and_on_a_device_the_exchange_stays_as_it_is() -> None:
 def test_a_lane_keeps_the_order_records_no_graph_and_ends_with_its_owner() -> None:
     lane, done = WorkerThread("tested"), []
     errands = [lane.send(lambda i=i: done.append((i, torch.is_grad_enabled()))) for i in range(100)]
-    errands[-1].wait()
+    errands[-1].exception()
     assert done == [(i, False) for i in range(100)]
     (thread,) = [t for t in threading.enumerate() if t.name == "tested"]
     assert thread.daemon

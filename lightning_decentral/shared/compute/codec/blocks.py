@@ -4,8 +4,8 @@ Random numbers are a function of (key, place): nothing to save, equal on every d
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -32,23 +32,18 @@ def piece_length(block: int) -> int:
     return LARGEST_BLOCK - LARGEST_BLOCK % block
 
 
-class _Scratch(threading.local):
-    """Reused memory of each thread, by dtype."""
-
-    def __init__(self) -> None:
-        self.held: dict[torch.dtype, Tensor] = {}
-
-
-_here = _Scratch()
+_here = threading.local()
+"""Reused memory of each thread, by dtype."""
 
 
 def scratch(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory until this thread asks again: on a host fresh pages cost more than the work."""
     if device.type != "cpu":
         return torch.empty(elements, dtype=dtype, device=device)
-    held = _here.held.get(dtype)
+    held: Tensor | None = getattr(_here, str(dtype), None)
     if held is None or held.numel() < elements:
-        held = _here.held[dtype] = torch.empty(elements, dtype=dtype, device=device)
+        held = torch.empty(elements, dtype=dtype, device=device)
+        setattr(_here, str(dtype), held)
     return held[:elements]
 
 
@@ -92,13 +87,23 @@ def dither(number: int, key: int, piece: int, device: torch.device) -> Callable[
     All midpoints are shuffled once; a piece, of 2^16 places at most, reads them from a hashed place on: no two numbers
     of a piece are equal, and two pieces seldom begin alike.
     """
-    pieces = -(-number // piece)
-    table = midpoints(device)
+    pieces, table = -(-number // piece), midpoints(device)
+    first = key & 0x7FFFFFFF  # a signed number of 32 bits
     if device.type != "cpu":
-        starts = _hashed(_golden(pieces, device).add_(key & 0x7FFFFFFF)).bitwise_and_(MIDPOINTS - 1)
+        # first + 0, g, 2g, ... with the golden ratio of 2^32, wrapped: neighbours differ much before they are hashed.
+        places = torch.arange(pieces, dtype=torch.int32, device=device).mul_(_GOLDEN).add_(first)
+        starts = _hashed(places).bitwise_and_(MIDPOINTS - 1)
         return lambda start, stop, out: out.copy_(_gathered(table, starts, piece, start, stop))
-    first = [_hash(place * _GOLDEN + (key & 0x7FFFFFFF)) & MIDPOINTS - 1 for place in range(pieces)]
-    return partial(_copied, table, first, piece)
+    begins = [_hash(place * _GOLDEN + first) & MIDPOINTS - 1 for place in range(pieces)]
+
+    def copied(start: int, stop: int, out: Tensor) -> Tensor:
+        for place in range(start - start % piece, stop, piece):  # the parts of the table that the pieces read
+            one, end = max(place, start), min(place + piece, stop)
+            at = begins[place // piece] - place
+            out[one - start : end - start].copy_(table[at + one : at + end])
+        return out
+
+    return copied
 
 
 def _hashed(x: Tensor) -> Tensor:
@@ -116,17 +121,8 @@ def _hash(x: int) -> int:
     return x ^ x >> 16
 
 
-def _copied(table: Tensor, starts: Sequence[int], piece: int, start: int, stop: int, out: Tensor) -> Tensor:
-    """Copy the parts of the table that the pieces read, from `start` to `stop`, into `out`."""
-    for begin in range(start - start % piece, stop, piece):
-        one, end = max(begin, start), min(begin + piece, stop)
-        at = starts[begin // piece] - begin
-        out[one - start : end - start].copy_(table[at + one : at + end])
-    return out
-
-
 def _gathered(table: Tensor, starts: Tensor, piece: int, start: int, stop: int) -> Tensor:
-    """The same on a device, in one call for all pieces."""
+    """[stop - start], what the pieces read on a device, in one call for all of them."""
     # Row k of the view is what begins at place k: nothing but the numbers themselves is written.
     rows = table.unfold(0, piece, 1).index_select(0, starts[start // piece : -(-stop // piece)])
     return rows.view(-1)[start % piece :][: stop - start]
@@ -137,10 +133,4 @@ def midpoints(device: torch.device) -> Tensor:
     """[2 * 2^16], the midpoints of (-1/2, 1/2), shuffled; each twice, so that from every place on there are all."""
     order = _hashed(_hashed(torch.arange(MIDPOINTS, dtype=torch.int32, device="cpu"))).argsort()
     exact = order.float()  # not the default type, which half precision changes while it trains
-    # Twice, so that from every place on there are all of them.
     return exact.add_(0.5).div_(MIDPOINTS).sub_(0.5).repeat(2).to(device)
-
-
-def _golden(number: int, device: torch.device) -> Tensor:
-    """0, g, 2g, ... with the golden ratio of 2^32, wrapped: neighbours differ much before they are hashed."""
-    return torch.arange(number, dtype=torch.int32, device=device).mul_(_GOLDEN)

@@ -74,11 +74,11 @@ class Codec(ABC):
     def replace(self, message: Tensor, payload: Payload, frame: Frame) -> None:
         """`encode`, and overwrite the message by what its receivers decode."""
         self.encode(message, payload, frame)
-        self.decode(payload, message, frame)
+        self.decode(payload, message, frame)  # the sender has what its receivers have
 
     def residual(self, message: Tensor, payload: Payload, frame: Frame) -> None:
         """`encode`, and overwrite the message by what its receivers don't get: message - decoded."""
-        decoded = message.clone()
+        decoded = message.clone()  # becomes what receivers decode
         self.replace(decoded, payload, frame)
         message.sub_(decoded)
 

@@ -38,13 +38,13 @@ class CodedParts:
     rank: int
     size: int
     pool: Pool
-    share: float = field(init=False)
-    """Weight of each worker in the mean: multiplied before the sum, which in half precision could overflow."""
     _spans: dict[int, list[tuple[int, int]]] = field(default_factory=dict, init=False)
     _payloads: dict[tuple[int, torch.dtype], tuple[PayloadPart, ...]] = field(default_factory=dict, init=False)
 
-    def __post_init__(self) -> None:
-        self.share = 1 / self.size
+    @property
+    def share(self) -> float:
+        """Weight of each worker in the mean: multiplied before the sum, which in half precision could overflow."""
+        return 1 / self.size
 
     def spans(self, length: int) -> list[tuple[int, int]]:
         """(start, stop) of each worker's part of so many numbers."""
@@ -55,11 +55,11 @@ class CodedParts:
 
     def of(self, owner: int, message: Tensor) -> Tensor:
         """The owner's part, a view."""
-        return message[slice(*self.spans(message.numel())[owner])]
+        return message[slice(*self.spans(message.numel())[owner])]  # (elements of the part,)
 
     def views(self, message: Tensor) -> list[Tensor]:
         """Every worker's part, in order of rank."""
-        return [message[start:stop] for start, stop in self.spans(message.numel())]
+        return [message[start:stop] for start, stop in self.spans(message.numel())]  # workers x (elements,)
 
     def payload(self, length: int, like: Tensor) -> list[Tensor]:
         """Buffers for the codes of a part of this length."""
@@ -98,9 +98,9 @@ class CodedParts:
             mean: (1/n) sum_i q_i.
             owned: f.
         """
-        mean.copy_(owned.add_(mean))
+        mean.copy_(owned.add_(mean))  # s, in both
         codes = self._coded(mean, self.codec.replace, *noise, self.rank, FROM_OWNER) if mean.numel() else []
-        drop_if_sick(owned.sub_(mean))
+        drop_if_sick(owned.sub_(mean))  # s - r, which the next mean gets
         return codes
 
     def from_owners(self, message: Tensor) -> dict[int, list[Tensor]]:
@@ -113,13 +113,13 @@ class CodedParts:
 
     def _coded(self, message: Tensor, encode: Encode, *noise: int) -> list[Tensor]:
         payload = self.payload(message.numel(), message)
-        encode(message, payload, Frame(key(self.rank, *noise)))
+        encode(message, payload, Frame(key(self.rank, *noise)))  # other noise for each worker, mean and part
         return payload
 
 
 def drop_if_sick(residual: Tensor) -> None:
     """residual <- 0 where it holds NaN or infinity anywhere."""
-    healthy = torch.isfinite(residual.sum())
+    healthy = torch.isfinite(residual.sum())  # 0-dim: one pass
     if residual.device.type == "cuda":
         # A device decides by itself: to ask it would make the host wait.
         torch.where(healthy, residual, torch.zeros_like(residual), out=residual)

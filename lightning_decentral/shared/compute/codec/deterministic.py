@@ -100,7 +100,7 @@ class TopK(Codec):
     def parts(self, length: int, dtype: torch.dtype) -> tuple[PayloadPart, ...]:
         """(values, places as pairs of bytes)."""
         whole, rest = divmod(length, self.block)
-        kept = whole * self._kept(self.block) + (self._kept(rest) if rest else 0)
+        kept = whole * self._kept(self.block) + (self._kept(rest) if rest else 0)  # the last block may be shorter
         # Bytes: neither gloo nor NCCL sends integers of 16 bits.
         return PayloadPart(kept, dtype), PayloadPart(2 * kept, torch.uint8)
 
@@ -109,9 +109,9 @@ class TopK(Codec):
 
     def encode(self, message: Tensor, payload: Payload, frame: Frame) -> None:
         for start, stop, (values, places) in self._blocks(message, payload):
-            rows = message[start:stop].view(len(values), -1)
+            rows = message[start:stop].view(len(values), -1)  # (blocks, elements of a block)
             # NaN counts as largest, so that receivers see it.
-            largest = rows.abs().topk(values.shape[1], dim=1, sorted=False).indices
+            largest = rows.abs().topk(values.shape[1], dim=1, sorted=False).indices  # (blocks, kept)
             torch.gather(rows, 1, largest, out=values)
             # 0 .. 65535 as signed numbers of 16 bits.
             places.copy_(largest - LARGEST_BLOCK // 2)
@@ -164,7 +164,7 @@ class DifferenceCompression(Codec):
 
     def encode(self, message: Tensor, payload: Payload, frame: Frame) -> None:
         assert frame.estimate is not None
-        self.inner.encode(message - frame.estimate, payload, frame)
+        self.inner.encode(message - frame.estimate, payload, frame)  # a copy: the message stays the sender's
 
     def replace(self, message: Tensor, payload: Payload, frame: Frame) -> None:
         # In place: no fresh memory for the difference, and it is decoded while it is in the cache.

@@ -1,5 +1,6 @@
 """Quantization with rounding at random: `Int8` (the codec to copy); `Int4` and `Int2`, several numbers in a byte."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
 from typing import ClassVar
@@ -43,15 +44,13 @@ class Int8(Codec):
     def parts(self, length: int, dtype: torch.dtype) -> tuple[PayloadPart, ...]:
         return PayloadPart(length, torch.int8), PayloadPart(ceil(length / self.block), torch.float32)
 
-    def encode(self, message: Tensor, payload: Payload, frame: Frame) -> None:
+    def encode(self, message: Tensor, payload: Payload, frame: Frame, replace: bool = False) -> None:
         quantized, scales = payload
         encode = int8_encode_ if message.device.type == "cuda" else _encode
-        encode(quantized, scales, message, self.block, frame.key, False)
+        encode(quantized, scales, message, self.block, frame.key, replace)
 
     def replace(self, message: Tensor, payload: Payload, frame: Frame) -> None:
-        quantized, scales = payload
-        encode = int8_encode_ if message.device.type == "cuda" else _encode
-        encode(quantized, scales, message, self.block, frame.key, True)
+        self.encode(message, payload, frame, replace=True)
 
     def residual(self, message: Tensor, payload: Payload, frame: Frame) -> None:
         if message.device.type == "cuda":
@@ -76,27 +75,37 @@ def _encode(
     residual: bool = False,
 ) -> None:
     """Encode; overwrite the message by what is decoded (`replace`), or by what of it is lost (`residual`)."""
-    exact = torch.promote_types(message.dtype, torch.float32)
-    # A function of rank, round, bucket and place: there is no generator to save.
-    noise = dither(message.numel(), key, piece_length(block), message.device)
-    largest = divisor(127, message.device)
-    for start, stop, columns in pieces(message, block):
-        rows = message[start:stop].view(-1, columns)
-        x = rows.to(exact)  # (blocks of the piece, columns)
-        scale = scales[start // block :][: x.shape[0]]
-        # NaN and infinity go into the scale, so receivers see them.
-        scale.copy_(torch.maximum(x.amax(1), x.amin(1).neg_())).div_(largest)
-        scale.clamp_(min=1.2e-38)  # a block of zeros, too, has a scale
-        shared = scale.to(exact).unsqueeze(1)
-        rounded = noise(start, stop, scratch(stop - start, exact, message.device)).view_as(x)
-        # floor(s + u) = round(s + u - 1/2)
-        rounded.addcmul_(x, shared.reciprocal()).round_().clamp_(max=127)
-        quantized[start:stop].copy_(rounded.view(-1))
+    for start, rows, scale, codes in _scaled(message, scales, block, key, 127):
+        codes.round_().clamp_(max=127)  # floor(s + u) = round(s + u - 1/2); at least floor(-127 + u) = -127
+        quantized[start : start + rows.numel()].copy_(codes.view(-1))
         # While q is in the cache. A zero may have a sign that its receivers' has not.
         if replace:
-            torch.mul(rounded, shared, out=rows)
+            torch.mul(codes, scale, out=rows)
         elif residual:
-            rows.sub_(rounded.mul_(shared).to(rows.dtype))
+            rows.sub_(codes.mul_(scale).to(rows.dtype))
+
+
+def _scaled(
+    message: Tensor,  # (elements,)
+    scales: Tensor,  # float32 (blocks,), filled
+    block: int,
+    key: int,
+    largest: float,
+) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+    """Yield (start, x, scale, x / scale + u - 1/2) of each piece, x [blocks, columns] and scale [blocks, 1]."""
+    exact = torch.promote_types(message.dtype, torch.float32)  # half precision is computed in float32
+    # A function of rank, round, bucket and place: there is no generator to save.
+    noise = dither(message.numel(), key, piece_length(block), message.device)
+    unit = divisor(largest, message.device)
+    for start, stop, columns in pieces(message, block):
+        rows = message[start:stop].view(-1, columns)
+        x = rows.to(exact)
+        own = scales[start // block :][: len(rows)]
+        # NaN and infinity go into the scale, so receivers see them; a block of zeros, too, has one.
+        own.copy_(torch.maximum(x.amax(1), x.amin(1).neg_())).div_(unit).clamp_(min=1.2e-38)
+        scale = own.to(exact).unsqueeze(1)
+        u = noise(start, stop, scratch(stop - start, exact, message.device)).view_as(x)
+        yield start, rows, scale, u.addcmul_(x, scale.reciprocal())
 
 
 def _decode(
@@ -150,51 +159,36 @@ class Packed(Codec):
         """Bytes of a block."""
         return ceil(numbers * self.bits / 8)
 
-    def encode(self, message: Tensor, payload: Payload, frame: Frame) -> None:
-        self._encode(message, payload, frame)
-
-    def replace(self, message: Tensor, payload: Payload, frame: Frame) -> None:
-        self._encode(message, payload, frame, replace=True)
-
-    def residual(self, message: Tensor, payload: Payload, frame: Frame) -> None:
-        self._encode(message, payload, frame, residual=True)
-
-    def _encode(
+    def encode(
         self, message: Tensor, payload: Payload, frame: Frame, replace: bool = False, residual: bool = False
     ) -> None:
-        """Encode; overwrite the message by what is decoded, or by what of it is lost."""
-        exact = torch.promote_types(message.dtype, torch.float32)
-        noise = dither(message.numel(), frame.key, piece_length(self.block), message.device)
-        largest = divisor(self.largest, message.device)
-        for start, stop, columns in pieces(message, self.block):
-            rows = message[start:stop].view(-1, columns)
-            x, (packed, scale) = rows.to(exact), self._places(payload, start, rows.shape[0], columns)
-            # NaN and infinity go into the scale, so receivers see them; a block of zeros, too, has one.
-            scale.copy_(torch.maximum(x.amax(1), x.amin(1).neg_())).div_(largest).clamp_(min=1.2e-38)
-            shared = scale.to(exact).unsqueeze(1)
-            codes = noise(start, stop, scratch(stop - start, exact, message.device)).view_as(x)
+        for start, rows, scale, codes in _scaled(message, payload[1], self.block, frame.key, self.largest):
             # floor(s + u) = round(s + u - 1/2)
-            codes.addcmul_(x, shared.reciprocal()).add_(self.middle).round_().clamp_(0, 2**self.bits - 1)
-            self._pack(codes, packed)
+            codes.add_(self.middle).round_().clamp_(0, 2**self.bits - 1)
+            packed, _ = self._places(payload, start, *rows.shape)
+            # Sums of whole numbers under 256: exact, and faster than shifting bytes.
+            stride = packed.shape[1]
+            sums = codes[:, :stride].clone()
+            for part in range(1, 8 // self.bits):
+                numbers = codes[:, part * stride : (part + 1) * stride]
+                sums[:, : numbers.shape[1]].add_(numbers, alpha=2 ** (part * self.bits))
+            packed.copy_(sums)
             if replace:  # while the codes are in the cache
-                rows.copy_(codes.sub_(self.middle).mul_(shared))
+                rows.copy_(codes.sub_(self.middle).mul_(scale))
             elif residual:
-                rows.sub_(codes.sub_(self.middle).mul_(shared).to(rows.dtype))
+                rows.sub_(codes.sub_(self.middle).mul_(scale).to(rows.dtype))
+
+    def replace(self, message: Tensor, payload: Payload, frame: Frame) -> None:
+        self.encode(message, payload, frame, replace=True)
+
+    def residual(self, message: Tensor, payload: Payload, frame: Frame) -> None:
+        self.encode(message, payload, frame, residual=True)
 
     def _places(self, payload: Payload, start: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
         """(bytes [rows, stride], scales [rows]) of a piece."""
         block, stride = start // self.block, self._stride(columns)
         at = block * self._stride(self.block)
         return payload[0][at : at + rows * stride].view(rows, stride), payload[1][block : block + rows]
-
-    def _pack(self, codes: Tensor, packed: Tensor) -> None:
-        # Sums of whole numbers under 256: exact, and faster than shifting bytes.
-        stride = packed.shape[1]
-        sums = codes[:, :stride].clone()
-        for part in range(1, 8 // self.bits):
-            numbers = codes[:, part * stride : (part + 1) * stride]
-            sums[:, : numbers.shape[1]].add_(numbers, alpha=2 ** (part * self.bits))
-        packed.copy_(sums)
 
     def decode(self, payload: Payload, out: Tensor, frame: Frame) -> None:
         exact = torch.promote_types(out.dtype, torch.float32)

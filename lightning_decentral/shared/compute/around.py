@@ -1,4 +1,4 @@
-"""Surroundings of a call of a module, so that another thread goes on in its place, or a second run repeats it.
+"""Surroundings of a call of somebody else's code: a thread's modes, what a second run finds, functions of libraries.
 
 Modes of torch belong to a thread (gradients, autocast, function modes, stream): taken here, entered there. In addition
 to inputs, parameters and buffers, a call depends on Python's and numpy's generators, `torch.Generator`s that the module
@@ -6,10 +6,15 @@ holds, and its plain attributes: numbers, text, and lists, dictionaries, sets an
 (a file, an iterator, an object) happens twice.
 """
 
+import inspect
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from functools import partial
+from threading import Lock
+from types import CodeType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -25,7 +30,7 @@ class Autocast:
     """Autocast modes of the host and of a device, as they are when this is made."""
 
     def __init__(self, place: torch.device) -> None:
-        kinds = dict.fromkeys(("cpu", place.type))
+        kinds = dict.fromkeys(("cpu", place.type))  # one, where the device is the host
         self._autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
         self._cache = torch.is_autocast_cache_enabled()
 
@@ -55,7 +60,7 @@ class ThreadModes:
                 stack.enter_context(cuda.on(self._stream))  # its device, too
             stack.enter_context(torch.inference_mode(self._inference))
             stack.enter_context(torch.set_grad_enabled(self._gradients))
-            for mode in (*self._functions, *self._dispatches):
+            for mode in (*self._functions, *self._dispatches):  # in the order in which they were entered
                 stack.enter_context(mode)
             stack.enter_context(self._autocast.again())
             yield
@@ -86,7 +91,7 @@ class Remembered:
     def again(self) -> Iterator[None]:
         """Restore the remembered state within; afterwards bring back the present one."""
         numbers, drawn = random.getstate(), np.random.get_state()
-        back = self.put_back()
+        back = self.put_back()  # what the first run has left, for afterwards
         try:
             yield
         finally:
@@ -95,21 +100,21 @@ class Remembered:
             for put in back:
                 put()
 
-    def put_back(self) -> list[Callable[[], None]]:
+    def put_back(self) -> list[Callable[[], object]]:
         """Restore the remembered state. Returns what undoes that, but for Python's and numpy's generators."""
-        back: list[Callable[[], None]] = []
+        back: list[Callable[[], object]] = []
         for held, names in self._names:
             for name in [name for name in held.keys() - names if _rebound(held[name])]:
-                back.append(_attribute(held, name, held.pop(name)))
+                back.append(partial(held.update, {name: held.pop(name)}))
         for held, name, value in self._bound:
             if name in held and held[name] is not value:
-                back.append(_attribute(held, name, held[name]))
+                back.append(partial(held.update, {name: held[name]}))
                 held[name] = value
         for value, former in self._held:
-            back.append(_contents(value, _copied(value)))
+            back.append(partial(_put, value, _copied(value)))
             _put(value, former)
         for generator, state in self._generators:
-            back.append(_state(generator, generator.get_state()))
+            back.append(partial(generator.set_state, generator.get_state()))
             generator.set_state(state)
         random.setstate(self._random)
         np.random.set_state(self._numpy)
@@ -137,13 +142,81 @@ def _put(value: Held, former: Held) -> None:
     value.update(former) if isinstance(value, (dict, set)) else value.extend(former)
 
 
-def _attribute(held: dict[str, Any], name: str, value: Any) -> Callable[[], None]:
-    return lambda: held.update({name: value})
+# ---- functions of libraries, replaced for a while wherever they were imported to ------------------------------------
+
+# `from torch.nn.utils import get_total_norm` holds the function itself: its code is replaced, not a module's name.
+NAME = "_redirected_by_lightning_decentral"
+_redirecting = Lock()
 
 
-def _contents(value: Held, now: Held) -> Callable[[], None]:
-    return lambda: _put(value, now)
+def _stub(*args: Any, **kwargs: Any) -> Any:
+    """Runs with the globals of the function whose code it takes the place of."""
+    return _redirected_by_lightning_decentral(*args, **kwargs)  # type: ignore[name-defined]  # noqa: F821
 
 
-def _state(generator: torch.Generator, now: Tensor) -> Callable[[], None]:
-    return lambda: (generator.set_state(now), None)[1]
+class Redirected:
+    """Redirection of a function: until `close`, a call of it calls `by(original, *args, **kwargs)`.
+
+    Where several redirect it, as workers in threads of one process do, the newest of the calling thread is asked (of
+    its context, which a thread that goes on in its place may carry over), and the newest of all where it has none.
+
+    Args:
+        function: a plain one, or one that a decorator wraps; no other of its module is redirected meanwhile.
+    """
+
+    def __init__(self, function: Callable[..., Any], by: Callable[..., Any]) -> None:
+        target: Any = inspect.unwrap(function)  # decorated ones call it by its code
+        self.by = by
+        with _redirecting:
+            if NAME not in target.__globals__:  # nobody redirects it yet
+                target.__globals__[NAME] = _Replaced(target)
+            self._replaced: _Replaced = target.__globals__[NAME]
+            assert self._replaced.target is target, "one function of a module at a time"
+            self._replaced.owners.append(self)
+        _own.set((*(one for one in _own.get() if one.open), self))
+
+    @property
+    def open(self) -> bool:
+        return self in self._replaced.owners
+
+    def close(self) -> None:
+        """The function is itself again, unless others redirect it, too."""
+        with _redirecting:
+            if self.open:
+                self._replaced.owners.remove(self)
+                if not self._replaced.owners:
+                    self._replaced.undo()
+        _own.set(tuple(one for one in _own.get() if one.open))
+
+
+_own: ContextVar[tuple[Redirected, ...]] = ContextVar(NAME, default=())
+"""Redirections of this thread."""
+
+
+class _Replaced:
+    """A function whose code is another's until `undo`.
+
+    Attributes:
+        owners: who redirect it, the newest last.
+    """
+
+    def __init__(self, target: Any) -> None:
+        self.target, self.owners = target, list[Redirected]()
+        self._code: CodeType = target.__code__
+        self._defaults, self._keywords = target.__defaults__, target.__kwdefaults__
+        self._original = FunctionType(
+            self._code, target.__globals__, target.__name__, self._defaults, target.__closure__
+        )
+        self._original.__kwdefaults__ = self._keywords
+        target.__code__, target.__defaults__, target.__kwdefaults__ = _stub.__code__, None, None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        owners = list(self.owners)
+        own = [one for one in _own.get() if one in owners]
+        newest = (own or owners)[-1:]  # the last may have left just now
+        return newest[0].by(self._original, *args, **kwargs) if newest else self._original(*args, **kwargs)
+
+    def undo(self) -> None:
+        target = self.target
+        target.__code__, target.__defaults__, target.__kwdefaults__ = self._code, self._defaults, self._keywords
+        del target.__globals__[NAME]
