@@ -55,12 +55,12 @@ class Healing:
         """
         self.check(sick, bucket, combine, state)
         sent, mixed = sick.sent, sick.mixed
-        if self._since(sick, bucket):
+        if sick.round <= self._left.get(bucket, -1):  # the bucket has been healed since this message left
             if _reached(sick):
                 combine.recovery.refused(sent, mixed, state, turn)
             return False
         if not _reached(sick):
-            self._sick_since = self._waiting_since(sick)
+            self._sick_since = sick.round if self._sick_since is None else self._sick_since
             x.fill_(torch.nan)
             return True
         self._sick_since, self._left[bucket] = None, left
@@ -70,22 +70,13 @@ class Healing:
         self.forget()
         return True
 
-    def healed_by_mean(self, complaint: str, round: int) -> None:
-        """The worker takes the mean of the others in the place of a round.
-
-        Raises:
-            FloatingPointError: it has been healed too often.
-        """
-        self.count(complaint, round)
-        self.forget()
-
     def check(self, sick: Sick, bucket: int, combine: Combine, state: State) -> None:
         """See that the worker can be healed where this lands; to save what couldn't go on would help nobody.
 
         Raises:
             FloatingPointError: it has been healed too often, or can't be, for the rule's reason.
         """
-        if self._most and self._since(sick, bucket):
+        if self._most and sick.round <= self._left.get(bucket, -1):
             return
         if (reason := self._hopeless(sick, combine, state)) is not None:
             raise FloatingPointError(f"{sick}{reason}") from None
@@ -107,13 +98,6 @@ class Healing:
             stacklevel=2,
         )
 
-    def _since(self, sick: Sick, bucket: int) -> bool:
-        """Return whether the bucket has been healed since this message left."""
-        return sick.round <= self._left.get(bucket, -1)
-
-    def _waiting_since(self, sick: Sick) -> int:
-        return sick.round if self._sick_since is None else self._sick_since
-
     def _too_often(self) -> str:
         return f" (healed {self.healed} times, as often as `heals` allows)" if self._most else ""
 
@@ -125,7 +109,8 @@ class Healing:
         if reason := recovery.incurable or ("" if _reached(sick) else recovery.unheard):
             return f". It can't go on from its neighbours': {reason}; Gossip() can"
         if not _reached(sick):
-            waits = sick.round - self._waiting_since(sick) < PATIENCE
+            since = sick.round if self._sick_since is None else self._sick_since
+            waits = sick.round - since < PATIENCE
             return None if waits else f" (no neighbour that is sound was heard in {PATIENCE} rounds)"
         if name := next((name for name in recovery.lasting if not sound_alone([state[name]])), None):
             return f". Its {name} are poisoned, too, and no neighbour has them"

@@ -111,8 +111,15 @@ class Verdicts:
                     f"worker {self._rank} mixes {elements} elements but worker {source} sent {other_elements}: "
                     "every worker must train the same parameters in the same step"
                 )
-            if not all(healthy):
-                self._count(source, step, _ABSURD if healthy[0] else "NaN or infinity")
+            # A source's refused buckets of one round are one refused message.
+            if not all(healthy) and self._refused_in.get(source) != step:
+                self._refused_in[source] = step
+                self.refused += 1
+                warnings.warn(
+                    f"worker {self._rank} refused a message from worker {source} in round {step}: it holds "
+                    f"{_ABSURD if healthy[0] else 'NaN or infinity'} ({self.refused} refused so far)",
+                    stacklevel=2,
+                )
         if not own_sane:
             held = _ABSURD if own_finite else f"NaN or infinity{self._beyond}"
             self._sick_round = step
@@ -121,18 +128,6 @@ class Verdicts:
                 "neighbours refused them. Lower the learning rate, clip gradients (gradient_clip_val) or find the "
                 "operation with detect_anomaly=True"
             )
-
-    def _count(self, source: int, step: int, held: str) -> None:
-        # A source's refused buckets of one round are one refused message.
-        if self._refused_in.get(source) == step:
-            return
-        self._refused_in[source] = step
-        self.refused += 1
-        warnings.warn(
-            f"worker {self._rank} refused a message from worker {source} in round {step}: "
-            f"it holds {held} ({self.refused} refused so far)",
-            stacklevel=2,
-        )
 
 
 def refuse(received: Tensor, instead: Tensor, healthy: Tensor) -> None:
@@ -193,25 +188,14 @@ def _difference(out: Tensor, sent: Tensor, received: Sequence[Tensor], weights: 
             out.add_(part)
 
 
-def _correct(
-    x: Tensor, sent: Tensor, received: Sequence[Tensor], weights: Sequence[float], sane: Tensor, rate: float
-) -> None:
-    apply_difference(x, difference(sent, received, weights, sane), rate)
+def _correct(x: Tensor, *terms_and_rate: Any) -> None:
+    *terms, rate = terms_and_rate
+    apply_difference(x, difference(*terms), rate)
 
 
-def _correct_and_state(
-    out: Tensor,
-    header: Tensor,
-    x: Tensor,
-    sent: Tensor,
-    received: Sequence[Tensor],
-    weights: Sequence[float],
-    sane: Tensor,
-    rate: float,
-    step: int,
-    elements: int,
-) -> None:
-    correct_(x, sent, received, weights, sane, rate)
+def _correct_and_state(out: Tensor, header: Tensor, x: Tensor, *correction: Any) -> None:
+    *terms_and_rate, step, elements = correction
+    correct_(x, *terms_and_rate)
     state_(out, header, x, step, elements)
 
 

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
+from lightning_decentral.gossip.compute.link import Memory
 from lightning_decentral.gossip.compute.mixing import Sick, apply_difference
 from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.health import state_
-from lightning_decentral.shared.wire.transport import Transport
 
 Number = float | NDArray[np.float64]
 HEADER = 3
@@ -37,18 +37,6 @@ class StepLinks(Protocol):
     def own(self) -> Number: ...
     @property
     def degree(self) -> Number: ...
-
-
-class Memory(Protocol):
-    """Interface of a coder from outside: bytes of a message, the error as last measured, and what it remembers."""
-
-    @property
-    def encodes(self) -> bool: ...
-    @property
-    def bytes(self) -> int: ...
-    def error(self) -> float | None: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass
@@ -106,18 +94,6 @@ class MessageInFlight(ABC):
     def settle(self) -> None:
         """Wait until the message is ready to leave: from then on it is what the others decode of it."""
         return
-
-
-class EarlyArrival(MessageInFlight):
-    """A message that a device's second stream may receive before it lands on the training's."""
-
-    @abstractmethod
-    def arrive(self) -> list[Tensor]:
-        """Wait for what was sent to this worker, decode and judge it, on the current stream. Before it lands, once.
-
-        Returns:
-            Tensors of that stream's memory, which the landing reads.
-        """
 
 
 @dataclass
@@ -244,9 +220,10 @@ class Exchange(ABC, Generic[M]):
     def _copy(self, message: Tensor, copied: Copied | None) -> Tensor:
         return copied.message if copied else self.pool.take(message).copy_(message)
 
-    @abstractmethod
     def depart(self, launched: Sequence[M], step: int) -> None:
-        """The round is complete: send all of it that hasn't left, and begin to receive the others'."""
+        """The round is complete: send all of it that hasn't left, and begin to receive the others'. In a simulation
+        nothing travels."""
+        return
 
     def traffic(self) -> "Traffic":
         """Bytes, waits and refusals so far; rounds are counted by the mixer."""
@@ -272,14 +249,3 @@ class Traffic:
     def __add__(self, other: "Traffic") -> "Traffic":
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return Traffic(*(a + b for a, b in pairs))
-
-
-class Arrivals(Exchange[M]):
-    """Exchange whose messages are of the kind `EarlyArrival`.
-
-    Attributes:
-        transport: that its messages leave by.
-    """
-
-    transport: Transport
-    device: torch.device

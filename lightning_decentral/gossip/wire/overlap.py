@@ -13,15 +13,8 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
-from lightning_decentral.gossip.wire.exchange import (
-    Arrivals,
-    Copied,
-    EarlyArrival,
-    Exchange,
-    Landed,
-    MessageInFlight,
-    Traffic,
-)
+from lightning_decentral.gossip.wire.exchange import Copied, Exchange, Landed, MessageInFlight, Traffic
+from lightning_decentral.gossip.wire.peer import Arrivals, EarlyArrival
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.compute.buckets import is_short
 from lightning_decentral.shared.compute.device import DeviceStopwatch, Future, WorkerThread

@@ -130,9 +130,6 @@ class LinkExchange(Exchange["LinkMessage"]):
         packets = [worker.encode(sent[at.rank], at.heard_by, step, place) for worker, at in links]
         return LinkMessage(self, place, sent, everyone, packets)
 
-    def depart(self, launched: "Sequence[LinkMessage]", step: int) -> None:
-        return  # nothing travels
-
 
 @dataclass
 class LinkMessage(MessageInFlight):
@@ -239,6 +236,3 @@ class MatrixExchange(Exchange[MessageInFlight]):
     def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> MessageInFlight:
         sent = self._copy(message, copied)
         return Landed(sent, self._mixings.at(step)(sent, out=self.pool.take(sent)))
-
-    def depart(self, launched: Sequence[MessageInFlight], step: int) -> None:
-        return  # nothing travels

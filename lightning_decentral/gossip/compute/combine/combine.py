@@ -75,14 +75,6 @@ mixed: the round's mixture with it; the rule's to overwrite.
 """
 
 
-def _itself(other: Tensor) -> Tensor:
-    return other
-
-
-def _unchanged(sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
-    """Keep nothing of the round."""
-
-
 @dataclass(frozen=True)
 class Recovery:
     """Behaviour of a rule where a worker's parameters were poisoned, or where workers come and go.
@@ -107,8 +99,8 @@ class Recovery:
     tied: str = ""
     of_links: bool = False
     lasting: tuple[str, ...] = ()
-    stand_in: Callable[[Tensor], Tensor] = _itself
-    refused: Callable[[Tensor, Tensor, State, Turn], None] = _unchanged
+    stand_in: Callable[[Tensor], Tensor] = lambda own: own
+    refused: Callable[[Tensor, Tensor, State, Turn], None] = lambda sent, mixed, state, turn: None
 
 
 def tied_by(kept: Iterable[str]) -> str:

@@ -42,9 +42,25 @@ def largest(rate: Rate) -> float:
     return rate.largest if isinstance(rate, RateSchedule) else rate
 
 
+class RatedRule(Combine):
+    """Rule that goes a rate of the way towards what it received, as `Gossip` does."""
+
+    rate: Rate
+
+    def __post_init__(self) -> None:
+        check_rate(self.rate)
+
+    @property
+    def largest_rate(self) -> float:
+        return largest(self.rate)
+
+    def mixing(self, turn: Turn) -> dict[str, float]:
+        return {"mixing_rate": at(self.rate, turn)}
+
+
 @checked
 @dataclass(frozen=True, kw_only=True)
-class Gossip(Combine):
+class Gossip(RatedRule):
     """x <- x + rate * (mixed - sent): decentralized SGD, ATC at delay 0 and AWC at delay 1.
 
     Args:
@@ -59,20 +75,10 @@ class Gossip(Combine):
 
     rate: Rate = 1.0
 
-    def __post_init__(self) -> None:
-        check_rate(self.rate)
-
-    @property
-    def largest_rate(self) -> float:
-        return largest(self.rate)
-
     def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
         """Doubly stochastic weights, and a rate that is stable with this delay."""
         super().check(topology, size, weights, delay)
         check_stable("Gossip", self.rate, topology, size, weights, delay)
-
-    def mixing(self, turn: Turn) -> dict[str, float]:
-        return {"mixing_rate": at(self.rate, turn)}
 
     def rate_of(self, turn: Turn) -> float | None:
         # Who inherits this rule and writes another `apply` means that one.

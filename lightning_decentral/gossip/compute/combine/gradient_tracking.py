@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.combine.combine import Combine, MessageForm, Recovery, State, Turn, tied_by
-from lightning_decentral.gossip.compute.combine.gossip import Rate, at, check_echo, check_rate, check_stable, largest
+from lightning_decentral.gossip.compute.combine.combine import MessageForm, Recovery, State, Turn, tied_by
+from lightning_decentral.gossip.compute.combine.gossip import Rate, RatedRule, at, check_echo, check_stable
 from lightning_decentral.gossip.plan.checks import check_symmetric
 from lightning_decentral.gossip.plan.stability import RepeatedCorrection
 from lightning_decentral.gossip.plan.topology.topology import Topology
@@ -16,7 +16,7 @@ from lightning_decentral.shared.plan.arguments import checked
 
 @checked
 @dataclass(frozen=True, kw_only=True)
-class ExactDiffusion(Combine):
+class ExactDiffusion(RatedRule):
     """x+ = W' (2 x - x_prev - eta (g - g_prev)),  W' = rate W + (1 - rate) I.
 
     Equivalently: c, the sum of all corrections so far, is added in every step again,
@@ -46,13 +46,9 @@ class ExactDiffusion(Combine):
     memory: float = 1.0
 
     def __post_init__(self) -> None:
-        check_rate(self.rate)
+        super().__post_init__()
         if not 0 < self.memory <= 1:
             raise ValueError(f"memory must be in (0, 1], got {self.memory}: 1 is exact diffusion, Gossip() has none")
-
-    @property
-    def largest_rate(self) -> float:
-        return largest(self.rate)
 
     def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
         super().check(topology, size, weights, delay)
@@ -70,9 +66,6 @@ class ExactDiffusion(Combine):
     def adapt(self, x: Tensor, state: State, turn: Turn) -> None:
         x.add_(state["corrections"])
 
-    def mixing(self, turn: Turn) -> dict[str, float]:
-        return {"mixing_rate": self.rate}
-
     def apply(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
         correction = mixed.sub_(sent).mul_(self.rate)
         x.add_(correction)
@@ -81,7 +74,7 @@ class ExactDiffusion(Combine):
 
 @checked
 @dataclass(frozen=True, kw_only=True)
-class GradientTracking(Combine):
+class GradientTracking(RatedRule):
     """x+ = W x - eta y;  y+ = W y + g+ - g: y follows the mean of all workers' gradients, and x goes along it.
 
     In displacements: v+ = W v + u+ - u, x+ = W x + v (delay 1) or W (x + v) (delay 0). sum_i v_i = sum_i u_i keeps,
@@ -101,13 +94,6 @@ class GradientTracking(Combine):
     """
 
     rate: Rate = 1.0
-
-    def __post_init__(self) -> None:
-        check_rate(self.rate)
-
-    @property
-    def largest_rate(self) -> float:
-        return largest(self.rate)
 
     @property
     def form(self) -> MessageForm:
@@ -150,9 +136,6 @@ class GradientTracking(Combine):
     def _refused(self, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
         _, tracked = (mixed - sent).tensor_split(2, dim=-1)
         state["exchanged"].add_(tracked, alpha=at(self.rate, turn))
-
-    def mixing(self, turn: Turn) -> dict[str, float]:
-        return {"mixing_rate": at(self.rate, turn)}
 
     def apply(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
         correction, tracked = mixed.sub_(sent).mul_(at(self.rate, turn)).tensor_split(2, dim=-1)

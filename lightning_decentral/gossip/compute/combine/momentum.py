@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.combine.combine import Combine, Recovery, State, Turn
-from lightning_decentral.gossip.compute.combine.gossip import Rate, at, check_echo, check_rate, largest
+from lightning_decentral.gossip.compute.combine.combine import Recovery, State, Turn
+from lightning_decentral.gossip.compute.combine.gossip import Rate, RatedRule, at, check_echo
 from lightning_decentral.gossip.plan.stability import RepeatedCorrection
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
@@ -15,7 +15,7 @@ from lightning_decentral.shared.plan.arguments import checked
 
 @checked
 @dataclass(frozen=True, kw_only=True)
-class QuasiGlobalMomentum(Combine):
+class QuasiGlobalMomentum(RatedRule):
     """m~ = mu m + g;  x+ = W (x - eta m~);  m+ = mu m + (1 - mu) (x - x+) / eta.
 
     Kept is M = eta m, a displacement, which nothing divides:  M <- mu M + (1 - mu) (x - x+). Where the learning rate
@@ -43,13 +43,9 @@ class QuasiGlobalMomentum(Combine):
     rate: Rate = 1.0
 
     def __post_init__(self) -> None:
-        check_rate(self.rate)
+        super().__post_init__()
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum}: 0.9 is usual, 0 is Gossip()")
-
-    @property
-    def largest_rate(self) -> float:
-        return largest(self.rate)
 
     def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
         super().check(topology, size, weights, delay)
@@ -85,9 +81,6 @@ class QuasiGlobalMomentum(Combine):
         # On the device, which nobody waits for.
         state["momentum"].mul_((eta / before.clamp(min=1e-300)).clamp(max=1).to(state["momentum"].dtype))
         before.fill_(eta)
-
-    def mixing(self, turn: Turn) -> dict[str, float]:
-        return {"mixing_rate": at(self.rate, turn)}
 
     def apply(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
         correction = mixed.sub_(sent).mul_(at(self.rate, turn))

@@ -177,16 +177,13 @@ class RelaySum(Combine):
         x.add_(total[..., :-1] / total[..., -1:] - was[..., :-1])
         rest.copy_(before - degree * sent)
         before.copy_(heard)
-        self._restart(state, turn.round // self.restart)
+        # An error in S neither grows nor fades (the recursion's roots are 1, -1 and 0): rounding adds up as a
+        # random walk until it is forgotten. Decided on the device, for which nobody waits.
+        same = state["block"] == turn.round // self.restart
+        for kept in (before, rest):
+            kept.masked_fill_(~same, 0)
+        state["block"].fill_(turn.round // self.restart)
 
     def _heal(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
         x.copy_((sent - state["sum"])[..., :-1])
         self.apply(x, sent, mixed, state, turn)
-
-    def _restart(self, state: State, block: int) -> None:
-        # An error in S neither grows nor fades (the recursion's roots are 1, -1 and 0): rounding adds up as a
-        # random walk until it is forgotten. Decided on the device, for which nobody waits.
-        same = state["block"] == block
-        for name in ("sum", "rest"):
-            state[name].masked_fill_(~same, 0)
-        state["block"].fill_(block)
