@@ -1,41 +1,23 @@
 """The plan of a gossip run as text: topology, order, codec, bytes per step, bytes through a node's network card."""
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING
 
 from torch import view_as_real
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import Adam, AdamW
 
 from lightning_decentral.gossip.compute.link import cliques_of
-from lightning_decentral.gossip.island import GossipPlan
 from lightning_decentral.gossip.plan.traffic import all_reduce_copies, copies_sent, copies_through_card
 from lightning_decentral.gossip.plan.weights import consensus_steps, describe
-from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.optimizer_mixer import OptimizerMixer
+
+if TYPE_CHECKING:
+    from lightning_decentral.gossip.strategy import GossipStrategy
 
 ORDERS = {0: "blocking (adapt-then-combine)", 1: "overlapped (adapt-while-combining)"}
 
 
-class DescribedPlan(GossipPlan, Protocol):
-    """A plan with what else its summary contains."""
-
-    evaluate: Literal["mean", "own"]
-    member: IslandMember
-    optimizers: list[Optimizer]
-
-    @property
-    def workers(self) -> int: ...
-    @property
-    def worker(self) -> int: ...
-    @property
-    def workers_per_node(self) -> int: ...
-    @property
-    def num_nodes(self) -> int: ...
-    @property
-    def num_processes(self) -> int: ...
-
-
-def described(plan: DescribedPlan, mixers: Iterable[OptimizerMixer]) -> dict[str, str]:
+def described(plan: "GossipStrategy", mixers: Iterable[OptimizerMixer]) -> dict[str, str]:
     """Describe the plan: {topic: text}."""
     mixers, size = list(mixers), plan.workers
     steps = consensus_steps(plan.topology, size, plan.weights)
@@ -72,7 +54,7 @@ def described(plan: DescribedPlan, mixers: Iterable[OptimizerMixer]) -> dict[str
     return lines | ({"hint": f"{' and '.join(sorted(adams))} {hint}"} if adams else {})
 
 
-def _beside(plan: DescribedPlan, name: str, mixers: Sequence[OptimizerMixer]) -> str:
+def _beside(plan: "GossipStrategy", name: str, mixers: Sequence[OptimizerMixer]) -> str:
     """One state that travels, and what a worker sends of it in a step where all parameters have it."""
     travel = plan.states[name]
     flats = [view_as_real(b.flat).view(-1) if b.flat.is_complex() else b.flat for of in mixers for b in of.buckets]
@@ -84,7 +66,7 @@ def _beside(plan: DescribedPlan, name: str, mixers: Sequence[OptimizerMixer]) ->
     return f"{name}: {travel}, up to {sent:,.0f} bytes a step"
 
 
-def healing(plan: DescribedPlan) -> str:
+def healing(plan: "GossipStrategy") -> str:
     """Description of what becomes of a worker whose parameters aren't finite."""
     reason = "heals=0" if plan.heals == 0 else plan.combine.recovery.incurable
     if not plan.member.heals:
@@ -92,7 +74,7 @@ def healing(plan: DescribedPlan) -> str:
     return f"ends the training: {reason}" if reason else f"takes its neighbours' parameters, {plan.heals} times at most"
 
 
-def through_card(plan: DescribedPlan, message_bytes: float, model_bytes: float) -> str:
+def through_card(plan: "GossipStrategy", message_bytes: float, model_bytes: float) -> str:
     """Description of the bytes that leave the busiest node by the plan, and by a ring all-reduce of the gradients."""
     if plan.num_nodes == 1:
         return "none, there is one node"

@@ -68,6 +68,7 @@ def _imported(module: str, name: str, face: str) -> ModuleType:
 
 
 MOVED = {
+    "gossip.compute.combine.momentum": "gossip.compute.combine.gradient_tracking",
     "gossip.compute.combine.push_sum": "gossip.compute.combine.sums",
     "gossip.compute.combine.rate": "gossip.compute.combine.gossip",
     "gossip.compute.combine.relay_sum": "gossip.compute.combine.sums",

@@ -37,7 +37,7 @@ class BucketCodec:
     def __init__(self, codec: Codec, reference: Tensor, exact: int) -> None:
         self.estimates: dict[str, Tensor] = {}
         self._codec, self._exact = codec, exact
-        self._reference = real(reference)
+        self._reference = real(reference)  # (elements,), complex numbers as pairs
         self._parts: dict[tuple[int, torch.dtype], list[PayloadPart]] = {}
         exact_bytes = exact * reference.element_size()
         self.bytes = sum(part.bytes for part in self._coded(self._reference)) + exact_bytes
@@ -66,7 +66,7 @@ class BucketCodec:
         coded = self._split(message)[0]
         estimate = self._frame(link, coded, 0).estimate
         rounding, whole = 16 * torch.finfo(coded.dtype).eps, squared_norm([coded])
-        gap = whole if estimate is None else squared_norm([coded - estimate])
+        gap = whole if estimate is None else squared_norm([coded - estimate])  # a scalar on the device
         return gap.where(gap > rounding**2 * whole, 0)
 
     def error(self, message: Tensor, decoded: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class BucketCodec:
         the estimates stay as they were on both ends."""
         coded = self._split(message)[0]
         known = [scale([e]) for link in links if (e := self._frame(link, coded, 0).estimate) is not None]
-        good = sound(torch.stack([scale([coded]), *known]))[0]
+        good = sound(torch.stack([scale([coded]), *known]))[0]  # a bool on the device
         if good.device.type == "cuda" or not bool(good):
             message.masked_fill_(~good, torch.nan)
 
@@ -121,7 +121,7 @@ RULE_OF_THUMB = 0.9
 
 def share_that_arrives(codec: Codec, dtype: torch.dtype) -> float:
     """1 - ||d - decoded||^2 / ||d||^2 of a difference d of normal numbers."""
-    d = torch.randn(SAMPLE, generator=torch.Generator().manual_seed(0))
+    d = torch.randn(SAMPLE, generator=torch.Generator().manual_seed(0))  # (SAMPLE,), the same on all
     d = d.to(torch.promote_types(dtype, torch.float32))
     channel = BucketCodec(codec, torch.zeros_like(d), 0)
     decoded = d.clone()
@@ -204,17 +204,14 @@ class Coded(Coder):
             out = self._pool.take(message) if place else message
             if not in_place:
                 channel.decode(payload, out, f"to {audience}")
-            self._remember_own(channel, out, audience)
+            if self._codec.remembers:  # as its targets do, which refuse what isn't finite
+                channel.remember(out, f"to {audience}", torch.isfinite(scale([out])))
             if place == 1:
                 message.mul_(shares[next(iter(shares))] / total)
             if place:
                 message.add_(out, alpha=shares[audience] / total)
                 self._pool.give([out])
         return payloads
-
-    def _remember_own(self, channel: BucketCodec, decoded: Tensor, audience: int) -> None:
-        if self._codec.remembers:  # as its targets do, which refuse what isn't finite
-            channel.remember(decoded, f"to {audience}", torch.isfinite(scale([decoded])))
 
     def _taken(self, ends: Iterable[int], message: Tensor, channel: BucketCodec) -> dict[int, Buffers]:
         """{end of a link: buffers for a payload of the message}"""
@@ -225,7 +222,7 @@ class Coded(Coder):
         return self._taken(sources, message, self._channels[place])
 
     def decode(self, received: Mapping[int, Buffers], message: Tensor, place: int) -> dict[int, Tensor]:
-        decoded = {source: self._pool.take(message) for source in received}
+        decoded = {source: self._pool.take(message) for source in received}  # (elements,) each
         for source, payload in received.items():
             self._channels[place].decode(payload, decoded[source], f"from {source}")
         self._pool.give(chain(*received.values()))
@@ -258,17 +255,17 @@ class CodedMean(Memory):
 
     def admit(self, buckets: Sequence[Tensor]) -> None:
         for bucket in map(real, buckets):
-            self.owned.append(torch.zeros_like(self.parts.of(self.parts.rank, bucket)))
+            self.owned.append(torch.zeros_like(self.parts.of(self.parts.rank, bucket)))  # (elements of the own part,)
             self.bytes += self.parts.codec.bytes(bucket.numel(), bucket.dtype)
 
     def encode(self, message: Tensor, step: int, place: int) -> dict[int, Buffers]:
         """Encode a bucket to {owner: codes of its part};  message <- what was sent."""
         watched = message.clone() if measured(step) else None
-        codec, numbers = self.parts.codec, real(message)
+        codec, numbers = self.parts.codec, real(message)  # (elements,)
         codes = self.parts.to_owners(numbers, codec.replace, step, place)
         self.parts.own(numbers, codec.replace, step, place)
         if watched is not None:
-            gap = squared_norm([watched])
+            gap = squared_norm([watched])  # before it is overwritten by what was lost
             self.lost.add(squared_norm([watched.sub_(message)]), gap)
             if place + 1 == len(self.owned):
                 self.lost.complete(step)

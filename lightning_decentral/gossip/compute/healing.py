@@ -61,7 +61,7 @@ class Healing:
             return False
         if not _reached(sick):
             self._sick_since = sick.round if self._sick_since is None else self._sick_since
-            x.fill_(torch.nan)
+            x.fill_(torch.nan)  # (elements,): refused by all until somebody sound is received
             return True
         self._sick_since, self._left[bucket] = None, left
         self.count(str(sick), sick.round)
@@ -133,7 +133,7 @@ def sound_alone(tensors: Sequence[Tensor]) -> bool:
     """Return whether all are finite, and not absurd compared with 1."""
     if not tensors:
         return True
-    own = scale(tensors)
+    own = scale(tensors)  # the largest magnitude, a scalar
     return bool(sound(torch.stack([own, torch.ones_like(own)]))[0])
 
 
@@ -171,7 +171,7 @@ def forget_poison(
         floats = {name: v for name, v in state.items() if isinstance(v, Tensor) and v.is_floating_point()}
         poisoned = [name for name, value in floats.items() if not sound_alone([local(value)])]
         for name in poisoned:
-            local(floats[name]).zero_()
+            local(floats[name]).zero_()  # a moment begins anew
         if set(poisoned).difference(travelling()):
             state.update({name: state[name] * 0 for name in COUNTERS if name in state})
 
@@ -214,7 +214,7 @@ class HealedBuckets:
             bucket.adopt()
         if self.sick:
             for bucket, held in zip(self._buckets, self._held, strict=False):
-                bucket.flat.copy_(held)
+                bucket.flat.copy_(held)  # (elements,)
                 bucket.store()
             self._forget()
 

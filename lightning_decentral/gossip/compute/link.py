@@ -95,7 +95,7 @@ class Direct(Coder):
         return {j: [self._pool.take(message)] for j in sources}
 
     def decode(self, received: Mapping[int, Buffers], message: Tensor, place: int) -> dict[int, Tensor]:
-        return {j: whole for j, (whole,) in received.items()}
+        return {j: whole for j, (whole,) in received.items()}  # (elements,) each: received as it is
 
     def state_dict(self) -> dict[str, Any]:
         return {"codec": "Plain()"}
@@ -133,7 +133,7 @@ class CodecError:
 
     def add(self, error: Tensor, gap: Tensor) -> None:
         """Add the squares of one of a round's buckets."""
-        self._sums.append(torch.stack([error, gap]))
+        self._sums.append(torch.stack([error, gap]))  # (2,)
 
     def complete(self, step: int) -> None:
         """All of the round's are there."""
@@ -151,7 +151,7 @@ class CodecError:
     def _read(self) -> None:
         if self._open is not None:
             (sums, step), self._open = self._open, None
-            error, gap = sums.read().tolist()
+            error, gap = sums.read().tolist()  # squares
             if gap > 0:  # else nothing new was to be sent, or NaN
                 self._last = (error / gap) ** 0.5
                 self._report(self._last, step)

@@ -85,7 +85,7 @@ class Verdicts:
             return
         while self._open and self._open[0][0] <= round - LAG:
             _, workers_then, arrived = self._open.popleft()
-            then = arrived.read()
+            then = arrived.read()  # int64 (workers, 3), on the host
             self._judge(workers_then, then, sound(scales_in(then)))  # the device's verdict: it's of comparisons
         # Copied to pinned memory, and read long after the device passed the verdict.
         self._open.append((round, workers, AsyncRead(headers)))
@@ -96,7 +96,7 @@ class Verdicts:
         raise Sick(complaint, sent, mixed, self._sick_round, late)
 
     def _judge(self, workers: Sequence[int], headers: Tensor, sane: Tensor) -> None:
-        finite = headers.view(torch.float64)[:, 2] < torch.inf
+        finite = headers.view(torch.float64)[:, 2] < torch.inf  # (workers,)
         numbers = zip(headers[:, :2].tolist(), finite.tolist(), sane.tolist(), strict=True)
         rows = {worker: (*row, *healthy) for worker, (row, *healthy) in zip(workers, numbers, strict=True)}
         step, elements, own_finite, own_sane = rows.pop(self._rank)
@@ -149,14 +149,14 @@ def difference(sent: Tensor, received: Sequence[Tensor], weights: Sequence[float
     Args:
         sane: bool [1 + sources]: of this worker's own message, then of each that was received.
     """
-    out = torch.empty_like(sent, dtype=torch.promote_types(sent.dtype, torch.float32))
+    out = torch.empty_like(sent, dtype=torch.promote_types(sent.dtype, torch.float32))  # (elements,)
     difference_(out, sent, received, weights, sane)
     return out
 
 
 def apply_difference(x: Tensor, d: Tensor, rate: float) -> None:
     """x <- x + rate d: the bits of `correct_`."""
-    x.add_(d if rate == 1 else d * rate)
+    x.add_(d if rate == 1 else d * rate)  # rounded once, to the type of x
 
 
 def mix(own: Tensor, received: Sequence[Tensor], weights: Sequence[float]) -> None:
@@ -172,9 +172,9 @@ def mix(own: Tensor, received: Sequence[Tensor], weights: Sequence[float]) -> No
     total, sums = received[0], list(accumulate(weights))
     mean = own
     for tensor, weight, so_far in zip(received, weights[1:], sums[1:], strict=True):
-        mean = torch.lerp(mean, tensor, weight / so_far if so_far else 0.0, out=total)
+        mean = torch.lerp(mean, tensor, weight / so_far if so_far else 0.0, out=total)  # (elements,), in received[0]
     if abs(sums[-1] - 1) > ROUNDING:
-        total.mul_(sums[-1])
+        total.mul_(sums[-1])  # of columns, which need not sum to one
 
 
 def _difference(out: Tensor, sent: Tensor, received: Sequence[Tensor], weights: Sequence[float], sane: Tensor) -> None:

@@ -7,7 +7,7 @@ lets owners of parts add up codes; in every other one peers send each other mess
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -154,11 +154,17 @@ def copies_by_node(
     topology: Topology, weights: Weights, size: int, workers_per_node: int, cliques: Cliques = Cliques.RING
 ) -> list[dict[int, float]]:
     """{node: copies that it sends out} of each step of a period, without silent nodes: see `copies_through_card`."""
-    reduced = _pairs if cliques is Cliques.OWNERS else _rings
     steps = []
     for step, together in enumerate(_partitions(topology, weights, size, cliques)):
+        if together is None:  # peers
+            links = [(rank, j, 1.0) for rank in range(size) for j in targets(topology, rank, size, step)]
+        elif cliques is Cliques.OWNERS:  # each to each
+            links = [(*pair, 2 / len(c)) for c in together for pair in permutations(c, 2)]
+        else:  # in a ring
+            rings = [(c, zip(c, (*c[1:], c[0]), strict=True)) for c in together]
+            links = [(*pair, 2 * (len(c) - 1) / len(c)) for c, pairs in rings for pair in pairs]
         sent: dict[int, float] = {}
-        for rank, target, copies in _peers(topology, size, step) if together is None else reduced(together):
+        for rank, target, copies in links:
             node = rank // workers_per_node
             if node != target // workers_per_node:
                 sent[node] = sent.get(node, 0.0) + copies
@@ -170,25 +176,6 @@ def _partitions(topology: Topology, weights: Weights, size: int, cliques: Clique
     """Cliques in which each step of a period reduces; None where peers exchange."""
     found = None if cliques is Cliques.TOLD else partitions(topology, weights, size)
     return found or [None] * topology.period(size)
-
-
-Links = Iterator[tuple[int, int, float]]
-
-
-def _peers(topology: Topology, size: int, step: int) -> Links:
-    return ((rank, target, 1.0) for rank in range(size) for target in targets(topology, rank, size, step))
-
-
-def _rings(cliques: Partition) -> Links:
-    for clique in cliques:
-        for rank, successor in zip(clique, (*clique[1:], clique[0]), strict=True):
-            yield rank, successor, 2 * (len(clique) - 1) / len(clique)
-
-
-def _pairs(cliques: Partition) -> Links:
-    for clique in cliques:
-        for rank, other in permutations(clique, 2):
-            yield rank, other, 2 / len(clique)
 
 
 def partition(topology: Topology, weights: Weights, size: int, step: int) -> Partition | None:

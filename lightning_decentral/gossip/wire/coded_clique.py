@@ -20,8 +20,8 @@ from lightning_decentral.gossip.compute.link import Buffers, Everyone
 from lightning_decentral.gossip.compute.mixing import refuse
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Entries, Weights, entries
-from lightning_decentral.gossip.wire.exchange import HEADER, Copied, Exchange, MessageInFlight, Traffic
-from lightning_decentral.gossip.wire.peer import Arrivals, EarlyArrival, bytes_of, messages
+from lightning_decentral.gossip.wire.exchange import HEADER, Copied, EarlyArrival, Exchange, MessageInFlight, Traffic
+from lightning_decentral.gossip.wire.peer import Arrivals, bytes_of, messages
 from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.codec.blocks import real
 from lightning_decentral.shared.compute.codec.codec import Codec

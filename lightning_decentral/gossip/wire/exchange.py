@@ -21,6 +21,8 @@ from lightning_decentral.gossip.compute.link import Memory
 from lightning_decentral.gossip.compute.mixing import Sick, apply_difference
 from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.health import state_
+from lightning_decentral.shared.wire.pending import Pending
+from lightning_decentral.shared.wire.transport import Message
 
 Number = float | NDArray[np.float64]
 HEADER = 3
@@ -96,6 +98,34 @@ class MessageInFlight(ABC):
         return
 
 
+class EarlyArrival(MessageInFlight):
+    """A message that a device's second stream may receive before it lands on the training's.
+
+    Attributes:
+        outgoing, incoming: its transfers, from the departure on.
+    """
+
+    outgoing: Sequence[Pending] = ()
+    incoming: Sequence[Pending] = ()
+
+    @abstractmethod
+    def sends(self) -> list[Message]:
+        """Messages to other workers: a header, then the payload."""
+
+    @abstractmethod
+    def receives(self) -> list[Message]:
+        """Buffers for the messages to this worker, in the order of the senders' `sends`: NCCL pairs by order, gloo by
+        tag."""
+
+    @abstractmethod
+    def arrive(self) -> list[Tensor]:
+        """Wait for what was sent to this worker, decode and judge it, on the current stream. Before it lands, once.
+
+        Returns:
+            Tensors of that stream's memory, which the landing reads.
+        """
+
+
 @dataclass
 class Landed(MessageInFlight):
     """A message whose round was mixed already; where it `corrects`, mixed - sent.
@@ -168,16 +198,12 @@ class Flight:
                 sent.to(x.device, copy=True),
                 next((tensor.to(x.device, copy=True) for tensor in tensors), None),
                 corrects=corrects,
-                sick=sick and _sick(sick, x),
+                sick=sick and Sick(**{**sick, **{k: sick[k][0].to(x.device, copy=True) for k in ("sent", "mixed")}}),
             )
             # A flight may be older than the last buckets, and then shorter than `like`.
             for sent, tensors, corrects, sick, x in zip(state["sent"], mixed, differences, refused, like, strict=False)
         ]
         return cls(state["round"], state["step"], [*landed])
-
-
-def _sick(saved: Mapping[str, Any], like: Tensor) -> Sick:
-    return Sick(**{**saved, **{name: saved[name][0].to(like.device, copy=True) for name in ("sent", "mixed")}})
 
 
 M = TypeVar("M", bound=MessageInFlight)

@@ -4,7 +4,6 @@ Messages may be encoded. An all-reduce in cliques (`clique`) and `W @ message` (
 to rounding.
 """
 
-from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -20,43 +19,13 @@ from lightning_decentral.gossip.compute.link import Buffers, Coder
 from lightning_decentral.gossip.compute.mixing import Verdicts, correct_, correct_and_state_, difference, mix, refuse
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Neighbours, Weights, neighbours
-from lightning_decentral.gossip.wire.exchange import HEADER, Copied, Exchange, Landed, MessageInFlight, Traffic
+from lightning_decentral.gossip.wire.exchange import HEADER, Copied, EarlyArrival, Exchange, Landed, Traffic
 from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.deterministic import Plain
 from lightning_decentral.shared.compute.device import stopwatch
 from lightning_decentral.shared.compute.health import judged, scale, scales_in, stated
-from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Message, Transport
-
-
-class EarlyArrival(MessageInFlight):
-    """A message that a device's second stream may receive before it lands on the training's.
-
-    Attributes:
-        outgoing, incoming: its transfers, from the departure on.
-    """
-
-    outgoing: Sequence[Pending] = ()
-    incoming: Sequence[Pending] = ()
-
-    @abstractmethod
-    def sends(self) -> list[Message]:
-        """Messages to other workers: a header, then the payload."""
-
-    @abstractmethod
-    def receives(self) -> list[Message]:
-        """Buffers for the messages to this worker, in the order of the senders' `sends`: NCCL pairs by order, gloo by
-        tag."""
-
-    @abstractmethod
-    def arrive(self) -> list[Tensor]:
-        """Wait for what was sent to this worker, decode and judge it, on the current stream. Before it lands, once.
-
-        Returns:
-            Tensors of that stream's memory, which the landing reads.
-        """
-
 
 E = TypeVar("E", bound=EarlyArrival)
 
@@ -155,7 +124,12 @@ class PeerMessage(EarlyArrival):
         sane, complaint = self.sane[1:], exchange.verdicts.complaint
         instead = own
         if complaint:
-            own = instead = exchange.stand_in(self._mean_of_sound(received))
+            # sum_j w_ij sent_j / sum_j w_ij over the sources j whose messages are sound; the own one where none is.
+            # Seldom, so that the host may wait for the device's verdicts.
+            sound = [j for j, healthy in zip(received, sane, strict=True) if bool(healthy)]
+            total = sum(self.row[j] for j in sound)
+            means = [received[j] * (self.row[j] / total) for j in sound]
+            own = instead = exchange.stand_in(torch.stack(means).sum(dim=0) if sound else own)
         elif exchange.device.type != "cuda" and not bool(sane.all()):
             # A device isn't asked: there the own message stands in, and a rule for which that's wrong ends when the
             # sender does, whose state the message has spoiled by then.
@@ -207,13 +181,6 @@ class PeerMessage(EarlyArrival):
         if verdicts.complaint:
             self.land(judged=True)  # mixes what heals, and raises
         return self.sent, [*received.values()], [self.row[j] for j in received], self.sane
-
-    def _mean_of_sound(self, received: Mapping[int, Tensor]) -> Tensor:
-        """sum_j w_ij sent_j / sum_j w_ij over the sources j whose messages are sound; the own one where none is."""
-        # Seldom, so that the host may wait for the device's verdicts.
-        sound = [j for j, healthy in zip(received, self.sane[1:], strict=True) if bool(healthy)]
-        total = sum(self.row[j] for j in sound)
-        return torch.stack([received[j] * (self.row[j] / total) for j in sound]).sum(dim=0) if sound else self.sent
 
     def _release(self) -> None:
         """Wait until what was sent has left, and give its buffers back."""

@@ -34,7 +34,7 @@ Rate = float | RateSchedule
 
 def at(rate: Rate, turn: Turn) -> float:
     """The rate of this round."""
-    return rate(turn) if isinstance(rate, RateSchedule) else rate
+    return rate(turn) if isinstance(rate, RateSchedule) else rate  # a number is the same in every round
 
 
 def largest(rate: Rate) -> float:
@@ -85,7 +85,7 @@ class Gossip(RatedRule):
         return at(self.rate, turn) if type(self).apply is Gossip.apply else None
 
     def apply(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
-        x.add_(mixed.sub_(sent), alpha=at(self.rate, turn))
+        x.add_(mixed.sub_(sent), alpha=at(self.rate, turn))  # (elements,); in a simulation (size, elements)
 
 
 @checked
