@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_decentral.compressed.strategy import refuse_impossible
-from lightning_decentral.shared.compute.buckets import bucket_bytes_of
+from lightning_decentral.shared.compute.buckets import bucket_bytes_of, check_bucket_bytes
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Int8
 from lightning_decentral.shared.fabric.loop import LOOK_STEPS
@@ -19,7 +18,7 @@ from lightning_decentral.shared.updates import GradientCheck, NonFinite
 from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas, of_all
 from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage
 from lightning_decentral.shared.wire.averaging.residuals import scale_of
-from lightning_decentral.shared.wire.compressed_mean import mean_by
+from lightning_decentral.shared.wire.compressed_mean import mean_by, refuse_estimates
 from lightning_decentral.shared.wire.transport import Wire
 
 
@@ -80,7 +79,8 @@ class FabricCompressedStrategy(FabricWorkers):
         super().__init__(**ddp)
         self.nonfinite, self.gradient_check = nonfinite, GradientCheck(nonfinite)
         self.codec, self.bucket_bytes = codec or Int8(), bucket_bytes
-        refuse_impossible(self.codec, bucket_bytes)
+        check_bucket_bytes(bucket_bytes)
+        refuse_estimates(self.codec)
         self._reduced: list[Reduced] = []
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]

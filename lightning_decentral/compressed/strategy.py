@@ -68,8 +68,9 @@ class CompressedStrategy(ReplicaStrategy):
         self.codec = codec or Int8()
         self.bucket_bytes, self.orthogonal = bucket_bytes, orthogonal
         self.nonfinite, self.gradient_check = nonfinite, GradientCheck(nonfinite)
-        refuse_impossible(self.codec, bucket_bytes)
-        refuse_estimates(orthogonal or self.codec)
+        check_bucket_bytes(bucket_bytes)
+        for given in (self.codec, orthogonal or self.codec):
+            refuse_estimates(given)
         self._owners: Owners | None = None
         self._mean: FlatMean | None = None
         self._gradients: GradientAverage | None = None
@@ -210,9 +211,3 @@ class Owners:
     def close(self) -> None:
         for muon in self._muons:
             vars(muon).pop("change", None)
-
-
-def refuse_impossible(codec: Codec, bucket_bytes: int | None) -> None:
-    """ValueError for an option that no world could serve."""
-    check_bucket_bytes(bucket_bytes)
-    refuse_estimates(codec)

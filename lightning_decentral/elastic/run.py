@@ -32,9 +32,8 @@ from lightning_decentral.gossip.compute.combine.combine import Rule
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.gossip.rounds import check_numbers
-from lightning_decentral.gossip.wire.making import MixerFactory
+from lightning_decentral.gossip.wire.making import MixerFactory, parameters_of
 from lightning_decentral.gossip.wire.mixer import Mixer
-from lightning_decentral.gossip.wire.optimizer_mixer import parameters_of
 from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.layout import ModelLayout, described

@@ -17,7 +17,7 @@ from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.gossip.summary import ORDERS
 from lightning_decentral.gossip.wire.consensus import Consensus, spread
 from lightning_decentral.gossip.wire.exchange import Traffic
-from lightning_decentral.gossip.wire.optimizer_mixer import parameters_of
+from lightning_decentral.gossip.wire.making import parameters_of
 from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.shared.replica import Evaluate
 from lightning_decentral.shared.updates import Mixed

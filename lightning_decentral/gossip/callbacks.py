@@ -54,7 +54,7 @@ class _EveryNSteps(Callback, ABC):
         ValueError: `every_n_steps` below 1.
     """
 
-    def __init__(self, *, every_n_steps: int) -> None:
+    def __init__(self, *, every_n_steps: int = 10) -> None:
         if every_n_steps < 1:
             raise ValueError(
                 f"every_n_steps must be at least 1, got {every_n_steps}: leave the callback out to measure never"
@@ -116,10 +116,6 @@ class CommunicationMonitor(_EveryNSteps):
     Cost: reads counters; no communication.
     """
 
-    def __init__(self, *, every_n_steps: int = 10) -> None:
-        super().__init__(every_n_steps=every_n_steps)
-        self._before = Traffic()
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # A strategy's counters start anew with every fit.
         super().on_train_start(trainer, pl_module)
@@ -153,9 +149,6 @@ class MixingMonitor(_EveryNSteps):
     gossip/leaves, gossip/participation, gossip/stall_seconds; asynchronous: gossip/age, gossip/left_out_rounds, too.
     """
 
-    def __init__(self, *, every_n_steps: int = 10) -> None:
-        super().__init__(every_n_steps=every_n_steps)
-
     def measure(self, trainer: Trainer, pl_module: LightningModule, strategy: Monitored, steps: int) -> None:
         metrics = {f"gossip/{name}": value for name, value in strategy.mixing().items()}
         _publish(trainer, pl_module, metrics, on_bar=next((key for key in ON_BAR if key in metrics), ""))
@@ -170,18 +163,11 @@ class WorkerLossMonitor(_EveryNSteps):
     Nor for a device: what was computed on one is read, and appears, when the next row is due.
     """
 
-    def __init__(self, *, every_n_steps: int = 10) -> None:
-        super().__init__(every_n_steps=every_n_steps)
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
         self._losses: list[Tensor] = []
         self._arriving: tuple[int, AsyncRead] | None = None
         self._recent: deque[tuple[int, float]] = deque(maxlen=KEPT_LOSSES)
-        self._logged: list[int] = []
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
-        self._losses.clear()
-        self._arriving = None
-        self._recent.clear()
         self._logged = [_log_step(trainer) - 1] * trainer.world_size
 
     def on_train_batch_end(
@@ -189,7 +175,9 @@ class WorkerLossMonitor(_EveryNSteps):
     ) -> None:
         # Lightning divides by the number of accumulated batches before it hands the loss on.
         scale = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
-        self._losses += [loss.detach() * scale for loss in _loss(outputs)]
+        # The loss in what a training step handed back, if there is one.
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        self._losses += [loss.detach() * scale] if isinstance(loss, Tensor) else []
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def measure(self, trainer: Trainer, pl_module: LightningModule, strategy: Monitored, steps: int) -> None:
@@ -238,16 +226,12 @@ class StartSummary(Callback):
         if not isinstance(strategy, Monitored) or not trainer.is_global_zero:
             return
         summary = strategy.summary()
-        Console().print(_two_columns(summary))
+        table = Table(show_header=False, title="gossip", title_justify="left")
+        for row in summary.items():
+            table.add_row(*row)
+        Console().print(table)
         for logger in trainer.loggers:
             logger.log_hyperparams({f"gossip/{name}": text for name, text in summary.items()})
-
-
-def _two_columns(lines: Mapping[str, str]) -> Table:
-    table = Table(show_header=False, title="gossip", title_justify="left")
-    for name, text in lines.items():
-        table.add_row(name, text)
-    return table
 
 
 def _steps_taken(trainer: Trainer) -> int:
@@ -273,17 +257,6 @@ def _publish(trainer: Trainer, pl_module: LightningModule, metrics: Mapping[str,
         # measured.
         pl_module.log(name, float(value), prog_bar=name == on_bar, logger=False)
     _log(trainer, metrics, _log_step(trainer))
-
-
-def _loss(outputs: Any) -> list[Tensor]:
-    """The loss in what a training step handed back, if there is one."""
-    match outputs:
-        case Tensor() as loss:
-            return [loss]
-        case {"loss": Tensor() as loss}:
-            return [loss]
-        case _:
-            return []
 
 
 def _posted(trainer: Trainer, mine: list[tuple[int, float]]) -> list[list[tuple[int, float]]]:

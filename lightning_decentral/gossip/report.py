@@ -6,7 +6,7 @@ Its bytes are those that were counted on the way; those that are planned stand i
 import csv
 import json
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -80,7 +80,12 @@ class Report(Callback):
         if trainer.is_global_zero:
             self.directory.mkdir(parents=True, exist_ok=True)
             (self.directory / "report.json").write_text(json.dumps(result, indent=2))
-            _write_csv(self._rows.rows, self.directory / "report.csv")
+            rows = self._rows.rows
+            with (self.directory / "report.csv").open("w", newline="") as file:
+                columns = {key for row in rows for key in row} - {"step"}
+                writer = csv.DictWriter(file, fieldnames=["step", *sorted(columns)])
+                writer.writeheader()
+                writer.writerows(rows)
             self._draw(trainer.strategy)
 
     def _draw(self, strategy: object) -> None:
@@ -100,7 +105,12 @@ class Report(Callback):
         # From the file: training may have been in another process.
         result = json.loads(file.read_text())
         console.print(_table(result, trainer, pl_module))
-        for line in (*_distance(result), *_places(self.directory, trainer)):
+        lines = _places(self.directory, trainer)
+        if "consensus_distance" in result:
+            absolute, relative = result["consensus_distance"], result["consensus_distance_relative"]
+            percent = f"{100 * relative:.3g} % of the parameters' norm"
+            lines.insert(0, f"{'distance':<11}{absolute:.4g} from consensus when training ended, {percent}")
+        for line in lines:
             console.print(line, soft_wrap=True, highlight=False)
 
 
@@ -154,26 +164,14 @@ def _table(result: Mapping[str, Any], trainer: Trainer, pl_module: LightningModu
     return table
 
 
-def _distance(result: Mapping[str, Any]) -> list[str]:
-    if "consensus_distance" not in result:
-        return []
-    absolute, relative = result["consensus_distance"], result["consensus_distance_relative"]
-    percent = f"{100 * relative:.3g} % of the parameters' norm"
-    return [f"{'distance':<11}{absolute:.4g} from consensus when training ended, {percent}"]
-
-
 def _places(directory: Path, trainer: Trainer) -> list[str]:
     checkpoint = trainer.checkpoint_callback
     path = checkpoint.best_model_path if isinstance(checkpoint, ModelCheckpoint) else ""
     written = [directory / name for name in ("report.csv", *PICTURES) if (directory / name).exists()]
     named = [("checkpoint", path)] if path else []
     named += [("metrics" if file.suffix == ".csv" else "picture", str(file)) for file in written]
-    return [f"{name:<11}{_relative(place)}" for name, place in named]
-
-
-def _relative(place: str) -> Path:
-    path, here = Path(place).resolve(), Path.cwd().resolve()
-    return path.relative_to(here) if path.is_relative_to(here) else path
+    here, resolved = Path.cwd().resolve(), [(name, Path(place).resolve()) for name, place in named]
+    return [f"{name:<11}{p.relative_to(here) if p.is_relative_to(here) else p}" for name, p in resolved]
 
 
 def _number(value: float | None) -> str:
@@ -191,14 +189,6 @@ def _size(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.4g} TB"
-
-
-def _write_csv(rows: Sequence[Mapping[str, float]], path: Path) -> None:
-    columns = dict.fromkeys(key for row in rows for key in row)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=["step", *sorted(columns.keys() - {"step"})])
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 class Rows(Logger):

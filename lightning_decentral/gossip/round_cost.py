@@ -16,7 +16,6 @@ from functools import partial
 from statistics import median
 from threading import Barrier
 from time import process_time
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -112,26 +111,13 @@ class LoopbackTransport(Transport):
         return _Here()
 
 
-class Meter(Protocol):
-    """Measurement of rounds on a device.
+class HostMeter:
+    """Processor time of workers in threads, on sockets of this host.
 
     Attributes:
         heard: few and many neighbours.
         sizes: bytes of the parameters, ascending.
     """
-
-    @property
-    def heard(self) -> tuple[int, int]: ...
-
-    @property
-    def sizes(self) -> Sequence[int]: ...
-
-    def seconds(self, codec: Codec, heard: int, size: int) -> float:
-        """Seconds of a round."""
-
-
-class HostMeter:
-    """Processor time of workers in threads, on sockets of this host."""
 
     heard = (1, 2)
 
@@ -143,6 +129,7 @@ class HostMeter:
         self._ends = {heard: loopback(1 << heard, LONGEST) for heard in self.heard}
 
     def seconds(self, codec: Codec, heard: int, size: int) -> float:
+        """Seconds of a round."""
         ends = self._ends[heard]
         meet = Barrier(len(ends))
         with ThreadPoolExecutor(len(ends)) as threads:
@@ -174,7 +161,7 @@ class HostMeter:
 
 
 class DeviceMeter:
-    """Seconds of a stream, for a worker that receives its own echo."""
+    """Seconds of a stream, for a worker that receives its own echo; as `HostMeter`."""
 
     heard = (1, 3)
 
@@ -195,6 +182,9 @@ class DeviceMeter:
         return median(taken[WARM_UP:])
 
 
+Meter = HostMeter | DeviceMeter
+
+
 def round_works(
     parameter_bytes: int, device: torch.device, pause: Callable[[], None] = lambda: None
 ) -> tuple[RoundWork, ...]:
@@ -205,8 +195,8 @@ def round_works(
     """
     if device.type not in ("cpu", "cuda"):
         return ()
-    host = device.type == "cpu"
-    meter: Meter = HostMeter(parameter_bytes, pause) if host else DeviceMeter(parameter_bytes, device, pause)
+    on_host = device.type == "cpu"
+    meter = HostMeter(parameter_bytes, pause) if on_host else DeviceMeter(parameter_bytes, device, pause)
     return tuple(_work(codec, meter) for codec in CODECS)
 
 

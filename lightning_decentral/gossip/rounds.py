@@ -7,22 +7,22 @@ from math import inf
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_decentral.gossip.compute.combine.combine import Rule, refuse_overshoot
 from lightning_decentral.gossip.compute.error_feedback import RULE_OF_THUMB, share_that_arrives
 from lightning_decentral.gossip.compute.link import cliques_of
-from lightning_decentral.gossip.compute.travel import LACKING, UNKNOWN, agreed, kinds, none_has, pack_states
+from lightning_decentral.gossip.compute.travel import pack_states
 from lightning_decentral.gossip.island import GossipPlan
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.wire.assembly import assembled
 from lightning_decentral.gossip.wire.consensus import mixer_of
 from lightning_decentral.gossip.wire.island_member import IslandMember
-from lightning_decentral.gossip.wire.making import MixerFactory, as_they_are
+from lightning_decentral.gossip.wire.making import MixerFactory, StateMixer
 from lightning_decentral.gossip.wire.mixer import Mixer
-from lightning_decentral.gossip.wire.optimizer_mixer import healing, parameters_of
-from lightning_decentral.shared.compute.buckets import Bucket, with_tail
+from lightning_decentral.gossip.wire.optimizer_mixer import healing
+from lightning_decentral.shared.compute.buckets import Bucket
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.layout import ModelLayout
 from lightning_decentral.shared.plan.arguments import at_least
@@ -82,24 +82,20 @@ class MixerBuilder:
     layout: ModelLayout = field(default_factory=ModelLayout)
 
     def making(
-        self, exact_steps: int = 0, meet: Callable[[Sequence[nn.Parameter]], None] = as_they_are
+        self, exact_steps: int = 0, meet: Callable[[Sequence[nn.Parameter]], None] = lambda parameters: None
     ) -> MixerFactory:
         """Settings by which the run's mixers are made, for its `Mixers`; `meet`: x <- the mean as it is evaluated."""
-        own = self.mixers, self.pack, self.of_states
-        return MixerFactory(*own, exact_steps, self._mean_of_sound, self.layout, self._alike, meet)
-
-    def _mean_of_sound(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], str]:
+        own, world = (self.mixers, self.pack, self.of_states), self.wire.world
         # Not by a strategy's `mean_of`, which counts as one of Lightning's collectives: this one is a round.
-        return self.member.mean_of_sound(tensors, self.wire.world)
-
-    def _alike(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.member.alike(parameters, partial(start_from_worker_0, over=self.wire.world, device=self.device))
+        mean = partial(self.member.mean_of_sound, world=world)
+        alike = partial(self.member.alike, take=partial(start_from_worker_0, over=world, device=self.device))
+        return MixerFactory(*own, exact_steps, mean, self.layout, alike, meet)
 
     def mixers(self) -> list[Mixer]:
         """Make the mixers of one optimizer, one for each fragment. Collective."""
         return [self._mixer(part, self.plan.combine, self.plan.codec) for part in self.plan.topology.fragments]
 
-    def of_states(self, optimizer: Optimizer) -> "list[StateMixer]":
+    def of_states(self, optimizer: Optimizer) -> list[StateMixer]:
         """Make the mixers of the optimizer's states that travel. Collective."""
         along, states = self.plan.topology, self.plan.states.items()
         mixers = [self._mixer(travel.along(along), travel.combine, travel.codec) for _, travel in states]
@@ -130,98 +126,6 @@ class MixerBuilder:
         mixer = mixer_of(combine, exchange, plan.delay, partial(self.wire.group, None))
         mixer.healing = healing(plan.heals if member.heals else 0, self.module)
         return mixer
-
-
-PackState = Callable[[Optimizer, str, Mapping[nn.Parameter, int]], list[Bucket]]
-"""Packs one state of these parameters, as their island packs parameters, in the type that `travel.kinds` found."""
-
-
-class StateMixer:
-    """One state of an optimizer, mixed with the parameters; it is taken in when any worker's optimizer has it.
-
-    Args:
-        everyone: gathers a row of numbers from each worker.
-
-    Attributes:
-        packs: {place of a parameter in the optimizer: its state's kind}, packed at a time.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        name: str,
-        mixer: Mixer,
-        pack: PackState,
-        everyone: Callable[[list[int]], list[list[int]]],
-    ) -> None:
-        self.name, self.mixer = name, mixer
-        self.buckets: list[Bucket] = []
-        self.packs: list[dict[int, int]] = []
-        self._optimizer, self._pack, self._everyone = optimizer, pack, everyone
-        self._known: set[nn.Parameter] = set()
-        self._trained = self._looks = 0
-        self._stepped = stepped = [False]  # since the last look; not `self`: a hook outlives what made it
-        optimizer.register_step_post_hook(lambda *_: stepped.__setitem__(0, True))
-
-    def adopt(self, trained: set[nn.Parameter]) -> None:
-        """Take in the states of these parameters that are new, the same on all workers. Collective.
-
-        Raises:
-            ValueError: as `travel.kinds`; or no worker's optimizer keeps such a state.
-        """
-        if trained <= self._known:
-            return
-        stepped, self._stepped[0] = self._stepped[0], False
-        if len(trained) != self._trained:
-            self._trained, self._looks = len(trained), 0
-        self._looks += 1
-        if self._looks & (self._looks - 1):  # the 1st, 2nd, 4th, ... time: what is never updated stays unknown
-            return
-        parameters, groups = parameters_of(self._optimizer), self._optimizer.param_groups
-        group_of = {p: number for number, group in enumerate(groups) for p in group["params"]}
-        new = [place for place, p in enumerate(parameters) if p in trained and p not in self._known]
-        mine = kinds(self._optimizer, self.name, [parameters[place] for place in new], stepped)
-        found = agreed(self._everyone(mine), [group_of[parameters[place]] for place in new])
-        chosen = {place: kind for place, kind in zip(new, found, strict=True) if kind > LACKING}
-        if LACKING in found and not (chosen or self.packs):
-            raise none_has(self._optimizer, self.name, parameters)
-        self._known.update(parameters[place] for place, kind in zip(new, found, strict=True) if kind != UNKNOWN)
-        self._take(chosen)
-
-    def _take(self, chosen: Mapping[int, int]) -> None:
-        if not chosen:
-            return
-        parameters = parameters_of(self._optimizer)
-        new = {parameters[place]: kind for place, kind in chosen.items()}
-        self._known.update(new)
-        self.packs.append(dict(chosen))
-        buckets = self._pack(self._optimizer, self.name, new)
-        self.buckets += buckets
-        mixed = with_tail(buckets)
-        self.mixer.extend(mixed)
-
-    def drain(self) -> None:
-        for bucket in self.buckets:
-            bucket.adopt()
-        self.mixer.drain()
-
-    def state_dict(self) -> dict[str, Any]:
-        packs = [list(pack) for pack in self.packs], [list(pack.values()) for pack in self.packs]
-        looks = [self._trained, self._looks]
-        return {"packs": packs[0], "kinds": packs[1], "looks": looks, "mixer": self.mixer.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned; the optimizer has its states again."""
-        # Packed as they were: a message in flight has the layout of its buckets.
-        for number, places in enumerate(state["packs"]):
-            if "kinds" in state:
-                saved = state["kinds"][number]
-            else:  # 0.2 took in what each had
-                parameters = parameters_of(self._optimizer)
-                saved = kinds(self._optimizer, self.name, [parameters[place] for place in places], stepped=False)
-            self._take(dict(zip(places, saved, strict=True)))
-        self._trained, self._looks = state.get("looks", (0, 0))
-        self.mixer.load_state_dict(state["mixer"])
 
 
 def refuse_stale(codec: Codec, combine: Rule, buckets: Sequence[Bucket]) -> None:

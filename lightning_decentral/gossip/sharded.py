@@ -1,8 +1,7 @@
 """Islands of several devices (FSDP) under Lightning: what they can't do, how they are saved and restored."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -18,10 +17,7 @@ from lightning_decentral.gossip.wire.island_member import IslandMember, inside
 from lightning_decentral.shared.checkpoint.replica import WholeModel
 from lightning_decentral.shared.evaluation import callbacks_of
 from lightning_decentral.shared.wire.fsdp import WholeScalars, full_tensor, like, local, mapped, own_part
-from lightning_decentral.shared.wire.transport import Transport, Wire
-
-if TYPE_CHECKING:
-    from lightning_decentral.optim.muon import Muon
+from lightning_decentral.shared.wire.transport import Wire
 
 
 def joined(island: Island, strategy: "OnIsland", wire: Wire) -> IslandMember:
@@ -39,7 +35,8 @@ def refuse_unsharded(island: Island, module: LightningModule, callbacks: list[Ca
     """ValueError for what would go wrong without a sign where devices hold shards."""
     if island.shards == 1:
         return
-    _refuse_bf16(island, module, precision)
+    if isinstance(island, FullyShard) and island.param_dtype:
+        _refuse_bf16(island, module, precision)
     # A device's scaler would skip an update by itself.
     if getattr(precision, "scaler", None) is not None:
         raise ValueError(
@@ -51,7 +48,7 @@ def refuse_unsharded(island: Island, module: LightningModule, callbacks: list[Ca
             f"manual optimization runs the backward inside training_step, where {island!r} would lose the "
             "gradients: use AllReduce, or automatic optimization"
         )
-    _refuse_types(island, [*module.parameters()])
+    _refuse_types(island, module)
     for callback in callbacks:
         if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
             raise ValueError(f"{type(callback).__name__} copies whole models, {island!r} holds shards: use AllReduce")
@@ -59,22 +56,7 @@ def refuse_unsharded(island: Island, module: LightningModule, callbacks: list[Ca
             raise ValueError(f"ModelPruning masks whole parameters, {island!r} holds shards: use AllReduce")
 
 
-def _refuse_types(island: Island, parameters: Sequence[nn.Parameter]) -> None:
-    if any(parameter.is_complex() for parameter in parameters):
-        raise ValueError(
-            f"{island!r} cuts complex parameters into shards, which torch's optimizers update wrongly: make them of "
-            "pairs by torch.view_as_complex in the forward, or use AllReduce"
-        )
-    types = sorted({str(p.dtype) for p in parameters})
-    if len(types) > 1:
-        raise ValueError(
-            f"{island!r} needs parameters of one type, got {' and '.join(types)}: convert the module, or use AllReduce"
-        )
-
-
 def _refuse_bf16(island: Island, module: LightningModule, precision: Precision) -> None:
-    if not (isinstance(island, FullyShard) and island.param_dtype):
-        return
     if precision.precision != "bf16-mixed":
         raise ValueError(
             f"{island!r} computes in bf16 where autocast does, got precision={precision.precision}: take "
@@ -86,25 +68,29 @@ def _refuse_bf16(island: Island, module: LightningModule, precision: Precision) 
         )
 
 
-class Device(Protocol):
-    """Interface of the strategy on a device, for the model of its island."""
+def _refuse_types(island: Island, module: nn.Module) -> None:
+    if any(parameter.is_complex() for parameter in module.parameters()):
+        raise ValueError(
+            f"{island!r} cuts complex parameters into shards, which torch's optimizers update wrongly: make them of "
+            "pairs by torch.view_as_complex in the forward, or use AllReduce"
+        )
+    types = sorted({str(p.dtype) for p in module.parameters()})
+    if len(types) > 1:
+        raise ValueError(
+            f"{island!r} needs parameters of one type, got {' and '.join(types)}: convert the module, or use AllReduce"
+        )
+
+
+class OnIsland(Protocol):
+    """Interface of the strategy on a device, by which it joins its island and holds its model."""
 
     member: IslandMember
     """Present part of this device in its island."""
 
     @property
-    def lightning_module(self) -> LightningModule | None: ...
-    @property
-    def alone(self) -> bool: ...
+    def _module(self) -> LightningModule: ...
     @property
     def keeps_wholes(self) -> bool: ...
-
-
-class OnIsland(Protocol):
-    """Interface of a strategy by which a device joins its island."""
-
-    @property
-    def _module(self) -> LightningModule: ...
     @property
     def precision_plugin(self) -> Precision: ...
     @property
@@ -115,7 +101,7 @@ class OnIsland(Protocol):
 class IslandModel(WholeModel):
     """Model of a worker as a device of its island holds it: whole, or a shard of it."""
 
-    def __init__(self, island: Island, device: Device, join_groups: Callable[[], Wire | None]) -> None:
+    def __init__(self, island: Island, device: OnIsland, join_groups: Callable[[], Wire | None]) -> None:
         self._island, self._device, self._join_groups = island, device, join_groups
         self.layout = "" if island.devices == 1 else f"{type(island).__name__}({island.devices})"
         self._shards: Mapping[str, Tensor] | None = None
@@ -125,20 +111,16 @@ class IslandModel(WholeModel):
         return self._island.shards > 1
 
     def whole(self, tree: dict[str, Any]) -> dict[str, Any]:
-        sharded = self.spread
-        over = self._inside() if sharded and self._device.member.shards == 1 else None
-        gathered: dict[str, Any] = mapped(partial(self._gathered, over), tree)
-        return gathered
+        # After the fit the model is whole, what optimizers keep is still in shards: this island's devices gather it.
+        wire = self._join_groups() if self.spread and self._device.member.shards == 1 else None
+        over = inside(wire.group, wire.world.size, self._island.devices) if wire else None
 
-    def _inside(self) -> Transport | None:
-        """This island's devices, after the fit: the model is whole then, what optimizers keep is still in shards."""
-        wire = self._join_groups()
-        return None if wire is None else inside(wire.group, wire.world.size, self._island.devices)
+        def gathered(tensor: Tensor) -> Tensor:
+            full = full_tensor(tensor, over)
+            return full.cpu() if self._device.keeps_wholes else full[:0]  # all gather, one keeps wholes
 
-    def _gathered(self, over: Transport | None, tensor: Tensor) -> Tensor:
-        full = full_tensor(tensor, over)
-        # All devices gather, one keeps wholes.
-        return full.cpu() if self._device.keeps_wholes else full[:0]
+        whole: dict[str, Any] = mapped(gathered, tree)
+        return whole
 
     def part(self, tree: dict[str, Any]) -> dict[str, Any]:
         parts: dict[str, Any] = mapped(lambda tensor: local(tensor).clone(), tree)
@@ -168,42 +150,34 @@ class IslandModel(WholeModel):
 
     def resume(self) -> None:
         if self._shards is not None:
-            assert self._device.lightning_module is not None
-            self._device.member.load(self._device.lightning_module, self._shards)
+            self._device.member.load(self._device._module, self._shards)
             self._shards = None
 
 
 class WholeMatrices:
-    """Muon's matrices are whole where it orthogonalizes them, and totals where hooks read them, until `close`."""
+    """Muon's matrices are whole where it orthogonalizes them, until `close`; so are single numbers that hooks read off
+    shards, and Lightning's grad_norm."""
 
     def __init__(self, optimizers: Sequence[Optimizer], member: IslandMember) -> None:
-        self._totals = WholeTotals(member)
-        self._muons = _muons(optimizers) if member.shards > 1 else []
+        self._muons: list[Any] = []
+        self._served: list[Any] = []
+        if member.shards == 1:
+            return
+        from lightning_decentral.optim.muon import Muon  # no other run reads them
+        from lightning_decentral.shared.compute.around import Redirected
+
+        self._served = [WholeScalars(), Redirected(grads.grad_norm, _grad_norm)]
+        self._muons = [optimizer for optimizer in optimizers if isinstance(optimizer, Muon)]
         for muon in self._muons:
             # On the instance, over the method of its class: `close` has only to take it away.
-            muon.change = member.change  # type: ignore[method-assign]
-
-    def close(self) -> None:
-        self._totals.close()
-        for muon in self._muons:
-            vars(muon).pop("change", None)
-
-
-class WholeTotals:
-    """Single numbers that hooks read off shards, and Lightning's grad_norm, are the whole model's until `close`."""
-
-    def __init__(self, member: IslandMember) -> None:
-        sharded = member.shards > 1
-        self._served: list[Any] = []
-        if sharded:
-            from lightning_decentral.shared.compute.around import Redirected  # no other run reads it
-
-            self._served = [WholeScalars(), Redirected(grads.grad_norm, _grad_norm)]
+            muon.change = member.change
 
     def close(self) -> None:
         for served in self._served:
             served.close()
         self._served = []
+        for muon in self._muons:
+            vars(muon).pop("change", None)
 
 
 def _grad_norm(
@@ -216,12 +190,6 @@ def _grad_norm(
     found = [(name, parameter.grad) for name, parameter in module.named_parameters() if parameter.grad is not None]
     norms = {f"grad_{p}_norm{group_separator}{name}": full_tensor(grad.detach().norm(p)) for name, grad in found}
     return {**norms, f"grad_{p}_norm_total": torch.stack(list(norms.values())).norm(p)} if norms else norms
-
-
-def _muons(optimizers: Sequence[Optimizer]) -> "list[Muon]":
-    from lightning_decentral.optim.muon import Muon  # no other run reads it
-
-    return [optimizer for optimizer in optimizers if isinstance(optimizer, Muon)]
 
 
 def sharded_state(optimizer: Optimizer, state: dict[str, Any], own: bool) -> dict[str, Any]:

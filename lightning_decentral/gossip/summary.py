@@ -1,66 +1,46 @@
 """The plan of a gossip run as text: topology, order, codec, bytes per step, bytes through a node's network card."""
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING
 
 from torch import view_as_real
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import Adam, AdamW
 
 from lightning_decentral.gossip.compute.link import cliques_of
-from lightning_decentral.gossip.island import GossipPlan
-from lightning_decentral.gossip.plan.traffic import (
-    WorkerBytes,
-    all_reduce_copies,
-    copies_sent,
-    copies_through_card,
-)
+from lightning_decentral.gossip.plan.traffic import all_reduce_copies, copies_sent, copies_through_card
 from lightning_decentral.gossip.plan.weights import consensus_steps, describe
-from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.optimizer_mixer import OptimizerMixer
+
+if TYPE_CHECKING:
+    from lightning_decentral.gossip.strategy import GossipStrategy
 
 ORDERS = {0: "blocking (adapt-then-combine)", 1: "overlapped (adapt-while-combining)"}
 
 
-class DescribedPlan(GossipPlan, Protocol):
-    """A plan with what else its summary contains."""
-
-    evaluate: Literal["mean", "own"]
-    member: IslandMember
-    optimizers: list[Optimizer]
-
-    @property
-    def workers(self) -> int: ...
-    @property
-    def worker(self) -> int: ...
-    @property
-    def workers_per_node(self) -> int: ...
-    @property
-    def num_nodes(self) -> int: ...
-    @property
-    def num_processes(self) -> int: ...
-
-
-def described(plan: DescribedPlan, mixers: Iterable[OptimizerMixer]) -> dict[str, str]:
+def described(plan: "GossipStrategy", mixers: Iterable[OptimizerMixer]) -> dict[str, str]:
     """Describe the plan: {topic: text}."""
     mixers, size = list(mixers), plan.workers
     steps = consensus_steps(plan.topology, size, plan.weights)
-    packed = sum(bucket.bytes for of in mixers for bucket in of.buckets)
-    # A talk carries one fragment, about as many bytes as any other; states travel, too, from the first update on.
+    # Of the parameters: each device packs all of them, or one of so many shards.
+    model_bytes = sum(bucket.bytes for of in mixers for bucket in of.buckets) * plan.island.shards
+    # Of a message to another worker, a part of it from each device. A talk carries one fragment, about as many bytes
+    # as any other; states travel, too, from the first update on.
     fragments = len(plan.topology.fragments)
-    message_bytes = sum(of.mixer.exchange.coder.bytes for of in mixers) * plan.combine.form.copies // fragments
-    of_worker = WorkerBytes.of_devices(message_bytes, packed, plan.island.devices, plan.island.shards)
+    of_device = sum(of.mixer.exchange.coder.bytes for of in mixers) * plan.combine.form.copies // fragments
+    message_bytes = of_device * plan.island.devices
     cliques = cliques_of(plan.codec, plan.combine, plan.topology, plan.weights, size)
     copies = copies_sent(plan.topology, plan.weights, plan.worker, size, cliques)
-    sent = copies * of_worker.message
+    sent = copies * message_bytes
+    anchors = "' anchors" if plan.island.shards == 1 and any(of.mixer.shown() for of in mixers) else ""
     lines = {
         "workers": str(size) if plan.island.devices == 1 else f"{size} islands, each {plan.island!r}",
         "topology": describe(plan.topology, size, plan.weights),
         "steps to exact consensus": "never exact" if steps is None else str(steps),
         "order": ORDERS.get(plan.delay, f"landed {plan.delay} updates later"),
         "codec": repr(plan.codec),
-        "bytes per worker and step": f"{sent:,.0f} ({sent / max(of_worker.model, 1):.3g} x the parameters)",
-        "bytes through a node's card": through_card(plan, of_worker),
-        "evaluated": _mean(plan, mixers) if plan.evaluate == "mean" else "each worker's own model",
+        "bytes per worker and step": f"{sent:,.0f} ({sent / max(model_bytes, 1):.3g} x the parameters)",
+        "bytes through a node's card": through_card(plan, message_bytes, model_bytes),
+        "evaluated": f"the mean of the workers{anchors}" if plan.evaluate == "mean" else "each worker's own model",
     }
     if size > 1:
         lines["a worker with NaN"] = healing(plan)
@@ -74,7 +54,7 @@ def described(plan: DescribedPlan, mixers: Iterable[OptimizerMixer]) -> dict[str
     return lines | ({"hint": f"{' and '.join(sorted(adams))} {hint}"} if adams else {})
 
 
-def _beside(plan: DescribedPlan, name: str, mixers: Sequence[OptimizerMixer]) -> str:
+def _beside(plan: "GossipStrategy", name: str, mixers: Sequence[OptimizerMixer]) -> str:
     """One state that travels, and what a worker sends of it in a step where all parameters have it."""
     travel = plan.states[name]
     flats = [view_as_real(b.flat).view(-1) if b.flat.is_complex() else b.flat for of in mixers for b in of.buckets]
@@ -86,13 +66,7 @@ def _beside(plan: DescribedPlan, name: str, mixers: Sequence[OptimizerMixer]) ->
     return f"{name}: {travel}, up to {sent:,.0f} bytes a step"
 
 
-def _mean(plan: DescribedPlan, mixers: Sequence[OptimizerMixer]) -> str:
-    """Description of the mean that the workers show."""
-    anchors = plan.island.shards == 1 and any(of.mixer.shown() for of in mixers)
-    return "the mean of the workers' anchors" if anchors else "the mean of the workers"
-
-
-def healing(plan: DescribedPlan) -> str:
+def healing(plan: "GossipStrategy") -> str:
     """Description of what becomes of a worker whose parameters aren't finite."""
     reason = "heals=0" if plan.heals == 0 else plan.combine.recovery.incurable
     if not plan.member.heals:
@@ -100,13 +74,13 @@ def healing(plan: DescribedPlan) -> str:
     return f"ends the training: {reason}" if reason else f"takes its neighbours' parameters, {plan.heals} times at most"
 
 
-def through_card(plan: DescribedPlan, of_worker: WorkerBytes) -> str:
+def through_card(plan: "GossipStrategy", message_bytes: float, model_bytes: float) -> str:
     """Description of the bytes that leave the busiest node by the plan, and by a ring all-reduce of the gradients."""
     if plan.num_nodes == 1:
         return "none, there is one node"
     shape = plan.topology, plan.weights, plan.workers, plan.workers_per_node
     cliques = cliques_of(plan.codec, plan.combine, *shape[:3])
     steps = copies_through_card(*shape, cliques)
-    mean, most = sum(steps) / len(steps) * of_worker.message, max(steps) * of_worker.message
-    reduced = all_reduce_copies(plan.num_nodes * plan.num_processes, plan.num_processes) * of_worker.model
+    mean, most = sum(steps) / len(steps) * message_bytes, max(steps) * message_bytes
+    reduced = all_reduce_copies(plan.num_nodes * plan.num_processes, plan.num_processes) * model_bytes
     return f"{mean:,.0f} a step, at most {most:,.0f} (all-reduce: {reduced:,.0f})"

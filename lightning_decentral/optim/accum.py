@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_decentral.optim.groups import Betas, check_options, evaluated, real, together
+from lightning_decentral.optim.groups import Betas, check_options, evaluated, real, together, zeros_as
 from lightning_decentral.shared.plan.arguments import checked
 
 
@@ -65,26 +65,22 @@ class AccumAdam(Optimizer):
         window: int = 4,
         foreach: bool | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": tuple(betas),
-            "eps": eps,
-            "weight_decay": self.usual_decay if weight_decay is None else weight_decay,
-            "window": window,
-            "foreach": foreach,
-        }
-        super().__init__(params, defaults)
+        decay = self.usual_decay if weight_decay is None else weight_decay
+        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": decay}
+        super().__init__(params, {**defaults, "window": window, "foreach": foreach})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        _check({**self.defaults, **param_group})
+        options = {**self.defaults, **param_group}
+        check_options(options)
+        if options["window"] < 1 or options["window"] != int(options["window"]):
+            raise ValueError(f"window must be a whole number from 1 up, got {options['window']}: 1 is Adam")
         super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = evaluated(closure)
         for group in self.param_groups:
-            start, alone = partial(_start, window=group["window"]), partial(_alone, foreach=group["foreach"])
-            for parameters in together(self, group, start, alone):
+            for parameters in together(self, group, partial(_start, window=group["window"])):
                 self._update(parameters, group)
         return loss
 
@@ -103,13 +99,22 @@ class AccumAdam(Optimizer):
         elif decay:
             # Not in place: the gradients are the user's.
             gradients = list(torch._foreach_add(gradients, x, alpha=decay))
-        _move(x, _moments(means, squares, gradients, (beta1, beta2)), group, windows=math.ceil(step / window))
+        # The moments as if this gradient had been committed.
+        mean, square = list(torch._foreach_lerp(means, gradients, 1 - beta1)), list(torch._foreach_mul(squares, beta2))
+        torch._foreach_addcmul_(square, gradients, gradients, value=1 - beta2)
+        windows = math.ceil(step / window)
+        torch._foreach_sqrt_(square)
+        torch._foreach_div_(square, math.sqrt(1 - beta2**windows))
+        torch._foreach_add_(square, group["eps"])
+        torch._foreach_addcdiv_(x, mean, square, value=-group["lr"] / (1 - beta1**windows))
         if window > 1:
             accumulated = real([state["window_sum"] for state in states])
             torch._foreach_add_(accumulated, gradients, alpha=1 / window)
             gradients = accumulated
         if step % window == 0:
-            _commit(means, squares, gradients, (beta1, beta2))
+            torch._foreach_lerp_(means, gradients, 1 - beta1)
+            torch._foreach_mul_(squares, beta2)
+            torch._foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
             if window > 1:
                 torch._foreach_zero_(gradients)
 
@@ -125,48 +130,8 @@ class AccumAdamW(AccumAdam):
 
 
 def _start(parameter: Tensor, window: int) -> dict[str, Any]:
-
-    def zeros(like: Tensor) -> Tensor:
-        return torch.zeros_like(like, memory_format=torch.preserve_format)
-
-    # Each part of a complex number has a second moment of its own.
-    square = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+    (square,) = real([parameter])  # each part of a complex number has a second moment of its own
     # The step is a plain number: Lightning moves every tensor of the state to the device, where reading it would
     # make the host wait.
-    state = {"step": 0, "exp_avg": zeros(parameter), "exp_avg_sq": zeros(square)}
-    return {**state, "window_sum": zeros(parameter)} if window > 1 else state
-
-
-def _alone(parameter: Tensor, foreach: bool | None) -> bool:
-    return not (parameter.device.type == "cuda" if foreach is None else foreach)
-
-
-def _moments(
-    means: list[Tensor], squares: list[Tensor], gradients: list[Tensor], betas: Betas
-) -> tuple[list[Tensor], list[Tensor]]:
-    """m^ and v^: the moments as if this gradient had been committed."""
-    mean = list(torch._foreach_lerp(means, gradients, 1 - betas[0]))
-    square = list(torch._foreach_mul(squares, betas[1]))
-    torch._foreach_addcmul_(square, gradients, gradients, value=1 - betas[1])
-    return mean, square
-
-
-def _move(x: list[Tensor], moments: tuple[list[Tensor], list[Tensor]], group: dict[str, Any], *, windows: int) -> None:
-    mean, square = moments
-    beta1, beta2 = group["betas"]
-    torch._foreach_sqrt_(square)
-    torch._foreach_div_(square, math.sqrt(1 - beta2**windows))
-    torch._foreach_add_(square, group["eps"])
-    torch._foreach_addcdiv_(x, mean, square, value=-group["lr"] / (1 - beta1**windows))
-
-
-def _commit(means: list[Tensor], squares: list[Tensor], gradients: list[Tensor], betas: Betas) -> None:
-    torch._foreach_lerp_(means, gradients, 1 - betas[0])
-    torch._foreach_mul_(squares, betas[1])
-    torch._foreach_addcmul_(squares, gradients, gradients, value=1 - betas[1])
-
-
-def _check(options: dict[str, Any]) -> None:
-    check_options(options)
-    if options["window"] < 1 or options["window"] != int(options["window"]):
-        raise ValueError(f"window must be a whole number from 1 up, got {options['window']}: 1 is Adam")
+    state = {"step": 0, "exp_avg": zeros_as(parameter), "exp_avg_sq": zeros_as(square)}
+    return {**state, "window_sum": zeros_as(parameter)} if window > 1 else state

@@ -28,13 +28,10 @@ def refuse_sparse(optimizer: Optimizer, gradient: Tensor) -> None:
 
 
 def together(
-    optimizer: Optimizer,
-    group: Mapping[str, Any],
-    start: Callable[[Tensor], dict[str, Any]],
-    alone: Callable[[Tensor], bool],
+    optimizer: Optimizer, group: Mapping[str, Any], start: Callable[[Tensor], dict[str, Any]]
 ) -> list[list[Tensor]]:
     """A group's parameters with a gradient by what one call handles: of one device and type, having taken equally many
-    steps, and not alone.
+    steps; each by itself without `foreach`, which None turns on for a CUDA device.
 
     Args:
         start: the state of a parameter that had no gradient before.
@@ -50,8 +47,9 @@ def together(
         state = optimizer.state[parameter]
         if not state:
             state.update(start(parameter))
+        foreach = parameter.device.type == "cuda" if group["foreach"] is None else group["foreach"]
         # Its place makes a parameter a batch of its own.
-        key = (parameter.device, parameter.dtype, state["step"], place if alone(parameter) else None)
+        key = (parameter.device, parameter.dtype, state["step"], None if foreach else place)
         batches.setdefault(key, []).append(parameter)
     return list(batches.values())
 
@@ -62,6 +60,11 @@ def evaluated(closure: Callable[[], Any] | None) -> Any:
         return None
     with torch.enable_grad():
         return closure()
+
+
+def zeros_as(like: Tensor) -> Tensor:
+    """Zeros that lie in memory as `like` does."""
+    return torch.zeros_like(like, memory_format=torch.preserve_format)
 
 
 def real(tensors: list[Tensor]) -> list[Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from lightning_decentral.optim.groups import Betas, check_options, evaluated, refuse_sparse
+from lightning_decentral.optim.groups import Betas, check_options, evaluated, refuse_sparse, zeros_as
 from lightning_decentral.optim.newton_schulz import orthogonalize
 from lightning_decentral.shared.plan.arguments import checked
 
@@ -70,21 +70,19 @@ class Muon(Optimizer):
         dtype: Dtype | None = None,
         foreach: bool | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "betas": tuple(betas),
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "steps": steps,
-            "dtype": dtype,
-            "foreach": foreach,
-            "hidden": True,
-        }
+        defaults = {"lr": lr, "momentum": momentum, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"steps": steps, "dtype": dtype, "foreach": foreach, "hidden": True}
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        _check({**self.defaults, **param_group})
+        options = {**self.defaults, **param_group}
+        check_options(options)
+        if not 0 <= options["momentum"] < 1:
+            raise ValueError(f"momentum must be in [0, 1), got {options['momentum']}: 0.95 is usual")
+        if options["steps"] < 1 or options["steps"] != int(options["steps"]):
+            raise ValueError(f"steps must be a whole number from 1 up, got {options['steps']}: 5 are usual")
+        if options["dtype"] is not None and options["dtype"] not in TYPES:
+            raise ValueError(f"dtype must be one of {', '.join(TYPES)}, got {options['dtype']!r}")
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"] if self.param_groups[-1]["hidden"] else []:
             if parameter.ndim < 2 or parameter.is_complex():
@@ -110,12 +108,14 @@ class Muon(Optimizer):
         momentum, gradients = group["momentum"], [p.grad for p in parameters if p.grad is not None]
         for parameter in parameters:
             if not self.state[parameter]:
-                self.state[parameter]["momentum_buffer"] = _zeros(parameter)
+                self.state[parameter]["momentum_buffer"] = zeros_as(parameter)
         means = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
         torch._foreach_lerp_(means, gradients, 1 - momentum)
         updates = list(torch._foreach_lerp(gradients, means, momentum))
-        self.change(updates, partial(orthogonalize, steps=group["steps"], dtype=_type(group["dtype"])))
-        torch._foreach_mul_(updates, [LIKE_ADAMW * math.sqrt(_longest(p)) for p in parameters])
+        dtype = TYPES[group["dtype"]] if group["dtype"] else None
+        self.change(updates, partial(orthogonalize, steps=group["steps"], dtype=dtype))
+        longer = [max(len(p), p.numel() // max(1, len(p))) for p in parameters]  # sides of the matrices
+        torch._foreach_mul_(updates, [LIKE_ADAMW * math.sqrt(side) for side in longer])
         torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_add_(parameters, updates, alpha=-group["lr"])
 
@@ -124,7 +124,7 @@ class Muon(Optimizer):
             if not self.state[parameter]:
                 # As torch's AdamW has it: on the host, whatever the parameter's type.
                 step = torch.zeros((), dtype=torch.float32, device="cpu")
-                self.state[parameter].update(step=step, exp_avg=_zeros(parameter), exp_avg_sq=_zeros(parameter))
+                self.state[parameter].update(step=step, exp_avg=zeros_as(parameter), exp_avg_sq=zeros_as(parameter))
         states = [self.state[parameter] for parameter in parameters]
         adamw(
             parameters,
@@ -143,26 +143,3 @@ class Muon(Optimizer):
             eps=group["eps"],
             maximize=False,
         )
-
-
-def _zeros(like: Tensor) -> Tensor:
-    return torch.zeros_like(like, memory_format=torch.preserve_format)
-
-
-def _longest(parameter: Tensor) -> int:
-    """The longer side of its matrix."""
-    return max(len(parameter), parameter.numel() // max(1, len(parameter)))
-
-
-def _type(name: str | None) -> torch.dtype | None:
-    return None if name is None else TYPES[name]
-
-
-def _check(options: dict[str, Any]) -> None:
-    check_options(options)
-    if not 0 <= options["momentum"] < 1:
-        raise ValueError(f"momentum must be in [0, 1), got {options['momentum']}: 0.95 is usual")
-    if options["steps"] < 1 or options["steps"] != int(options["steps"]):
-        raise ValueError(f"steps must be a whole number from 1 up, got {options['steps']}: 5 are usual")
-    if options["dtype"] is not None and options["dtype"] not in TYPES:
-        raise ValueError(f"dtype must be one of {', '.join(TYPES)}, got {options['dtype']!r}")

@@ -1,6 +1,6 @@
 """Newton-Schulz: nearly the nearest matrix with orthonormal rows, by products alone; equal shapes in one call."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -40,41 +40,27 @@ def orthogonalize(tensors: Sequence[Tensor], steps: int = 5, dtype: torch.dtype 
     Args:
         dtype: to compute in; None: bfloat16 on devices, on the CPU float32, or the tensors' own type if it is better.
     """
-    for batch in _batches(tensors, dtype):
-        _together(batch, steps, dtype)  # a call of its own: what it made is gone before the next begins
+    alike: dict[tuple[torch.device, torch.dtype, torch.Size], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():  # without elements there is nothing to turn
+            alike.setdefault((tensor.device, tensor.dtype, _lying(tensor).shape), []).append(tensor)
+    for (device, own, _), batch in alike.items():
+        on_host = device.type == "cpu"
+        working = dtype or (torch.promote_types(own, torch.float32) if on_host else torch.bfloat16)
+        most = CACHE_BYTES if on_host else DEVICE_BYTES
+        count = max(1, most // (batch[0].numel() * working.itemsize))
+        for start in range(0, len(batch), count):
+            _in_one_call(batch[start : start + count], steps, working)
 
 
-def _together(alike: Sequence[Tensor], steps: int, dtype: torch.dtype | None) -> None:
-    stack = torch.stack([_lying(tensor) for tensor in alike])
-    for tensor, found in zip(alike, newton_schulz(stack.to(_working(stack, dtype)), steps), strict=True):
-        tensor.copy_((found if _is_lying(tensor) else found.mT).reshape(tensor.shape))
-
-
-def _working(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    usual = torch.promote_types(tensor.dtype, torch.float32) if _on_cpu(tensor) else torch.bfloat16
-    return dtype or usual
-
-
-def _on_cpu(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu"
-
-
-def _is_lying(tensor: Tensor) -> bool:
-    return len(tensor) <= tensor[0].numel()
+def _in_one_call(alike: Sequence[Tensor], steps: int, working: torch.dtype) -> None:
+    """Turn matrices of one shape; a function, so that what it made is gone before the next call begins."""
+    stack = torch.stack([_lying(tensor) for tensor in alike]).to(working)
+    for tensor, found in zip(alike, newton_schulz(stack, steps), strict=True):
+        tensor.copy_((found if len(found) == len(tensor) else found.mT).reshape(tensor.shape))
 
 
 def _lying(tensor: Tensor) -> Tensor:
     """[short side, long side]"""
     matrix = tensor.reshape(len(tensor), -1)
-    return matrix if _is_lying(tensor) else matrix.mT
-
-
-def _batches(tensors: Sequence[Tensor], dtype: torch.dtype | None) -> Iterator[list[Tensor]]:
-    alike: dict[tuple[object, ...], list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():  # without elements there is nothing to turn
-            alike.setdefault((tensor.device, tensor.dtype, *_lying(tensor).shape), []).append(tensor)
-    for batch in alike.values():
-        most = CACHE_BYTES if _on_cpu(batch[0]) else DEVICE_BYTES
-        count = max(1, most // (batch[0].numel() * _working(batch[0], dtype).itemsize))
-        yield from (batch[i : i + count] for i in range(0, len(batch), count))
+    return matrix if len(matrix) <= matrix.shape[1] else matrix.mT

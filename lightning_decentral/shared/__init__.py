@@ -65,6 +65,7 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], list[str]]:
 
 
 MOVED = {
+    "gossip.compute.combine.momentum": "gossip.compute.combine.gradient_tracking",
     "gossip.compute.combine.push_sum": "gossip.compute.combine.sums",
     "gossip.compute.combine.rate": "gossip.compute.combine.gossip",
     "gossip.compute.combine.relay_sum": "gossip.compute.combine.sums",

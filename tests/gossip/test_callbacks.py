@@ -177,7 +177,10 @@ def test_measuring_every_0_steps_is_refused(monitor: Callable[..., Callback]) ->
 
 @pytest.mark.parametrize("outputs", [None, {}, {"other": 1}])
 def test_a_training_step_without_loss_is_no_error(outputs: Any) -> None:
-    assert watchers._loss(outputs) == []
+    monitor, trainer, module = WorkerLossMonitor(), Trainer(**QUIET), Quadratic()
+    monitor.on_train_start(trainer, module)
+    monitor.on_train_batch_end(trainer, module, outputs, None, 0)
+    assert monitor._losses == []
 
 
 # ---- two gossiping workers --------------------------------------------------------------------------------------

@@ -25,9 +25,9 @@ from lightning_decentral.gossip import (
     Ring,
     Travel,
 )
-from lightning_decentral.gossip.rounds import StateMixer, pack_states
+from lightning_decentral.gossip.compute.travel import pack_states
 from lightning_decentral.gossip.wire.island_shards import Sharding
-from lightning_decentral.gossip.wire.making import MixerFactory
+from lightning_decentral.gossip.wire.making import MixerFactory, StateMixer
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.gossip.wire.peer import PeerExchange

@@ -12,8 +12,7 @@ from torch.optim import SGD, Optimizer
 
 from lightning_decentral.gossip import Every, Gossip, Hypercube, Int8, Own, Ring, Topology, Travel
 from lightning_decentral.gossip.compute.travel import LACKING, UNKNOWN, agreed, kinds, pack_states
-from lightning_decentral.gossip.rounds import StateMixer
-from lightning_decentral.gossip.wire.making import MixerFactory
+from lightning_decentral.gossip.wire.making import MixerFactory, StateMixer
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.gossip.wire.overlap import overlapped

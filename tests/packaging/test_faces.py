@@ -80,6 +80,7 @@ def test_a_strategy_has_at_most_two_bases_of_ours(method: str) -> None:
 
 OLD = (
     "elastic.option.Elastic",
+    "gossip.compute.combine.momentum.QuasiGlobalMomentum",
     "gossip.compute.combine.push_sum.PushSum",
     "gossip.compute.combine.rate.LearningRatePower",
     "gossip.compute.combine.relay_sum.RelaySum",

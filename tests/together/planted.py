@@ -9,7 +9,7 @@ import torch
 from lightning_decentral import CompressedStrategy, GossipStrategy, PartialBackpropStrategy
 from lightning_decentral.elastic.run import ElasticRun
 from lightning_decentral.gossip import pipeline_replicas as gossip_replicas
-from lightning_decentral.gossip.compute.combine.momentum import QuasiGlobalMomentum
+from lightning_decentral.gossip.compute.combine.gradient_tracking import QuasiGlobalMomentum
 from lightning_decentral.gossip.compute.combine.outer import Outer
 from lightning_decentral.gossip.compute.healing import Healing
 from lightning_decentral.gossip.compute.mixing import Sick

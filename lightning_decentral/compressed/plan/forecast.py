@@ -24,11 +24,6 @@ from lightning_decentral.shared.plan.profile import Model, RoundWork
 from lightning_decentral.shared.plan.timeline import Task
 
 
-def as_they_are(size: float) -> float:
-    """Bytes of a message that isn't encoded."""
-    return size
-
-
 def unmeasured(model: Model) -> RoundWork:
     """Coding for nothing."""
     return RoundWork("Plain()")
@@ -46,7 +41,7 @@ class CompressedForecast(Synchronous):
     """
 
     bucket_bytes: int | None = None
-    wire_bytes: Callable[[float], float] = as_they_are
+    wire_bytes: Callable[[float], float] = float  # of messages as they are
     work: Callable[[Model], RoundWork] = unmeasured
 
     def __post_init__(self) -> None:

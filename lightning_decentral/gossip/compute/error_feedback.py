@@ -1,7 +1,7 @@
-"""Error-feedback state of a codec: one worker's estimates, link by link, and how they are encoded and decoded."""
+"""Error-feedback state of a codec: one worker's estimates by link, or residuals of means whose parts have owners."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
-from lightning_decentral.gossip.compute.link import Buffers, CodecError, Coder, Direct, check_codec
+from lightning_decentral.gossip.compute.link import Buffers, CodecError, Coder, Direct, Memory, check_codec
 from lightning_decentral.gossip.plan.topology.topology import Topology, audiences
 from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.codec.blocks import key, real
-from lightning_decentral.shared.compute.codec.codec import Codec, Frame, Payload, PayloadPart
+from lightning_decentral.shared.compute.codec.codec import Codec, Frame, PayloadPart
+from lightning_decentral.shared.compute.codec.coded_parts import CodedParts
 from lightning_decentral.shared.compute.health import scale, sound, squared_norm
 
 
@@ -36,7 +37,7 @@ class BucketCodec:
     def __init__(self, codec: Codec, reference: Tensor, exact: int) -> None:
         self.estimates: dict[str, Tensor] = {}
         self._codec, self._exact = codec, exact
-        self._reference = real(reference)
+        self._reference = real(reference)  # (elements,), complex numbers as pairs
         self._parts: dict[tuple[int, torch.dtype], list[PayloadPart]] = {}
         exact_bytes = exact * reference.element_size()
         self.bytes = sum(part.bytes for part in self._coded(self._reference)) + exact_bytes
@@ -46,12 +47,13 @@ class BucketCodec:
         coded, tail = self._split(message)
         return [*self._coded(coded), *([PayloadPart(tail.numel(), tail.dtype)] if self._exact else [])]
 
-    def encode(self, message: Tensor, payload: Buffers, link: str, key: int) -> None:
-        self._fill(self._codec.encode, message, payload, link, key)
-
-    def replace(self, message: Tensor, payload: Buffers, link: str, key: int) -> None:
-        """Fill the payload, and overwrite the message by what is decoded of it."""
-        self._fill(self._codec.replace, message, payload, link, key)
+    def encode(self, message: Tensor, payload: Buffers, link: str, key: int, replaces: bool = False) -> None:
+        """Fill the payload; where it `replaces`, overwrite the message by what is decoded of it."""
+        coded, tail = self._split(message)
+        code = self._codec.replace if replaces else self._codec.encode
+        code(coded, payload[:-1] if self._exact else payload, self._frame(link, coded, key))
+        if self._exact:
+            payload[-1].copy_(tail)
 
     def decode(self, payload: Buffers, out: Tensor, link: str) -> None:
         coded, tail = self._split(out)
@@ -64,7 +66,7 @@ class BucketCodec:
         coded = self._split(message)[0]
         estimate = self._frame(link, coded, 0).estimate
         rounding, whole = 16 * torch.finfo(coded.dtype).eps, squared_norm([coded])
-        gap = whole if estimate is None else squared_norm([coded - estimate])
+        gap = whole if estimate is None else squared_norm([coded - estimate])  # a scalar on the device
         return gap.where(gap > rounding**2 * whole, 0)
 
     def error(self, message: Tensor, decoded: Tensor) -> Tensor:
@@ -85,21 +87,13 @@ class BucketCodec:
         the estimates stay as they were on both ends."""
         coded = self._split(message)[0]
         known = [scale([e]) for link in links if (e := self._frame(link, coded, 0).estimate) is not None]
-        good = sound(torch.stack([scale([coded]), *known]))[0]
+        good = sound(torch.stack([scale([coded]), *known]))[0]  # a bool on the device
         if good.device.type == "cuda" or not bool(good):
             message.masked_fill_(~good, torch.nan)
 
     def load(self, estimates: Mapping[str, Tensor]) -> None:
         device = self._reference.device
         self.estimates = {link: estimate.to(device, copy=True) for link, estimate in estimates.items()}
-
-    def _fill(
-        self, code: Callable[[Tensor, Payload, Frame], None], message: Tensor, payload: Buffers, link: str, key: int
-    ) -> None:
-        coded, tail = self._split(message)
-        code(coded, payload[:-1] if self._exact else payload, self._frame(link, coded, key))
-        if self._exact:
-            payload[-1].copy_(tail)
 
     def _split(self, message: Tensor) -> tuple[Tensor, Tensor]:
         end = len(message) - self._exact
@@ -127,12 +121,12 @@ RULE_OF_THUMB = 0.9
 
 def share_that_arrives(codec: Codec, dtype: torch.dtype) -> float:
     """1 - ||d - decoded||^2 / ||d||^2 of a difference d of normal numbers."""
-    d = torch.randn(SAMPLE, generator=torch.Generator().manual_seed(0))
+    d = torch.randn(SAMPLE, generator=torch.Generator().manual_seed(0))  # (SAMPLE,), the same on all
     d = d.to(torch.promote_types(dtype, torch.float32))
     channel = BucketCodec(codec, torch.zeros_like(d), 0)
     decoded = d.clone()
     payload = [torch.empty(part.elements, dtype=part.dtype) for part in channel.parts(d)]
-    channel.replace(decoded, payload, "sample", 1)
+    channel.encode(decoded, payload, "sample", 1, replaces=True)
     return 1 - float(squared_norm([d - decoded]) / squared_norm([d]))
 
 
@@ -202,37 +196,22 @@ class Coded(Coder):
         """{audience: payload};  message <- sum over audiences of share * what it decodes."""
         if self._codec.remembers:
             channel.spoil(message, [f"to {audience}" for audience in keys])
-        parts = self._taken(keys, message, channel)
-        # For one audience in place, without a copy of the message.
-        if len(parts) == 1:
-            ((audience, payload),) = parts.items()
-            channel.replace(message, payload, f"to {audience}", keys[audience])
-            self._remember_own(channel, message, audience)
-        elif parts:
-            for audience, payload in parts.items():
-                channel.encode(message, payload, f"to {audience}", keys[audience])
-            self._overwrite(message, channel, parts, shares)
-        return parts
-
-    def _overwrite(
-        self, message: Tensor, channel: BucketCodec, parts: Mapping[int, Buffers], shares: Mapping[int, float]
-    ) -> None:
-        first, *others = parts
-        total = sum(shares.values()) or 1.0
-        self._decode_own(channel, parts[first], message, first)
-        for place, audience in enumerate(others):
-            decoded = self._pool.take(message)
-            self._decode_own(channel, parts[audience], decoded, audience)
-            message.mul_(shares[first] / total if place == 0 else 1.0).add_(decoded, alpha=shares[audience] / total)
-            self._pool.give([decoded])
-
-    def _decode_own(self, channel: BucketCodec, payload: Buffers, out: Tensor, audience: int) -> None:
-        channel.decode(payload, out, f"to {audience}")
-        self._remember_own(channel, out, audience)
-
-    def _remember_own(self, channel: BucketCodec, decoded: Tensor, audience: int) -> None:
-        if self._codec.remembers:  # as its targets do, which refuse what isn't finite
-            channel.remember(decoded, f"to {audience}", torch.isfinite(scale([decoded])))
+        payloads, total = self._taken(keys, message, channel), sum(shares.values()) or 1.0
+        in_place = len(payloads) == 1  # for one audience, without a copy of the message
+        for audience, payload in payloads.items():
+            channel.encode(message, payload, f"to {audience}", keys[audience], in_place)
+        for place, (audience, payload) in enumerate(payloads.items()):
+            out = self._pool.take(message) if place else message
+            if not in_place:
+                channel.decode(payload, out, f"to {audience}")
+            if self._codec.remembers:  # as its targets do, which refuse what isn't finite
+                channel.remember(out, f"to {audience}", torch.isfinite(scale([out])))
+            if place == 1:
+                message.mul_(shares[next(iter(shares))] / total)
+            if place:
+                message.add_(out, alpha=shares[audience] / total)
+                self._pool.give([out])
+        return payloads
 
     def _taken(self, ends: Iterable[int], message: Tensor, channel: BucketCodec) -> dict[int, Buffers]:
         """{end of a link: buffers for a payload of the message}"""
@@ -243,7 +222,7 @@ class Coded(Coder):
         return self._taken(sources, message, self._channels[place])
 
     def decode(self, received: Mapping[int, Buffers], message: Tensor, place: int) -> dict[int, Tensor]:
-        decoded = {source: self._pool.take(message) for source in received}
+        decoded = {source: self._pool.take(message) for source in received}  # (elements,) each
         for source, payload in received.items():
             self._channels[place].decode(payload, decoded[source], f"from {source}")
         self._pool.give(chain(*received.values()))
@@ -261,3 +240,45 @@ class Coded(Coder):
         check_codec(state, repr(self._codec))
         for channel, estimates in zip(self._channels, state["estimates"], strict=True):
             channel.load(estimates)
+
+
+class CodedMean(Memory):
+    """State that a worker keeps for means in codes, bucket by bucket: a `CodedParts`' residuals, and its codec's error.
+
+    Attributes:
+        owned: of each bucket, what the last mean of the own part was rounded by.
+    """
+
+    def __init__(self, parts: CodedParts) -> None:
+        self.parts, self.lost = parts, CodecError()
+        self.owned: list[Tensor] = []
+
+    def admit(self, buckets: Sequence[Tensor]) -> None:
+        for bucket in map(real, buckets):
+            self.owned.append(torch.zeros_like(self.parts.of(self.parts.rank, bucket)))  # (elements of the own part,)
+            self.bytes += self.parts.codec.bytes(bucket.numel(), bucket.dtype)
+
+    def encode(self, message: Tensor, step: int, place: int) -> dict[int, Buffers]:
+        """Encode a bucket to {owner: codes of its part};  message <- what was sent."""
+        watched = message.clone() if measured(step) else None
+        codec, numbers = self.parts.codec, real(message)  # (elements,)
+        codes = self.parts.to_owners(numbers, codec.replace, step, place)
+        self.parts.own(numbers, codec.replace, step, place)
+        if watched is not None:
+            gap = squared_norm([watched])  # before it is overwritten by what was lost
+            self.lost.add(squared_norm([watched.sub_(message)]), gap)
+            if place + 1 == len(self.owned):
+                self.lost.complete(step)
+        return codes
+
+    def error(self) -> float | None:
+        return self.lost.value()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"codec": repr(self.parts.codec), "owned": [owned.clone() for owned in self.owned]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        check_codec(state, repr(self.parts.codec))
+        # None in a checkpoint from before means were coded.
+        for owned, saved in zip(self.owned, state.get("owned", self.owned), strict=True):
+            owned.copy_(saved)

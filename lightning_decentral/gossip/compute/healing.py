@@ -55,13 +55,13 @@ class Healing:
         """
         self.check(sick, bucket, combine, state)
         sent, mixed = sick.sent, sick.mixed
-        if self._since(sick, bucket):
+        if sick.round <= self._left.get(bucket, -1):  # the bucket has been healed since this message left
             if _reached(sick):
                 combine.recovery.refused(sent, mixed, state, turn)
             return False
         if not _reached(sick):
-            self._sick_since = self._waiting_since(sick)
-            x.fill_(torch.nan)
+            self._sick_since = sick.round if self._sick_since is None else self._sick_since
+            x.fill_(torch.nan)  # (elements,): refused by all until somebody sound is received
             return True
         self._sick_since, self._left[bucket] = None, left
         self.count(str(sick), sick.round)
@@ -70,22 +70,13 @@ class Healing:
         self.forget()
         return True
 
-    def healed_by_mean(self, complaint: str, round: int) -> None:
-        """The worker takes the mean of the others in the place of a round.
-
-        Raises:
-            FloatingPointError: it has been healed too often.
-        """
-        self.count(complaint, round)
-        self.forget()
-
     def check(self, sick: Sick, bucket: int, combine: Combine, state: State) -> None:
         """See that the worker can be healed where this lands; to save what couldn't go on would help nobody.
 
         Raises:
             FloatingPointError: it has been healed too often, or can't be, for the rule's reason.
         """
-        if self._most and self._since(sick, bucket):
+        if self._most and sick.round <= self._left.get(bucket, -1):
             return
         if (reason := self._hopeless(sick, combine, state)) is not None:
             raise FloatingPointError(f"{sick}{reason}") from None
@@ -107,13 +98,6 @@ class Healing:
             stacklevel=2,
         )
 
-    def _since(self, sick: Sick, bucket: int) -> bool:
-        """Return whether the bucket has been healed since this message left."""
-        return sick.round <= self._left.get(bucket, -1)
-
-    def _waiting_since(self, sick: Sick) -> int:
-        return sick.round if self._sick_since is None else self._sick_since
-
     def _too_often(self) -> str:
         return f" (healed {self.healed} times, as often as `heals` allows)" if self._most else ""
 
@@ -125,7 +109,8 @@ class Healing:
         if reason := recovery.incurable or ("" if _reached(sick) else recovery.unheard):
             return f". It can't go on from its neighbours': {reason}; Gossip() can"
         if not _reached(sick):
-            waits = sick.round - self._waiting_since(sick) < PATIENCE
+            since = sick.round if self._sick_since is None else self._sick_since
+            waits = sick.round - since < PATIENCE
             return None if waits else f" (no neighbour that is sound was heard in {PATIENCE} rounds)"
         if name := next((name for name in recovery.lasting if not sound_alone([state[name]])), None):
             return f". Its {name} are poisoned, too, and no neighbour has them"
@@ -148,7 +133,7 @@ def sound_alone(tensors: Sequence[Tensor]) -> bool:
     """Return whether all are finite, and not absurd compared with 1."""
     if not tensors:
         return True
-    own = scale(tensors)
+    own = scale(tensors)  # the largest magnitude, a scalar
     return bool(sound(torch.stack([own, torch.ones_like(own)]))[0])
 
 
@@ -186,7 +171,7 @@ def forget_poison(
         floats = {name: v for name, v in state.items() if isinstance(v, Tensor) and v.is_floating_point()}
         poisoned = [name for name, value in floats.items() if not sound_alone([local(value)])]
         for name in poisoned:
-            local(floats[name]).zero_()
+            local(floats[name]).zero_()  # a moment begins anew
         if set(poisoned).difference(travelling()):
             state.update({name: state[name] * 0 for name in COUNTERS if name in state})
 
@@ -229,7 +214,7 @@ class HealedBuckets:
             bucket.adopt()
         if self.sick:
             for bucket, held in zip(self._buckets, self._held, strict=False):
-                bucket.flat.copy_(held)
+                bucket.flat.copy_(held)  # (elements,)
                 bucket.store()
             self._forget()
 

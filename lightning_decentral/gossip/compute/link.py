@@ -6,7 +6,7 @@ A coder turns messages, of one bucket each, into payloads and back. `Direct` sen
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,14 +23,34 @@ Buffers = list[Tensor]
 """Tensors that a payload consists of."""
 
 
-class Coder(ABC):
-    """A worker's ends of all its links. `place` is that of a message's bucket among those admitted."""
+class Memory(ABC):
+    """What an exchange shows of its coder from outside, and saves."""
 
     encodes: ClassVar[bool] = True
     """True where messages travel otherwise than as they are."""
 
     bytes: int = 0
     """Bytes of one message of all admitted buckets on the wire, without headers."""
+
+    def error(self) -> float | None:
+        """||message - decoded|| / ||message - estimate||, relative; None where nothing is encoded or was measured."""
+        return None
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """The codec, and what both ends of a link remember of each other."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned.
+
+        Raises:
+            ValueError: it was taken under another codec.
+        """
+
+
+class Coder(Memory):
+    """A worker's ends of all its links. `place` is that of a message's bucket among those admitted."""
 
     @abstractmethod
     def admit(self, references: Sequence[Tensor], combine: Combine) -> None:
@@ -56,22 +76,6 @@ class Coder(ABC):
         """Keep each source's bucket as the estimate of it if its flag in `healthy` is set, where there are any."""
         return
 
-    def error(self) -> float | None:
-        """||message - decoded|| / ||message - estimate||, relative; None where nothing is encoded or was measured."""
-        return None
-
-    @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """The codec, and what both ends of a link remember of each other."""
-
-    @abstractmethod
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned.
-
-        Raises:
-            ValueError: it was taken under another codec.
-        """
-
 
 class Direct(Coder):
     """The buckets travel as they are: no copy is made."""
@@ -91,7 +95,7 @@ class Direct(Coder):
         return {j: [self._pool.take(message)] for j in sources}
 
     def decode(self, received: Mapping[int, Buffers], message: Tensor, place: int) -> dict[int, Tensor]:
-        return {j: whole for j, (whole,) in received.items()}
+        return {j: whole for j, (whole,) in received.items()}  # (elements,) each: received as it is
 
     def state_dict(self) -> dict[str, Any]:
         return {"codec": "Plain()"}
@@ -129,7 +133,7 @@ class CodecError:
 
     def add(self, error: Tensor, gap: Tensor) -> None:
         """Add the squares of one of a round's buckets."""
-        self._sums.append(torch.stack([error, gap]))
+        self._sums.append(torch.stack([error, gap]))  # (2,)
 
     def complete(self, step: int) -> None:
         """All of the round's are there."""
@@ -147,30 +151,17 @@ class CodecError:
     def _read(self) -> None:
         if self._open is not None:
             (sums, step), self._open = self._open, None
-            error, gap = sums.read().tolist()
+            error, gap = sums.read().tolist()  # squares
             if gap > 0:  # else nothing new was to be sent, or NaN
                 self._last = (error / gap) ** 0.5
                 self._report(self._last, step)
 
 
-class Remembers(Protocol):
-    """An object with a state to be saved."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-class Everyone:
+class Everyone(Memory):
     """The coders of all workers, as one."""
 
-    encodes = True
-    bytes = 0
-
-    def __init__(self, codec: Codec, coders: Sequence[Remembers]) -> None:
+    def __init__(self, codec: Codec, coders: Sequence[Memory]) -> None:
         self._codec, self._coders = repr(codec), coders
-
-    def error(self) -> float | None:
-        return None
 
     def state_dict(self) -> dict[str, Any]:
         return {"codec": self._codec, "workers": [worker.state_dict() for worker in self._coders]}

@@ -85,7 +85,7 @@ class Verdicts:
             return
         while self._open and self._open[0][0] <= round - LAG:
             _, workers_then, arrived = self._open.popleft()
-            then = arrived.read()
+            then = arrived.read()  # int64 (workers, 3), on the host
             self._judge(workers_then, then, sound(scales_in(then)))  # the device's verdict: it's of comparisons
         # Copied to pinned memory, and read long after the device passed the verdict.
         self._open.append((round, workers, AsyncRead(headers)))
@@ -96,7 +96,7 @@ class Verdicts:
         raise Sick(complaint, sent, mixed, self._sick_round, late)
 
     def _judge(self, workers: Sequence[int], headers: Tensor, sane: Tensor) -> None:
-        finite = headers.view(torch.float64)[:, 2] < torch.inf
+        finite = headers.view(torch.float64)[:, 2] < torch.inf  # (workers,)
         numbers = zip(headers[:, :2].tolist(), finite.tolist(), sane.tolist(), strict=True)
         rows = {worker: (*row, *healthy) for worker, (row, *healthy) in zip(workers, numbers, strict=True)}
         step, elements, own_finite, own_sane = rows.pop(self._rank)
@@ -111,8 +111,15 @@ class Verdicts:
                     f"worker {self._rank} mixes {elements} elements but worker {source} sent {other_elements}: "
                     "every worker must train the same parameters in the same step"
                 )
-            if not all(healthy):
-                self._count(source, step, _ABSURD if healthy[0] else "NaN or infinity")
+            # A source's refused buckets of one round are one refused message.
+            if not all(healthy) and self._refused_in.get(source) != step:
+                self._refused_in[source] = step
+                self.refused += 1
+                warnings.warn(
+                    f"worker {self._rank} refused a message from worker {source} in round {step}: it holds "
+                    f"{_ABSURD if healthy[0] else 'NaN or infinity'} ({self.refused} refused so far)",
+                    stacklevel=2,
+                )
         if not own_sane:
             held = _ABSURD if own_finite else f"NaN or infinity{self._beyond}"
             self._sick_round = step
@@ -121,18 +128,6 @@ class Verdicts:
                 "neighbours refused them. Lower the learning rate, clip gradients (gradient_clip_val) or find the "
                 "operation with detect_anomaly=True"
             )
-
-    def _count(self, source: int, step: int, held: str) -> None:
-        # A source's refused buckets of one round are one refused message.
-        if self._refused_in.get(source) == step:
-            return
-        self._refused_in[source] = step
-        self.refused += 1
-        warnings.warn(
-            f"worker {self._rank} refused a message from worker {source} in round {step}: "
-            f"it holds {held} ({self.refused} refused so far)",
-            stacklevel=2,
-        )
 
 
 def refuse(received: Tensor, instead: Tensor, healthy: Tensor) -> None:
@@ -154,14 +149,14 @@ def difference(sent: Tensor, received: Sequence[Tensor], weights: Sequence[float
     Args:
         sane: bool [1 + sources]: of this worker's own message, then of each that was received.
     """
-    out = torch.empty_like(sent, dtype=torch.promote_types(sent.dtype, torch.float32))
+    out = torch.empty_like(sent, dtype=torch.promote_types(sent.dtype, torch.float32))  # (elements,)
     difference_(out, sent, received, weights, sane)
     return out
 
 
 def apply_difference(x: Tensor, d: Tensor, rate: float) -> None:
     """x <- x + rate d: the bits of `correct_`."""
-    x.add_(d if rate == 1 else d * rate)
+    x.add_(d if rate == 1 else d * rate)  # rounded once, to the type of x
 
 
 def mix(own: Tensor, received: Sequence[Tensor], weights: Sequence[float]) -> None:
@@ -177,9 +172,9 @@ def mix(own: Tensor, received: Sequence[Tensor], weights: Sequence[float]) -> No
     total, sums = received[0], list(accumulate(weights))
     mean = own
     for tensor, weight, so_far in zip(received, weights[1:], sums[1:], strict=True):
-        mean = torch.lerp(mean, tensor, weight / so_far if so_far else 0.0, out=total)
+        mean = torch.lerp(mean, tensor, weight / so_far if so_far else 0.0, out=total)  # (elements,), in received[0]
     if abs(sums[-1] - 1) > ROUNDING:
-        total.mul_(sums[-1])
+        total.mul_(sums[-1])  # of columns, which need not sum to one
 
 
 def _difference(out: Tensor, sent: Tensor, received: Sequence[Tensor], weights: Sequence[float], sane: Tensor) -> None:
@@ -193,25 +188,14 @@ def _difference(out: Tensor, sent: Tensor, received: Sequence[Tensor], weights: 
             out.add_(part)
 
 
-def _correct(
-    x: Tensor, sent: Tensor, received: Sequence[Tensor], weights: Sequence[float], sane: Tensor, rate: float
-) -> None:
-    apply_difference(x, difference(sent, received, weights, sane), rate)
+def _correct(x: Tensor, *terms_and_rate: Any) -> None:
+    *terms, rate = terms_and_rate
+    apply_difference(x, difference(*terms), rate)
 
 
-def _correct_and_state(
-    out: Tensor,
-    header: Tensor,
-    x: Tensor,
-    sent: Tensor,
-    received: Sequence[Tensor],
-    weights: Sequence[float],
-    sane: Tensor,
-    rate: float,
-    step: int,
-    elements: int,
-) -> None:
-    correct_(x, sent, received, weights, sane, rate)
+def _correct_and_state(out: Tensor, header: Tensor, x: Tensor, *correction: Any) -> None:
+    *terms_and_rate, step, elements = correction
+    correct_(x, *terms_and_rate)
     state_(out, header, x, step, elements)
 
 

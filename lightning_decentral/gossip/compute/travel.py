@@ -101,7 +101,7 @@ class StateBucket(Bucket):
 
 
 def zeros(parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
-    return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)  # as the parameter lies
 
 
 def _state(optimizer: Optimizer, name: str, parameter: nn.Parameter) -> Tensor | None:
@@ -153,16 +153,9 @@ def agreed(rows: Sequence[Sequence[int]], groups: Sequence[int]) -> list[int]:
         rows: [workers, parameters].
         groups: of each parameter, its optimizer's group.
     """
-    most = [max(column) for column in zip(*rows, strict=True)]
+    most = [max(column) for column in zip(*rows, strict=True)]  # by parameter, over the workers
     travels = {group: kind for kind, group in zip(most, groups, strict=True) if kind > LACKING}
     return [kind or travels.get(group, UNKNOWN) for kind, group in zip(most, groups, strict=True)]
-
-
-def none_has(optimizer: Optimizer, name: str, parameters: Sequence[nn.Parameter]) -> ValueError:
-    """Make the error for an optimizer that has updated parameters and keeps no such state of any."""
-    kept = sorted({key for p in parameters for key in optimizer.state.get(p, {})})
-    remedy = f"name one of {', '.join(kept)}, or leave it out of states" if kept else "leave it out of states"
-    return ValueError(f"{type(optimizer).__name__} keeps no state {name!r} that could travel: {remedy}")
 
 
 def pack_states(
@@ -177,6 +170,6 @@ def pack_states(
     for parameter, kind in chosen.items():
         state = _state(optimizer, name, parameter)
         tensors.append(zeros(parameter, TYPES[kind - 2]) if state is None else state)
-        owners[id(tensors[-1])] = parameter
+        owners[id(tensors[-1])] = parameter  # a state knows no parameter
     make = partial(StateBucket, owners=owners, optimizer=optimizer, name=name, parts=parts)
     return pack(cast(list[nn.Parameter], tensors), bucket_bytes, make)

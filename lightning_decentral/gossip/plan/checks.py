@@ -4,14 +4,7 @@ import networkx as nx
 import numpy as np
 
 from lightning_decentral.gossip.plan.topology.topology import Topology, step_graph
-from lightning_decentral.gossip.plan.weights import (
-    Dyadic,
-    Own,
-    Weights,
-    mixing_matrix,
-    most_in_flight,
-    talking_steps,
-)
+from lightning_decentral.gossip.plan.weights import Dyadic, Own, Weights, mixing_matrix, most_in_flight, talking_steps
 
 
 def check_columns(topology: Topology, size: int, weights: Weights) -> None:

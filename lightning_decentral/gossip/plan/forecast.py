@@ -173,7 +173,13 @@ class GossipForecast(Method):
 
     def memory_bytes(self, setting: Setting) -> float:
         """The island's own, messages in flight, what rule and codec keep."""
-        flying = sum(self._flying_bytes(setting, talk) for talk in self._talks(setting))
+        flying = 0.0
+        for talk in self._talks(setting):
+            part, plan = talk.bytes / self.within.devices, self._rounds(setting, talk)
+            heard = max(1 if load.clique else one.sources.shape[1] - 1 for one in plan for load in one.loads)
+            # One that is sent, and one from each source.
+            each = part + heard * talk.encoding.wire_bytes(part) if heard else 0.0
+            flying += most_in_flight(talk.topology, self._size(setting), self.delay) * each
         return self.within.memory_bytes(setting) + flying + self.kept * self.within.kept_bytes(setting)
 
     def round_seconds(self, setting: Setting) -> float:
@@ -199,24 +205,17 @@ class GossipForecast(Method):
         size, per_node = self._size(setting), self._workers_per_node(setting)
         return rounds(talk.topology, self.weights, size, per_node, talk.encoding.cliques)
 
-    def _flying_bytes(self, setting: Setting, talk: Talk) -> float:
-        part, plan = talk.bytes / self.within.devices, self._rounds(setting, talk)
-        heard = max(1 if load.clique else one.sources.shape[1] - 1 for one in plan for load in one.loads)
-        # One that is sent, and one from each source.
-        each = part + heard * talk.encoding.wire_bytes(part) if heard else 0.0
-        return most_in_flight(talk.topology, self._size(setting), self.delay) * each
-
     def _plan(self, setting: Setting) -> tuple[list[Floats], tuple[Round, ...]]:
         """(exchange seconds of every worker, rounds) for each step of a period."""
-        return joined([self._plan_of(setting, talk) for talk in self._talks(setting)])
-
-    def _plan_of(self, setting: Setting, talk: Talk) -> tuple[list[Floats], tuple[Round, ...]]:
-        plan = self._rounds(setting, talk)
-        loads = {load for one in plan for load in one.loads}
-        seconds = {load: self._exchange_seconds(setting, talk, load) for load in loads}
-        own = [np.array([seconds[load] for load in one.loads]) for one in plan]
-        # A sender with several targets serves them together, so its slowest source decides when a worker can mix.
-        return [busy[one.sources].max(axis=1) for busy, one in zip(own, plan, strict=True)], plan
+        plans = []
+        for talk in self._talks(setting):
+            plan = self._rounds(setting, talk)
+            loads = {load for one in plan for load in one.loads}
+            seconds = {load: self._exchange_seconds(setting, talk, load) for load in loads}
+            own = [np.array([seconds[load] for load in one.loads]) for one in plan]
+            # A sender with several targets serves them together, so its slowest source decides when a worker can mix.
+            plans.append(([busy[one.sources].max(axis=1) for busy, one in zip(own, plan, strict=True)], plan))
+        return joined(plans)
 
     def _exchange_seconds(self, setting: Setting, talk: Talk, load: RoundLoad) -> float:
         part = talk.encoding.wire_bytes(talk.bytes / self.within.devices)

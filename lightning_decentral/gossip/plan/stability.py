@@ -15,6 +15,7 @@ from lightning_decentral.gossip.plan.weights import (
     most_in_flight,
     spectrum,
     talking_steps,
+    without_mean,
 )
 
 
@@ -143,7 +144,8 @@ def _periods(topology: Topology, size: int, delay: int, weights: Weights) -> Ite
     steps = range(topology.period(size))
     # One matrix, perhaps in every k-th step only: each eigenvalue by itself.
     if len(talking) <= 1:
-        for value in _eigenvalues(mixing_matrix(topology, size, talking[0] if talking else 0, weights)):
+        values = without_mean(mixing_matrix(topology, size, talking[0] if talking else 0, weights))
+        for value in dict.fromkeys(complex(v) for v in np.round(values, 9)):  # each once
             yield [np.full((1, 1), value - 1 if step in talking else 0.0) for step in steps]
         return
     # A sequence of matrices with other eigenvectors each: one period as a linear map.
@@ -154,13 +156,6 @@ def _periods(topology: Topology, size: int, delay: int, weights: Weights) -> Ite
         )
     orthogonal = np.linalg.svd(np.ones((1, size)))[2][1:]  # orthonormal rows that span what is orthogonal to the mean
     yield [orthogonal @ (mixing_matrix(topology, size, step, weights) - np.eye(size)) @ orthogonal.T for step in steps]
-
-
-def _eigenvalues(matrix: Matrix) -> list[complex]:
-    """All but one eigenvalue 1, each once."""
-    values = spectrum(matrix)
-    rest = np.delete(values, np.argmin(np.abs(values - 1)))
-    return list(dict.fromkeys(complex(v) for v in np.round(rest, 9)))
 
 
 LARGEST_PERIOD_STATE = 256  # rows; about 0.1 s for each rate that is tried

@@ -84,9 +84,7 @@ class Talk:
         return self.encoding.wire_bytes(self.bytes)
 
 
-def joined(
-    plans: Sequence[tuple[Sequence[Floats], Sequence[Round]]],
-) -> tuple[list[Floats], tuple[Round, ...]]:
+def joined(plans: Sequence[tuple[Sequence[Floats], Sequence[Round]]]) -> tuple[list[Floats], tuple[Round, ...]]:
     """Several talks' (exchange seconds, rounds) as one plan: a worker waits for its sources in all of them, and
     their messages share the links, one behind the other. Its period is their least common multiple."""
     if len(plans) == 1:

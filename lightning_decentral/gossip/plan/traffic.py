@@ -7,7 +7,7 @@ lets owners of parts add up codes; in every other one peers send each other mess
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -16,7 +16,7 @@ from itertools import permutations
 import numpy as np
 import numpy.typing as npt
 
-from lightning_decentral.gossip.plan.topology.topology import Topology, step_graph
+from lightning_decentral.gossip.plan.topology.topology import StepGraph, Topology, step_graph
 from lightning_decentral.gossip.plan.weights import Weights, targets
 
 
@@ -71,36 +71,26 @@ def rounds(
     topology: Topology, weights: Weights, size: int, workers_per_node: int, cliques: Cliques = Cliques.RING
 ) -> tuple[Round, ...]:
     """Rounds of a period, one for each step."""
-    by_step = _partitions(topology, weights, size, cliques)
-    return tuple(_round(topology, size, step, found, workers_per_node) for step, found in enumerate(by_step))
+    found = []
+    for step, together in enumerate(_partitions(topology, weights, size, cliques)):
+        graph = step_graph(topology, size, step)
+        rows = [[rank, *own, *[rank] * (graph.degree - len(own))] for rank, own in enumerate(graph.sources)]
+        loads = _peer_loads(graph, workers_per_node) if together is None else _cliques(together, size, workers_per_node)
+        found.append(Round(np.array(rows), loads))
+    return tuple(found)
 
 
 Partition = tuple[tuple[int, ...], ...]
 
 
-def _round(topology: Topology, size: int, step: int, cliques: Partition | None, per_node: int) -> Round:
-    graph = step_graph(topology, size, step)
-    most = graph.degree
-    sources = np.array([[rank, *heard, *[rank] * (most - len(heard))] for rank, heard in enumerate(graph.sources)])
-    peers = (
-        _peer_messages(graph.sources, graph.targets, per_node) if cliques is None else _cliques(cliques, size, per_node)
-    )
-    return Round(sources, peers)
-
-
-def _peer_messages(
-    sources: Sequence[tuple[int, ...]], targets: Sequence[tuple[int, ...]], per_node: int
-) -> tuple[RoundLoad, ...]:
+def _peer_loads(graph: StepGraph, per_node: int) -> tuple[RoundLoad, ...]:
     def outside(rank: int, others: Sequence[int]) -> int:
         return sum(other // per_node != rank // per_node for other in others)
 
-    pairs = list(zip(sources, targets, strict=True))
+    pairs = list(enumerate(zip(graph.sources, graph.targets, strict=True)))
     # Both directions go on at the same time: the one with more messages counts.
-    between = [max(outside(rank, heard), outside(rank, told)) for rank, (heard, told) in enumerate(pairs)]
-    inside = [
-        max(len(heard) - outside(rank, heard), len(told) - outside(rank, told))
-        for rank, (heard, told) in enumerate(pairs)
-    ]
+    between = [max(outside(rank, ranks) for ranks in both) for rank, both in pairs]
+    inside = [max(len(ranks) - outside(rank, ranks) for ranks in both) for rank, both in pairs]
     nodes = [between[start : start + per_node] for start in range(0, len(between), per_node)]
     flows = [max(1, sum(map(bool, node))) for node in nodes]
     return tuple(RoundLoad(0, inside[r], between[r], flows[r // per_node]) for r in range(len(pairs)))
@@ -117,25 +107,6 @@ def _cliques(cliques: Partition, size: int, per_node: int) -> tuple[RoundLoad, .
             for rank in clique:
                 loads[rank] = load
     return tuple(loads)
-
-
-@dataclass(frozen=True)
-class WorkerBytes:
-    """Bytes of one worker, a device or an island of several.
-
-    Args:
-        message: of one to another worker, all devices together.
-        model: of its parameters.
-    """
-
-    message: float
-    model: float
-
-    @classmethod
-    def of_devices(cls, message: float, model: float, devices: int, shards: int) -> "WorkerBytes":
-        """Bytes of a worker each of whose devices sends a part of `message` bytes, and packs `model` bytes: all of the
-        parameters, or one of so many shards of them."""
-        return cls(message * devices, model * shards)
 
 
 def all_reduce_copies(size: int, workers_per_node: int) -> float:
@@ -183,46 +154,28 @@ def copies_by_node(
     topology: Topology, weights: Weights, size: int, workers_per_node: int, cliques: Cliques = Cliques.RING
 ) -> list[dict[int, float]]:
     """{node: copies that it sends out} of each step of a period, without silent nodes: see `copies_through_card`."""
-    reduced = _pairs if cliques is Cliques.OWNERS else _rings
-    steps = [
-        _peers(topology, size, step) if alone is None else reduced(alone)
-        for step, alone in enumerate(_partitions(topology, weights, size, cliques))
-    ]
-    return [_by_node(links, workers_per_node) for links in steps]
+    steps = []
+    for step, together in enumerate(_partitions(topology, weights, size, cliques)):
+        if together is None:  # peers
+            links = [(rank, j, 1.0) for rank in range(size) for j in targets(topology, rank, size, step)]
+        elif cliques is Cliques.OWNERS:  # each to each
+            links = [(*pair, 2 / len(c)) for c in together for pair in permutations(c, 2)]
+        else:  # in a ring
+            rings = [(c, zip(c, (*c[1:], c[0]), strict=True)) for c in together]
+            links = [(*pair, 2 * (len(c) - 1) / len(c)) for c, pairs in rings for pair in pairs]
+        sent: dict[int, float] = {}
+        for rank, target, copies in links:
+            node = rank // workers_per_node
+            if node != target // workers_per_node:
+                sent[node] = sent.get(node, 0.0) + copies
+        steps.append(sent)
+    return steps
 
 
 def _partitions(topology: Topology, weights: Weights, size: int, cliques: Cliques) -> Sequence[Partition | None]:
     """Cliques in which each step of a period reduces; None where peers exchange."""
     found = None if cliques is Cliques.TOLD else partitions(topology, weights, size)
     return found or [None] * topology.period(size)
-
-
-Links = Iterator[tuple[int, int, float]]
-
-
-def _peers(topology: Topology, size: int, step: int) -> Links:
-    return ((rank, target, 1.0) for rank in range(size) for target in targets(topology, rank, size, step))
-
-
-def _rings(cliques: Partition) -> Links:
-    for clique in cliques:
-        for rank, successor in zip(clique, (*clique[1:], clique[0]), strict=True):
-            yield rank, successor, 2 * (len(clique) - 1) / len(clique)
-
-
-def _pairs(cliques: Partition) -> Links:
-    for clique in cliques:
-        for rank, other in permutations(clique, 2):
-            yield rank, other, 2 / len(clique)
-
-
-def _by_node(links: Links, workers_per_node: int) -> dict[int, float]:
-    sent: dict[int, float] = {}
-    for rank, target, copies in links:
-        node = rank // workers_per_node
-        if node != target // workers_per_node:
-            sent[node] = sent.get(node, 0.0) + copies
-    return sent
 
 
 def partition(topology: Topology, weights: Weights, size: int, step: int) -> Partition | None:

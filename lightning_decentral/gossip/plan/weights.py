@@ -277,12 +277,16 @@ def _eigenvalues(blocks: Matrix) -> NDArray[np.complex128]:
     return found.astype(np.complex128)
 
 
+def without_mean(matrix: Matrix) -> NDArray[np.complex128]:
+    """All eigenvalues but one eigenvalue 1, that of the mean, of a doubly stochastic matrix [size, size]."""
+    eigenvalues = spectrum(matrix)
+    return np.delete(eigenvalues, np.argmin(np.abs(eigenvalues - 1)))
+
+
 def spectral_gap(matrix: Matrix) -> float:
-    """1 - max |lambda| over all eigenvalues but one eigenvalue 1, of a doubly stochastic matrix [size, size].
+    """1 - max |lambda| over the eigenvalues `without_mean`.
 
     One step of mixing shrinks the distance to the mean by at least the factor 1 - gap where the matrix is symmetric, in
     the long run elsewhere. 0: the mean is never reached by this matrix alone. One worker has gap 1.
     """
-    eigenvalues = spectrum(matrix)
-    rest = np.delete(eigenvalues, np.argmin(np.abs(eigenvalues - 1)))
-    return float(1 - np.abs(rest).max(initial=0.0))
+    return float(1 - np.abs(without_mean(matrix)).max(initial=0.0))

@@ -175,7 +175,7 @@ def assembled(
     elif cliques is Cliques.OWNERS:  # the rule has seen to it that all receive from all
         from lightning_decentral.gossip.wire.coded_clique import CodedCliqueExchange  # no other run reads it
 
-        exchange = CodedCliqueExchange(topology, weights, of_all(), of_all(), device, codec, pool)
+        exchange = CodedCliqueExchange(topology, weights, of_all(), device, codec, pool, back=of_all())
     elif all(steps):
         exchange = _by_cliques([step for step in steps if step], worker, member, device, pool)
     else:

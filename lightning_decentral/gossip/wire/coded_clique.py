@@ -6,36 +6,27 @@
 The arithmetic, and what an owner keeps of what it rounded away, is `shared.compute.codec.coded_parts`'.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from itertools import chain
 
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.coded_mean import CodedMean
 from lightning_decentral.gossip.compute.combine.combine import Combine
+from lightning_decentral.gossip.compute.error_feedback import CodedMean
 from lightning_decentral.gossip.compute.link import Buffers, Everyone
-from lightning_decentral.gossip.compute.mixing import Verdicts, refuse
+from lightning_decentral.gossip.compute.mixing import refuse
 from lightning_decentral.gossip.plan.topology.topology import Topology
-from lightning_decentral.gossip.plan.weights import Entries, Neighbours, Weights, entries, neighbours
-from lightning_decentral.gossip.wire.exchange import (
-    HEADER,
-    Arrivals,
-    Copied,
-    EarlyArrival,
-    Exchange,
-    MessageInFlight,
-    Traffic,
-)
+from lightning_decentral.gossip.plan.weights import Entries, Weights, entries
+from lightning_decentral.gossip.wire.exchange import HEADER, Copied, EarlyArrival, Exchange, MessageInFlight, Traffic
+from lightning_decentral.gossip.wire.peer import Arrivals, bytes_of, messages
 from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.codec.blocks import real
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.coded_parts import CodedParts
-from lightning_decentral.shared.compute.device import stopwatch
 from lightning_decentral.shared.compute.health import judged, stated
-from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Message, Transport
 
 
@@ -57,8 +48,13 @@ class CodedMessage(EarlyArrival):
     buffers: Mapping[int, Buffers]
     together = True
     arrived: tuple[Tensor, Tensor] | None = None
-    outgoing: Sequence[Pending] = ()
-    incoming: Sequence[Pending] = ()
+
+    def sends(self) -> list[Message]:
+        return messages({j: [self.headers[0], *self.codes.get(j, [])] for j in self.exchange.others})
+
+    def receives(self) -> list[Message]:
+        rows = zip(self.exchange.others, self.headers[1:], strict=True)
+        return messages({j: [row, *self.buffers.get(j, [])] for j, row in rows})
 
     def arrive(self) -> list[Tensor]:
         self.arrived = mixed, sane = self.exchange.receive(self)
@@ -81,30 +77,19 @@ class CodedCliqueExchange(Arrivals[CodedMessage]):
 
     Args:
         transport: carries codes to their owners, for this alone.
-        back: carries the owners' codes, for this alone.
         codec: without estimates.
+        back: carries the owners' codes, for this alone.
     """
 
-    topology: Topology
-    weights: Weights
-    transport: Transport
-    back: Transport
-    device: torch.device
-    codec: Codec
-    pool: Pool = field(default_factory=Pool)
+    back: Transport = field(kw_only=True)
     coder: CodedMean = field(init=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         rank, size = self.transport.rank, self.transport.size
         self._parts = CodedParts(self.codec, rank, size, self.pool)
-        self.coder = CodedMean(self._parts)
-        self._period, self.others = self.topology.period(size), [j for j in range(size) if j != rank]
-        self._at = cache(partial(neighbours, self.topology, self.weights, rank, size))
-        self.verdicts, self._waited = Verdicts(rank, repr(self.codec)), stopwatch(self.device)
-        self._elements, self._bytes_sent, self._sent_back = 0, 0, 0
-
-    def neighbours(self, step: int) -> Neighbours:
-        return self._at(step % self._period)
+        self.coder, self.others = CodedMean(self._parts), [j for j in range(size) if j != rank]
+        self._sent_back = 0
 
     def admit(self, buckets: Sequence[Tensor], combine: Combine) -> None:
         self.coder.admit(buckets)
@@ -119,25 +104,9 @@ class CodedCliqueExchange(Arrivals[CodedMessage]):
         headers[0].copy_(stated([step, self._elements], [sent], self.device))
         return CodedMessage(self, step, place, sent, headers, codes, self._parts.from_others(real(sent)))
 
-    def depart(self, launched: Sequence[CodedMessage], step: int) -> None:
-        sends, receives = [self._sends(message) for message in launched], [self._receives(m) for m in launched]
-        outgoing, incoming = self.transport.exchange([*chain(*sends)], [*chain(*receives)])
-        self._bytes_sent += bytes_of(chain(*sends))
-        for message, sent, received in zip(launched, sends, receives, strict=True):
-            message.outgoing, outgoing = outgoing[: len(sent)], outgoing[len(sent) :]
-            message.incoming, incoming = incoming[: len(received)], incoming[len(received) :]
-
-    def _sends(self, message: CodedMessage) -> list[Message]:
-        """Messages to each other worker: a header, then the codes of what it owns."""
-        return messages({j: [message.headers[0], *message.codes.get(j, [])] for j in self.others})
-
-    def _receives(self, message: CodedMessage) -> list[Message]:
-        rows = zip(self.others, message.headers[1:], strict=True)
-        return messages({j: [row, *message.buffers.get(j, [])] for j, row in rows})
-
     def receive(self, message: CodedMessage) -> tuple[Tensor, Tensor]:
         """(the mean of all, bool [workers]: whose message is sound, this worker's own first); on the current stream."""
-        self._waited.during(pending.wait for pending in message.incoming)
+        self.waited.during(pending.wait for pending in message.incoming)
         sane = judged(message.headers)
         mean = self._mean(message, sane)
         codes = self._parts.reduced(mean, self.coder.owned[message.place], message.step, message.place)
@@ -172,7 +141,7 @@ class CodedCliqueExchange(Arrivals[CodedMessage]):
         sends, receives = messages(dict.fromkeys(self.others, codes)), messages(buffers)
         outgoing, incoming = self.back.exchange(sends, receives)
         self._sent_back += bytes_of(sends)  # counted without what leaves meanwhile, on another thread
-        self._waited.during(pending.wait for pending in incoming)
+        self.waited.during(pending.wait for pending in incoming)
         self._parts.of(self.transport.rank, whole).copy_(mean)
         for owner, received in buffers.items():
             self._parts.decode(received, self._parts.of(owner, whole))
@@ -181,17 +150,7 @@ class CodedCliqueExchange(Arrivals[CodedMessage]):
         self.pool.give([*codes, *chain(*buffers.values())])
 
     def traffic(self) -> Traffic:
-        waited, refused = self._waited.seconds(), self.verdicts.refused
-        return Traffic(bytes_sent=self._bytes_sent + self._sent_back, wait_seconds=waited, refused=refused)
-
-
-def bytes_of(sends: Iterable[Message]) -> int:
-    return sum(m.tensor.numel() * m.tensor.element_size() for m in sends)
-
-
-def messages(by_worker: Mapping[int, Sequence[Tensor]]) -> list[Message]:
-    """Numbered for each worker, as both ends do it."""
-    return [Message(j, tensor, tag) for j, tensors in by_worker.items() for tag, tensor in enumerate(tensors)]
+        return super().traffic() + Traffic(bytes_sent=self._sent_back)
 
 
 @dataclass
@@ -220,9 +179,6 @@ class EveryonesParts(Exchange["EveryonesCodes"]):
         sent = self._copy(message, copied)
         codes = [worker.encode(sent[rank], step, place) for rank, worker in enumerate(self.coders)]
         return EveryonesCodes(self, step, place, sent, codes)
-
-    def depart(self, launched: Sequence["EveryonesCodes"], step: int) -> None:
-        return  # nothing travels
 
 
 @dataclass

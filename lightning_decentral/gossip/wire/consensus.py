@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import isnan, nan, sqrt
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,7 @@ class ControlledMixer(Mixer):
         if self.buckets:
             # Zeros where nothing landed: the sums of all workers must pair, step by step.
             nothing = torch.zeros(2, dtype=torch.float64, device=self.buckets[0].flat.device)
-            self._gauge.tell(torch.stack([nothing, *self._squares]).sum(0))
+            self._gauge.report(torch.stack([nothing, *self._squares]).sum(0))
             self._squares = []
 
     def _rate(self, turn: Turn) -> float | None:
@@ -66,8 +67,8 @@ class ControlledMixer(Mixer):
         self._combine.apply(x, sent, mixed, state, turn)
 
     def mixing(self) -> dict[str, float]:
-        told = {} if isnan(self._gauge.distance) else {"consensus_measured": self._gauge.distance}
-        return {**super().mixing(), "consensus_target": self._control.target, **told}
+        measured = {} if isnan(self._gauge.distance) else {"consensus_measured": self._gauge.distance}
+        return {**super().mixing(), "consensus_target": self._control.target, **measured}
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "idle": self._idle, "gauge": self._gauge.state_dict()}
@@ -92,39 +93,34 @@ class Gauge:
     def __init__(self, lag: int, total: Callable[[Tensor], Pending] | None) -> None:
         self.distance = nan
         self._lag, self._total = lag, total
-        self._told: deque[Callable[[], Tensor]] = deque()
+        self._reported: deque[Callable[[], Tensor]] = deque()
 
-    def tell(self, squares: Tensor) -> None:
+    def report(self, squares: Tensor) -> None:
         """Add (squared distance, squared norm) of this worker in this step; read the sums of `lag` steps before."""
-        self._told.append(_summed(squares, self._total(squares)) if self._total else _known(squares))
-        if len(self._told) > self._lag:
-            distance, norm = self._told.popleft()().tolist()
+        self._reported.append(partial(_summed, squares, self._total and self._total(squares)))
+        if len(self._reported) > self._lag:
+            distance, norm = self._reported.popleft()().tolist()
             # No norm: nobody mixed in that step.
             self.distance = sqrt(distance / norm) if norm else self.distance
 
     def state_dict(self) -> dict[str, Any]:
         """State to save: the distance as last read, and the sums under way, waited for."""
-        sums = [told() for told in self._told]
-        self._told = deque(map(_known, sums))
+        sums = [summed() for summed in self._reported]
+        self._reported = deque(partial(_summed, squares) for squares in sums)
         return {"distance": self.distance, "told": sums}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self.distance = state["distance"]
-        self._told = deque(map(_known, state["told"]))
+        self._reported = deque(partial(_summed, squares) for squares in state["told"])
 
 
-def _summed(squares: Tensor, pending: Pending) -> Callable[[], Tensor]:
-    def read() -> Tensor:
-        with own_stream(squares.device):  # the host waits for this sum, not for what the device has to do since
-            pending.wait()
-            return AsyncRead(squares).read()
-
-    return read
-
-
-def _known(squares: Tensor) -> Callable[[], Tensor]:
-    return lambda: squares
+def _summed(squares: Tensor, pending: Pending | None = None) -> Tensor:
+    if pending is None:
+        return squares
+    with own_stream(squares.device):  # the host waits for this sum, not for what the device has to do since
+        pending.wait()
+        return AsyncRead(squares).read()
 
 
 @dataclass(frozen=True)

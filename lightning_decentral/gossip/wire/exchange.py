@@ -17,10 +17,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
+from lightning_decentral.gossip.compute.link import Memory
 from lightning_decentral.gossip.compute.mixing import Sick, apply_difference
 from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.health import state_
-from lightning_decentral.shared.wire.transport import Transport
+from lightning_decentral.shared.wire.pending import Pending
+from lightning_decentral.shared.wire.transport import Message
 
 Number = float | NDArray[np.float64]
 HEADER = 3
@@ -37,18 +39,6 @@ class StepLinks(Protocol):
     def own(self) -> Number: ...
     @property
     def degree(self) -> Number: ...
-
-
-class Memory(Protocol):
-    """Interface of a coder from outside: bytes of a message, the error as last measured, and what it remembers."""
-
-    @property
-    def encodes(self) -> bool: ...
-    @property
-    def bytes(self) -> int: ...
-    def error(self) -> float | None: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass
@@ -109,7 +99,23 @@ class MessageInFlight(ABC):
 
 
 class EarlyArrival(MessageInFlight):
-    """A message that a device's second stream may receive before it lands on the training's."""
+    """A message that a device's second stream may receive before it lands on the training's.
+
+    Attributes:
+        outgoing, incoming: its transfers, from the departure on.
+    """
+
+    outgoing: Sequence[Pending] = ()
+    incoming: Sequence[Pending] = ()
+
+    @abstractmethod
+    def sends(self) -> list[Message]:
+        """Messages to other workers: a header, then the payload."""
+
+    @abstractmethod
+    def receives(self) -> list[Message]:
+        """Buffers for the messages to this worker, in the order of the senders' `sends`: NCCL pairs by order, gloo by
+        tag."""
 
     @abstractmethod
     def arrive(self) -> list[Tensor]:
@@ -192,16 +198,12 @@ class Flight:
                 sent.to(x.device, copy=True),
                 next((tensor.to(x.device, copy=True) for tensor in tensors), None),
                 corrects=corrects,
-                sick=sick and _sick(sick, x),
+                sick=sick and Sick(**{**sick, **{k: sick[k][0].to(x.device, copy=True) for k in ("sent", "mixed")}}),
             )
             # A flight may be older than the last buckets, and then shorter than `like`.
             for sent, tensors, corrects, sick, x in zip(state["sent"], mixed, differences, refused, like, strict=False)
         ]
         return cls(state["round"], state["step"], [*landed])
-
-
-def _sick(saved: Mapping[str, Any], like: Tensor) -> Sick:
-    return Sick(**{**saved, **{name: saved[name][0].to(like.device, copy=True) for name in ("sent", "mixed")}})
 
 
 M = TypeVar("M", bound=MessageInFlight)
@@ -244,9 +246,10 @@ class Exchange(ABC, Generic[M]):
     def _copy(self, message: Tensor, copied: Copied | None) -> Tensor:
         return copied.message if copied else self.pool.take(message).copy_(message)
 
-    @abstractmethod
     def depart(self, launched: Sequence[M], step: int) -> None:
-        """The round is complete: send all of it that hasn't left, and begin to receive the others'."""
+        """The round is complete: send all of it that hasn't left, and begin to receive the others'. In a simulation
+        nothing travels."""
+        return
 
     def traffic(self) -> "Traffic":
         """Bytes, waits and refusals so far; rounds are counted by the mixer."""
@@ -272,14 +275,3 @@ class Traffic:
     def __add__(self, other: "Traffic") -> "Traffic":
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return Traffic(*(a + b for a, b in pairs))
-
-
-class Arrivals(Exchange[M]):
-    """Exchange whose messages are of the kind `EarlyArrival`.
-
-    Attributes:
-        transport: that its messages leave by.
-    """
-
-    transport: Transport
-    device: torch.device

@@ -32,7 +32,7 @@ class Sharding(Several):
         self._sharded: Sharded | None = None
         self._used: Any = None
         self._counts: list[Pending] = []
-        self._trains: list[tuple[str, nn.Parameter]] = []
+        self._trains: dict[str, nn.Parameter] = {}
 
     def pack(self, parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[Bucket]:
         return pack(parameters, bucket_bytes and bucket_bytes * self.devices, ShardBucket)
@@ -56,7 +56,13 @@ class Sharding(Several):
 
     def train(self, module: nn.Module, step: Callable[[], Any], redirect: Callable[[], Any]) -> Any:
         self.rest()
-        self._look(module)
+        # FSDP reduces the gradients of what is trained, and so much of them on every device.
+        self.layouts.done()
+        before, now = self._trains, {name: p for name, p in module.named_parameters() if p.requires_grad}
+        if before and not ([*before] == [*now] and same([*before.values()], [*now.values()])):
+            self.layouts.changed()
+        self._trains = now
+        self.layouts.begin()
         try:
             # In the module's own call, where FSDP gathers parameters; that waits for the other devices.
             return self._meet(redirect)
@@ -68,14 +74,6 @@ class Sharding(Several):
                 f"the parameter {new} has come while training, and FullyShard lays shards out before: prune, "
                 "reparametrize and add modules before fit, or use AllReduce"
             ) from error
-
-    def _look(self, module: nn.Module) -> None:
-        """FSDP reduces the gradients of what is trained, and so much of them on every device."""
-        self.layouts.done()
-        before, self._trains = self._trains, [named for named in module.named_parameters() if named[1].requires_grad]
-        if before and not _same(before, self._trains):
-            self.layouts.changed()
-        self.layouts.begin()
 
     def evaluate(self, step: Callable[[], Any], redirect: Callable[[], Any]) -> Any:
         # No backward follows, which would give up what the forward gathered.
@@ -142,12 +140,6 @@ class Sharding(Several):
         for name, tensor in module.state_dict().items():
             if isinstance(tensor, Tensor):
                 local(tensor).copy_(shards[name])
-
-
-def _same(before: Sequence[tuple[str, nn.Parameter]], now: Sequence[tuple[str, nn.Parameter]]) -> bool:
-    return [name for name, _ in before] == [name for name, _ in now] and same(
-        [parameter for _, parameter in before], [parameter for _, parameter in now]
-    )
 
 
 class Used:

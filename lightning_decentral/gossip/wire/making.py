@@ -1,47 +1,122 @@
-"""Making of a run's mixers: what the mixers of its optimizers ask for, whatever its workers are."""
+"""Making of a run's mixers: what the mixers of its optimizers ask for, whatever its workers are; those of states."""
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
+from lightning_decentral.gossip.compute.travel import LACKING, UNKNOWN, agreed, kinds
 from lightning_decentral.gossip.wire.mixer import MeanOfSound, Mixer
-from lightning_decentral.shared.compute.buckets import Bucket
+from lightning_decentral.shared.compute.buckets import Bucket, with_tail
 from lightning_decentral.shared.wire.meeting.comparison import Layout, MakeLayouts, Named, TrainingComparison
 
 Pack = Callable[[Sequence[nn.Parameter]], list[Bucket]]
 """Parameters as buckets, as their island packs them."""
 
 
-class TravellingState(Protocol):
-    """A state of an optimizer that is mixed with the parameters: `rounds.StateMixer`."""
-
-    name: str
-    mixer: Mixer
-    buckets: list[Bucket]
-
-    def adopt(self, trained: set[nn.Parameter]) -> None: ...
-    def drain(self) -> None: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Parameters of an optimizer in order, each once."""
+    return list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
 
 
-def nothing_beside(optimizer: Optimizer) -> Sequence[TravellingState]:
-    """No states of the optimizer: parameters alone are mixed."""
-    return ()
+PackState = Callable[[Optimizer, str, Mapping[nn.Parameter, int]], list[Bucket]]
+"""Packs one state of these parameters, as their island packs parameters, in the type that `travel.kinds` found."""
 
 
-def alone(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], str]:
-    """The mean of one worker."""
-    return tensors, ""
+class StateMixer:
+    """One state of an optimizer, mixed with the parameters; it is taken in when any worker's optimizer has it.
 
+    Args:
+        everyone: gathers a row of numbers from each worker.
 
-def as_they_are(parameters: Sequence[nn.Parameter]) -> None:
-    """Leave the parameters as they are."""
+    Attributes:
+        packs: {place of a parameter in the optimizer: its state's kind}, packed at a time.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        name: str,
+        mixer: Mixer,
+        pack: PackState,
+        everyone: Callable[[list[int]], list[list[int]]],
+    ) -> None:
+        self.name, self.mixer = name, mixer
+        self.buckets: list[Bucket] = []
+        self.packs: list[dict[int, int]] = []
+        self._optimizer, self._pack, self._everyone = optimizer, pack, everyone
+        self._known: set[nn.Parameter] = set()
+        self._trained = self._looks = 0
+        self._stepped = stepped = [False]  # since the last look; not `self`: a hook outlives what made it
+        optimizer.register_step_post_hook(lambda *_: stepped.__setitem__(0, True))
+
+    def adopt(self, trained: set[nn.Parameter]) -> None:
+        """Take in the states of these parameters that are new, the same on all workers. Collective.
+
+        Raises:
+            ValueError: as `travel.kinds`; or no worker's optimizer keeps such a state.
+        """
+        if trained <= self._known:
+            return
+        stepped, self._stepped[0] = self._stepped[0], False
+        if len(trained) != self._trained:
+            self._trained, self._looks = len(trained), 0
+        self._looks += 1
+        if self._looks & (self._looks - 1):  # the 1st, 2nd, 4th, ... time: what is never updated stays unknown
+            return
+        parameters, groups = parameters_of(self._optimizer), self._optimizer.param_groups
+        group_of = {p: number for number, group in enumerate(groups) for p in group["params"]}
+        new = [place for place, p in enumerate(parameters) if p in trained and p not in self._known]
+        mine = kinds(self._optimizer, self.name, [parameters[place] for place in new], stepped)
+        found = agreed(self._everyone(mine), [group_of[parameters[place]] for place in new])
+        chosen = {place: kind for place, kind in zip(new, found, strict=True) if kind > LACKING}
+        if LACKING in found and not (chosen or self.packs):
+            kept = sorted({key for p in parameters for key in self._optimizer.state.get(p, {})})
+            remedy = f"name one of {', '.join(kept)}, or leave it out of states" if kept else "leave it out of states"
+            raise ValueError(
+                f"{type(self._optimizer).__name__} keeps no state {self.name!r} that could travel: {remedy}"
+            )
+        self._known.update(parameters[place] for place, kind in zip(new, found, strict=True) if kind != UNKNOWN)
+        self._take(chosen)
+
+    def _take(self, chosen: Mapping[int, int]) -> None:
+        if not chosen:
+            return
+        parameters = parameters_of(self._optimizer)
+        new = {parameters[place]: kind for place, kind in chosen.items()}
+        self._known.update(new)
+        self.packs.append(dict(chosen))
+        buckets = self._pack(self._optimizer, self.name, new)
+        self.buckets += buckets
+        mixed = with_tail(buckets)
+        self.mixer.extend(mixed)
+
+    def drain(self) -> None:
+        for bucket in self.buckets:
+            bucket.adopt()
+        self.mixer.drain()
+
+    def state_dict(self) -> dict[str, Any]:
+        packs = [list(pack) for pack in self.packs], [list(pack.values()) for pack in self.packs]
+        looks = [self._trained, self._looks]
+        return {"packs": packs[0], "kinds": packs[1], "looks": looks, "mixer": self.mixer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned; the optimizer has its states again."""
+        # Packed as they were: a message in flight has the layout of its buckets.
+        for number, places in enumerate(state["packs"]):
+            if "kinds" in state:
+                saved = state["kinds"][number]
+            else:  # 0.2 took in what each had
+                parameters = parameters_of(self._optimizer)
+                saved = kinds(self._optimizer, self.name, [parameters[place] for place in places], stepped=False)
+            self._take(dict(zip(places, saved, strict=True)))
+        self._trained, self._looks = state.get("looks", (0, 0))
+        self.mixer.load_state_dict(state["mixer"])
 
 
 class Mixed:
@@ -140,12 +215,12 @@ class MixerFactory:
 
     mixers: Callable[[], Sequence[Mixer]]
     pack: Pack
-    states: Callable[[Optimizer], Sequence[TravellingState]] = nothing_beside
+    states: Callable[[Optimizer], Sequence[StateMixer]] = lambda optimizer: ()  # parameters alone are mixed
     exact_steps: int = 0
-    mean: MeanOfSound = alone
+    mean: MeanOfSound = lambda tensors: (tensors, "")  # of one worker
     known: Container[nn.Parameter] = ()
-    alike: Callable[[Sequence[nn.Parameter]], None] = as_they_are
-    meet: Callable[[Sequence[nn.Parameter]], None] = as_they_are
+    alike: Callable[[Sequence[nn.Parameter]], None] = lambda parameters: None
+    meet: Callable[[Sequence[nn.Parameter]], None] = lambda parameters: None
     mixed: Mixed = field(default_factory=Mixed)
 
     @torch.no_grad()

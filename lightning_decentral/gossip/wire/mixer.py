@@ -125,7 +125,8 @@ class Mixer:
         self.wanted = self.steps + 1
         means, complaint = mean([bucket.flat for bucket in self.buckets])
         if complaint:
-            self.healing.healed_by_mean(complaint, self.round)
+            self.healing.count(complaint, self.round)
+            self.healing.forget()
         for bucket, value in zip(self.buckets, means, strict=True):
             bucket.flat.copy_(value)
         self._states = [self._combine.init(bucket.flat) for bucket in self.buckets]

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_decentral.gossip.compute.healing import HealedBuckets, Healing, first_poisoned, forget_poison
 from lightning_decentral.gossip.wire.exchange import Traffic
-from lightning_decentral.gossip.wire.making import MixerFactory, TravellingState
+from lightning_decentral.gossip.wire.making import MixerFactory, StateMixer, parameters_of
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.shared.compute.buckets import Bucket, dealt, with_tail
 from lightning_decentral.shared.compute.layout import orders, refuse_reordered
@@ -21,11 +21,6 @@ from lightning_decentral.shared.wire.fsdp import local
 def healing(most: int, module: nn.Module) -> Healing:
     """Make the `Healing` of a worker that trains this module."""
     return Healing(most, lambda: first_poisoned((name, local(p)) for name, p in module.named_parameters()))
-
-
-def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Parameters of an optimizer in order, each once."""
-    return list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
 
 
 class OptimizerMixer:
@@ -52,7 +47,7 @@ class OptimizerMixer:
         making: MixerFactory,
         taken: set[nn.Parameter],
         fragment: tuple[int, int] = (0, 1),
-        states: Sequence[TravellingState] = (),
+        states: Sequence[StateMixer] = (),
         others_sick: Callable[[], bool] = bool,
         place: Callable[[], int] = int,
     ) -> None:
@@ -81,12 +76,12 @@ class OptimizerMixer:
         self._seen, self.looks = now, self.looks + 1
         self.strayed = not self.own.issubset(parameters_of(self.optimizer))
         new = self._of_fragment([p for p in dict.fromkeys(now) if p not in self._taken])
-        self._take(new)
+        self._making.mixed.grow(new, self._place())
         if new and self.mixer.steps:
             self._making.equalize(new)
         self._pack(new)
 
-    def hand_over(self, optimizer: Optimizer, states: Sequence[TravellingState]) -> Traffic:
+    def hand_over(self, optimizer: Optimizer, states: Sequence[StateMixer]) -> Traffic:
         """Give this to another optimizer that trains the same; states begin anew. Return what the old states' sent."""
         for state in self.states:
             state.drain()
@@ -108,11 +103,8 @@ class OptimizerMixer:
         free = self._of_fragment([p for p in every if p not in self._taken])
         # 0.2 saved how many: the first of those that weren't packed yet.
         new = free[:places] if isinstance(places, int) else [every[place] for place in places if place < len(every)]
-        self._take(new)
-        self._pack(new)
-
-    def _take(self, new: Sequence[nn.Parameter]) -> None:
         self._making.mixed.grow(new, self._place())
+        self._pack(new)
 
     def _of_fragment(self, new: list[nn.Parameter]) -> list[nn.Parameter]:
         which, count = self._fragment
@@ -170,10 +162,6 @@ class OptimizerMixer:
     def _store(self) -> None:
         for bucket in self.buckets:
             bucket.store()
-
-    def all_buckets(self) -> list[Bucket]:
-        """Buckets of parameters and of states."""
-        return [*self.buckets, *(bucket for state in self.states for bucket in state.buckets)]
 
     def shown(self, standing: bool) -> Iterator[tuple[int, Tensor]]:
         """(address of a parameter, what is evaluated in its place); what was written since the last step is itself.

@@ -7,6 +7,7 @@ the mixers of states that travel, too.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_decentral.gossip.wire.exchange import Traffic
-from lightning_decentral.gossip.wire.making import Mixed, MixerFactory
+from lightning_decentral.gossip.wire.making import Mixed, MixerFactory, parameters_of
 from lightning_decentral.gossip.wire.mixer import Mixer
-from lightning_decentral.gossip.wire.optimizer_mixer import OptimizerMixer, parameters_of
+from lightning_decentral.gossip.wire.optimizer_mixer import OptimizerMixer
 from lightning_decentral.shared.compute.modules import same
 from lightning_decentral.shared.wire.transport import Transport
 
@@ -36,15 +37,6 @@ def heirs_of(
         new.remove(heir)
         heirs[optimizer] = heir
     return heirs
-
-
-def _trained(live: Sequence[Optimizer]) -> dict[nn.Parameter, int]:
-    """{parameter: place of the first of these optimizers that trains it now}"""
-    found: dict[nn.Parameter, int] = {}
-    for place, optimizer in enumerate(live):
-        for p in (p for p in parameters_of(optimizer) if p.requires_grad or p.grad is not None):
-            found.setdefault(p, place)
-    return found
 
 
 class Mixers:
@@ -147,7 +139,10 @@ class Mixers:
         self._live = live
 
     def _begin_anew(self, live: Sequence[Optimizer]) -> None:
-        self.mixed.begin_anew(_trained(live), len(live))
+        # A parameter is mixed after the updates of the first optimizer that trains it now.
+        pairs = [(p, place) for place, optimizer in enumerate(live) for p in parameters_of(optimizer)]
+        by = {p: place for p, place in reversed(pairs) if p.requires_grad or p.grad is not None}
+        self.mixed.begin_anew(by, len(live))
         self.settle()
         # A parameter that is mixed no more ends at the mean, too: it may come back.
         self._timed().meet([p for mixer in self._all for bucket in mixer.buckets for p in bucket.parameters])
@@ -225,7 +220,7 @@ class Mixers:
 
     def _give_back(self) -> None:
         for mixer in self._all:
-            for bucket in mixer.all_buckets():
+            for bucket in chain(mixer.buckets, *(state.buckets for state in mixer.states)):
                 bucket.release()
         self._taken.clear()
         self._others.clear()
@@ -245,22 +240,19 @@ class Mixers:
             ValueError: it was taken with another number of optimizers, or with other buckets.
         """
         with self.mixed.reading():
-            self._load(state, optimizers)
-
-    def _load(self, state: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:
-        self._give_back()
-        self._all, self._live = [], []
-        self.exact_steps = state.get("exact_steps")
-        optimizers = [*dict.fromkeys(optimizers)]
-        mixers = [mixer for optimizer in optimizers for mixer in self.of(optimizer)]
-        if len(mixers) != len(state["mixers"]):
-            each = len(mixers) // max(1, len(optimizers))
-            raise ValueError(
-                f"the checkpoint has {len(state['mixers']) // each} optimizers, this run has {len(optimizers)}: "
-                "resume with the same configure_optimizers and topology"
-            )
-        # Fragment by fragment, each packed as it was: a message in flight has the layout of its buckets.
-        for mixer, packs, saved in zip(mixers, state["packs"], state["mixers"], strict=True):
-            for pack in packs:
-                mixer.adopt_pack(pack)
-            mixer.load_state_dict(saved)
+            self._give_back()
+            self._all, self._live = [], []
+            self.exact_steps = state.get("exact_steps")
+            optimizers = [*dict.fromkeys(optimizers)]
+            mixers = [mixer for optimizer in optimizers for mixer in self.of(optimizer)]
+            if len(mixers) != len(state["mixers"]):
+                each = len(mixers) // max(1, len(optimizers))
+                raise ValueError(
+                    f"the checkpoint has {len(state['mixers']) // each} optimizers, this run has {len(optimizers)}: "
+                    "resume with the same configure_optimizers and topology"
+                )
+            # Fragment by fragment, each packed as it was: a message in flight has the layout of its buckets.
+            for mixer, packs, saved in zip(mixers, state["packs"], state["mixers"], strict=True):
+                for pack in packs:
+                    mixer.adopt_pack(pack)
+                mixer.load_state_dict(saved)

@@ -13,15 +13,8 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
-from lightning_decentral.gossip.wire.exchange import (
-    Arrivals,
-    Copied,
-    EarlyArrival,
-    Exchange,
-    Landed,
-    MessageInFlight,
-    Traffic,
-)
+from lightning_decentral.gossip.wire.exchange import Copied, EarlyArrival, Exchange, Landed, MessageInFlight, Traffic
+from lightning_decentral.gossip.wire.peer import Arrivals
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.compute.buckets import is_short
 from lightning_decentral.shared.compute.device import DeviceStopwatch, Future, WorkerThread
@@ -113,7 +106,7 @@ class OverlapExchange(Exchange["Overlapped"]):
         inner = [part.launched for part in parts]
         self._departed = self._leaving.send(partial(self._depart, before, step), *inner, *last)
         for part in parts:
-            part.landed = self._arriving.send(_land, part.launched, self._departed)
+            part.landed = self._arriving.send(lambda message, _: message.land(), part.launched, self._departed)
 
     def _depart(self, before: Sequence["Future[Tensor]"], step: int, *launched: MessageInFlight | None) -> None:
         for landed in before:
@@ -130,10 +123,6 @@ class OverlapExchange(Exchange["Overlapped"]):
     def traffic(self) -> Traffic:
         # The inner exchange's waits are those of the threads: hidden. What counts is the training's.
         return replace(self.inner.traffic(), wait_seconds=self._wait_seconds)
-
-
-def _land(message: MessageInFlight, departed: None) -> Tensor:
-    return message.land()
 
 
 @dataclass

@@ -4,9 +4,11 @@ Messages may be encoded. An all-reduce in cliques (`clique`) and `W @ message` (
 to rounding.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from itertools import chain
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,14 +19,64 @@ from lightning_decentral.gossip.compute.link import Buffers, Coder
 from lightning_decentral.gossip.compute.mixing import Verdicts, correct_, correct_and_state_, difference, mix, refuse
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Neighbours, Weights, neighbours
-from lightning_decentral.gossip.wire.exchange import HEADER, Arrivals, Copied, EarlyArrival, Landed, Traffic
+from lightning_decentral.gossip.wire.exchange import HEADER, Copied, EarlyArrival, Exchange, Landed, Traffic
 from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.deterministic import Plain
 from lightning_decentral.shared.compute.device import stopwatch
 from lightning_decentral.shared.compute.health import judged, scale, scales_in, stated
-from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Message, Transport
+
+E = TypeVar("E", bound=EarlyArrival)
+
+
+@dataclass
+class Arrivals(Exchange[E]):
+    """Exchange that sends each message to certain workers, and receives theirs: of the kind `EarlyArrival`.
+
+    Args:
+        transport: that its messages leave by, of this exchange alone.
+        codec: of every message.
+        pool: that its buffers come from; one for all exchanges whose rounds alternate.
+    """
+
+    topology: Topology
+    weights: Weights
+    transport: Transport
+    device: torch.device
+    codec: Codec = Plain()  # noqa: RUF009 - a frozen value
+    pool: Pool = field(default_factory=Pool)
+
+    def __post_init__(self) -> None:
+        plan = self.topology, self.weights, self.transport.rank, self.transport.size
+        self._period, self._at = self.topology.period(self.transport.size), cache(partial(neighbours, *plan))
+        self.verdicts = Verdicts(self.transport.rank, repr(self.codec) if self.codec.encodes else "")
+        self.waited, self._bytes_sent, self._elements = stopwatch(self.device), 0, 0
+
+    def neighbours(self, step: int) -> Neighbours:
+        return self._at(step % self._period)
+
+    def depart(self, launched: Sequence[E], step: int) -> None:
+        sends, receives = [message.sends() for message in launched], [message.receives() for message in launched]
+        # All buckets at once: on a device in one launch.
+        outgoing, incoming = self.transport.exchange([*chain(*sends)], [*chain(*receives)])
+        self._bytes_sent += bytes_of(chain(*sends))
+        for message, sent, received in zip(launched, sends, receives, strict=True):
+            message.outgoing, outgoing = outgoing[: len(sent)], outgoing[len(sent) :]
+            message.incoming, incoming = incoming[: len(received)], incoming[len(received) :]
+
+    def traffic(self) -> Traffic:
+        waited, refused = self.waited.seconds(), self.verdicts.refused
+        return Traffic(bytes_sent=self._bytes_sent, wait_seconds=waited, refused=refused)
+
+
+def bytes_of(sends: Iterable[Message]) -> int:
+    return sum(m.tensor.numel() * m.tensor.element_size() for m in sends)
+
+
+def messages(by_worker: Mapping[int, Sequence[Tensor]]) -> list[Message]:
+    """Numbered for each worker, as both ends do it."""
+    return [Message(j, tensor, tag) for j, tensors in by_worker.items() for tag, tensor in enumerate(tensors)]
 
 
 @dataclass
@@ -50,20 +102,15 @@ class PeerMessage(EarlyArrival):
     packets: Mapping[int, Buffers]
     buffers: Mapping[int, Buffers]
     corrects: bool = False
-    outgoing: Sequence[Pending] = ()
-    incoming: Sequence[Pending] = ()
     received: Mapping[int, Tensor] | None = None
     sane: Tensor = field(init=False)
 
     def sends(self) -> list[Message]:
-        """A header, then the payload."""
-        packets = self.packets.items()
-        return [Message(k, t, tag) for k, sent in packets for tag, t in enumerate([self.headers[0], *sent])]
+        return messages({k: [self.headers[0], *payload] for k, payload in self.packets.items()})
 
     def receives(self) -> list[Message]:
-        # In the order of the senders' `sends`: NCCL pairs by order, gloo by tag.
         rows = zip(self.buffers.items(), self.headers[1:], strict=True)
-        return [Message(j, t, tag) for (j, payload), row in rows for tag, t in enumerate([row, *payload])]
+        return messages({j: [row, *payload] for (j, payload), row in rows})
 
     def arrive(self) -> list[Tensor]:
         self.received, self.sane = self.exchange.receive(self)
@@ -77,7 +124,12 @@ class PeerMessage(EarlyArrival):
         sane, complaint = self.sane[1:], exchange.verdicts.complaint
         instead = own
         if complaint:
-            own = instead = exchange.stand_in(self._mean_of_sound(received))
+            # sum_j w_ij sent_j / sum_j w_ij over the sources j whose messages are sound; the own one where none is.
+            # Seldom, so that the host may wait for the device's verdicts.
+            sound = [j for j, healthy in zip(received, sane, strict=True) if bool(healthy)]
+            total = sum(self.row[j] for j in sound)
+            means = [received[j] * (self.row[j] / total) for j in sound]
+            own = instead = exchange.stand_in(torch.stack(means).sum(dim=0) if sound else own)
         elif exchange.device.type != "cuda" and not bool(sane.all()):
             # A device isn't asked: there the own message stands in, and a rule for which that's wrong ends when the
             # sender does, whose state the message has spoiled by then.
@@ -130,13 +182,6 @@ class PeerMessage(EarlyArrival):
             self.land(judged=True)  # mixes what heals, and raises
         return self.sent, [*received.values()], [self.row[j] for j in received], self.sane
 
-    def _mean_of_sound(self, received: Mapping[int, Tensor]) -> Tensor:
-        """sum_j w_ij sent_j / sum_j w_ij over the sources j whose messages are sound; the own one where none is."""
-        # Seldom, so that the host may wait for the device's verdicts.
-        sound = [j for j, healthy in zip(received, self.sane[1:], strict=True) if bool(healthy)]
-        total = sum(self.row[j] for j in sound)
-        return torch.stack([received[j] * (self.row[j] / total) for j in sound]).sum(dim=0) if sound else self.sent
-
     def _release(self) -> None:
         """Wait until what was sent has left, and give its buffers back."""
         for pending in self.outgoing:
@@ -153,35 +198,14 @@ class PeerExchange(Arrivals[PeerMessage]):
     Every message is preceded by a header (round, elements of all buckets), and that of another round is an error. A
     message with NaN, infinity or numbers absurd next to the others' is refused: its weight falls to the receiver's own
     parameters, and it is counted.
-
-    Args:
-        transport: of this exchange alone.
-        codec: of every message.
-        pool: that its buffers come from; one for all exchanges whose rounds alternate.
     """
 
-    topology: Topology
-    weights: Weights
-    transport: Transport
-    device: torch.device
-    codec: Codec = Plain()  # noqa: RUF009 - a frozen value
-    pool: Pool = field(default_factory=Pool)
     coder: Coder = field(init=False)
     _combine: Combine | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        rank, size = self.transport.rank, self.transport.size
-        self.coder = coder_of(self.codec, self.topology, rank, size, self.pool)
-        self.verdicts = Verdicts(rank, repr(self.codec) if self.codec.encodes else "")
-        self._period, self._phases = self.topology.period(size), dict[int, Neighbours]()
-        self._waited, self._bytes_sent, self._elements = stopwatch(self.device), 0, 0
-
-    def neighbours(self, step: int) -> Neighbours:
-        phase = step % self._period
-        if phase not in self._phases:
-            plan = self.topology, self.weights, self.transport.rank, self.transport.size
-            self._phases[phase] = neighbours(*plan, phase)
-        return self._phases[phase]
+        super().__post_init__()
+        self.coder = coder_of(self.codec, self.topology, self.transport.rank, self.transport.size, self.pool)
 
     def admit(self, buckets: Sequence[Tensor], combine: Combine) -> None:
         # Both ends of a link begin with one estimate: worker 0's parameters, by one broadcast.
@@ -218,22 +242,13 @@ class PeerExchange(Arrivals[PeerMessage]):
         # On the host a thread mixes, during the training.
         return PeerMessage(self, step, place, at.row, sent, headers, packets, buffers, cuda and bool(buffers))
 
-    def depart(self, launched: Sequence[PeerMessage], step: int) -> None:
-        sends, receives = [message.sends() for message in launched], [message.receives() for message in launched]
-        # All buckets at once: on a device in one launch.
-        outgoing, incoming = self.transport.exchange([*chain(*sends)], [*chain(*receives)])
-        self._bytes_sent += sum(m.tensor.numel() * m.tensor.element_size() for m in chain(*sends))
-        for message, sent, received in zip(launched, sends, receives, strict=True):
-            message.outgoing, outgoing = outgoing[: len(sent)], outgoing[len(sent) :]
-            message.incoming, incoming = incoming[: len(received)], incoming[len(received) :]
-
     def receive(self, message: PeerMessage) -> tuple[Mapping[int, Tensor], Tensor]:
         """Wait for what was sent to this worker, decode and judge it; on the current stream.
 
         Returns:
             ({source: its message}, bool [1 + sources]: what is sound, the own message first).
         """
-        self._waited.during(pending.wait for pending in message.incoming)
+        self.waited.during(pending.wait for pending in message.incoming)
         received = self._decoded(message)
         if self.coder.encodes:  # decoded here, perhaps from another estimate
             for row, tensor in zip(message.headers[1:], received.values(), strict=True):
@@ -245,7 +260,3 @@ class PeerExchange(Arrivals[PeerMessage]):
 
     def _decoded(self, message: PeerMessage) -> Mapping[int, Tensor]:
         return self.coder.decode(message.buffers, message.sent, message.place)
-
-    def traffic(self) -> Traffic:
-        waited, refused = self._waited.seconds(), self.verdicts.refused
-        return Traffic(bytes_sent=self._bytes_sent, wait_seconds=waited, refused=refused)

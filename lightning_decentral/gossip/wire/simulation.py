@@ -80,16 +80,12 @@ def simulate(
         rows.sub_(gradient(rows, step), alpha=rate)
         for mixer in mixers:
             if step < exact_steps:
-                mixer.restart(_mean_of_rows)
+                mixer.restart(lambda flats: ([t.mean(0, keepdim=True).expand_as(t).clone() for t in flats], ""))
             else:
                 mixer.step(rate)
         if (step + 1) % every == 0:
             trajectory.append(rows.clone())
     return torch.stack(trajectory)
-
-
-def _mean_of_rows(tensors: Sequence[Tensor]) -> tuple[list[Tensor], str]:
-    return [tensor.mean(0, keepdim=True).expand_as(tensor).clone() for tensor in tensors], ""
 
 
 def _exchange(topology: Topology, weights: Weights, size: int, codec: Codec, combine: Rule) -> Exchange[Any]:
@@ -129,9 +125,6 @@ class LinkExchange(Exchange["LinkMessage"]):
         links = zip(self.coders, everyone, strict=True)
         packets = [worker.encode(sent[at.rank], at.heard_by, step, place) for worker, at in links]
         return LinkMessage(self, place, sent, everyone, packets)
-
-    def depart(self, launched: "Sequence[LinkMessage]", step: int) -> None:
-        return  # nothing travels
 
 
 @dataclass
@@ -184,11 +177,9 @@ class Mixing:
     def _matrix(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         key = dtype, device
         if key not in self._matrices:
-            self._matrices[key] = (self._sparse() if self.entries.mostly_zero else self._dense()).to(device, dtype)
+            matrix = self._sparse() if self.entries.mostly_zero else torch.from_numpy(self.entries.dense())
+            self._matrices[key] = matrix.to(device, dtype)
         return self._matrices[key]
-
-    def _dense(self) -> Tensor:
-        return torch.from_numpy(self.entries.dense())
 
     def _sparse(self) -> Tensor:
         parts = (self.entries.starts, self.entries.columns, self.entries.values)
@@ -239,6 +230,3 @@ class MatrixExchange(Exchange[MessageInFlight]):
     def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> MessageInFlight:
         sent = self._copy(message, copied)
         return Landed(sent, self._mixings.at(step)(sent, out=self.pool.take(sent)))
-
-    def depart(self, launched: Sequence[MessageInFlight], step: int) -> None:
-        return  # nothing travels

@@ -33,8 +33,8 @@ from lightning_decentral.gossip import (
     Topology,
     simulate,
 )
-from lightning_decentral.gossip.compute.coded_mean import CodedMean
 from lightning_decentral.gossip.compute.combine.combine import MessageForm
+from lightning_decentral.gossip.compute.error_feedback import CodedMean
 from lightning_decentral.gossip.compute.healing import Healing
 from lightning_decentral.gossip.compute.link import cliques_of
 from lightning_decentral.gossip.plan.traffic import Cliques, copies_sent
@@ -82,7 +82,7 @@ def gradient(x: Tensor, step: int) -> Tensor:
 
 
 def exchange_of(make: Groups, device: torch.device, codec: Codec, delay: int) -> Any:
-    return overlapped(CodedCliqueExchange(TALK, Own(), make(), make(), device, codec), device, delay)
+    return overlapped(CodedCliqueExchange(TALK, Own(), make(), device, codec, back=make()), device, delay)
 
 
 def descend(
@@ -228,7 +228,7 @@ def test_what_is_rounded_away_is_neither_lost_on_the_way_there_nor_back(codec: C
     def worker(group: Any) -> tuple[Tensor, Tensor]:
         rank, make = group.rank(), groups(group)
         row, whole = Row(torch.zeros(DIM, dtype=torch.float64)), torch.zeros(DIM, dtype=torch.float64)
-        exchange = CodedCliqueExchange(TALK, Own(), make(), make(), HOST, codec)
+        exchange = CodedCliqueExchange(TALK, Own(), make(), HOST, codec, back=make())
         mixer = Mixer([row], rule, exchange, 0)
         for step in range(STEPS):
             row.flat.add_(torch.randn(DIM, generator=torch.Generator().manual_seed(10 * step + rank)))
@@ -309,7 +309,7 @@ def test_a_landing_that_the_others_must_share_says_so() -> None:
 
     def worker(group: Any) -> list[int]:
         make, wanted = groups(group), []
-        exchange = CodedCliqueExchange(TALK, Own(), make(), make(), HOST, Int8())
+        exchange = CodedCliqueExchange(TALK, Own(), make(), HOST, Int8(), back=make())
         mixer = Mixer([Row(torch.zeros(DIM))], RULE, exchange, 1)
         for _ in range(6):
             mixer.step()

@@ -290,7 +290,7 @@ def test_a_distance_is_read_lag_steps_later(device: str) -> None:
     gauge = Gauge(2, Mirror().all_reduce)
     read = []
     for step in range(5):
-        gauge.tell(torch.tensor([float(step), 4.0], dtype=torch.float64, device=device))
+        gauge.report(torch.tensor([float(step), 4.0], dtype=torch.float64, device=device))
         read.append(gauge.distance)
     assert [math.isnan(distance) for distance in read] == [True, True, False, False, False]
     assert read[2:] == pytest.approx([0.0, 0.5, math.sqrt(0.5)])

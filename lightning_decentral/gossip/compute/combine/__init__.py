@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lightning_decentral.gossip.compute.combine.gossip import RateSchedule as RateSchedule
     from lightning_decentral.gossip.compute.combine.gradient_tracking import ExactDiffusion as ExactDiffusion
     from lightning_decentral.gossip.compute.combine.gradient_tracking import GradientTracking as GradientTracking
-    from lightning_decentral.gossip.compute.combine.momentum import QuasiGlobalMomentum as QuasiGlobalMomentum
+    from lightning_decentral.gossip.compute.combine.gradient_tracking import QuasiGlobalMomentum as QuasiGlobalMomentum
     from lightning_decentral.gossip.compute.combine.outer import Outer as Outer
     from lightning_decentral.gossip.compute.combine.outer import OuterNesterov as OuterNesterov
     from lightning_decentral.gossip.compute.combine.outer import PseudoGradient as PseudoGradient

@@ -75,14 +75,6 @@ mixed: the round's mixture with it; the rule's to overwrite.
 """
 
 
-def _itself(other: Tensor) -> Tensor:
-    return other
-
-
-def _unchanged(sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
-    """Keep nothing of the round."""
-
-
 @dataclass(frozen=True)
 class Recovery:
     """Behaviour of a rule where a worker's parameters were poisoned, or where workers come and go.
@@ -107,8 +99,8 @@ class Recovery:
     tied: str = ""
     of_links: bool = False
     lasting: tuple[str, ...] = ()
-    stand_in: Callable[[Tensor], Tensor] = _itself
-    refused: Callable[[Tensor, Tensor, State, Turn], None] = _unchanged
+    stand_in: Callable[[Tensor], Tensor] = lambda own: own
+    refused: Callable[[Tensor, Tensor, State, Turn], None] = lambda sent, mixed, state, turn: None
 
 
 def tied_by(kept: Iterable[str]) -> str:
@@ -166,7 +158,7 @@ class Combine(Rule):
         """Recovery by default: a rule that keeps any state can't be healed, and none may leave: what begins anew on one
         worker may break a sum over all."""
         try:
-            kept = tuple(self.init(torch.zeros(1, dtype=torch.float32)))
+            kept = tuple(self.init(torch.zeros(1, dtype=torch.float32)))  # one element stands for all
         except (IndexError, RuntimeError, ValueError):  # it wants more than one element, of which it keeps something
             kept = ("a state",)
         incurable = f"it keeps {', '.join(kept)}, which no neighbour could give" if kept else ""
@@ -174,10 +166,10 @@ class Combine(Rule):
 
     def _begin_anew(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
         """x <- what a mixture of sound messages stands for; the state begins there, but for what lasts."""
-        x.copy_(self.values(mixed))
-        lasting = {name: state[name] for name in self.recovery.lasting}
+        x.copy_(self.values(mixed))  # (elements,)
+        lasting = {name: state[name] for name in self.recovery.lasting}  # a sum's part, say, which no neighbour has
         state.clear()
-        state |= self.init(x) | lasting
+        state |= self.init(x) | lasting  # what lasts wins over the fresh
 
     def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
         check(topology, size, weights)
@@ -192,7 +184,7 @@ class Combine(Rule):
 
     def message(self, x: Tensor, state: State) -> Tensor:
         """Tensor to send. The mixer copies it at once, so it may be x itself."""
-        return x.detach()
+        return x.detach()  # (elements,), and so is what was sent and mixed
 
     def encoded(self, x: Tensor, state: State) -> None:
         """The message of x leaves through a codec, which may make what is sent differ from it."""

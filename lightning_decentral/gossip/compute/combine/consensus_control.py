@@ -83,9 +83,9 @@ class ConsensusControl(Rule):
     def measure(self, sent: Tensor, mixed: Tensor, turn: Turn) -> Tensor:
         """(||mixed - sent||^2, ||sent||^2) of the parameters, over all workers in a simulation."""
         # A worker that received nothing would only make the distance look smaller.
-        listens = (turn.own() < 1).to(sent)
+        listens = (turn.own() < 1).to(sent)  # (); in a simulation (size, 1)
         said, heard = self.inner.values(sent) * listens, self.inner.values(mixed) * listens
-        return torch.stack([squared_norm([t]) for t in (heard - said, said)])
+        return torch.stack([squared_norm([t]) for t in (heard - said, said)])  # (2,), float64
 
     def rounds(self, distance: float, idle: int) -> int:
         """Number of rounds to take in this step: `most`, 1 where a probe is due, else 0.

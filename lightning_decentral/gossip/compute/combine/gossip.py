@@ -34,7 +34,7 @@ Rate = float | RateSchedule
 
 def at(rate: Rate, turn: Turn) -> float:
     """The rate of this round."""
-    return rate(turn) if isinstance(rate, RateSchedule) else rate
+    return rate(turn) if isinstance(rate, RateSchedule) else rate  # a number is the same in every round
 
 
 def largest(rate: Rate) -> float:
@@ -42,9 +42,25 @@ def largest(rate: Rate) -> float:
     return rate.largest if isinstance(rate, RateSchedule) else rate
 
 
+class RatedRule(Combine):
+    """Rule that goes a rate of the way towards what it received, as `Gossip` does."""
+
+    rate: Rate
+
+    def __post_init__(self) -> None:
+        check_rate(self.rate)
+
+    @property
+    def largest_rate(self) -> float:
+        return largest(self.rate)
+
+    def mixing(self, turn: Turn) -> dict[str, float]:
+        return {"mixing_rate": at(self.rate, turn)}
+
+
 @checked
 @dataclass(frozen=True, kw_only=True)
-class Gossip(Combine):
+class Gossip(RatedRule):
     """x <- x + rate * (mixed - sent): decentralized SGD, ATC at delay 0 and AWC at delay 1.
 
     Args:
@@ -59,27 +75,17 @@ class Gossip(Combine):
 
     rate: Rate = 1.0
 
-    def __post_init__(self) -> None:
-        check_rate(self.rate)
-
-    @property
-    def largest_rate(self) -> float:
-        return largest(self.rate)
-
     def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
         """Doubly stochastic weights, and a rate that is stable with this delay."""
         super().check(topology, size, weights, delay)
         check_stable("Gossip", self.rate, topology, size, weights, delay)
-
-    def mixing(self, turn: Turn) -> dict[str, float]:
-        return {"mixing_rate": at(self.rate, turn)}
 
     def rate_of(self, turn: Turn) -> float | None:
         # Who inherits this rule and writes another `apply` means that one.
         return at(self.rate, turn) if type(self).apply is Gossip.apply else None
 
     def apply(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
-        x.add_(mixed.sub_(sent), alpha=at(self.rate, turn))
+        x.add_(mixed.sub_(sent), alpha=at(self.rate, turn))  # (elements,); in a simulation (size, elements)
 
 
 @checked

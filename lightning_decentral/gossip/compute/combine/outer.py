@@ -94,7 +94,7 @@ class Outer(Combine):
         return Recovery(self._begin_anew)
 
     def init(self, x: Tensor) -> State:
-        return {"anchor": x.detach().clone(), "momentum": torch.zeros_like(x)}
+        return {"anchor": x.detach().clone(), "momentum": torch.zeros_like(x)}  # (elements,) each
 
     def encoded(self, x: Tensor, state: State) -> None:
         # Against what was sent the anchor would move by what the codec made of it, up to the nearest code.
@@ -104,7 +104,7 @@ class Outer(Combine):
         anchor, m = state["anchor"], state["momentum"]
         if "left" in state:
             left = state.pop("left")
-            mixed, sent = mixed.add_(left - sent), left
+            mixed, sent = mixed.add_(left - sent), left  # as if x itself had been sent
         lr, momentum = self._now(turn)
         # 0 for a worker without sources, which takes no outer step: a factor serves a worker and the rows of a
         # simulation.
@@ -112,7 +112,7 @@ class Outer(Combine):
         way = mixed.sub_(anchor).mul_(together)
         m.mul_(1 - together * (1 - momentum)).add_(way)
         anchor.add_(self._step(m, way, momentum).mul_(together), alpha=lr)
-        x.add_((anchor - sent).mul_(together))
+        x.add_((anchor - sent).mul_(together))  # x keeps what it learnt under way
 
     def shown(self, state: State) -> Tensor:
         return state["anchor"]
@@ -205,16 +205,16 @@ class PseudoGradient(OuterNesterov):
         """Leave x as it is: the loss of a codec stays in it."""
 
     def message(self, x: Tensor, state: State) -> Tensor:
-        return x.detach() - state["anchor"]
+        return x.detach() - state["anchor"]  # (elements,): the way since the last talk
 
     def _heal(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
-        torch.add(state["anchor"], sent, out=x)
+        torch.add(state["anchor"], sent, out=x)  # sent stands in for the poisoned way: 0
         self.apply(x, sent, mixed, state, turn)
 
     def apply(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
         anchor, m = state["anchor"], state["momentum"]
         lr, momentum = self._now(turn)
-        m.mul_(momentum).add_(mixed)
+        m.mul_(momentum).add_(mixed)  # (elements,): d, the mean way, the same bits on all
         step = self._step(m, mixed, momentum).mul_(lr)
         anchor.add_(step)
-        x.add_(step.sub_(sent))
+        x.add_(step.sub_(sent))  # what the codec lost of the own way stays in x

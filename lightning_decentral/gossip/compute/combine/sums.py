@@ -58,15 +58,15 @@ class PushSum(Combine):
                 f"PushSum needs parameters of at least 32 bits, got {x.dtype}: use precision='bf16-mixed', "
                 "or another rule on a symmetric graph"
             )
-        return {"last": x.detach().clone(), "weight": torch.ones_like(x[..., :1])}
+        return {"last": x.detach().clone(), "weight": torch.ones_like(x[..., :1])}  # (elements,), (1,): w begins at 1
 
     def adapt(self, x: Tensor, state: State, turn: Turn) -> None:
         """z <- last + u / w: the numerator gets the whole update."""
-        x.sub_(state["last"]).div_(state["weight"]).add_(state["last"])
+        x.sub_(state["last"]).div_(state["weight"]).add_(state["last"])  # u / w
         state["last"].copy_(x)
 
     def message(self, x: Tensor, state: State) -> Tensor:
-        return torch.cat((x.detach() * state["weight"], state["weight"]), dim=-1)
+        return torch.cat((x.detach() * state["weight"], state["weight"]), dim=-1)  # (elements + 1,): X, w
 
     def values(self, message: Tensor) -> Tensor:
         return message[..., :-1] / message[..., -1:]
@@ -86,12 +86,12 @@ class PushSum(Combine):
 
     def _heal(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
         self._begin_anew(x, sent, sent, state, turn)
-        state["weight"] = sent[..., -1:].clone()
+        state["weight"] = sent[..., -1:].clone()  # w of the neighbours' mixture
 
     def _add(self, x: Tensor, mass: Tensor, state: State) -> None:
         """last <- (last w + X) / (w + v) for a mass (X, v); x gets the same correction and keeps what it learnt."""
         last, before = state["last"], state["weight"]
-        weight = before + mass[..., -1:]
+        weight = before + mass[..., -1:]  # (1,); in a simulation (size, 1)
         corrected = last.mul(before).add_(mass[..., :-1]).div_(weight)
         x.add_(corrected - last)
         last.copy_(corrected)
@@ -158,7 +158,7 @@ class RelaySum(Combine):
             raise ValueError(
                 f"RelaySum needs parameters of at least 32 bits, got {x.dtype}: use precision='bf16-mixed'"
             )
-        nothing = torch.zeros_like(torch.cat((x, x[..., :1]), dim=-1))
+        nothing = torch.zeros_like(torch.cat((x, x[..., :1]), dim=-1))  # (elements + 1,): a sum, its count
         return {"sum": nothing, "rest": nothing.clone(), "block": torch.zeros((), dtype=torch.int64, device=x.device)}
 
     def message(self, x: Tensor, state: State) -> Tensor:
@@ -172,21 +172,18 @@ class RelaySum(Combine):
         before, rest = state["sum"], state["rest"]
         own, degree = turn.own().to(sent), turn.degree().to(sent)
         heard = mixed.sub_(own * sent).mul_(degree / (1 - own)).add_(rest)
-        was = sent - before
-        total = heard + was
+        was = sent - before  # T - S: x as it was sent, and 1
+        total = heard + was  # (elements + 1,)
         x.add_(total[..., :-1] / total[..., -1:] - was[..., :-1])
-        rest.copy_(before - degree * sent)
+        rest.copy_(before - degree * sent)  # S(t-1) - d T(t), for S(t+1)
         before.copy_(heard)
-        self._restart(state, turn.round // self.restart)
-
-    def _heal(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
-        x.copy_((sent - state["sum"])[..., :-1])
-        self.apply(x, sent, mixed, state, turn)
-
-    def _restart(self, state: State, block: int) -> None:
         # An error in S neither grows nor fades (the recursion's roots are 1, -1 and 0): rounding adds up as a
         # random walk until it is forgotten. Decided on the device, for which nobody waits.
-        same = state["block"] == block
-        for name in ("sum", "rest"):
-            state[name].masked_fill_(~same, 0)
-        state["block"].fill_(block)
+        same = state["block"] == turn.round // self.restart
+        for kept in (before, rest):
+            kept.masked_fill_(~same, 0)
+        state["block"].fill_(turn.round // self.restart)
+
+    def _heal(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
+        x.copy_((sent - state["sum"])[..., :-1])  # T - S, without the count
+        self.apply(x, sent, mixed, state, turn)

@@ -2,10 +2,10 @@
 exponential ring over nodes and their network cards, and `Auto`, the default.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from abc import abstractmethod
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import lcm
+from math import isqrt, lcm, prod
 
 from lightning_decentral.gossip.plan.topology.one_peer import BaseGraph, Hypercube
 from lightning_decentral.gossip.plan.topology.topology import Topology, at_least_one, others
@@ -54,7 +54,7 @@ class AlternatingExponentialRing(Topology):
             return range(node, node + 1)
         # Two steps for each digit; a group's nodes differ in that digit alone.
         *lower, base = factors[: step // 2 % len(factors) + 1]
-        stride = _product(lower)
+        stride = prod(lower)
         above, below = node // (stride * base), node % stride
         # Groups are numbered: in even steps the even ones talk, in odd steps the others.
         talks = (above * stride + below) % 2 == step % 2
@@ -65,32 +65,36 @@ class AlternatingExponentialRing(Topology):
 @lru_cache(maxsize=256)
 def prime_factors(number: int) -> tuple[int, ...]:
     """Ascending, with repetition; none of 1."""
-    return tuple(_divided(number))
+    if number == 1:
+        return ()
+    # No divisor up to the root: the number is prime.
+    first = next((d for d in range(2, isqrt(number) + 1) if number % d == 0), number)
+    return first, *prime_factors(number // first)
 
 
-def _divided(number: int) -> Iterator[int]:
-    divisor = 2
-    while number > 1:
-        if divisor * divisor > number:
-            # No divisor up to the root: what is left is prime.
-            divisor = number
-        if number % divisor:
-            divisor += 1
-        else:
-            number //= divisor
-            yield divisor
+class _Spaced(Topology):
+    """Steps of `inner`, its t // steps at each step t that talks, silence between."""
 
+    steps: int
+    inner: Topology
 
-def _product(numbers: list[int]) -> int:
-    result = 1
-    for number in numbers:
-        result *= number
-    return result
+    @abstractmethod
+    def _talks(self, step: int) -> bool:
+        """Return whether anybody talks at this step."""
+
+    def period(self, size: int) -> int:
+        return self.steps * self.inner.period(size)
+
+    def sources(self, rank: int, size: int, step: int) -> tuple[int, ...]:
+        return self.inner.sources(rank, size, step // self.steps) if self._talks(step) else ()
+
+    def row(self, rank: int, size: int, step: int) -> dict[int, float]:
+        return self.inner.row(rank, size, step // self.steps) if self._talks(step) else {rank: 1.0}
 
 
 @checked
 @dataclass(frozen=True)
-class Every(Topology):
+class Every(_Spaced):
     """`inner`'s step t // steps at steps t with (t + 1) % steps == 0, silence between: local SGD.
 
     With a delay of `steps` there is one message in flight, which is stable at every rate up to 1.
@@ -102,17 +106,8 @@ class Every(Topology):
     def __post_init__(self) -> None:
         at_least_one("Every's steps", self.steps, "1 talks in every step, k in every k-th")
 
-    def period(self, size: int) -> int:
-        return self.steps * self.inner.period(size)
-
-    def sources(self, rank: int, size: int, step: int) -> tuple[int, ...]:
-        return self.inner.sources(rank, size, step // self.steps) if self._talks(step) else ()
-
-    def row(self, rank: int, size: int, step: int) -> dict[int, float]:
-        return self.inner.row(rank, size, step // self.steps) if self._talks(step) else {rank: 1.0}
-
     def placed(self, workers_per_node: int) -> Topology:
-        return Every(self.steps, self.inner.placed(workers_per_node))
+        return replace(self, inner=self.inner.placed(workers_per_node))
 
     def label(self, size: int) -> str:
         return f"{self.inner.label(size)} every {self.steps} steps"
@@ -123,7 +118,7 @@ class Every(Topology):
 
 @checked
 @dataclass(frozen=True)
-class Stream(Topology):
+class Stream(_Spaced):
     """`Every(steps, inner)` for each of `parts` parts of the model: one part is sent in every steps / parts steps.
 
     Each talk carries one part of the model, so that what a worker sends is small and about the same all the time. Part
@@ -152,20 +147,11 @@ class Stream(Topology):
 
     @property
     def fragments(self) -> tuple[Topology, ...]:
-        apart = self.steps // self.parts
-        return tuple(_Part(self.steps, self.inner, self.steps - (p + 1) * apart) for p in range(self.parts))
-
-    def period(self, size: int) -> int:
-        return self.steps * self.inner.period(size)
-
-    def sources(self, rank: int, size: int, step: int) -> tuple[int, ...]:
-        return self.inner.sources(rank, size, step // self.steps) if self._talks(step) else ()
-
-    def row(self, rank: int, size: int, step: int) -> dict[int, float]:
-        return self.inner.row(rank, size, step // self.steps) if self._talks(step) else {rank: 1.0}
+        between = self.steps // self.parts
+        return tuple(_Part(self.steps, self.inner, self.steps - (p + 1) * between) for p in range(self.parts))
 
     def placed(self, workers_per_node: int) -> Topology:
-        return Stream(self.steps, self.parts, self.inner.placed(workers_per_node))
+        return replace(self, inner=self.inner.placed(workers_per_node))
 
     def label(self, size: int) -> str:
         return f"{self.inner.label(size)} every {self.steps} steps, in {self.parts} parts"

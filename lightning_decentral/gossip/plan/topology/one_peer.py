@@ -7,9 +7,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, combinations
-from math import fsum, prod
+from math import prod
 
-from lightning_decentral.gossip.plan.topology.topology import Topology, at_least_one, ceil_log2, matching, others
+from lightning_decentral.gossip.plan.topology.topology import (
+    Topology,
+    at_least_one,
+    ceil_log2,
+    completed,
+    matching,
+    others,
+)
 from lightning_decentral.shared.plan.arguments import checked
 
 
@@ -131,14 +138,13 @@ def base_graph(size: int, max_degree: int) -> tuple[Rows, ...]:
     across = _side_by_side(_hyper_hypercube([group[j] for group in groups], max_degree) for j in range(rough))
     whole = _simple(range(size), max_degree)
     steps = min(inside + across, whole, key=len) or [{}]
-    return tuple(_rows(step, size) for step in steps)
-
-
-def _rows(step: Pairs, size: int) -> Rows:
-    rows: Rows = tuple({} for _ in range(size))
-    for (i, j), weight in step.items():
-        rows[i][j] = rows[j][i] = weight
-    return tuple({**row, rank: 1 - fsum(row.values())} for rank, row in enumerate(rows))
+    found = []
+    for step in steps:
+        rows: list[dict[int, float]] = [{} for _ in range(size)]
+        for (i, j), weight in step.items():
+            rows[i][j] = rows[j][i] = weight
+        found.append(tuple(completed(rank, row) for rank, row in enumerate(rows)))
+    return tuple(found)
 
 
 def _side_by_side(plans: Iterable[list[Pairs]]) -> list[Pairs]:
@@ -185,7 +191,7 @@ def _simple(workers: Sequence[int], max_degree: int) -> list[Pairs]:
     if prod(_factors(len(workers), max_degree + 1)) == len(workers):
         return _hyper_hypercube(workers, max_degree)
     blocks = _blocks(workers, max_degree + 1)
-    means = [_hyper_hypercube(_joined(pieces), max_degree) for pieces in blocks]
+    means = [_hyper_hypercube([*chain(*pieces)], max_degree) for pieces in blocks]
     ends = [_side_by_side(_hyper_hypercube(piece, max_degree) for piece in pieces) for pieces in blocks]
     ends[-1] = means[-1]
     start, last = len(means[0]), len(blocks) - 1
@@ -215,16 +221,12 @@ def _blocks(workers: Sequence[int], base: int) -> list[list[Sequence[int]]]:
     return blocks
 
 
-def _joined(pieces: Iterable[Sequence[int]]) -> list[int]:
-    return list(chain.from_iterable(pieces))
-
-
 def _spread(blocks: Sequence[Sequence[Sequence[int]]]) -> Pairs:
     """Weights of the step in which the first block gives its share, |V_1| / sum_j |V_j|, to later ones.
 
     Each of their workers is paired with one worker of every piece of the first block, with equal weights.
     """
-    pieces, later = blocks[0], _joined(_joined(block) for block in blocks[1:])
+    pieces, later = blocks[0], [worker for block in blocks[1:] for piece in block for worker in piece]
     own = sum(map(len, pieces))
     weight = own / (own + len(later)) / len(pieces)
     return {(piece[i], worker): weight for piece in pieces for i, worker in enumerate(later)}

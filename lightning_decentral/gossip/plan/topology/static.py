@@ -5,15 +5,7 @@ from dataclasses import dataclass, field
 
 import networkx as nx
 
-from lightning_decentral.gossip.plan.topology.topology import (
-    Edges,
-    Topology,
-    at_least_one,
-    ceil_log2,
-    grid,
-    numbered,
-    others,
-)
+from lightning_decentral.gossip.plan.topology.topology import Topology, at_least_one, ceil_log2, grid, others
 from lightning_decentral.shared.plan.arguments import at_least, checked
 
 
@@ -31,7 +23,7 @@ class FromGraph(Topology):
     """
 
     nodes: int
-    edges: Edges = field(repr=False)
+    edges: tuple[tuple[int, int], ...] = field(repr=False)
 
     def __init__(self, graph: nx.Graph | None = None, *, edges: Iterable[Sequence[int]] = ()) -> None:
         pairs = [(int(u), int(v)) for u, v in edges]
@@ -43,10 +35,18 @@ class FromGraph(Topology):
         if graph is None:
             graph = nx.empty_graph(1 + max(map(max, pairs)))
             graph.add_edges_from(pairs)
-        nodes, directed = numbered(graph)
+        try:
+            rank = {node: rank for rank, node in enumerate(sorted(graph.nodes))}
+        except TypeError as error:
+            raise ValueError(
+                f"FromGraph numbers the nodes in sorted order, but {error}: use "
+                "networkx.convert_node_labels_to_integers"
+            ) from None
+        # No loops; an undirected edge in both directions.
+        directed = {(rank[u], rank[v]) for u, v in graph.to_directed().edges() if u != v}
         # Frozen, but with a constructor of its own: a value is hashed by its edges, not by the graph.
-        object.__setattr__(self, "nodes", nodes)
-        object.__setattr__(self, "edges", directed)
+        object.__setattr__(self, "nodes", len(rank))
+        object.__setattr__(self, "edges", tuple(sorted(directed)))
 
     def period(self, size: int) -> int:
         """1; ValueError unless the graph has `size` nodes."""

@@ -12,8 +12,6 @@ from functools import cached_property, lru_cache
 from math import fsum, isqrt
 from random import Random
 
-import networkx as nx
-
 
 @dataclass(frozen=True)
 class Topology(ABC):
@@ -114,9 +112,6 @@ def audiences(topology: Topology, rank: int, size: int) -> dict[int, int]:
     return {target: numbers.setdefault(tuple(heard[target]), len(numbers)) for target in sorted(heard)}
 
 
-Edges = tuple[tuple[int, int], ...]
-
-
 def at_least_one(what: str, value: int, remedy: str) -> None:
     """ValueError unless value >= 1."""
     if value < 1:
@@ -152,19 +147,3 @@ def matching(seed: int, size: int, step: int) -> tuple[int, ...]:
     for i, j in zip(ranks[::2], ranks[1::2], strict=False):
         partner.update({i: j, j: i})
     return tuple(partner[rank] for rank in range(size))
-
-
-def numbered(graph: nx.Graph) -> tuple[int, Edges]:
-    """(nodes, directed edges) with the nodes numbered in sorted order; no loops, an undirected edge in both directions.
-
-    Raises:
-        ValueError: the nodes can't be sorted.
-    """
-    try:
-        rank = {node: rank for rank, node in enumerate(sorted(graph.nodes))}
-    except TypeError as error:
-        raise ValueError(
-            f"FromGraph numbers the nodes in sorted order, but {error}: use networkx.convert_node_labels_to_integers"
-        ) from None
-    heard = {(rank[u], rank[v]) for u, v in graph.to_directed().edges() if u != v}
-    return len(rank), tuple(sorted(heard))

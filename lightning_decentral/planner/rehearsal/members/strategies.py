@@ -20,7 +20,7 @@ from lightning_decentral.gossip.rounds import MixerBuilder, place
 from lightning_decentral.gossip.strategy import GossipStrategy
 from lightning_decentral.gossip.wire.exchange import Exchange
 from lightning_decentral.gossip.wire.island_member import IslandMember
-from lightning_decentral.gossip.wire.optimizer_mixer import parameters_of
+from lightning_decentral.gossip.wire.making import parameters_of
 from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.partial.agreed import agreed
 from lightning_decentral.partial.compute.search import search
