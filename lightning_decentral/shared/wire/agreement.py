@@ -107,11 +107,11 @@ class RollCall:
         self.rounds, self._wanted, self._take_part, self._met = rounds, wanted, take_part, met
         self._name, self._number, self._left_after = name, 0, left_after
         self._alert = False
-        self._told, self._lock = "", threading.Lock()
+        self._reported, self._lock = "", threading.Lock()
         self._closed = threading.Event()
         # A thread: a worker that waits is blocked in a message, a collective call or, if the device waits in its place,
         # in whatever needs the device next, and can't report that itself.
-        self._watch = threading.Thread(target=self._say_where, name="lightning_decentral-roll-call", daemon=True)
+        self._watch = threading.Thread(target=self._watch_epoch, name="lightning_decentral-roll-call", daemon=True)
         self._watch.start()
 
     def close(self) -> None:
@@ -121,26 +121,23 @@ class RollCall:
     @property
     def rests(self) -> bool:
         """True where this worker has ended its epoch and waits for others that haven't."""
-        return self._told == ENDED
+        return self._reported == ENDED
 
-    def _say_where(self) -> None:
+    def _watch_epoch(self) -> None:
         with suppress(RuntimeError):  # the store is gone: so is worker 0, which a worker that waits for it reports
-            while not self._closed.wait(self._patience() / 2):
+            while not self._closed.wait((ALERT_SECONDS if self._alert else PATIENCE_SECONDS) / 2):
                 number = self._number
                 ended = self._alert or self._store.check([self._key("ended")])
                 with self._lock:
                     self._alert = ended and number == self._number  # the roll may have been called meanwhile
                 if self._alert:
-                    self._tell(",".join(map(str, [*self._wanted(), self._met()])))
+                    self._report(",".join(map(str, [*self._wanted(), self._met()])))
 
-    def _patience(self) -> float:
-        return ALERT_SECONDS if self._alert else PATIENCE_SECONDS
-
-    def _tell(self, where: str) -> None:
+    def _report(self, where: str) -> None:
         with self._lock:
-            if where == self._told or self._told == ENDED:
+            if where == self._reported or self._reported == ENDED:
                 return
-            self._told = where
+            self._reported = where
             self._store.set(self._key(f"at/{self._over.rank}"), where)
             if where != ENDED:
                 self._store.set(self._key("needed"), "yes")
@@ -155,7 +152,7 @@ class RollCall:
             RuntimeError: another worker waits in a collective call that this worker, at its end, will not enter.
         """
         mine = self.rounds()
-        self._tell(ENDED)
+        self._report(ENDED)
         self._store.set(self._key("ended"), "yes")
         # Done when all have come; until then somebody may need further rounds of this worker.
         gathering, rows = self._over.all_gather(torch.tensor(mine))
@@ -170,10 +167,15 @@ class RollCall:
         ends = torch.stack(rows).amax(dim=0).tolist()
         self._catch_up(ends)
         with self._lock:
-            self._number, self._alert, self._told = self._number + 1, False, ""
+            self._number, self._alert, self._reported = self._number + 1, False, ""
         early = {rank: row.tolist() for rank, row in enumerate(rows) if row.tolist() != ends}
         if early and self._over.rank == 0:
-            warnings.warn(f"unequal numbers of batches: {_sentence(early, ends)}", stacklevel=2)
+            workers = ", ".join(f"worker {rank} ended after round {max(rounds)}" for rank, rounds in early.items())
+            warnings.warn(
+                f"unequal numbers of batches: {workers}, the longest took {max(ends)}; the rounds were finished "
+                "without updates of those that had ended",
+                stacklevel=2,
+            )
 
     def anyone(self, *mine: bool) -> list[bool]:
         """Return for each of these whether it's so for any worker. Collective, at an epoch's end."""
@@ -211,8 +213,3 @@ class RollCall:
         for index in missing:
             self._take_part(index)
         return bool(missing)
-
-
-def _sentence(early: dict[int, list[int]], ends: list[int]) -> str:
-    workers = ", ".join(f"worker {rank} ended after round {max(rounds)}" for rank, rounds in early.items())
-    return f"{workers}, the longest took {max(ends)}; the rounds were finished without updates of those that had ended"

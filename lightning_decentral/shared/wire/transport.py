@@ -10,23 +10,20 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.torch_version import TorchVersion
 
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.compute.codec.blocks import real
-from lightning_decentral.shared.wire.pending import Naming, Pending, StagedCopy, Together, Work, raise_lost
+from lightning_decentral.shared.wire.pending import Pending, StagedCopy, Together, Work, raise_lost
 
 STORES: Any = dist  # torch.distributed with what its types leave out
-LIBUV_LISTENS = TorchVersion(torch.__version__) >= "2.8"
-"""Before, torch's newer server of a store took no listening socket (pytorch#150215); the older one does."""
 Disjoint = Sequence[Sequence[int]]
 
 
 class Message(NamedTuple):
     """One tensor to or from one peer; `tag` distinguishes the messages of one pair."""
 
-    peer: int
-    tensor: Tensor
+    peer: int  # its rank in the group
+    tensor: Tensor  # sent from, or received into
     tag: int
 
 
@@ -71,14 +68,14 @@ class Transport(ABC):
 
     def all_gather(self, tensor: Tensor) -> tuple[Pending, list[Tensor]]:
         """One tensor from every worker, in order of rank, valid after the wait."""
-        rows = [torch.empty_like(tensor) for _ in range(self.size)]
+        rows = [torch.empty_like(tensor) for _ in range(self.size)]  # by rank
         return Work(self.group.allgather([[*map(real, rows)]], [real(tensor)]), "the others", self._own), rows
 
-    def all_gather_into(self, whole: Tensor, part: Tensor) -> Pending:
+    def all_gather_into(self, whole: Tensor, part: Tensor) -> Pending:  # (workers * elements,), (elements,)
         """whole <- the parts of all workers, one behind the other in order of rank."""
         return Work(self.group._allgather_base(real(whole), real(part)), "the others", self._own)
 
-    def reduce_scatter(self, part: Tensor, whole: Tensor) -> Pending:
+    def reduce_scatter(self, part: Tensor, whole: Tensor) -> Pending:  # (elements,), (workers * elements,)
         """part <- this worker's part of the sum over workers of whole, the parts one behind the other by rank."""
         return Work(self.group._reduce_scatter_base(real(part), real(whole)), "the others", self._own)
 
@@ -157,7 +154,7 @@ class StagedTransport(Transport):
         )
 
     def all_reduce(self, tensor: Tensor) -> Pending:
-        host = cuda.host_like(tensor).copy_(tensor)
+        host = cuda.host_like(tensor).copy_(tensor)  # pinned
         return StagedCopy(self._inner.all_reduce(host), host, tensor)
 
     def reduce(self, tensor: Tensor, target: int) -> Pending:
@@ -166,7 +163,7 @@ class StagedTransport(Transport):
 
     def all_gather(self, tensor: Tensor) -> tuple[Pending, list[Tensor]]:
         pending, hosts = self._inner.all_gather(cuda.host_like(tensor).copy_(tensor))
-        rows = [torch.empty_like(tensor) for _ in hosts]
+        rows = [torch.empty_like(tensor) for _ in hosts]  # on the device
         return Together([StagedCopy(pending, host, row) for host, row in zip(hosts, rows, strict=True)]), rows
 
     def all_gather_into(self, whole: Tensor, part: Tensor) -> Pending:
@@ -239,7 +236,7 @@ class Wire:
 def new_group(groups: Disjoint | None, backend: str | None, timeout: timedelta | None) -> Any:
     """This worker's of these groups, which share no worker (None: all in one); None where it is in none. Collective."""
     each = [None] if groups is None else [list(ranks) for ranks in groups]
-    with Naming("the others", dist.get_rank()):
+    try:
         whole = STORES.group.WORLD
         over = whole._get_backend(whole.bound_device_id) if groups and whole.bound_device_id else None
         if over and over.name() != "nccl":
@@ -247,25 +244,17 @@ def new_group(groups: Disjoint | None, backend: str | None, timeout: timedelta |
         elif over and backend in (None, "nccl") and over.supports_splitting:
             return STORES.split_group(None, each, timeout)  # NCCL would split once for each
         made = [dist.new_group(ranks, timeout, backend) for ranks in each]  # asks nothing of those outside
+    except RuntimeError as error:
+        raise_lost(error, "the others", dist.get_rank())
+        raise
     return next((group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER), None)
-
-
-def tcp_store(address: str, port: int, timeout: timedelta, listening: int | None) -> Any:
-    """The key-value store at this place; this process has it where it gives the descriptor of a listening socket."""
-    own: Any = {"is_master": True, "master_listen_fd": listening, "use_libuv": LIBUV_LISTENS}
-    own = {} if listening is None else own
-    return STORES.TCPStore(address, port, timeout=timeout, wait_for_workers=False, **own)
-
-
-def prefixed(store: Any, name: str) -> Any:
-    """The same store, whose keys begin with a name."""
-    return STORES.PrefixStore(name, store)
 
 
 def own_connection(name: str) -> Any:
     """A connection to the world's store with keys of its own, for one thread: a blocked one holds up no other."""
     store = STORES.distributed_c10d._get_default_store()
-    return prefixed(store.clone() if hasattr(store, "clone") else store, name)  # an older torch has one for all threads
+    # An older torch has one connection for all threads.
+    return STORES.PrefixStore(name, store.clone() if hasattr(store, "clone") else store)
 
 
 def abort_nccl() -> None:

@@ -23,7 +23,6 @@ from lightning_decentral.shared.wire.transport import (
     Wire,
     everyone,
     new_group,
-    prefixed,
     transport,
 )
 
@@ -64,7 +63,7 @@ def make_world(met: Any, init: Callable[..., None], agree: Agree, timeout: timed
     tries = itertools.count()
 
     def make() -> Transport:
-        init(store=prefixed(met, f"world/{next(tries)}"))  # keys that no earlier try has used
+        init(store=STORES.PrefixStore(f"world/{next(tries)}", met))  # keys that no earlier try has used
         return everyone()
 
     connected_to_all(make, timeout, agree)
