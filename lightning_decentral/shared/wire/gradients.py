@@ -9,6 +9,7 @@ contributors, while it runs).
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -32,8 +33,9 @@ UNSEEN = (
 @torch.no_grad()
 def pack(tensors: Sequence[Tensor | None], like: Sequence[Tensor], flat: Tensor) -> None:
     """flat <- the tensors one behind the other, zeros in the place of None; sparse ones as dense ones."""
-    rows = [flat.new_zeros(other.numel()) if t is None else _dense(t) for t, other in zip(tensors, like, strict=True)]
-    torch.cat(rows, out=flat)
+    dense = [t.to_dense() if t is not None and t.is_sparse else t for t in tensors]
+    pairs = zip(dense, like, strict=True)
+    torch.cat([flat.new_zeros(other.numel()) if t is None else t.reshape(-1) for t, other in pairs], out=flat)
 
 
 def parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
@@ -43,13 +45,9 @@ def parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [row if other.dim() == 1 else row.view(other.shape) for row, other in zip(rows, like, strict=True)]
 
 
-def _dense(tensor: Tensor) -> Tensor:
-    return (tensor.to_dense() if tensor.is_sparse else tensor).reshape(-1)
-
-
 def flag(gradients: Sequence[Tensor | None], flags: Tensor) -> Tensor:
     """flags <- 1 where there is a gradient, `SPARSE` where it is sparse, else 0."""
-    flags.fill_(1)  # not a tensor from a list, which a device would wait for
+    flags.fill_(1)  # (gradients,): not a tensor from a list, which a device would wait for
     for index, gradient in enumerate(gradients):
         if gradient is None or gradient.is_sparse:
             flags[index] = 0 if gradient is None else SPARSE
@@ -79,7 +77,7 @@ class GradientBucket:
         self.members = frozenset(parameters)
         self.waiting = set(self.members)
         self.pending: Pending | None = None
-        self._views: list[Tensor] = []
+        self._views: list[Tensor] = []  # of the flat message, one for each parameter
 
     @property
     def gradients(self) -> list[Tensor | None]:
@@ -113,12 +111,8 @@ class GradientBucket:
 
 def at_the_end(loss: Tensor, call: Callable[[], None]) -> None:
     """Call it at the end of the backward of `loss` that follows, before anybody else sees its gradients."""
-
-    def begun(_: Tensor) -> None:
-        # Only within a backward can its end be waited for.
-        torch.autograd.Variable._execution_engine.queue_callback(call)
-
-    loss.register_hook(begun)
+    # Only within a backward can its end be waited for.
+    loss.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(call))
 
 
 class Average:
@@ -135,7 +129,7 @@ class Average:
     under_way = False
 
     def __init__(self) -> None:
-        self._reported: list[tuple[Tensor, Pending]] = []
+        self._reported: list[tuple[Tensor, Pending]] = []  # of the last 32 averages
 
     def enter(self) -> None:
         """Begin an average, which every worker must enter; again within the same one, nothing."""
@@ -181,9 +175,9 @@ class Launcher(Generic[Kind]):
         self.paused = self.begun = False
         self._launch, self._first = launch, first
         self._hooks: dict[nn.Parameter, tuple[RemovableHandle, Any]] = {}
-        self._seen: list[tuple[torch.Size, torch.dtype]] = []
+        self._seen: list[tuple[torch.Size, torch.dtype]] = []  # of those with hooks, in their order
         self.buckets: tuple[Kind, ...] = ()
-        self._of: dict[nn.Parameter, int] = {}
+        self._of: dict[nn.Parameter, int] = {}  # the number of its bucket
         self.begin(())
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> bool:
@@ -199,7 +193,10 @@ class Launcher(Generic[Kind]):
         for parameter in self._hooks.keys() - set(parameters):
             self._hooks.pop(parameter)[0].remove()
         for parameter in (p for p in parameters if p not in self._hooks):
-            self._hooks[parameter] = self._hooked(parameter)
+            # As DDP's: behind all of the user's own hooks of the parameter, whenever they were registered. Autograd
+            # makes another node as soon as nobody holds this one.
+            node = get_gradient_edge(parameter).node
+            self._hooks[parameter] = node.register_hook(partial(self._ready, parameter)), node
         self._seen = [(p.shape, p.dtype) for p in self._hooks]
         return True
 
@@ -210,12 +207,6 @@ class Launcher(Generic[Kind]):
             for parameter, (shape, dtype) in zip(self._hooks, self._seen, strict=True):
                 Place(shape, dtype, dense_strides(parameter)).refuse_changed(parameter)
 
-    def _hooked(self, parameter: nn.Parameter) -> tuple[RemovableHandle, Any]:
-        # As DDP's: behind all of the user's own hooks of the parameter, whenever they were registered. Autograd makes
-        # another node as soon as nobody holds this one.
-        node = get_gradient_edge(parameter).node
-        return node.register_hook(lambda *_: self._ready(parameter)), node
-
     @property
     def watched(self) -> frozenset[nn.Parameter]:
         return frozenset(self._hooks)
@@ -224,7 +215,7 @@ class Launcher(Generic[Kind]):
         """Prepare a backward whose gradients are sent in these buckets."""
         if self.buckets != (now := tuple(buckets)):
             self.buckets, self._of = now, {p: index for index, bucket in enumerate(now) for p in bucket.members}
-        self._launched, self.begun = 0, False
+        self._launched, self.begun = 0, False  # buckets that have left
         for bucket in buckets:
             bucket.waiting, bucket.pending = set(bucket.members), None
 
@@ -234,7 +225,7 @@ class Launcher(Generic[Kind]):
             self._launched += 1
             self._launch(bucket)
 
-    def _ready(self, parameter: nn.Parameter) -> None:
+    def _ready(self, parameter: nn.Parameter, *_: object) -> None:
         index = self._of.get(parameter)
         if self.paused or index is None:
             return
