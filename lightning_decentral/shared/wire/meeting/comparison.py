@@ -47,49 +47,32 @@ def check_same_settings(
         TimeoutError: workers that haven't come within `timeout`.
     """
     # Counted by the store, so that a later fit, in this or another world on it, never reads old answers.
-    number = store.add(f"settings/{rank}", 1)
-    meeting = _Meeting(store, f"settings/{number}", size, time.monotonic() + timeout.total_seconds(), when)
-    if rank == 0:
-        meeting.say("of", 0, json.dumps(dict(mine)))
-    meeting.say("differs", rank, _difference(rank, meeting.hear("of", range(1))[0], mine))
-    line = next(filter(None, meeting.hear("differs", range(size))), None)
-    if line is not None:
-        meeting.leave(rank)
-        raise ValueError(line)
+    place = f"settings/{store.add(f'settings/{rank}', 1)}"
 
-
-class _Meeting:
-    """Exchange of text before a deadline: every worker writes some and reads what the others wrote."""
-
-    def __init__(self, store: Any, name: str, size: int, deadline: float, when: str) -> None:
-        self._store, self._name, self._size, self._deadline, self._when = store, name, size, deadline, when
-
-    def say(self, what: str, rank: int, text: str) -> None:
-        self._store.set(self._key(what, rank), text)
-
-    def hear(self, what: str, ranks: range) -> list[str]:
-        """Texts of these workers, in order. TimeoutError where one hasn't come before the deadline."""
-        pause, missing = 0.001, list(ranks)
-        while missing := [r for r in missing if not self._store.check([self._key(what, r)])]:
-            if time.monotonic() > self._deadline:
+    def received(what: str, ranks: Sequence[int], end: float) -> list[str]:
+        """Texts of these workers, in order."""
+        pause, missing = 0.001, ranks
+        while missing := [r for r in missing if not store.check([f"{place}/{what}/{r}"])]:
+            if time.monotonic() > end:
+                workers = f"worker{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
                 raise TimeoutError(
-                    f"{_workers(missing)} didn't come to {self._when} in time: look at what they say, "
+                    f"{workers} didn't come to {when} in time: look at what they say, "
                     "or give the strategy a longer timeout"
                 )
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
-        return [self._store.get(self._key(what, r)).decode() for r in ranks]
+        return [store.get(f"{place}/{what}/{r}").decode() for r in ranks]
 
-    def leave(self, rank: int) -> None:
-        """The others may still be reading."""
-        self.say("read", rank, "")
-        if rank == 0:
-            self._deadline = time.monotonic() + GOODBYE_SECONDS
+    if rank == 0:
+        store.set(f"{place}/of/0", json.dumps(dict(mine)))
+    end = time.monotonic() + timeout.total_seconds()
+    store.set(f"{place}/differs/{rank}", _difference(rank, received("of", [0], end)[0], mine))
+    if line := next(filter(None, received("differs", range(size), end)), None):
+        store.set(f"{place}/read/{rank}", "")
+        if rank == 0:  # the others may still be reading
             with suppress(TimeoutError):
-                self.hear("read", range(self._size))
-
-    def _key(self, what: str, rank: int) -> str:
-        return f"{self._name}/{what}/{rank}"
+                received("read", range(size), time.monotonic() + GOODBYE_SECONDS)
+        raise ValueError(line)
 
 
 def _difference(rank: int, text: str, mine: Mapping[str, str]) -> str:
@@ -100,10 +83,6 @@ def _difference(rank: int, text: str, mine: Mapping[str, str]) -> str:
         return f"worker {rank} can't read what worker 0 wrote: give every worker the same version"
     found = first_difference(mine, first)
     return f"worker {rank} has {found[0]}, worker 0 has {found[1]}: give every worker the same" if found else ""
-
-
-def _workers(ranks: list[int]) -> str:
-    return f"worker {ranks[0]}" if len(ranks) == 1 else f"workers {', '.join(map(str, ranks))}"
 
 
 Layout = Mapping[str, str]
@@ -193,7 +172,7 @@ class Layouts(TrainingComparison):
     ) -> None:
         self._board, self._heartbeat, self._rests = board, heartbeat, rests
         self._peers, self._name, self._layout, self._timeout = peers, name, layout, timeout
-        self._averages, self._changes, self._begun = 0, 0, -1
+        self._averages, self._changes, self._begun = 0, 0, -1  # done; since the last; the last begun
         self._now = self._settled = layout()
         self._answered: set[str] = set()
         heartbeat.listen(self._look)
@@ -224,8 +203,8 @@ class Layouts(TrainingComparison):
                 )
 
     def _answer(self, change: str, layout: Layout) -> None:
-        self._answered.add(change)
-        self._board.tell(f"{self._name}/{change}", json.dumps(dict(layout)))
+        self._answered.add(change)  # once, however often it is asked
+        self._board.write(f"{self._name}/{change}", json.dumps(dict(layout)))
 
     def _answer_of(self, rank: int, change: str, end: float) -> Layout:
         ask = 0.0
@@ -257,6 +236,6 @@ def _read(written: bytes) -> Layout:
     return row
 
 
-def _change(written: bytes) -> str:
+def _change(written: bytes) -> str:  # ValueError for what no worker wrote
     average, number = written.decode().split(".")
     return f"{int(average)}.{int(number)}"

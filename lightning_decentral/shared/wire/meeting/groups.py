@@ -33,11 +33,6 @@ Agree = Callable[[bool], bool]
 """Returns when all workers have called it, by another way than the groups: whether all passed True."""
 
 
-def greeting_timeout(timeout: timedelta | None) -> timedelta:
-    """Longest wait for a greeting, so that all tries together don't take longer than one wait may."""
-    return GREETING if timeout is None else min(GREETING, timeout / TRIES)
-
-
 def connected_to_all(make: Callable[[], Transport | None], timeout: timedelta | None, agree: Agree) -> Transport | None:
     """A group in which every member receives from every other, or several at once; None outside. Collective over all
     workers.
@@ -45,10 +40,12 @@ def connected_to_all(make: Callable[[], Transport | None], timeout: timedelta | 
     Raises:
         PeerLost: strangers came between, each time; on all workers.
     """
+    # All tries together don't take longer than one wait may.
+    patience = GREETING if timeout is None else min(GREETING, timeout / TRIES)
     for _ in range(TRIES):
         agree(True)  # making a group is a call that only its timeout ends where a worker doesn't come
         made = make()
-        if agree(made is None or made.greet(greeting_timeout(timeout))):
+        if agree(made is None or made.greet(patience)):
             return made
         if made is not None:
             made.close()

@@ -7,14 +7,16 @@ promised; then everybody knows where all stop. A worker is held up only if it co
 have made theirs: a few looks at the store.
 """
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from lightning_decentral.shared.wire.meeting.notices import GONE
 from lightning_decentral.shared.wire.pending import PeerLost
 
-SIGNALS = range(1, 65)
+SIGNALS, ROUNDS = range(1, 65), range(1, sys.maxsize)
 
 
 class StopAgreement:
@@ -81,13 +83,13 @@ class StopAgreement:
             return False
         if self.raised:
             self._store.compare_set("stop", "", str(self.raised))
-        signum = self._read("stop", _signum)
+        signum = self._read("stop", partial(_number, SIGNALS))
         if signum is None:
             return False
         with self._lock:
             self._promise = self._promise or self._rounds + 1
         self._store.set(f"promise/{self._rank}", str(self._promise))  # again: somebody may have written over it
-        promises = [self._read(f"promise/{rank}", _round) for rank in range(self._size)]
+        promises = [self._read(f"promise/{rank}", partial(_number, ROUNDS)) for rank in range(self._size)]
         if None in promises:
             return True
         self.signum, self._stop = signum, max(promises)
@@ -101,26 +103,12 @@ class StopAgreement:
     def left_after(self) -> list[int] | None:
         """Each optimizer's round after which others have stopped, while this worker waits at an epoch's end; None: they
         haven't."""
-        known: list[int] | None = self._read("left", _rounds) if self._known.is_set() else None
+        rounds = lambda written: [_number(range(sys.maxsize), part) for part in written.split(b",")]  # noqa: E731
+        known: list[int] | None = self._read("left", rounds) if self._known.is_set() else None
         return known
 
 
-def _rounds(written: bytes) -> list[int]:
-    numbers = list(map(int, written.split(b",")))
-    if min(numbers) < 0:
-        raise ValueError(f"not rounds: {numbers}")
-    return numbers
-
-
-def _round(written: bytes) -> int:
-    number = int(written)
-    if number < 1:
-        raise ValueError(f"not a round: {number}")
-    return number
-
-
-def _signum(written: bytes) -> int:
-    number = int(written)
-    if number not in SIGNALS:
-        raise ValueError(f"not a signal: {number}")
+def _number(allowed: range, written: bytes) -> int:
+    if (number := int(written)) not in allowed:
+        raise ValueError(f"not one of {allowed}: {number}")
     return number

@@ -28,11 +28,11 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from lightning_decentral.shared.compute import cuda
-from lightning_decentral.shared.wire.meeting.notices import ALL_LIVE, Heartbeat, StatusBoard
+from lightning_decentral.shared.wire.meeting.notices import ALL_LIVE, Heartbeat, StatusBoard, read_row
 from lightning_decentral.shared.wire.pending import PeerLost
 
 LONG_SECONDS = 30.0
@@ -47,14 +47,6 @@ class Wait:
     calling: bool
     phase: str
 
-    @classmethod
-    def read(cls, written: bytes) -> "Wait":
-        """ValueError where it doesn't wait, and for what no worker wrote."""
-        row = json.loads(written.decode())
-        if not isinstance(row, dict) or {key: type(value) for key, value in row.items()} != cls.__annotations__:
-            raise ValueError(f"not a wait: {row!r}")
-        return cls(**row)
-
     def __str__(self) -> str:
         return f"in {'a collective call' if self.calling else 'a round'} (in {self.phase})"
 
@@ -68,23 +60,30 @@ class Waits:
 
     def __init__(self, board: StatusBoard, mine: Callable[[], Wait | None]) -> None:
         self._board, self._mine = board, mine
-        self._told: Wait | None = None
-        self._warned = -1
+        self._reported: Wait | None = None  # what stands on the board
+        self._warned = -1  # calls at the last warning
 
     def look(self) -> bool:
         """Called again and again by a thread; never in a hurry."""
         mine = self._mine()
-        if mine != self._told:
-            self._board.tell("waits", "null" if mine is None else json.dumps(asdict(mine)))
-            self._told = mine
+        if mine != self._reported:
+            self._board.write("waits", "null" if mine is None else json.dumps(asdict(mine)))
+            self._reported = mine
         elif mine is not None and mine.calls > self._warned:  # not at once: a number that others wrote may be old
             self._compare(mine)
         return False
 
     def _compare(self, mine: Wait) -> None:
-        found = [self._board.read(f"waits/{rank}", _maybe) for rank in range(self._board.size)]
+        parse = lambda written: None if written == b"null" else read_row(Wait, written)  # noqa: E731
+        found = [self._board.read(f"waits/{rank}", parse) for rank in range(self._board.size)]
         waiting = [wait for wait in found if wait is not None]
-        if len(waiting) < len(found) or not _apart(waiting):
+        if len(waiting) < len(found):
+            return
+        ahead = max(wait.calls for wait in waiting)
+        last = [wait for wait in waiting if wait.calls == ahead]
+        # Some are in a call that others haven't entered, or in another of the same number.
+        differ = len(last) < len(waiting) or len({wait.phase.split()[0] for wait in last}) > 1
+        if not differ or not all(wait.calling for wait in last):
             return
         self._warned = mine.calls
         places = [
@@ -96,19 +95,6 @@ class Waits:
             "barrier), it never ends",
             stacklevel=2,
         )
-
-
-def _apart(waiting: Sequence[Wait]) -> bool:
-    """Return whether some are in a call that others haven't entered, or in another of the same number."""
-    ahead = max(wait.calls for wait in waiting)
-    last = [wait for wait in waiting if wait.calls == ahead]
-    if not all(wait.calling for wait in last):
-        return False
-    return len(last) < len(waiting) or len({wait.phase.split()[0] for wait in last}) > 1
-
-
-def _maybe(written: bytes) -> Wait | None:
-    return None if written == b"null" else Wait.read(written)
 
 
 GRACE_SECONDS = 2.0
@@ -166,7 +152,7 @@ class Rescue:
         end: Callable[[int], object] = os._exit,
     ) -> None:
         self._heartbeat, self._behind, self._abort, self._timeout, self._end = heartbeat, behind, abort, timeout, end
-        self._beats: dict[int, tuple[int | None, float]] = {}
+        self._beats: dict[int, tuple[int | None, float]] = {}  # of each worker: the last, and since when
         self._lost: str | None = None
         self._closed = threading.Event()
         heartbeat.listen(self._look)
@@ -217,10 +203,11 @@ class Rescue:
         self._lost = f"worker {board.rank} lost the others: {board.blame() or ALL_LIVE}"
         # Before the host can come back: its own error then may name whom a kernel left in the middle.
         print(self._lost, file=sys.stderr, flush=True)
-        threading.Thread(target=self._end_if_it_stands, name="lightning_decentral-rescue", daemon=True).start()
-        self._abort()
 
-    def _end_if_it_stands(self) -> None:
-        if not self._closed.wait(END_SECONDS):
-            print("its device doesn't come back: this process ends", file=sys.stderr, flush=True)
-            self._end(1)
+        def end_if_it_stands() -> None:
+            if not self._closed.wait(END_SECONDS):
+                print("its device doesn't come back: this process ends", file=sys.stderr, flush=True)
+                self._end(1)
+
+        threading.Thread(target=end_if_it_stands, name="lightning_decentral-rescue", daemon=True).start()
+        self._abort()
