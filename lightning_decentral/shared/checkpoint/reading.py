@@ -4,7 +4,7 @@ import os
 import pickle
 import re
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_decentral.shared.checkpoint import store
-from lightning_decentral.shared.checkpoint.saving import CheckpointedStrategy, line, store_of
+from lightning_decentral.shared.checkpoint.saving import CheckpointedStrategy, store_of
 from lightning_decentral.shared.compute import cuda, worker_state
 from lightning_decentral.shared.compute.worker_state import KEY
+from lightning_decentral.shared.wire.meeting.notices import one_line
 
 PRECISION = "parameter precision"
 """Key of a plan: the type of parameters, so of messages in flight. Files of 0.2 lack it."""
@@ -43,18 +44,22 @@ class Reading:
             io, trusted = self._worker.checkpoint_io, weights_only is False
             checkpoint: dict[str, Any] = io.load_checkpoint(path, weights_only=not trusted)
             kind = type(checkpoint).__name__
-            wrong = self._damage(checkpoint, path) if isinstance(checkpoint, dict) else f"it holds a {kind}"
+            if wrong := self._damage(checkpoint, path) if isinstance(checkpoint, dict) else f"it holds a {kind}":
+                raise ValueError(wrong)
         except (FileNotFoundError, IsADirectoryError, PermissionError):
             raise  # these name the file, and it isn't damaged
         except Exception as error:
-            reason = line(error)
+            reason = one_line(error)
             if isinstance(error, pickle.UnpicklingError) and not trusted:
                 if found := _objects(path, error):
-                    raise Distrusted(_distrusted(path, found)) from error
+                    raise Distrusted(
+                        f"the checkpoint {os.fspath(path)} holds {', '.join(found)} in addition to tensors and plain "
+                        "values: if you trust the file pass weights_only=False, or name these to "
+                        "torch.serialization.add_safe_globals"
+                    ) from error
                 reason = "it can't be read as tensors and plain values"  # torch's own text has many lines
-            raise ValueError(f"can't read the checkpoint {_said(path, reason)}") from error
-        if wrong:
-            raise ValueError(f"can't read the checkpoint {_said(path, wrong)}")
+            wrong = f"{os.fspath(path)} ({reason}): it's damaged or of another kind"
+            raise ValueError(f"can't read the checkpoint {wrong}") from error
         return checkpoint
 
     def _damage(self, checkpoint: dict[str, Any], path: str | Path) -> str | None:
@@ -78,7 +83,7 @@ class Reading:
             missing = True
         except (OSError, ValueError) as error:
             # Another checkpoint of this run holds the same objects.
-            problem = line(error) + ("" if isinstance(error, Distrusted) else _others(path))
+            problem = one_line(error) + ("" if isinstance(error, Distrusted) else _others(path))
         reports = self._worker.gather((problem, missing))
         problems = [p for p, _ in reports if p]
         if problems:
@@ -137,7 +142,7 @@ class Reading:
             except FileNotFoundError:
                 problem = f"worker {self._worker.global_rank} can't read its own state {file} (it isn't there)"
             except (OSError, ValueError) as error:
-                problem = f"worker {self._worker.global_rank} can't read its own state: {line(error)}"
+                problem = f"worker {self._worker.global_rank} can't read its own state: {one_line(error)}"
         # All or none: own states and the mean don't mix.
         problems = [p for p in self._worker.gather(problem) if p]
         if problems:
@@ -180,17 +185,6 @@ def refuse_other_number(checkpoint: Mapping[str, Any], optimizers: Sequence[obje
             f"the checkpoint holds the states of {saved} optimizers, this run has {len(optimizers)}: resume one that "
             "was saved with save_weights_only=False by this module, or load its weights alone with load_state_dict"
         )
-
-
-def _said(path: str | Path, reason: str) -> str:
-    return f"{os.fspath(path)} ({reason}): it's damaged or of another kind"
-
-
-def _distrusted(path: str | Path, found: Iterable[str]) -> str:
-    return (
-        f"the checkpoint {os.fspath(path)} holds {', '.join(found)} in addition to tensors and plain values: if "
-        "you trust the file pass weights_only=False, or name these to torch.serialization.add_safe_globals"
-    )
 
 
 def _objects(path: str | Path, error: pickle.UnpicklingError) -> list[str]:

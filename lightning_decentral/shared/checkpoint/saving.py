@@ -19,6 +19,7 @@ from lightning_decentral.shared.checkpoint import store
 from lightning_decentral.shared.checkpoint.store import CheckpointStore, Durable, Entrusted
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.worker_state import KEY
+from lightning_decentral.shared.wire.meeting.notices import one_line
 
 
 class CheckpointedStrategy(Protocol):
@@ -55,12 +56,6 @@ def store_of(worker: CheckpointedStrategy, path: str | Path, storage_options: An
     return Durable() if plain else Entrusted(io, storage_options)
 
 
-def line(error: BaseException) -> str:
-    """The first line of an error's text, or its type's name."""
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
-
-
 class Saving:
     """The files of one worker's saves.
 
@@ -86,10 +81,6 @@ class Saving:
                 "log the values it names with sync_dist=True",
                 stacklevel=2,
             )
-        self._stale = self._found(place, path, identity, orphans)
-        return path, identity
-
-    def _found(self, place: CheckpointStore, path: str, identity: str, orphans: list[str]) -> list[str]:
         # Listed before anybody can have begun the next save, so that its files are never taken for old ones.
         files = [f for name in ("", *orphans) for f in store.listed(store.folder(path, name))]
         before = self._before.get(path)
@@ -99,7 +90,8 @@ class Saving:
         old = [f for f in [*files, *place.partials(path)] if known and not any(k in f for k in kept)]
         # A node's first worker cleans up for all, and every worker after itself: its disk may be its own.
         first, own = self._worker.local_rank == 0, f"worker-{self._worker.global_rank}-of-"
-        return [f for f in old if first or own in os.path.basename(f)]
+        self._stale = [f for f in old if first or own in os.path.basename(f)]
+        return path, identity
 
     def mark(self, identity: str, path: str | Path = "") -> dict[str, Any]:
         """Metadata that a file has about itself, but for its digest."""
@@ -146,8 +138,16 @@ class Saving:
         first = self._worker.is_global_zero
         self._all(lambda: self._put(place, of_all, path, identity) if first else None, path, own_file)
         # Not before the new name lasts: a loss of power might bring the old one back.
-        if self._worker.gather(self._tried(lambda: place.settle(path) if first else None, path))[0] is None:
-            self._replace(place)
+        if self._worker.gather(self._tried(lambda: place.settle(path) if first else None, path))[0] is not None:
+            return
+        for file in self._stale:
+            try:
+                place.remove(file)
+            except OSError as error:  # the new save is complete: no reason to end
+                warnings.warn(f"worker {self._worker.global_rank} can't remove {file}: {one_line(error)}", stacklevel=2)
+        for folder in {os.path.dirname(file) for file in self._stale if file.endswith(".state")}:
+            store.prune(folder)
+        self._stale = []
 
     @staticmethod
     def _put(place: CheckpointStore, content: dict[str, Any], path: str, identity: str) -> None:
@@ -167,16 +167,6 @@ class Saving:
             write()
         except Exception as error:
             cause = error.__context__ if isinstance(error.__context__, OSError) else error
-            reason = os.strerror(cause.errno) if isinstance(cause, OSError) and cause.errno else line(cause)
+            reason = os.strerror(cause.errno) if isinstance(cause, OSError) and cause.errno else one_line(cause)
             return f"worker {self._worker.global_rank} can't write {file} ({reason})"
         return None
-
-    def _replace(self, place: CheckpointStore) -> None:
-        for file in self._stale:
-            try:
-                place.remove(file)
-            except OSError as error:  # the new save is complete: no reason to end
-                warnings.warn(f"worker {self._worker.global_rank} can't remove {file}: {line(error)}", stacklevel=2)
-        for folder in {os.path.dirname(file) for file in self._stale if file.endswith(".state")}:
-            store.prune(folder)
-        self._stale = []

@@ -10,20 +10,14 @@ import re
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+from lightning.fabric.plugins import CheckpointIO
 
 LOCAL = ("file://", "local://")
 _PARTIAL = re.compile(r"\..+\.[0-9a-f]{32}\.partial")
-
-
-class FileIO(Protocol):
-    """The part of Lightning's CheckpointIO that is used."""
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None: ...
-    def remove_checkpoint(self, path: Any) -> None: ...
 
 
 def plain(path: str | Path) -> str:
@@ -167,7 +161,7 @@ class Entrusted(CheckpointStore):
 
     sealed, kept = False, 2
 
-    def __init__(self, io: FileIO, options: Any) -> None:
+    def __init__(self, io: CheckpointIO, options: Any) -> None:
         self._io, self._options = io, options
 
     def write(self, content: dict[str, Any], path: str, identity: str) -> None:
