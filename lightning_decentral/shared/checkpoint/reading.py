@@ -6,6 +6,7 @@ import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +28,17 @@ class Distrusted(ValueError):
     """A whole file holds more than tensors and plain values: functions that it names would be called to make it."""
 
 
+@dataclass
 class Reading:
-    """One worker's reading of checkpoints.
+    """One worker's reading of checkpoints."""
 
-    Args:
-        worker: whose it is.
-    """
-
-    def __init__(self, worker: CheckpointedStrategy) -> None:
-        self._worker = worker
+    worker: CheckpointedStrategy
 
     def read(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         path = store.plain(path)
         cuda.give_back()  # as Lightning does: what is loaded may need the room
         try:
-            io, trusted = self._worker.checkpoint_io, weights_only is False
+            io, trusted = self.worker.checkpoint_io, weights_only is False
             checkpoint: dict[str, Any] = io.load_checkpoint(path, weights_only=not trusted)
             kind = type(checkpoint).__name__
             if wrong := self._damage(checkpoint, path) if isinstance(checkpoint, dict) else f"it holds a {kind}":
@@ -63,7 +60,7 @@ class Reading:
         return checkpoint
 
     def _damage(self, checkpoint: dict[str, Any], path: str | Path) -> str | None:
-        if not store_of(self._worker, path).sealed:
+        if not store_of(self.worker, path).sealed:
             return None
         if zipfile.is_zipfile(path):
             _check_sums(path)
@@ -84,7 +81,7 @@ class Reading:
         except (OSError, ValueError) as error:
             # Another checkpoint of this run holds the same objects.
             problem = one_line(error) + ("" if isinstance(error, Distrusted) else _others(path))
-        reports = self._worker.gather((problem, missing))
+        reports = self.worker.gather((problem, missing))
         problems = [p for p, _ in reports if p]
         if problems:
             raise ValueError(problems[0])
@@ -92,7 +89,7 @@ class Reading:
             raise FileNotFoundError(f"there is no checkpoint {os.fspath(path)}{_others(path)}")
         self._check_same(path, None if missing else checkpoint)
         if any(absent for _, absent in reports):
-            whole = self._worker.broadcast(checkpoint)
+            whole = self.worker.broadcast(checkpoint)
             return whole if missing else checkpoint
         return checkpoint
 
@@ -102,7 +99,7 @@ class Reading:
         if checkpoint is not None:
             mark = checkpoint.get(KEY, {})
             mine = f"step {checkpoint.get('global_step')}, {str(mark.get('digest', 'no digest'))[:8]}"
-        found = dict.fromkeys(one for one in self._worker.gather(mine) if one is not None)
+        found = dict.fromkeys(one for one in self.worker.gather(mine) if one is not None)
         if len(found) > 1:
             raise ValueError(
                 f"workers read different checkpoints at {os.fspath(path)} ({' and '.join(found)}): give every worker "
@@ -111,7 +108,7 @@ class Reading:
 
     def misfit(self, mark: Mapping[str, Any]) -> str | None:
         """Reason why no worker can go on from its own state; None where they can."""
-        size, plan = self._worker.world_size, self._worker.plan()
+        size, plan = self.worker.world_size, self.worker.plan()
         if mark.get("version") != worker_state.VERSION:
             return f"written in format {mark.get('version')}, this package reads {worker_state.VERSION}"
         if mark.get("size") != size:
@@ -134,21 +131,21 @@ class Reading:
         path = store.plain(path)
         target = os.path.realpath(path) if os.path.islink(path) else os.fspath(path)
         name, own = os.path.basename(str(mark.get("folder", ""))), None
-        file = store.file(target, self._worker.global_rank, self._worker.world_size, str(mark.get("id")), name)
+        file = store.file(target, self.worker.global_rank, self.worker.world_size, str(mark.get("id")), name)
         if problem is None:
             try:
                 own = self.read(file, weights_only)
                 problem = self._foreign(own, mark, file)
             except FileNotFoundError:
-                problem = f"worker {self._worker.global_rank} can't read its own state {file} (it isn't there)"
+                problem = f"worker {self.worker.global_rank} can't read its own state {file} (it isn't there)"
             except (OSError, ValueError) as error:
-                problem = f"worker {self._worker.global_rank} can't read its own state: {one_line(error)}"
+                problem = f"worker {self.worker.global_rank} can't read its own state: {one_line(error)}"
         # All or none: own states and the mean don't mix.
-        problems = [p for p in self._worker.gather(problem) if p]
+        problems = [p for p in self.worker.gather(problem) if p]
         if problems:
             rank_zero_warn(f"resuming {os.fspath(path)}: {problems[0]}; all workers start from the mean")
             return None
-        for key, now in self._worker.changeable().items():
+        for key, now in self.worker.changeable().items():
             if (saved := mark.get("changeable", {}).get(key, now)) != now:
                 rank_zero_warn(f"resuming {os.fspath(path)}: saved with {key} {saved}, this run goes on with {now}")
         rank_zero_info(f"every worker goes on from its own state in {os.path.dirname(file)}")
@@ -160,8 +157,8 @@ class Reading:
             return f"{file} is of another format"
         if found.get("id") != mark["id"]:
             return f"{file} belongs to another checkpoint"
-        if found.get("rank") != self._worker.global_rank:
-            return f"{file} is worker {found.get('rank')}'s, not worker {self._worker.global_rank}'s"
+        if found.get("rank") != self.worker.global_rank:
+            return f"{file} is worker {found.get('rank')}'s, not worker {self.worker.global_rank}'s"
         return None
 
 

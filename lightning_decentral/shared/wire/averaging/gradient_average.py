@@ -17,6 +17,7 @@ from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Transport
 
 Place = tuple[int, int]
+"""(batches, updates)"""
 
 
 class GradientAverage(Average):
@@ -28,13 +29,6 @@ class GradientAverage(Average):
 
     A parameter that a device did not use counts as zero there; one that no device used keeps no gradient.
 
-    Args:
-        mean: of the gradients over the devices that share them.
-        hosts: the transport of the same devices for CPU tensors, for this alone.
-        meet: runs what waits for the other devices.
-        bucket_bytes: of one message, at most, unless one parameter has more.
-        where: (batches, updates) that this device has come to, the same on all in the same average.
-
     Raises:
         RuntimeError: in the backward pass, where a gradient grows again after it was sent, or is of what was thawed
             behind this average's back; in the next one, where devices averaged gradients of different batches.
@@ -42,11 +36,11 @@ class GradientAverage(Average):
 
     def __init__(
         self,
-        mean: FlatMean,
-        hosts: Transport,
-        meet: Callable[[Callable[[], None]], Any],
-        bucket_bytes: int,
-        where: Callable[[], Place] = lambda: (0, 0),
+        mean: FlatMean,  # of the gradients over the devices that share them
+        hosts: Transport,  # of the same devices for CPU tensors, for this alone
+        meet: Callable[[Callable[[], None]], Any],  # runs what waits for the other devices
+        bucket_bytes: int,  # of one message, at most, unless one parameter has more
+        where: Callable[[], Place] = lambda: (0, 0),  # that this device has come to, the same on all in one average
     ) -> None:
         super().__init__()
         self._mean, self._hosts, self._meet, self._bucket_bytes = mean, hosts, meet, bucket_bytes

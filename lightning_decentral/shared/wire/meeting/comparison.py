@@ -17,6 +17,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -148,37 +149,26 @@ def unasked(_: Callable[[], Layout]) -> TrainingComparison:
     return TrainingComparison()
 
 
+@dataclass(eq=False)
 class Layouts(TrainingComparison):
-    """One worker's, in one fit.
+    """One worker's, in one fit."""
 
-    Args:
-        heartbeat: whose thread answers.
-        peers: those that average with this worker, itself included.
-        name: of this fit, and of these peers, in the store.
-        layout: what this worker trains now.
-        timeout: how long it waits for another to come to the same change.
-        rests: whether its epoch is over while others train on: it comes to no change of theirs any more.
-    """
+    board: StatusBoard
+    heartbeat: Heartbeat  # whose thread answers
+    peers: Sequence[int]  # those that average with this worker, itself included
+    name: str  # of this fit, and of these peers, in the store
+    layout: Callable[[], Layout]  # what this worker trains now
+    timeout: timedelta  # how long it waits for another to come to the same change
+    rests: Callable[[], bool] = bool  # whether its epoch is over: it comes to no change of others that train on
 
-    def __init__(
-        self,
-        board: StatusBoard,
-        heartbeat: Heartbeat,
-        peers: Sequence[int],
-        name: str,
-        layout: Callable[[], Layout],
-        timeout: timedelta,
-        rests: Callable[[], bool] = bool,
-    ) -> None:
-        self._board, self._heartbeat, self._rests = board, heartbeat, rests
-        self._peers, self._name, self._layout, self._timeout = peers, name, layout, timeout
+    def __post_init__(self) -> None:
         self._averages, self._changes, self._begun = 0, 0, -1  # done; since the last; the last begun
-        self._now = self._settled = layout()
+        self._now = self._settled = self.layout()
         self._answered: set[str] = set()
-        heartbeat.listen(self._look)
+        self.heartbeat.listen(self._look)
 
     def close(self) -> None:
-        self._heartbeat.forget(self._look)
+        self.heartbeat.forget(self._look)
 
     def begin(self) -> None:
         self._settled, self._begun = self._now, self._averages
@@ -187,43 +177,43 @@ class Layouts(TrainingComparison):
         self._averages, self._changes = self._averages + 1, 0
 
     def settle(self) -> None:
-        self._now = self._settled = self._layout()
+        self._now = self._settled = self.layout()
 
     def changed(self) -> None:
-        change, self._now = f"{self._averages}.{self._changes}", self._layout()
+        change, self._now = f"{self._averages}.{self._changes}", self.layout()
         self._changes += 1
         self._answer(change, self._now)
-        self._heartbeat.wake()
-        end = time.monotonic() + self._timeout.total_seconds()
-        for rank in (rank for rank in self._peers if rank != self._board.rank):
+        self.heartbeat.wake()
+        end = time.monotonic() + self.timeout.total_seconds()
+        for rank in (rank for rank in self.peers if rank != self.board.rank):
             if found := first_difference(self._now, self._answer_of(rank, change, end), sign=" "):
                 raise RuntimeError(
-                    f"worker {self._board.rank} has {found[0]} where worker {rank} has {found[1]}: freeze, thaw, add "
+                    f"worker {self.board.rank} has {found[0]} where worker {rank} has {found[1]}: freeze, thaw, add "
                     "and replace parameters and optimizers on every worker in the same step"
                 )
 
     def _answer(self, change: str, layout: Layout) -> None:
         self._answered.add(change)  # once, however often it is asked
-        self._board.write(f"{self._name}/{change}", json.dumps(dict(layout)))
+        self.board.write(f"{self.name}/{change}", json.dumps(dict(layout)))
 
     def _answer_of(self, rank: int, change: str, end: float) -> Layout:
         ask = 0.0
-        while (found := self._board.read(f"{self._name}/{change}/{rank}", _read)) is None:
+        while (found := self.board.read(f"{self.name}/{change}/{rank}", _read)) is None:
             if time.monotonic() > ask:
-                self._board.put(f"{self._name}/asked", change)
+                self.board.put(f"{self.name}/asked", change)
                 ask = time.monotonic() + ASK_SECONDS
-            if rank in self._board.look() or time.monotonic() > end:
-                raise PeerLost(f"worker {self._board.rank} lost worker {rank}")
+            if rank in self.board.look() or time.monotonic() > end:
+                raise PeerLost(f"worker {self.board.rank} lost worker {rank}")
             time.sleep(LOOK_SECONDS)
         layout: Layout = found
         return layout
 
     def _look(self) -> bool:
         """Answer, in a thread, for a worker that began without the change; True while it may still come to it."""
-        change: str | None = self._board.read(f"{self._name}/asked", _change)
+        change: str | None = self.board.read(f"{self.name}/asked", _change)
         if change is None or change in self._answered:
             return False
-        if int(change.split(".")[0]) > self._begun and not self._rests():
+        if int(change.split(".")[0]) > self._begun and not self.rests():
             return True
         self._answer(change, self._settled)
         return False
