@@ -16,15 +16,13 @@ from lightning_decentral.shared.wire.mean import MeanModel
 from lightning_decentral.shared.wire.plain import NotPlain
 from lightning_decentral.shared.wire.transport import connected
 
-LOADERS = "combined_loader"
-"""Key of the loaders' states in Lightning's fit loop; of one worker alone."""
+LOADERS = "combined_loader"  # key of the loaders' states in Lightning's fit loop; of one worker alone
 
 
 class WholeModel:
     """Layout of a worker's model on a device: here the whole model."""
 
-    layout: str = ""
-    """Layout of a worker over devices; a state fits only the layout that it was saved with."""
+    layout: str = ""  # layout of a worker over devices; a state fits only the layout that it was saved with
 
     @property
     def spread(self) -> bool:
@@ -62,19 +60,14 @@ class WholeModel:
 
 
 class ReplicaCheckpoints(Checkpoints):
-    """Checkpoints of workers with a whole model each: the mean's file, and what each worker needs to go on exactly.
-
-    Args:
-        progress: the method's own.
-        held: how this device holds its worker's model.
-    """
+    """Checkpoints of workers with a whole model each: the mean's file, and what each worker needs to go on exactly."""
 
     def __init__(
         self, worker: CheckpointedStrategy, mean_model: MeanModel, progress: Progress, held: WholeModel
     ) -> None:
         super().__init__(worker, mean_model)
-        self.held = held
-        self._progress = progress
+        self.held = held  # how this device holds its worker's model
+        self._progress = progress  # the method's own
         self._restored: dict[str, Any] | None = None
         self._source: tuple[str | Path, bool | None] | None = None  # what is resumed, and how it is read
         self._optimizers: list[str] | None = None  # those of the checkpoint

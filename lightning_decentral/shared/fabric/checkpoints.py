@@ -30,14 +30,10 @@ class LoopWorker(CheckpointedStrategy, Progress, Protocol):
 
 
 class FabricCheckpoints:
-    """One worker's.
-
-    Args:
-        mean_model: what the plain file holds where workers diverge.
-    """
+    """One worker's saves and reads of a loop's state."""
 
     def __init__(self, worker: LoopWorker, mean_model: MeanModel) -> None:
-        self._worker, self._mean_model = worker, mean_model
+        self._worker, self._mean_model = worker, mean_model  # the plain file holds this one's where workers diverge
         self._saving, self._reading = Saving(worker), Reading(worker)
 
     def save(self, path: Any, state: Mapping[str, Any], converted: Mapping[str, Any], storage_options: Any) -> None:

@@ -33,15 +33,14 @@ class Looping(GroupedStrategy, FollowedStrategy, Protocol):
 
 
 class FabricWorkerGroup(WorkerGroup):
-    """Says at which step of the user's loop this worker is."""
+    """Workers of a user's own loop: at which step of it this one is."""
 
     def __init__(self, of: Looping, timeout: timedelta) -> None:
         super().__init__(of, timeout)
         self._loop = of
         self._updates: Updates | None = None
         self._set_up: list[object] = []
-        self.set_ups = TrainingComparison()
-        """Asked where something is set up, in the middle of a loop, too."""
+        self.set_ups = TrainingComparison()  # asked where something is set up, in the middle of a loop, too
 
     def phase(self) -> str:
         return f"step {self._loop.rounds()[0] + 1}" if self.ready else "set-up"

@@ -170,21 +170,17 @@ class CompressedMean(FlatMean):
 
 @dataclass
 class InFlight:
-    """One tensor between start and landing.
-
-    Attributes:
-        flats: every worker's part of `flat`, views.
-        received: {worker: (messages under way, codes that they fill)}.
-    """
+    """One tensor between start and landing."""
 
     of: CompressedMean
     flat: Tensor  # (elements,)
     place: int
     residual: Residual
-    left: Any = None
-    reduced: Any = None
-    flats: list[Tensor] = field(default_factory=list)  # by worker
+    left: Any = None  # the call that encodes and sends
+    reduced: Any = None  # the call that reduces the own part
+    flats: list[Tensor] = field(default_factory=list)  # every worker's part of `flat`, views
     sent: list[Pending] = field(default_factory=list)
+    # {worker: (messages under way, codes that they fill)}
     received: dict[int, tuple[list[Pending], list[Tensor]]] = field(default_factory=dict)
     used: list[Tensor] = field(default_factory=list)  # buffers of the pool
     round: int = 0

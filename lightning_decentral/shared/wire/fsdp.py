@@ -46,16 +46,12 @@ class Sharded:
 
     Each module that a ModuleList holds is gathered by itself, everything else together: names, hooks and the module's
     methods stay what they are.
-
-    Args:
-        over: the transport of the devices that hold the shards.
-        compute: the type that parameters are gathered and used in, gradients being summed in float32; None: their own.
     """
 
     module: nn.Module
-    over: Transport
+    over: Transport  # of the devices that hold the shards
     device: torch.device
-    compute: torch.dtype | None = None
+    compute: torch.dtype | None = None  # that parameters are gathered and used in, gradients summed in float32, or None
     _before: list[tuple[nn.Module, tuple[type, set[str], dict[str, set[int]]]]] = field(init=False)  # names, hooks
 
     def __post_init__(self) -> None:

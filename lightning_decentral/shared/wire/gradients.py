@@ -22,8 +22,7 @@ from lightning_decentral.shared.wire.meeting.comparison import TrainingCompariso
 from lightning_decentral.shared.wire.pending import Pending
 
 BUCKET_BYTES = 25 * 2**20  # DDP's
-SPARSE = 2**15
-"""The flag of a sparse gradient: more than there are workers."""
+SPARSE = 2**15  # the flag of a sparse gradient: more than there are workers
 UNSEEN = (
     "a parameter was unfrozen within a step whose backward the strategy doesn't see, so its gradient isn't averaged: "
     "call self.manual_backward(loss) (with Fabric, fabric.backward), not loss.backward()"
@@ -64,19 +63,14 @@ def used(gradients: Sequence[Tensor | None], flags: Tensor, pending: Pending) ->
 
 
 class GradientBucket:
-    """Gradients of parameters of one type on one device, which travel together.
-
-    Attributes:
-        waiting: parameters whose gradient the backward hasn't made yet.
-        pending: the message under way.
-    """
+    """Gradients of parameters of one type on one device, which travel together."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = tuple(parameters)
         self.elements = sum(p.numel() for p in parameters)
         self.members = frozenset(parameters)
-        self.waiting = set(self.members)
-        self.pending: Pending | None = None
+        self.waiting = set(self.members)  # those whose gradient the backward hasn't made yet
+        self.pending: Pending | None = None  # the message under way
         self._views: list[Tensor] = []  # of the flat message, one for each parameter
 
     @property
@@ -116,17 +110,11 @@ def at_the_end(loss: Tensor, call: Callable[[], None]) -> None:
 
 
 class Average:
-    """Base of averages of gradients, whose workers report to each other who used what, and whether they have news.
+    """Base of averages of gradients, whose workers report to each other who used what, and whether they have news."""
 
-    Attributes:
-        news: asked after each backward whether this worker has some; any worker's are known to all (`any_news`).
-        layouts: asked where what is trained has changed.
-        under_way: True from a backward's begin until its gradients are averaged.
-    """
-
-    news: Callable[[], bool] = bool
-    layouts = TrainingComparison()
-    under_way = False
+    news: Callable[[], bool] = bool  # asked after each backward; any worker's are known to all (`any_news`)
+    layouts = TrainingComparison()  # asked where what is trained has changed
+    under_way = False  # from a backward's begin until its gradients are averaged
 
     def __init__(self) -> None:
         self._reported: list[tuple[Tensor, Pending]] = []  # of the last 32 averages
@@ -159,20 +147,14 @@ Kind = TypeVar("Kind", bound=GradientBucket)
 class Launcher(Generic[Kind]):
     """Starts buckets in their order, each as soon as the backward has made all gradients of it and of those before it.
 
-    Args:
-        launch: starts a bucket's message.
-        first: called at the first gradient since `begin`, unless `begun` was set before.
-
-    Attributes:
-        paused: gradients are only accumulated meanwhile.
-        begun: whether a backward has begun since `begin`.
-
     Raises:
         RuntimeError: in the backward, where a gradient grows again after it was sent.
     """
 
     def __init__(self, launch: Callable[[Kind], None], first: Callable[[], None] = lambda: None) -> None:
-        self.paused = self.begun = False
+        self.paused = False  # gradients are only accumulated meanwhile
+        self.begun = False  # whether a backward has begun since `begin`
+        # Start a bucket's message; follow the first gradient since `begin`, unless `begun` was set before.
         self._launch, self._first = launch, first
         self._hooks: dict[nn.Parameter, tuple[RemovableHandle, Any]] = {}
         self._seen: list[tuple[torch.Size, torch.dtype]] = []  # of those with hooks, in their order

@@ -49,14 +49,10 @@ class ThreadTurn:
 
 
 class Lent:
-    """A tensor that its owner leaves alone until it calls `settle`: who comes by then reads it, who comes later a copy.
-
-    Args:
-        readers: how many come in all.
-    """
+    """A tensor that its owner leaves alone until it calls `settle`: readers until then take it, later ones a copy."""
 
     def __init__(self, tensor: Tensor, readers: int) -> None:
-        self._tensor, self._missing, self._lock = tensor, readers, Lock()
+        self._tensor, self._missing, self._lock = tensor, readers, Lock()  # missing: readers still to come
 
     def read(self, take: Callable[[Tensor], Any]) -> None:
         """Read the tensor as one of the readers, who only reads."""
@@ -72,22 +68,15 @@ class Lent:
 
 @dataclass
 class Mailboxes:
-    """Messages sent and not yet taken, by address; in the order of sending.
+    """Messages sent and not yet taken, by address; in the order of sending."""
 
-    Args:
-        wait_seconds: after which who waits for a message ends.
-
-    Attributes:
-        turn: passed on by who waits.
-    """
-
-    wait_seconds: float = 600.0
+    wait_seconds: float = 600.0  # after which who waits for a message ends
     _boxes: dict[Hashable, deque[Any]] = field(default_factory=lambda: defaultdict(deque), init=False)
     _lock: RLock = field(default_factory=RLock, init=False)
     _waiting: dict[Hashable, Condition] = field(default_factory=dict, init=False)
     _closed: bool = field(default=False, init=False)
     _unwanted: set[Hashable] = field(default_factory=set, init=False)
-    turn: ThreadTurn = field(default_factory=ThreadTurn, init=False)
+    turn: ThreadTurn = field(default_factory=ThreadTurn, init=False)  # passed on by who waits
 
     def lend(self, addresses: Sequence[Hashable], tensor: Tensor) -> Lent:
         """Lend the tensor to all of them, until it's settled."""
@@ -142,18 +131,13 @@ class Mailboxes:
 
 @dataclass
 class _Arriving:
-    """Done once: what lies at the addresses is handed over.
-
-    Args:
-        own: what this worker lent, settled first: what is handed over may be written into it.
-        once: the addresses are no other message's: when nobody waited for it, what comes is forgotten.
-    """
+    """Done once: what lies at the addresses is handed over."""
 
     boxes: Mailboxes
     addresses: Sequence[Hashable] = ()
     hand_over: Callable[[list[Lent]], Any] = len  # nothing is there to be handed over
-    own: Lent | None = None
-    once: bool = False
+    own: Lent | None = None  # what this worker lent, settled first: what is handed over may be written into it
+    once: bool = False  # the addresses are no other message's: when nobody waited for it, what comes is forgotten
     waited: bool = False
 
     def __del__(self) -> None:

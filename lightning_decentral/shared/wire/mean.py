@@ -145,21 +145,13 @@ def of_mean(modules: Sequence[nn.Module]) -> tuple[list[Tensor], list[Tensor]]:
 
 
 class MeanModel:
-    """mean = sum_i share_i x_i, shown for a while or taken for good; showing doesn't touch a worker's own trajectory.
-
-    Args:
-        mean_of: the exact mean over the workers, and what one of them has; collective.
-        shown: what a worker gives to it for its tensors.
-
-    Attributes:
-        diverged: whether the workers differ.
-        hidden: called where it has left a model, with the tensors that keep what was written to them meanwhile.
-    """
+    """mean = sum_i share_i x_i, shown for a while or taken for good; showing leaves a worker's own trajectory alone."""
 
     def __init__(self, mean_of: MeanOf, shown: Shown = list) -> None:
         self.mean_of, self._shown = mean_of, shown
+        # Called where it has left a model, with the tensors that keep what was written to them meanwhile.
         self.hidden: Callable[[Sequence[Tensor]], Any] = bool
-        self.diverged = False
+        self.diverged = False  # whether the workers differ
         self._swap: Swap | None = None
 
     def show(self, tensors: Sequence[Tensor], carried: Sequence[Tensor] = ()) -> None:

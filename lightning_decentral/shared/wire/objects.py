@@ -10,8 +10,7 @@ from torch import Tensor
 from lightning_decentral.shared.wire.plain import NotPlain, Serialized, lengths, pack, unpack
 from lightning_decentral.shared.wire.transport import Message, Transport, connected, everyone
 
-HEAD = 0
-"""Tag of a head in `collect_objects`; its tensors have the following ones."""
+HEAD = 0  # tag of a head in `collect_objects`; its tensors have the following ones
 
 
 class Sizes(NamedTuple):

@@ -29,15 +29,13 @@ from lightning_decentral.shared.wire.meeting.comparison import MakeLayouts, unas
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Transport
 
-Group = Callable[[], Transport]
-"""Makes a new group of the replicas of each part. Collective: every worker calls it."""
+Group = Callable[[], Transport]  # makes a new group of the replicas of each part; collective over all workers
 
 
 class Bond:
     """One worker's tie to its replicas; this one is of a worker that has none."""
 
-    keeps: bool = False
-    """True where it has what no other has, and what it needs to go on exactly."""
+    keeps: bool = False  # true where it has what no other has, and what it needs to go on exactly
 
     def gradients(self, own: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[Tensor | None]:
         """Gradients that the optimizer gets for this worker's own ones of these parameters. Collective."""
@@ -85,8 +83,7 @@ class Bond:
 class Replicas(ChoosesStrategy, ABC):
     """A value: constructing it starts nothing."""
 
-    drifts: ClassVar[bool]
-    """True where the replicas' parameters may differ between steps."""
+    drifts: ClassVar[bool]  # true where the replicas' parameters may differ between steps
 
     def strategy(self, cls: type) -> type:
         return cls

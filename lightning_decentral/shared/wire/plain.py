@@ -29,8 +29,7 @@ class Serialized(NamedTuple):
     """A value on its way."""
 
     head: bytes
-    payload: list[Tensor]
-    """[bytes of a tensor] each, on the CPU."""
+    payload: list[Tensor]  # [bytes of a tensor] each, on the CPU
 
 
 class NotPlain(TypeError):

@@ -28,17 +28,12 @@ class Message(NamedTuple):
 
 
 class Transport(ABC):
-    """Point-to-point and collective transfers over one process group, of complex numbers as pairs.
+    """Point-to-point and collective transfers over one process group, of complex numbers as pairs."""
 
-    Args:
-        group: any process group, registered or not; the global one is never used.
-    """
-
-    queued: ClassVar[bool] = False
-    """True where a wait is the current stream's, not the host's."""
+    queued: ClassVar[bool] = False  # true where a wait is the current stream's, not the host's
 
     def __init__(self, group: Any) -> None:
-        self.group = group
+        self.group = group  # registered or not; the global one is never used
         self.rank: int = group.rank()
         self.size: int = group.size()
         # What errors name: numbers in the world. A world of threads is registered nowhere.
@@ -214,19 +209,14 @@ def world(timeout: timedelta) -> Iterator[None]:
 class Wire:
     """Transports of one worker."""
 
-    world: Transport
-    """Means over all workers."""
-    flags: Transport
-    """Few numbers that are agreed on between the rounds; CPU tensors."""
-    roll: Transport
-    """The roll call at the end of an epoch; CPU tensors."""
-    store: Any
-    """The key-value store of the group."""
+    world: Transport  # means over all workers
+    flags: Transport  # few numbers that are agreed on between the rounds; CPU tensors
+    roll: Transport  # the roll call at the end of an epoch; CPU tensors
+    store: Any  # the key-value store of the group
     group: Callable[[Disjoint | None], Transport | None]
     """New groups, which share no worker (None: all in one), for gossip. This worker's own; None where it is in none.
     Collective: every worker calls it, once for all of them."""
-    hosts: Callable[[Disjoint | None], Transport | None]
-    """The same for CPU tensors, by gloo."""
+    hosts: Callable[[Disjoint | None], Transport | None]  # the same for CPU tensors, by gloo
     close: Callable[[], None]
     """Give back the groups, their threads and connections. On every worker, with nothing under way."""
     abandon: Callable[[], None]

@@ -17,14 +17,10 @@ from lightning_decentral.shared.wire.transport import Transport, Wire
 
 
 class RunningBuffers:
-    """Worker 0's buffers that change (running statistics) for all, as DDP does it with every buffer.
-
-    Args:
-        over: a transport of its own.
-    """
+    """Worker 0's buffers that change (running statistics) for all, as DDP does it with every buffer."""
 
     def __init__(self, module: nn.Module, over: Transport) -> None:
-        self._module, self._over = module, over
+        self._module, self._over = module, over  # a transport of its own
         self._names: list[str] = []  # those that are shared: they change
         self._before = {name: buffer.clone() for name, buffer in module.named_buffers()}
         self._watched: list[tuple[dict[str, Tensor | None], str, Tensor, int]] = []
@@ -97,14 +93,10 @@ Optimizers = Callable[[], Sequence[Optimizer]]
 
 
 class EqualReplicas:
-    """Running buffers, the number of updates and the comparison of what is trained, from `begin` to `close`.
-
-    Attributes:
-        updates: taken since `begin`; None outside of training, also in the process that started the workers.
-    """
+    """Running buffers, the number of updates and the comparison of what is trained, from `begin` to `close`."""
 
     def __init__(self) -> None:
-        self.updates: int | None = None
+        self.updates: int | None = None  # since `begin`; None outside of training, also in who started the workers
         self._buffers: RunningBuffers | None = None
         self._layouts = TrainingComparison()
         self._average: Average | None = None

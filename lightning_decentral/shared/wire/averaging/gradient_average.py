@@ -16,8 +16,7 @@ from lightning_decentral.shared.wire.gradients import UNSEEN, Average, GradientB
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Transport
 
-Place = tuple[int, int]
-"""(batches, updates)"""
+Place = tuple[int, int]  # (batches, updates)
 
 
 class GradientAverage(Average):

@@ -21,27 +21,20 @@ from torch import Tensor
 from lightning_decentral.shared.compute.codec.coded_parts import CodedParts
 from lightning_decentral.shared.compute.device import AsyncRead
 
-Row = tuple[tuple[int, int], ...]
-"""(key, elements) of the tensors that one flat tensor holds, in order."""
-Span = tuple[int, int]
-"""(start, stop) of a tensor in a flat one."""
+Row = tuple[tuple[int, int], ...]  # (key, elements) of the tensors that one flat tensor holds, in order
+Span = tuple[int, int]  # (start, stop) of a tensor in a flat one
 Keys = Callable[[], Collection[int]]
 
 
 @dataclass
 class Residual:
-    """Rounding residuals at one place: of all parts here, and of the own part on the way back.
-
-    Attributes:
-        before: the same as at the last update; empty where no update is ever skipped.
-        taken: whether an update has followed the last mean.
-    """
+    """Rounding residuals at one place: of all parts here, and of the own part on the way back."""
 
     own: Tensor  # e_i, (elements,)
     owned: Tensor  # f, (elements of the own part,)
     rounds: int = 0  # means taken: no noise is drawn twice
-    before: list[Tensor] = field(default_factory=list)
-    taken: bool = True
+    before: list[Tensor] = field(default_factory=list)  # both at the last update; empty where none is ever skipped
+    taken: bool = True  # whether an update has followed the last mean
 
     def add(self, flat: Tensor) -> Tensor:
         """own <- own + flat."""
@@ -55,26 +48,17 @@ class Residual:
 
 
 class Residuals:
-    """One worker's, of all places.
-
-    Skipped updates of what the mean has averaged are withdrawn.
-
-    Args:
-        parts: who owns which part of a flat tensor.
-
-    Attributes:
-        guarded: whether updates may be skipped, so that what was there before each is kept: once more the memory.
-    """
+    """Residuals of one worker at all places. Skipped updates of what the mean has averaged are withdrawn."""
 
     def __init__(self, parts: CodedParts) -> None:
-        self.guarded = False
-        self._parts = parts
-        self._rows: tuple[Row, ...] = ()
-        self._at: dict[int, Residual] = {}
+        self.guarded = False  # whether updates may be skipped: what was there before each is kept, once more the memory
+        self._parts = parts  # who owns which part of a flat tensor
+        self._rows: tuple[Row, ...] = ()  # at which place each tensor lies
+        self._at: dict[int, Residual] = {}  # by place
         self._debts: dict[int, Tensor] = {}  # of tensors that travel nowhere at present, by key
         self._rounds = 0  # taken at places that are no more: no noise is drawn twice
-        self._scale: Callable[[], Tensor] | None = None
-        self._scaled = True
+        self._scale: Callable[[], Tensor] | None = None  # a loss scaler's
+        self._scaled = True  # whether gradients come multiplied by it
         self._unit, self._known = 0.0, False  # the scale of what was rounded away; 0 before the first
         self._open: list[tuple[Keys, AsyncRead]] = []  # updates whose scale afterwards is still to be read
         self._any = False  # updates since the last mean

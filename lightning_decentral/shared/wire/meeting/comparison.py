@@ -29,8 +29,7 @@ from lightning_decentral.shared.wire.meeting.notices import LOOK_SECONDS, Heartb
 from lightning_decentral.shared.wire.pending import PeerLost
 
 LONGEST_PAUSE = 0.05
-GOODBYE_SECONDS = 10.0
-"""Time that worker 0, whose process keeps the store, lets the others read why all stop."""
+GOODBYE_SECONDS = 10.0  # time that worker 0, whose process keeps the store, lets the others read why all stop
 
 
 def check_same_settings(
@@ -94,15 +93,10 @@ ASK_SECONDS = 0.5
 
 
 class TrainedLayout:
-    """{parameter or optimizer: its form} of one worker, and of what came while training, at which change.
-
-    Args:
-        named: the parameters of now, with their names.
-        optimizers: those of now.
-    """
+    """{parameter or optimizer: its form} of one worker, and of what came while training, at which change."""
 
     def __init__(self, named: Named, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
-        self._named, self._optimizers = named, optimizers
+        self._named, self._optimizers = named, optimizers  # those of now, whenever they are called
         self._since: dict[Any, int] = {}  # by object: another of the same form is another
         self._calls = 0
 

@@ -26,8 +26,7 @@ from lightning_decentral.shared.wire.transport import (
     transport,
 )
 
-GREETING = timedelta(seconds=10)
-"""The longest wait for a greeting."""
+GREETING = timedelta(seconds=10)  # the longest wait for a greeting
 TRIES = 4
 Agree = Callable[[bool], bool]
 """Returns when all workers have called it, by another way than the groups: whether all passed True."""

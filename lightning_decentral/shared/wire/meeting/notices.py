@@ -22,10 +22,8 @@ from lightning_decentral.shared.wire.pending import PeerLost
 
 BEAT_SECONDS = 0.5
 LOOK_SECONDS = 0.005
-SILENT_SECONDS = 2.5
-"""Seconds without a beat after which a worker is the one to blame, when another has been lost."""
-LINGER_SECONDS = 1.5
-"""Seconds that worker 0 keeps the store for the others to read why it ends."""
+SILENT_SECONDS = 2.5  # seconds without a beat after which a worker is the one to blame, when another has been lost
+LINGER_SECONDS = 1.5  # seconds that worker 0 keeps the store for the others to read why it ends
 STORE_SECONDS = 10.0
 """Time that the store has to answer one that ends; it takes milliseconds, and `SILENT_SECONDS` to find the silent."""
 LONGEST_REASON = 500  # characters
@@ -48,8 +46,7 @@ class Ending:
 
     reason: str
     phase: str
-    lost: bool
-    """Only because it lost another, whom its reason names."""
+    lost: bool  # only because it lost another, whom its reason names
 
 
 def read_row(kind: type[Row], written: bytes) -> Row:
@@ -61,19 +58,12 @@ def read_row(kind: type[Row], written: bytes) -> Row:
 
 
 class StatusBoard:
-    """The board of one meeting of all workers.
-
-    Args:
-        store: with keys of this meeting alone.
-        hosted: another process (torchrun's agent) has the store, not worker 0.
-
-    Attributes:
-        ignored: values that no worker can have written; they are not believed, only counted.
-    """
+    """The board of one meeting of all workers, in a store with keys of this meeting alone."""
 
     def __init__(self, store: Any, rank: int, size: int, hosted: bool = False) -> None:
-        self._store, self.rank, self.size, self._hosted = store, rank, size, hosted
-        self.ignored = 0
+        self._store, self.rank, self.size = store, rank, size
+        self._hosted = hosted  # another process (torchrun's agent) has the store, not worker 0
+        self.ignored = 0  # values that no worker can have written; they are not believed, only counted
         self._beats = self._agreed = 0
         self._endings: dict[int, Ending] = {}
 
@@ -185,17 +175,12 @@ CUT_OFF = (
 
 
 class Heartbeat:
-    """One worker's place on the board: a thread beats and reads, since a worker that waits is blocked in a message.
-
-    Args:
-        phase: what this worker does right now, in brief.
-
-    Attributes:
-        freed: its device waited for a lost worker and was freed: whatever error comes of it, that loss is the cause.
-    """
+    """One worker's place on the board: a thread beats and reads, since a worker that waits is blocked in a message."""
 
     def __init__(self, board: StatusBoard, phase: Callable[[], str]) -> None:
-        self.board, self.phase, self.freed = board, phase, False
+        self.board, self.phase = board, phase  # what this worker does right now, in brief
+        # Its device waited for a lost worker and was freed: whatever error comes of it, that loss is the cause.
+        self.freed = False
         self._listeners: list[Callable[[], bool]] = []
         self._orphaned: list[Callable[[], None]] = []  # called where the store is gone
         self._woken, self._closed = threading.Event(), False

@@ -36,11 +36,9 @@ LIBUV_LISTENS = TorchVersion(torch.__version__) >= "2.8"
 """Before, torch's newer server of a store took no listening socket (pytorch#150215); the older one does."""
 TOKEN = "LIGHTNING_DECENTRAL_TOKEN"
 LOOK_SECONDS = 0.05
-DOUBT_SECONDS = 10.0
-"""Time that workers wait for the rest of theirs once one with another layout has come."""
+DOUBT_SECONDS = 10.0  # time that workers wait for the rest of theirs once one with another layout has come
 COMPLETE = "complete"
-LINGER_SECONDS = 2.0
-"""Seconds that worker 0 keeps the store, where nobody will train, for the others to find out why."""
+LINGER_SECONDS = 2.0  # seconds that worker 0 keeps the store, where nobody will train, for the others to find out why
 
 _met: Counter[str] = Counter()
 """Meetings of this process by place: a second one at the same store has other keys. By place, as a process that serves
@@ -53,20 +51,15 @@ class MeetingFailed(ConnectionError):
 
 @dataclass(frozen=True)
 class Meeting:
-    """Rendezvous of `size` workers, and how long each waits for the others.
-
-    Args:
-        hosted: another process (torchrun's agent) has the store.
-        layout: (nodes, devices on each) as this worker was given.
-    """
+    """Rendezvous of `size` workers, and how long each waits for the others."""
 
     address: str
     port: int
     rank: int
     size: int
     timeout: timedelta
-    hosted: bool
-    layout: tuple[int, int]
+    hosted: bool  # another process (torchrun's agent) has the store
+    layout: tuple[int, int]  # (nodes, devices on each) as this worker was given
 
     def __post_init__(self) -> None:
         if not 0 < self.port < 1 << 16:

@@ -35,8 +35,7 @@ from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.wire.meeting.notices import ALL_LIVE, Heartbeat, StatusBoard, read_row
 from lightning_decentral.shared.wire.pending import PeerLost
 
-LONG_SECONDS = 30.0
-"""A wait that is worth a warning."""
+LONG_SECONDS = 30.0  # a wait that is worth a warning
 
 
 @dataclass(frozen=True)
@@ -96,22 +95,16 @@ class Waits:
 
 GRACE_SECONDS = 2.0
 """Time after another's ending in which the host may come to an error of its own, or the device to its work's end."""
-LOST_SECONDS = 15.0
-"""Without a beat, while this device is behind: longer than a thread that beats is kept from running."""
-END_SECONDS = 30.0
-"""Time for the host to come back from the device; then the process ends where it stands."""
+LOST_SECONDS = 15.0  # without a beat, while this device is behind: longer than a thread that beats is kept from running
+END_SECONDS = 30.0  # time for the host to come back from the device; then the process ends where it stands
 
 
 class Backlog:
-    """Since when a device has had work that it hasn't done, seen from any thread. On the host nothing is late.
-
-    Args:
-        device: whether there is one, whose current stream is meant.
-    """
+    """Since when a device has had work that it hasn't done, seen from any thread. On the host nothing is late."""
 
     def __init__(self, device: bool) -> None:
-        self._device = device
-        self._open: deque[tuple[cuda.Event, float]] = deque()
+        self._device = device  # whether there is one, whose current stream is meant
+        self._open: deque[tuple[cuda.Event, float]] = deque()  # marks that it hasn't reached, and when the host did
         self._lock = threading.Lock()
 
     def mark(self) -> None:
