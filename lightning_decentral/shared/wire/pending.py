@@ -1,4 +1,4 @@
-"""Handles of transfers under way, and the error that names a lost peer."""
+"""Transfers under way, the error that names a lost peer, and what one worker has opened."""
 
 import atexit
 import re
@@ -26,25 +26,6 @@ class Pending(Protocol):
 
     def done(self) -> bool:
         """Return whether `wait` would return at once. Only collectives know on gloo."""
-
-
-@dataclass
-class Work:
-    """A torch work handle whose errors name the peer."""
-
-    work: Any
-    peer: str
-    rank: int
-
-    def wait(self) -> None:
-        try:
-            self.work.wait()
-        except RuntimeError as error:
-            raise_lost(error, self.peer, self.rank)
-            raise
-
-    def done(self) -> bool:
-        return bool(self.work.is_completed())
 
 
 @dataclass

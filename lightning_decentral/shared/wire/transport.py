@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_decentral.shared.compute import cuda
-from lightning_decentral.shared.compute.codec.blocks import real
-from lightning_decentral.shared.wire.pending import Pending, StagedCopy, Together, Work, raise_lost
+from lightning_decentral.shared.wire.pending import Pending, StagedCopy, Together, raise_lost
 
 STORES: Any = dist  # torch.distributed with what its types leave out
 Disjoint = Sequence[Sequence[int]]
@@ -25,6 +24,25 @@ class Message(NamedTuple):
     peer: int  # its rank in the group
     tensor: Tensor  # sent from, or received into
     tag: int
+
+
+@dataclass
+class Work:
+    """A torch work handle whose errors name the peer."""
+
+    work: Any
+    peer: str
+    rank: int
+
+    def wait(self) -> None:
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise_lost(error, self.peer, self.rank)
+            raise
+
+    def done(self) -> bool:
+        return bool(self.work.is_completed())
 
 
 class Transport(ABC):
@@ -51,7 +69,7 @@ class Transport(ABC):
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         """tensor <- sum over workers of tensor, in place."""
-        return Work(self.group.allreduce([real(tensor)]), "the others", self._own)
+        return Work(self.group.allreduce(_pairs(tensor)), "the others", self._own)
 
     @property
     def store(self) -> Any:
@@ -59,25 +77,25 @@ class Transport(ABC):
 
     def reduce(self, tensor: Tensor, target: int) -> Pending:
         """The target's tensor <- sum over workers of tensor, in place; what the others' is afterwards is undefined."""
-        return Work(self.group.reduce([real(tensor)], _root(dist.ReduceOptions(), target)), "the others", self._own)
+        return Work(self.group.reduce(_pairs(tensor), _root(dist.ReduceOptions(), target)), "the others", self._own)
 
     def all_gather(self, tensor: Tensor) -> tuple[Pending, list[Tensor]]:
         """One tensor from every worker, in order of rank, valid after the wait."""
         rows = [torch.empty_like(tensor) for _ in range(self.size)]  # by rank
-        return Work(self.group.allgather([[*map(real, rows)]], [real(tensor)]), "the others", self._own), rows
+        return Work(self.group.allgather([_pairs(*rows)], _pairs(tensor)), "the others", self._own), rows
 
     def all_gather_into(self, whole: Tensor, part: Tensor) -> Pending:  # (workers * elements,), (elements,)
         """whole <- the parts of all workers, one behind the other in order of rank."""
-        return Work(self.group._allgather_base(real(whole), real(part)), "the others", self._own)
+        return Work(self.group._allgather_base(*_pairs(whole, part)), "the others", self._own)
 
     def reduce_scatter(self, part: Tensor, whole: Tensor) -> Pending:  # (elements,), (workers * elements,)
         """part <- this worker's part of the sum over workers of whole, the parts one behind the other by rank."""
-        return Work(self.group._reduce_scatter_base(real(part), real(whole)), "the others", self._own)
+        return Work(self.group._reduce_scatter_base(*_pairs(part, whole)), "the others", self._own)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
         """tensor <- the source's tensor, in place."""
         peer = "the others" if source == self.rank else f"worker {self._workers[source]}"
-        return Work(self.group.broadcast([real(tensor)], _root(dist.BroadcastOptions(), source)), peer, self._own)
+        return Work(self.group.broadcast(_pairs(tensor), _root(dist.BroadcastOptions(), source)), peer, self._own)
 
     def greet(self, timeout: timedelta) -> bool:
         """Return whether this worker receives from all others of a new group. Collective; on some it may fail alone."""
@@ -174,6 +192,10 @@ class StagedTransport(Transport):
         return StagedCopy(self._inner.broadcast(host, source), host, tensor)
 
 
+def _pairs(*tensors: Tensor) -> list[Tensor]:  # views: not every backend knows complex numbers
+    return [torch.view_as_real(t).view(-1) if t.is_complex() else t for t in tensors]
+
+
 def _root(options: Any, rank: int) -> Any:
     options.rootRank, options.rootTensor = rank, 0
     return options
@@ -243,8 +265,7 @@ def new_group(groups: Disjoint | None, backend: str | None, timeout: timedelta |
 def own_connection(name: str) -> Any:
     """A connection to the world's store with keys of its own, for one thread: a blocked one holds up no other."""
     store = STORES.distributed_c10d._get_default_store()
-    # An older torch has one connection for all threads.
-    return STORES.PrefixStore(name, store.clone() if hasattr(store, "clone") else store)
+    return STORES.PrefixStore(name, store.clone() if hasattr(store, "clone") else store)  # an older torch has one
 
 
 def abort_nccl() -> None:
