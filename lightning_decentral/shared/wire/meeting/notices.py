@@ -166,8 +166,6 @@ ALL_LIVE = (
     "all live, so its network is cut, or workers wait for different things (a collective call, as sync_dist=True or "
     "all_gather, on some of them only); see the output of the others"
 )
-
-
 CUT_OFF = (
     "the store doesn't answer, so this worker is cut off from the network, or worker 0 is stopped; see its own output, "
     "then start all workers again from the last checkpoint"
