@@ -117,7 +117,7 @@ class FabricCompressedStrategy(FabricWorkers):
         return output
 
     def advance(self, optimizer: Optimizer) -> None:
-        for of in self._reduced if self._turn.begun else ():
+        for of in self._reduced if self._begins else ():
             of.equal.advance(self.steps // LOOK_STEPS)
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------

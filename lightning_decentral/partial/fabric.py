@@ -157,7 +157,7 @@ class FabricPartialBackpropStrategy(FabricWorkers):
             self._cut_steps.end()
 
     def advance(self, optimizer: Optimizer) -> None:
-        if self._turn.begun and self._module is not None:
+        if self._begins and self._module is not None:
             self._equal.advance(self.steps // LOOK_STEPS)
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------

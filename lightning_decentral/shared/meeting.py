@@ -24,7 +24,7 @@ from lightning_decentral.shared.wire.meeting.notices import Heartbeat, StatusBoa
 from lightning_decentral.shared.wire.meeting.rendezvous import Meeting, group_failed
 from lightning_decentral.shared.wire.meeting.stopping import StopAgreement
 from lightning_decentral.shared.wire.meeting.waits import Backlog, Rescue
-from lightning_decentral.shared.wire.transport import Wire, abort_nccl, connected, own_connection, prefixed
+from lightning_decentral.shared.wire.transport import STORES, Wire, abort_nccl, connected, own_connection
 
 if TYPE_CHECKING:
     from lightning_decentral.shared.fabric.strategy import FabricWorkers
@@ -140,7 +140,7 @@ class WorkerGroup:
         if connected():
             connection = own_connection("notices")
             # The store counts its meetings, not the process, which may have met others before (a pool's, an actor's).
-            self._store = prefixed(connection, str(connection.add(f"meetings/{rank}", 1)))
+            self._store = STORES.PrefixStore(str(connection.add(f"meetings/{rank}", 1)), connection)
             self._board = StatusBoard(self._store, rank, size, _hosted())
             self._heartbeat = Heartbeat(self._board, self.phase)
 

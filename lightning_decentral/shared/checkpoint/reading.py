@@ -4,8 +4,9 @@ import os
 import pickle
 import re
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_decentral.shared.checkpoint import store
-from lightning_decentral.shared.checkpoint.saving import CheckpointedStrategy, line, store_of
+from lightning_decentral.shared.checkpoint.saving import CheckpointedStrategy, store_of
 from lightning_decentral.shared.compute import cuda, worker_state
 from lightning_decentral.shared.compute.worker_state import KEY
+from lightning_decentral.shared.wire.meeting.notices import one_line
 
 PRECISION = "parameter precision"
 """Key of a plan: the type of parameters, so of messages in flight. Files of 0.2 lack it."""
@@ -26,39 +28,39 @@ class Distrusted(ValueError):
     """A whole file holds more than tensors and plain values: functions that it names would be called to make it."""
 
 
+@dataclass
 class Reading:
-    """One worker's reading of checkpoints.
+    """One worker's reading of checkpoints."""
 
-    Args:
-        worker: whose it is.
-    """
-
-    def __init__(self, worker: CheckpointedStrategy) -> None:
-        self._worker = worker
+    worker: CheckpointedStrategy
 
     def read(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         path = store.plain(path)
         cuda.give_back()  # as Lightning does: what is loaded may need the room
         try:
-            io, trusted = self._worker.checkpoint_io, weights_only is False
+            io, trusted = self.worker.checkpoint_io, weights_only is False
             checkpoint: dict[str, Any] = io.load_checkpoint(path, weights_only=not trusted)
             kind = type(checkpoint).__name__
-            wrong = self._damage(checkpoint, path) if isinstance(checkpoint, dict) else f"it holds a {kind}"
+            if wrong := self._damage(checkpoint, path) if isinstance(checkpoint, dict) else f"it holds a {kind}":
+                raise ValueError(wrong)
         except (FileNotFoundError, IsADirectoryError, PermissionError):
             raise  # these name the file, and it isn't damaged
         except Exception as error:
-            reason = line(error)
+            reason = one_line(error)
             if isinstance(error, pickle.UnpicklingError) and not trusted:
                 if found := _objects(path, error):
-                    raise Distrusted(_distrusted(path, found)) from error
+                    raise Distrusted(
+                        f"the checkpoint {os.fspath(path)} holds {', '.join(found)} in addition to tensors and plain "
+                        "values: if you trust the file pass weights_only=False, or name these to "
+                        "torch.serialization.add_safe_globals"
+                    ) from error
                 reason = "it can't be read as tensors and plain values"  # torch's own text has many lines
-            raise ValueError(f"can't read the checkpoint {_said(path, reason)}") from error
-        if wrong:
-            raise ValueError(f"can't read the checkpoint {_said(path, wrong)}")
+            wrong = f"{os.fspath(path)} ({reason}): it's damaged or of another kind"
+            raise ValueError(f"can't read the checkpoint {wrong}") from error
         return checkpoint
 
     def _damage(self, checkpoint: dict[str, Any], path: str | Path) -> str | None:
-        if not store_of(self._worker, path).sealed:
+        if not store_of(self.worker, path).sealed:
             return None
         if zipfile.is_zipfile(path):
             _check_sums(path)
@@ -78,8 +80,8 @@ class Reading:
             missing = True
         except (OSError, ValueError) as error:
             # Another checkpoint of this run holds the same objects.
-            problem = line(error) + ("" if isinstance(error, Distrusted) else _others(path))
-        reports = self._worker.gather((problem, missing))
+            problem = one_line(error) + ("" if isinstance(error, Distrusted) else _others(path))
+        reports = self.worker.gather((problem, missing))
         problems = [p for p, _ in reports if p]
         if problems:
             raise ValueError(problems[0])
@@ -87,7 +89,7 @@ class Reading:
             raise FileNotFoundError(f"there is no checkpoint {os.fspath(path)}{_others(path)}")
         self._check_same(path, None if missing else checkpoint)
         if any(absent for _, absent in reports):
-            whole = self._worker.broadcast(checkpoint)
+            whole = self.worker.broadcast(checkpoint)
             return whole if missing else checkpoint
         return checkpoint
 
@@ -97,7 +99,7 @@ class Reading:
         if checkpoint is not None:
             mark = checkpoint.get(KEY, {})
             mine = f"step {checkpoint.get('global_step')}, {str(mark.get('digest', 'no digest'))[:8]}"
-        found = dict.fromkeys(one for one in self._worker.gather(mine) if one is not None)
+        found = dict.fromkeys(one for one in self.worker.gather(mine) if one is not None)
         if len(found) > 1:
             raise ValueError(
                 f"workers read different checkpoints at {os.fspath(path)} ({' and '.join(found)}): give every worker "
@@ -106,7 +108,7 @@ class Reading:
 
     def misfit(self, mark: Mapping[str, Any]) -> str | None:
         """Reason why no worker can go on from its own state; None where they can."""
-        size, plan = self._worker.world_size, self._worker.plan()
+        size, plan = self.worker.world_size, self.worker.plan()
         if mark.get("version") != worker_state.VERSION:
             return f"written in format {mark.get('version')}, this package reads {worker_state.VERSION}"
         if mark.get("size") != size:
@@ -129,21 +131,21 @@ class Reading:
         path = store.plain(path)
         target = os.path.realpath(path) if os.path.islink(path) else os.fspath(path)
         name, own = os.path.basename(str(mark.get("folder", ""))), None
-        file = store.file(target, self._worker.global_rank, self._worker.world_size, str(mark.get("id")), name)
+        file = store.file(target, self.worker.global_rank, self.worker.world_size, str(mark.get("id")), name)
         if problem is None:
             try:
                 own = self.read(file, weights_only)
                 problem = self._foreign(own, mark, file)
             except FileNotFoundError:
-                problem = f"worker {self._worker.global_rank} can't read its own state {file} (it isn't there)"
+                problem = f"worker {self.worker.global_rank} can't read its own state {file} (it isn't there)"
             except (OSError, ValueError) as error:
-                problem = f"worker {self._worker.global_rank} can't read its own state: {line(error)}"
+                problem = f"worker {self.worker.global_rank} can't read its own state: {one_line(error)}"
         # All or none: own states and the mean don't mix.
-        problems = [p for p in self._worker.gather(problem) if p]
+        problems = [p for p in self.worker.gather(problem) if p]
         if problems:
             rank_zero_warn(f"resuming {os.fspath(path)}: {problems[0]}; all workers start from the mean")
             return None
-        for key, now in self._worker.changeable().items():
+        for key, now in self.worker.changeable().items():
             if (saved := mark.get("changeable", {}).get(key, now)) != now:
                 rank_zero_warn(f"resuming {os.fspath(path)}: saved with {key} {saved}, this run goes on with {now}")
         rank_zero_info(f"every worker goes on from its own state in {os.path.dirname(file)}")
@@ -155,8 +157,8 @@ class Reading:
             return f"{file} is of another format"
         if found.get("id") != mark["id"]:
             return f"{file} belongs to another checkpoint"
-        if found.get("rank") != self._worker.global_rank:
-            return f"{file} is worker {found.get('rank')}'s, not worker {self._worker.global_rank}'s"
+        if found.get("rank") != self.worker.global_rank:
+            return f"{file} is worker {found.get('rank')}'s, not worker {self.worker.global_rank}'s"
         return None
 
 
@@ -180,17 +182,6 @@ def refuse_other_number(checkpoint: Mapping[str, Any], optimizers: Sequence[obje
             f"the checkpoint holds the states of {saved} optimizers, this run has {len(optimizers)}: resume one that "
             "was saved with save_weights_only=False by this module, or load its weights alone with load_state_dict"
         )
-
-
-def _said(path: str | Path, reason: str) -> str:
-    return f"{os.fspath(path)} ({reason}): it's damaged or of another kind"
-
-
-def _distrusted(path: str | Path, found: Iterable[str]) -> str:
-    return (
-        f"the checkpoint {os.fspath(path)} holds {', '.join(found)} in addition to tensors and plain values: if "
-        "you trust the file pass weights_only=False, or name these to torch.serialization.add_safe_globals"
-    )
 
 
 def _objects(path: str | Path, error: pickle.UnpicklingError) -> list[str]:

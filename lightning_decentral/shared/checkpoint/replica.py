@@ -16,15 +16,13 @@ from lightning_decentral.shared.wire.mean import MeanModel
 from lightning_decentral.shared.wire.plain import NotPlain
 from lightning_decentral.shared.wire.transport import connected
 
-LOADERS = "combined_loader"
-"""Key of the loaders' states in Lightning's fit loop; of one worker alone."""
+LOADERS = "combined_loader"  # key of the loaders' states in Lightning's fit loop; of one worker alone
 
 
 class WholeModel:
     """Layout of a worker's model on a device: here the whole model."""
 
-    layout: str = ""
-    """Layout of a worker over devices; a state fits only the layout that it was saved with."""
+    layout: str = ""  # layout of a worker over devices; a state fits only the layout that it was saved with
 
     @property
     def spread(self) -> bool:
@@ -62,19 +60,14 @@ class WholeModel:
 
 
 class ReplicaCheckpoints(Checkpoints):
-    """Checkpoints of workers with a whole model each: the mean's file, and what each worker needs to go on exactly.
-
-    Args:
-        progress: the method's own.
-        held: how this device holds its worker's model.
-    """
+    """Checkpoints of workers with a whole model each: the mean's file, and what each worker needs to go on exactly."""
 
     def __init__(
         self, worker: CheckpointedStrategy, mean_model: MeanModel, progress: Progress, held: WholeModel
     ) -> None:
         super().__init__(worker, mean_model)
-        self.held = held
-        self._progress = progress
+        self.held = held  # how this device holds its worker's model
+        self._progress = progress  # the method's own
         self._restored: dict[str, Any] | None = None
         self._source: tuple[str | Path, bool | None] | None = None  # what is resumed, and how it is read
         self._optimizers: list[str] | None = None  # those of the checkpoint
@@ -121,17 +114,15 @@ class ReplicaCheckpoints(Checkpoints):
             return
         mark = {**self._saving.mark(identity, path), "layout": self.held.layout}
         of_all = self.held.whole({**checkpoint, **means, KEY: mark})
-        own = self.held.part({**checkpoint, **states, KEY: {**mark, **self._own_state()}})
-        self._saving.commit(of_all, own, path, identity, storage_options)
-
-    def _own_state(self) -> dict[str, Any]:
-        return {
+        mine = {
             "rank": self._worker.global_rank,
             "progress": self._progress.progress_state(),
             "random": worker_state.random_state(),
             "mid_epoch": self.mid_epoch(),
             "apart": self._mean_model.diverged,
         }
+        own = self.held.part({**checkpoint, **states, KEY: {**mark, **mine}})
+        self._saving.commit(of_all, own, path, identity, storage_options)
 
     def load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         self._restored, self._random, self._optimizers = None, None, None
@@ -144,7 +135,10 @@ class ReplicaCheckpoints(Checkpoints):
         if not mark.get("id"):
             self._take_own(mark, checkpoint)
             return checkpoint
-        own = self._reading.read_own(path, mark, weights_only, self._misfit(mark))
+        problem, saved, layout = self._reading.misfit(mark), mark.get("layout", ""), self.held.layout
+        if problem is None and saved != layout:
+            problem = f"saved by {saved or 'Solo'}, resumed with {layout or 'Solo'}"
+        own = self._reading.read_own(path, mark, weights_only, problem)
         if own is None:
             return checkpoint
         self._restored = own.pop(KEY)
@@ -158,12 +152,6 @@ class ReplicaCheckpoints(Checkpoints):
             loaders = mark.get("loaders", {})
             if loaders and loaders[rank] is not None:
                 checkpoint["loops"]["fit_loop"]["state_dict"][LOADERS] = loaders[rank]
-
-    def _misfit(self, mark: Mapping[str, Any]) -> str | None:
-        layout = self.held.layout
-        if mark.get("layout", "") == layout:
-            return self._reading.misfit(mark)
-        return self._reading.misfit(mark) or f"saved by {mark.get('layout') or 'Solo'}, resumed with {layout or 'Solo'}"
 
     def fits(self, optimizers: Sequence[Optimizer]) -> bool:
         """Return whether the optimizers' states can be restored; otherwise all start from the mean's parameters."""

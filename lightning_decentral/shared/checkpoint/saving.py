@@ -5,6 +5,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from lightning_decentral.shared.checkpoint import store
 from lightning_decentral.shared.checkpoint.store import CheckpointStore, Durable, Entrusted
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.worker_state import KEY
+from lightning_decentral.shared.wire.meeting.notices import one_line
 
 
 class CheckpointedStrategy(Protocol):
@@ -55,41 +57,27 @@ def store_of(worker: CheckpointedStrategy, path: str | Path, storage_options: An
     return Durable() if plain else Entrusted(io, storage_options)
 
 
-def line(error: BaseException) -> str:
-    """The first line of an error's text, or its type's name."""
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
-
-
+@dataclass
 class Saving:
-    """The files of one worker's saves.
+    """The files of one worker's saves."""
 
-    Args:
-        worker: whose they are.
-    """
-
-    def __init__(self, worker: CheckpointedStrategy) -> None:
-        self._worker = worker
-        self._stale: list[str] = []  # files of earlier saves, which the present one replaces
-        self._before: dict[str, str] = {}  # the identity of the last save under a path
+    worker: CheckpointedStrategy
+    _stale: list[str] = field(default_factory=list)  # files of earlier saves, which the present one replaces
+    _before: dict[str, str] = field(default_factory=dict)  # the identity of the last save under a path
 
     def agree(self, filepath: str | Path, storage_options: Any = None) -> tuple[str, str]:
         """(path, identity) of a checkpoint, worker 0's; a value in the name may differ where it wasn't averaged."""
         asked = store.plain(filepath)
-        place, orphans = store_of(self._worker, asked, storage_options), []
-        if self._worker.is_global_zero:
+        place, orphans = store_of(self.worker, asked, storage_options), []
+        if self.worker.is_global_zero:
             orphans = place.orphans(asked)
-        path, identity, orphans = self._worker.broadcast((asked, uuid.uuid4().hex, orphans))
+        path, identity, orphans = self.worker.broadcast((asked, uuid.uuid4().hex, orphans))
         if path != asked:
             warnings.warn(
                 f"the checkpoint's name differs between workers, {path} is taken: "
                 "log the values it names with sync_dist=True",
                 stacklevel=2,
             )
-        self._stale = self._found(place, path, identity, orphans)
-        return path, identity
-
-    def _found(self, place: CheckpointStore, path: str, identity: str, orphans: list[str]) -> list[str]:
         # Listed before anybody can have begun the next save, so that its files are never taken for old ones.
         files = [f for name in ("", *orphans) for f in store.listed(store.folder(path, name))]
         before = self._before.get(path)
@@ -98,20 +86,21 @@ class Saving:
         self._before[path] = identity
         old = [f for f in [*files, *place.partials(path)] if known and not any(k in f for k in kept)]
         # A node's first worker cleans up for all, and every worker after itself: its disk may be its own.
-        first, own = self._worker.local_rank == 0, f"worker-{self._worker.global_rank}-of-"
-        return [f for f in old if first or own in os.path.basename(f)]
+        first, own = self.worker.local_rank == 0, f"worker-{self.worker.global_rank}-of-"
+        self._stale = [f for f in old if first or own in os.path.basename(f)]
+        return path, identity
 
     def mark(self, identity: str, path: str | Path = "") -> dict[str, Any]:
         """Metadata that a file has about itself, but for its digest."""
         return {
             "version": worker_state.VERSION,
             "package": lightning_decentral.__version__,
-            "strategy": type(self._worker).__name__,
-            "plan": self._worker.plan(),
-            "changeable": self._worker.changeable(),
-            "optimizers": [type(optimizer).__name__ for optimizer in self._worker.optimizers],
+            "strategy": type(self.worker).__name__,
+            "plan": self.worker.plan(),
+            "changeable": self.worker.changeable(),
+            "optimizers": [type(optimizer).__name__ for optimizer in self.worker.optimizers],
             "rank": 0,
-            "size": self._worker.world_size,
+            "size": self.worker.world_size,
             "id": identity,
             "folder": store.name_of(path),
         }
@@ -125,9 +114,9 @@ class Saving:
         )
 
     def write_alone(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any) -> None:
-        if self._worker.is_global_zero:
+        if self.worker.is_global_zero:
             asked = store.plain(path)
-            place = store_of(self._worker, asked, storage_options)
+            place = store_of(self.worker, asked, storage_options)
             place.write(checkpoint, asked, uuid.uuid4().hex)
             place.settle(asked)
 
@@ -139,15 +128,23 @@ class Saving:
         Raises:
             OSError: on every worker, where one can't write; the checkpoint before this one is still there.
         """
-        place = store_of(self._worker, path, storage_options)
-        own_file = store.file(path, self._worker.global_rank, self._worker.world_size, identity)
+        place = store_of(self.worker, path, storage_options)
+        own_file = store.file(path, self.worker.global_rank, self.worker.world_size, identity)
         if own is not None:
             self._all(lambda: self._put(place, own, own_file, identity), own_file, own_file)
-        first = self._worker.is_global_zero
+        first = self.worker.is_global_zero
         self._all(lambda: self._put(place, of_all, path, identity) if first else None, path, own_file)
         # Not before the new name lasts: a loss of power might bring the old one back.
-        if self._worker.gather(self._tried(lambda: place.settle(path) if first else None, path))[0] is None:
-            self._replace(place)
+        if self.worker.gather(self._tried(lambda: place.settle(path) if first else None, path))[0] is not None:
+            return
+        for file in self._stale:
+            try:
+                place.remove(file)
+            except OSError as error:  # the new save is complete: no reason to end
+                warnings.warn(f"worker {self.worker.global_rank} can't remove {file}: {one_line(error)}", stacklevel=2)
+        for folder in {os.path.dirname(file) for file in self._stale if file.endswith(".state")}:
+            store.prune(folder)
+        self._stale = []
 
     @staticmethod
     def _put(place: CheckpointStore, content: dict[str, Any], path: str, identity: str) -> None:
@@ -156,10 +153,10 @@ class Saving:
             place.settle(path)  # before anything names it
 
     def _all(self, write: Callable[[], None], file: str, own_file: str) -> None:
-        problems = [p for p in self._worker.gather(self._tried(write, file)) if p]
+        problems = [p for p in self.worker.gather(self._tried(write, file)) if p]
         if problems:
             with suppress(OSError):  # what kept it from being written may keep it from being removed
-                store_of(self._worker, own_file).remove(own_file)  # room on a full disk
+                store_of(self.worker, own_file).remove(own_file)  # room on a full disk
             raise OSError(f"{problems[0]}; the checkpoint before this one is kept")
 
     def _tried(self, write: Callable[[], None], file: str) -> str | None:
@@ -167,16 +164,6 @@ class Saving:
             write()
         except Exception as error:
             cause = error.__context__ if isinstance(error.__context__, OSError) else error
-            reason = os.strerror(cause.errno) if isinstance(cause, OSError) and cause.errno else line(cause)
-            return f"worker {self._worker.global_rank} can't write {file} ({reason})"
+            reason = os.strerror(cause.errno) if isinstance(cause, OSError) and cause.errno else one_line(cause)
+            return f"worker {self.worker.global_rank} can't write {file} ({reason})"
         return None
-
-    def _replace(self, place: CheckpointStore) -> None:
-        for file in self._stale:
-            try:
-                place.remove(file)
-            except OSError as error:  # the new save is complete: no reason to end
-                warnings.warn(f"worker {self._worker.global_rank} can't remove {file}: {line(error)}", stacklevel=2)
-        for folder in {os.path.dirname(file) for file in self._stale if file.endswith(".state")}:
-            store.prune(folder)
-        self._stale = []

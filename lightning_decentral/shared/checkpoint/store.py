@@ -7,23 +7,16 @@ so that the files of two saves under one name stand side by side until the newer
 import errno
 import os
 import re
-from abc import ABC, abstractmethod
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import torch
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+from lightning.fabric.plugins import CheckpointIO
 
 LOCAL = ("file://", "local://")
 _PARTIAL = re.compile(r"\..+\.[0-9a-f]{32}\.partial")
-
-
-class FileIO(Protocol):
-    """The part of Lightning's CheckpointIO that is used."""
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None: ...
-    def remove_checkpoint(self, path: Any) -> None: ...
 
 
 def plain(path: str | Path) -> str:
@@ -93,41 +86,14 @@ def prune(place: str) -> None:
             os.rmdir(folder)
 
 
-class CheckpointStore(ABC):
-    """Writes and removes the files of a save."""
-
-    sealed: ClassVar[bool]
-    """True where files are read as they were written, so that a digest holds."""
-    kept: ClassVar[int]
-    """Saves under one name whose workers' files are kept."""
-
-    @abstractmethod
-    def write(self, content: dict[str, Any], path: str, identity: str) -> None:
-        """Write one file."""
-
-    @abstractmethod
-    def settle(self, path: str) -> None:
-        """Make what was written at `path` durable."""
-
-    @abstractmethod
-    def remove(self, path: str) -> None:
-        """Remove a file, if it's there."""
-
-    def orphans(self, path: str) -> list[str]:
-        """Names of folders in `.workers` whose checkpoint never came to be."""
-        return []
-
-    def partials(self, path: str) -> list[str]:
-        """Unfinished files that killed saves have left next to `path`."""
-        return []
-
-
-class Durable(CheckpointStore):
+class Durable:
     """Written next to the target, flushed to the disk, then renamed: a reader finds the old file or the new one."""
 
-    sealed, kept = True, 1
+    sealed = True  # files are read as they were written, so that a digest holds
+    kept = 1  # saves under one name whose workers' files are kept
 
     def write(self, content: dict[str, Any], path: str, identity: str) -> None:
+        """Write one file."""
         place, name = os.path.split(path)
         make(place)
         partial = os.path.join(place, f".{name}.{identity}.partial")
@@ -143,23 +109,27 @@ class Durable(CheckpointStore):
             raise
 
     def settle(self, path: str) -> None:
+        """Make what was written at `path` durable."""
         sync(os.path.dirname(path))
 
     def remove(self, path: str) -> None:
+        """Remove a file, if it's there."""
         with suppress(FileNotFoundError):  # another node on the same file system was faster
             os.unlink(path)
 
     def orphans(self, path: str) -> list[str]:
+        """Names of folders in `.workers` whose checkpoint never came to be."""
         place = os.path.dirname(path)
         means = {name_of(p) for p in listed(place)} | {name_of(path)}
         names = {os.path.basename(p) for p in listed(os.path.join(place, ".workers"))}
         return sorted(names - means)
 
     def partials(self, path: str) -> list[str]:
+        """Unfinished files that killed saves have left next to `path`."""
         return [p for p in listed(os.path.dirname(path)) if _PARTIAL.fullmatch(os.path.basename(p))]
 
 
-class Entrusted(CheckpointStore):
+class Entrusted:
     """Store that leaves writing to a CheckpointIO plugin: at once or later (asynchronously), here or elsewhere.
 
     The workers' files of the save before are kept: the plain file that names them may still be the one that is read.
@@ -167,7 +137,7 @@ class Entrusted(CheckpointStore):
 
     sealed, kept = False, 2
 
-    def __init__(self, io: FileIO, options: Any) -> None:
+    def __init__(self, io: CheckpointIO, options: Any) -> None:
         self._io, self._options = io, options
 
     def write(self, content: dict[str, Any], path: str, identity: str) -> None:
@@ -179,3 +149,11 @@ class Entrusted(CheckpointStore):
     def remove(self, path: str) -> None:
         with suppress(FileNotFoundError):
             self._io.remove_checkpoint(path)
+
+    def orphans(self, path: str) -> list[str]:
+        return []  # a plugin's files aren't known here
+
+    partials = orphans
+
+
+CheckpointStore = Durable | Entrusted

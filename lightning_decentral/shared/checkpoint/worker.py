@@ -53,15 +53,10 @@ class Progress(Protocol):
 
 
 class Checkpoints(ABC):
-    """Saving and resuming of one worker: what all methods have in common.
-
-    Args:
-        worker: whose they are.
-        mean_model: what the plain file holds where workers diverge.
-    """
+    """Saving and resuming of one worker: what all methods have in common."""
 
     def __init__(self, worker: CheckpointedStrategy, mean_model: MeanModel) -> None:
-        self._worker, self._mean_model = worker, mean_model
+        self._worker, self._mean_model = worker, mean_model  # the plain file holds this one's where workers diverge
         self._random: tuple[dict[str, Any], bool] | None = None  # restored, and whether within an epoch
         self._saving, self._reading = Saving(worker), Reading(worker)
 

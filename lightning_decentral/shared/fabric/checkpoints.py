@@ -14,33 +14,26 @@ from torch.optim import Optimizer
 
 from lightning_decentral.shared.checkpoint.reading import Reading
 from lightning_decentral.shared.checkpoint.saving import CheckpointedStrategy, Saving
+from lightning_decentral.shared.checkpoint.worker import Progress
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.carried import carried
 from lightning_decentral.shared.compute.worker_state import KEY
 from lightning_decentral.shared.wire.mean import MeanModel, mean_of_states
 
 
-class LoopWorker(CheckpointedStrategy, Protocol):
+class LoopWorker(CheckpointedStrategy, Progress, Protocol):
     """Interface asked of a strategy in addition to what every worker's checkpoints ask."""
 
     checkpoint_io: CheckpointIO
 
-    @property
-    def keeps(self) -> bool: ...
-    def progress_state(self) -> dict[str, Any]: ...
-    def load_progress_state(self, state: dict[str, Any]) -> None: ...
     def restart(self) -> None: ...
 
 
 class FabricCheckpoints:
-    """One worker's.
-
-    Args:
-        mean_model: what the plain file holds where workers diverge.
-    """
+    """One worker's saves and reads of a loop's state."""
 
     def __init__(self, worker: LoopWorker, mean_model: MeanModel) -> None:
-        self._worker, self._mean_model = worker, mean_model
+        self._worker, self._mean_model = worker, mean_model  # the plain file holds this one's where workers diverge
         self._saving, self._reading = Saving(worker), Reading(worker)
 
     def save(self, path: Any, state: Mapping[str, Any], converted: Mapping[str, Any], storage_options: Any) -> None:
@@ -54,25 +47,20 @@ class FabricCheckpoints:
         modules = [key for key, value in state.items() if isinstance(value, nn.Module)]
         own = {**converted, **{key: self._mean_model.own(converted[key]) for key in modules}}
         diverging = modules if self._worker.drifts else []
-        of_all = {
-            **own,
-            **{key: mean_of_states(own[key], self._mean_model.mean_of, carried(state[key])) for key in diverging},
-        }
+        mean_of = self._mean_model.mean_of
+        of_all = {**own, **{key: mean_of_states(own[key], mean_of, carried(state[key])) for key in diverging}}
         if not (self._worker.keeps and _trains(state)):
             self._saving.commit(of_all, None, path, identity, storage_options)
             return
         mark = self._saving.mark(identity, path)
-        self._saving.commit(
-            {**of_all, KEY: mark}, {**own, KEY: {**mark, **self._own_state()}}, path, identity, storage_options
-        )
-
-    def _own_state(self) -> dict[str, Any]:
-        return {
+        mine = {
             "rank": self._worker.global_rank,
             "progress": self._worker.progress_state(),
             "random": worker_state.random_state(),
             "apart": self._mean_model.diverged,
         }
+        own[KEY], of_all[KEY] = {**mark, **mine}, mark
+        self._saving.commit(of_all, own, path, identity, storage_options)
 
     @contextmanager
     def reading(self, path: Any, state: Any, weights_only: bool | None) -> Iterator[None]:
@@ -91,17 +79,13 @@ class FabricCheckpoints:
             yield
         finally:
             self._worker.checkpoint_io = before
-        if state:
-            self._go_on(kept)
-
-    def _go_on(self, kept: Mapping[str, Any] | None) -> None:
-        if kept is None:
+        if state and kept is None:
             self._mean_model.diverged = False
             self._worker.restart()
-            return
-        self._mean_model.diverged = kept["apart"]
-        self._worker.load_progress_state(kept["progress"])
-        worker_state.set_random_state(kept["random"])
+        elif state and kept is not None:
+            self._mean_model.diverged = kept["apart"]
+            self._worker.load_progress_state(kept["progress"])
+            worker_state.set_random_state(kept["random"])
 
 
 def _trains(state: Any) -> bool:

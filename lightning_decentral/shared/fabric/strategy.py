@@ -8,7 +8,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +21,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_decentral.shared.compute.layout import ModelLayout, lay_states
 from lightning_decentral.shared.coordination import Result
 from lightning_decentral.shared.fabric.checkpoints import FabricCheckpoints
-from lightning_decentral.shared.fabric.loop import Accumulating, FabricWorkerGroup, OptimizerTurns
+from lightning_decentral.shared.fabric.loop import Accumulating, FabricWorkerGroup
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.refusals import StartMethod, own_device, refuse_sync_batch_norm, refuse_unknown
 from lightning_decentral.shared.replica_health import ReplicaHealth
@@ -78,10 +77,12 @@ class FabricWorkers(DDPStrategy):
         parts = accelerator, parallel_devices, cluster_environment, checkpoint_io, precision
         super().__init__(*parts, **settings, start_method=start_method)
         self.modules, self.optimizers = list[nn.Module](), list[Optimizer]()
-        self.steps, self._turn, self._shown = 0, OptimizerTurns(), False
+        self.steps, self._begins, self._shown = 0, False, False
+        self._stepped: set[Optimizer] = set()  # those that have taken their update of this turn
         self.model_layout, self.health = ModelLayout(), ReplicaHealth(self)
         self.mean_model, self._group = MeanModel(self.health.mean), FabricWorkerGroup(self, timeout)
-        self._checkpoints, self._backward_sync_control = FabricCheckpoints(self, self.mean_model), Accumulating(self)
+        self._checkpoints = FabricCheckpoints(self, self.mean_model)
+        self._backward_sync_control = Accumulating(self.accumulating)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} for {DDPStrategy.__module__.removesuffix('.strategies.ddp')}.Fabric>"
@@ -180,21 +181,21 @@ class FabricWorkers(DDPStrategy):
             raise RuntimeError(f"{MEAN_STANDS}: step behind `with strategy.mean():`")
         self._group.set_ups.begin()  # not by an override of `backward`, which would refuse `loss.backward()`
         if isinstance(optimizer, LBFGS) and self.wire is not None and not self.drifts:
-            kwargs["closure"] = partial(self._mean_loss, kwargs["closure"])
+            # By its own loss each would call the closure another number of times, and wait for the others in vain.
+            loss = kwargs["closure"]
+            kwargs["closure"] = lambda: self.all_reduce(loss().detach().clone())
         with self._group.updating:
             output = super().optimizer_step(optimizer, **self.gradient_check.of_step(kwargs, optimizer, self.precision))
-        self._turn.step(optimizer)
+        # One update of each optimizer is a turn; those that are set up and step no more have none.
+        self._begins = not self._stepped or optimizer in self._stepped
+        self._stepped = {optimizer} if self._begins else {*self._stepped, optimizer}
         self._group.set_ups.done()
         if self.wire is not None:
             self.mean_model.diverged = self.drifts
             with self._telling():
                 self.advance(optimizer)
-        self.steps += self._turn.begun
+        self.steps += self._begins
         return output
-
-    def _mean_loss(self, closure: Callable[[], Any]) -> Any:
-        # By its own loss each would call the closure another number of times, and wait for the others in vain.
-        return self.all_reduce(closure().detach().clone())
 
     @contextmanager
     def _telling(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -72,6 +73,7 @@ def uneven(worker: int, steps: int) -> Uneven:
     )
 
 
+@dataclass(eq=False)
 class RollCall:
     """The end of an epoch with unequal numbers of batches: nobody hangs and all take the same number of rounds.
 
@@ -82,36 +84,25 @@ class RollCall:
 
     Not in one that only the fastest waits for: of several optimizers that round would wait for a worker who waits for
     this one in another optimizer's. With equal numbers it costs one small gather at an epoch's end.
-
-    Args:
-        rounds: how many rounds this worker has taken, one number for each optimizer.
-        wanted: how many it needs the others to have taken before it can go on.
-        take_part: runs one more round of the optimizer with that index, without an update.
-        met: how many collective calls of Lightning this worker has entered.
-        name: of this roll call in the store, another one for each fit.
-        left_after: each optimizer's round after which others have stopped, who won't come to the end of this epoch.
     """
 
-    def __init__(
-        self,
-        over: Transport,
-        store: Any,
-        rounds: Callable[[], list[int]],
-        wanted: Callable[[], list[int]],
-        take_part: Callable[[int], None],
-        met: Callable[[], int],
-        name: str,
-        left_after: Callable[[], list[int] | None] = lambda: None,
-    ) -> None:
-        self._over, self._store = over, store
-        self.rounds, self._wanted, self._take_part, self._met = rounds, wanted, take_part, met
-        self._name, self._number, self._left_after = name, 0, left_after
-        self._alert = False
-        self._told, self._lock = "", threading.Lock()
-        self._closed = threading.Event()
+    over: Transport
+    store: Any
+    rounds: Callable[[], list[int]]  # how many this worker has taken, one number for each optimizer
+    wanted: Callable[[], list[int]]  # how many it needs the others to have taken before it can go on
+    take_part: Callable[[int], None]  # runs one more round of the optimizer with that index, without an update
+    met: Callable[[], int]  # how many collective calls of Lightning this worker has entered
+    name: str  # of this roll call in the store, another one for each fit
+    left_after: Callable[[], list[int] | None] = lambda: (
+        None
+    )  # rounds after which others stopped before the epoch's end
+
+    def __post_init__(self) -> None:
+        self._number, self._alert, self._reported = 0, False, ""  # epochs; whether one has ended; what was written
+        self._lock, self._closed = threading.Lock(), threading.Event()
         # A thread: a worker that waits is blocked in a message, a collective call or, if the device waits in its place,
         # in whatever needs the device next, and can't report that itself.
-        self._watch = threading.Thread(target=self._say_where, name="lightning_decentral-roll-call", daemon=True)
+        self._watch = threading.Thread(target=self._watch_epoch, name="lightning_decentral-roll-call", daemon=True)
         self._watch.start()
 
     def close(self) -> None:
@@ -121,32 +112,29 @@ class RollCall:
     @property
     def rests(self) -> bool:
         """True where this worker has ended its epoch and waits for others that haven't."""
-        return self._told == ENDED
+        return self._reported == ENDED
 
-    def _say_where(self) -> None:
+    def _watch_epoch(self) -> None:
         with suppress(RuntimeError):  # the store is gone: so is worker 0, which a worker that waits for it reports
-            while not self._closed.wait(self._patience() / 2):
+            while not self._closed.wait((ALERT_SECONDS if self._alert else PATIENCE_SECONDS) / 2):
                 number = self._number
-                ended = self._alert or self._store.check([self._key("ended")])
+                ended = self._alert or self.store.check([self._key("ended")])
                 with self._lock:
                     self._alert = ended and number == self._number  # the roll may have been called meanwhile
                 if self._alert:
-                    self._tell(",".join(map(str, [*self._wanted(), self._met()])))
+                    self._report(",".join(map(str, [*self.wanted(), self.met()])))
 
-    def _patience(self) -> float:
-        return ALERT_SECONDS if self._alert else PATIENCE_SECONDS
-
-    def _tell(self, where: str) -> None:
+    def _report(self, where: str) -> None:
         with self._lock:
-            if where == self._told or self._told == ENDED:
+            if where == self._reported or self._reported == ENDED:
                 return
-            self._told = where
-            self._store.set(self._key(f"at/{self._over.rank}"), where)
+            self._reported = where
+            self.store.set(self._key(f"at/{self.over.rank}"), where)
             if where != ENDED:
-                self._store.set(self._key("needed"), "yes")
+                self.store.set(self._key("needed"), "yes")
 
     def _key(self, what: str) -> str:
-        return f"{self._name}/{what}/{self._number}"
+        return f"{self.name}/{what}/{self._number}"
 
     def end_epoch(self) -> None:
         """Return when every worker has ended its epoch, or stopped, and all have taken the same number of rounds.
@@ -155,13 +143,13 @@ class RollCall:
             RuntimeError: another worker waits in a collective call that this worker, at its end, will not enter.
         """
         mine = self.rounds()
-        self._tell(ENDED)
-        self._store.set(self._key("ended"), "yes")
+        self._report(ENDED)
+        self.store.set(self._key("ended"), "yes")
         # Done when all have come; until then somebody may need further rounds of this worker.
-        gathering, rows = self._over.all_gather(torch.tensor(mine))
+        gathering, rows = self.over.all_gather(torch.tensor(mine))
         pause = 0.001
         while not gathering.done():
-            if (stop := self._left_after()) is not None:
+            if (stop := self.left_after()) is not None:
                 self._catch_up(stop)
                 return
             pause = 0.001 if self._answer() else min(2 * pause, 0.05)
@@ -170,24 +158,29 @@ class RollCall:
         ends = torch.stack(rows).amax(dim=0).tolist()
         self._catch_up(ends)
         with self._lock:
-            self._number, self._alert, self._told = self._number + 1, False, ""
+            self._number, self._alert, self._reported = self._number + 1, False, ""
         early = {rank: row.tolist() for rank, row in enumerate(rows) if row.tolist() != ends}
-        if early and self._over.rank == 0:
-            warnings.warn(f"unequal numbers of batches: {_sentence(early, ends)}", stacklevel=2)
+        if early and self.over.rank == 0:
+            workers = ", ".join(f"worker {rank} ended after round {max(rounds)}" for rank, rounds in early.items())
+            warnings.warn(
+                f"unequal numbers of batches: {workers}, the longest took {max(ends)}; the rounds were finished "
+                "without updates of those that had ended",
+                stacklevel=2,
+            )
 
     def anyone(self, *mine: bool) -> list[bool]:
         """Return for each of these whether it's so for any worker. Collective, at an epoch's end."""
         votes = torch.tensor(mine, dtype=torch.int64)
-        self._over.all_reduce(votes).wait()
+        self.over.all_reduce(votes).wait()
         return [bool(vote) for vote in votes]
 
     def _answer(self) -> bool:
         """Take part in the rounds that others wait for; whether there were any."""
         rows, all_known = self._asked()
-        if any(met > self._met() for *_, met in rows):
+        if any(met > self.met() for *_, met in rows):
             raise Uneven(
-                self._over.rank,
-                f"worker {self._over.rank} ended its epoch while another waits for all workers within it (validation, "
+                self.over.rank,
+                f"worker {self.over.rank} ended its epoch while another waits for all workers within it (validation, "
                 "sync_dist=True, ConsensusMonitor): give every worker the same number of batches, "
                 "or log with sync_dist=False",
             )
@@ -198,10 +191,10 @@ class RollCall:
         rows = []
         with suppress(RuntimeError):  # worker 0 has passed and ended, and the store with it; or died: the gather knows
             # Checked first: `get` waits for a key that isn't there.
-            if not self._store.check([self._key("needed")]):
+            if not self.store.check([self._key("needed")]):
                 return [], False
-            keys = [self._key(f"at/{rank}") for rank in range(self._over.size) if rank != self._over.rank]
-            known = [self._store.get(key).decode() for key in keys if self._store.check([key])]
+            keys = [self._key(f"at/{rank}") for rank in range(self.over.size) if rank != self.over.rank]
+            known = [self.store.get(key).decode() for key in keys if self.store.check([key])]
             rows = [list(map(int, where.split(","))) for where in known if where != ENDED]
             return rows, len(known) == len(keys)
         return rows, False
@@ -209,10 +202,5 @@ class RollCall:
     def _catch_up(self, rounds: list[int]) -> bool:
         missing = [index for index, target in enumerate(rounds) for _ in range(self.rounds()[index], target)]
         for index in missing:
-            self._take_part(index)
+            self.take_part(index)
         return bool(missing)
-
-
-def _sentence(early: dict[int, list[int]], ends: list[int]) -> str:
-    workers = ", ".join(f"worker {rank} ended after round {max(rounds)}" for rank, rounds in early.items())
-    return f"{workers}, the longest took {max(ends)}; the rounds were finished without updates of those that had ended"

@@ -5,7 +5,7 @@
     g = r                                                            every worker, bit for bit the same
 
 What is rounded away in one step is added in the next, on the way to the owner (e) and on the way back (f), so that
-nothing is lost for good (`residuals`, `skipped_updates`). A worker sends 2 (n - 1) / n times the bytes of its codes, as
+nothing is lost for good (`residuals`). A worker sends 2 (n - 1) / n times the bytes of its codes, as
 an all-reduce does of numbers.
 
 Source: error feedback on both sides, Tang et al. 1905.05957 (DoubleSqueeze); by parts with owners, Tang et al.
@@ -24,7 +24,7 @@ from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.codec.codec import Codec, Frame
 from lightning_decentral.shared.compute.codec.coded_parts import CodedParts, drop_if_sick
 from lightning_decentral.shared.compute.device import CallQueue, call_queue
-from lightning_decentral.shared.wire.averaging.residuals import Residual, Residuals, Row, SkippedUpdates
+from lightning_decentral.shared.wire.averaging.residuals import Residual, Residuals, Row
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Message, Transport
 
@@ -124,7 +124,7 @@ class CompressedMean(FlatMean):
     """The mean by parts, bucket by bucket, during the training: on threads of the host, on streams of a device.
 
     Everybody gets the NaN or infinity of one (a loss scaler that searches). Residuals of it are dropped; where such
-    updates are skipped, `residuals.withdraw` puts back what was there before.
+    updates are skipped, `residuals` puts back what was there before.
 
     Args:
         over: carries codes to their owners, for this alone.
@@ -145,55 +145,44 @@ class CompressedMean(FlatMean):
         self.parts = CodedParts(codec, over.rank, over.size, self.pool)
         self.sent_bytes = 0
         self.residuals = Residuals(self.parts)
-        self._updates = SkippedUpdates(self.residuals)
         # Onto the methods: nothing stands between a step and them.
-        self.guard, self.updated, self.forget = self._updates.guard, self._updates.updated, self.residuals.forget  # type: ignore[method-assign]
+        kept = self.residuals
+        self.guard, self.updated, self.forget = kept.guard, kept.updated, kept.forget  # type: ignore[method-assign]
+        self.lay, self.put_back = kept.lay, kept.put_back  # type: ignore[method-assign]
 
     def start(self, flat: Tensor, place: int) -> Pending:
         """Start it. Until landed it holds a copy of `flat`, a worker's part of it, and half of it or less in codes."""
-        self._updates.settle()
+        self.residuals.settle()
         part = self.flight(self, flat, place, self.residuals.at(place, flat))
         part.left = self.leaving.send(part.leave)
         part.reduced = self.owning.send(part.reduce)
         return part
 
-    def lay(self, rows: Sequence[Row]) -> None:
-        self.residuals.lay(rows)
-
-    def put_back(self, flat: Tensor, place: int, unused: Collection[int]) -> None:
-        self.residuals.put_back(place, flat, unused)
-
     def state_dict(self, untaken: Collection[int] = ()) -> dict[str, Any]:
-        self._updates.settle_scales()
-        return {"codec": repr(self.codec), **self.residuals.state_dict(untaken), **self._updates.state_dict()}
+        return {"codec": repr(self.codec), **self.residuals.state_dict(untaken)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; under another codec without residuals."""
         self.residuals.forget()
         if state.get("codec") == repr(self.codec):
             self.residuals.load_state_dict(state)
-            self._updates.load_state_dict(state)
 
 
 @dataclass
 class InFlight:
-    """One tensor between start and landing.
-
-    Attributes:
-        flats: every worker's part of `flat`, views.
-        received: {worker: (messages under way, codes that they fill)}.
-    """
+    """One tensor between start and landing."""
 
     of: CompressedMean
     flat: Tensor  # (elements,)
     place: int
     residual: Residual
-    left: Any = None
-    reduced: Any = None
-    flats: list[Tensor] = field(default_factory=list)
+    left: Any = None  # the call that encodes and sends
+    reduced: Any = None  # the call that reduces the own part
+    flats: list[Tensor] = field(default_factory=list)  # every worker's part of `flat`, views
     sent: list[Pending] = field(default_factory=list)
+    # {worker: (messages under way, codes that they fill)}
     received: dict[int, tuple[list[Pending], list[Tensor]]] = field(default_factory=dict)
-    used: list[Tensor] = field(default_factory=list)
+    used: list[Tensor] = field(default_factory=list)  # buffers of the pool
     round: int = 0
 
     def leave(self) -> None:
@@ -203,7 +192,7 @@ class InFlight:
         x = self.residual.add(self.flat)  # (elements,)
         self.flats = parts.views(self.flat)
         mine, kept = self.flats[parts.rank], parts.of(parts.rank, x)
-        mine.copy_(kept)
+        mine.copy_(kept)  # (elements of the own part,)
         kept.sub_(mine)  # it is not encoded: nothing of it is rounded away
         codes = parts.to_owners(x, self.of.codec.residual, self.round, self.place)
         drop_if_sick(x)
@@ -213,7 +202,7 @@ class InFlight:
         """The mean of the own part, encoded and sent to all."""
         self.left.result()
         parts, back, mine = self.of.parts, self.of.back, self.flats[self.of.parts.rank]
-        decoded = self.of.pool.take(mine)
+        decoded = self.of.pool.take(mine)  # of the own part, from one worker after another
         mine.mul_(parts.share)
         for arriving, codes in self.received.values():
             for pending in arriving:

@@ -4,7 +4,7 @@ Except for `transport` the one file that sends by torch.distributed: FSDP sends 
 """
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,17 +46,13 @@ class Sharded:
 
     Each module that a ModuleList holds is gathered by itself, everything else together: names, hooks and the module's
     methods stay what they are.
-
-    Args:
-        over: the transport of the devices that hold the shards.
-        compute: the type that parameters are gathered and used in, gradients being summed in float32; None: their own.
     """
 
     module: nn.Module
-    over: Transport
+    over: Transport  # of the devices that hold the shards
     device: torch.device
-    compute: torch.dtype | None = None
-    _before: list[tuple[nn.Module, tuple[type, set[str], dict[str, set[int]]]]] = field(init=False)
+    compute: torch.dtype | None = None  # that parameters are gathered and used in, gradients summed in float32, or None
+    _before: list[tuple[nn.Module, tuple[type, set[str], dict[str, set[int]]]]] = field(init=False)  # names, hooks
 
     def __post_init__(self) -> None:
         self._mesh = mesh = _mesh(self.over, self.device.type)
@@ -89,10 +85,6 @@ class Sharded:
     def undo(self) -> None:
         """Whole parameters, on the host, in a plain module. Collective."""
         self.reshard()
-        self._gather()
-        self.abandon()
-
-    def _gather(self) -> None:
         whole: dict[int, nn.Parameter] = {}  # by identity: what was tied is tied again
         for part, _ in self._before:
             for name, parameter in part.named_parameters(recurse=False):
@@ -100,6 +92,7 @@ class Sharded:
                     full = full_tensor(parameter).cpu()  # one device may have less room than all had for the shards
                     whole[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
                 part._parameters[name] = whole[id(parameter)]
+        self.abandon()
 
     @property
     def groups(self) -> list[Any]:
@@ -115,8 +108,15 @@ class Sharded:
 
     def abandon(self) -> None:
         """A plain module, of shards where they weren't gathered: what an exception leaves."""
-        for (part, before), added in zip(self._before, self._added, strict=True):
-            _restore(part, *before, added)
+        for (part, (kind, names, hooks)), added in zip(self._before, self._added, strict=True):
+            for where in _HOOKS:  # those that others gave the module since stay
+                for number in added[where] - hooks[where]:
+                    getattr(part, where).pop(number, None)
+            if isinstance(part, FSDPModule):
+                part.__class__ = kind
+                _composable_state._module_state_mapping.pop(part, None)
+            for name in [n for n in part.__dict__ if n not in names and ("composable" in n or "_fsdp_" in n)]:
+                del part.__dict__[name]
         # Where torch keeps groups besides their names: DTensor remembers meshes for ever, and with them the descriptors
         # of a group that has ended.
         vars(self._mesh).get("_pg_registry", {}).clear()
@@ -133,20 +133,6 @@ def _hook_ids(module: nn.Module) -> dict[str, set[int]]:
     return {name: set(getattr(module, name)) for name in _HOOKS}
 
 
-def _restore(
-    module: nn.Module, kind: type, names: set[str], hooks: Mapping[str, set[int]], added: Mapping[str, set[int]]
-) -> None:
-    """Class, attributes and hooks that the module had, and hooks that others gave it since."""
-    for where in _HOOKS:
-        for number in added[where] - hooks[where]:
-            getattr(module, where).pop(number, None)
-    if isinstance(module, FSDPModule):
-        module.__class__ = kind
-        _composable_state._module_state_mapping.pop(module, None)
-    for name in [n for n in module.__dict__ if n not in names and ("composable" in n or "_fsdp_" in n)]:
-        del module.__dict__[name]
-
-
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
     """Modules that a ModuleList holds (outermost ones) and that share no parameter with the rest."""
     for child in module.children():
@@ -154,16 +140,10 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield from _blocks(child)
             continue
         for block in child:
-            own = set(block.parameters())
-            if own and not own & set(_outside(module, block)):
+            own, inside = set(block.parameters()), set(block.modules())
+            outside = (part for part in module.modules() if part not in inside)
+            if own and not any(p in own for part in outside for p in part.parameters(recurse=False)):
                 yield block
-
-
-def _outside(module: nn.Module, block: nn.Module) -> Iterator[nn.Parameter]:
-    inside = set(block.modules())
-    for part in module.modules():
-        if part not in inside:
-            yield from part.parameters(recurse=False)
 
 
 # ---- tensors ----------------------------------------------------------------------------------------------------
@@ -182,7 +162,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def shards(tensor: Tensor) -> int:
     """Number of devices that a tensor lies on."""
-    return tensor.device_mesh.size() if isinstance(tensor, DTensor) else 1
+    return tensor.device_mesh.size() if isinstance(tensor, DTensor) else 1  # a mesh is one worker's devices
 
 
 def like(tensor: Tensor, shard: Tensor) -> Tensor:
@@ -218,7 +198,7 @@ def own_part(whole: Tensor, parameter: Tensor) -> Tensor:
     return rows_of(whole, mesh.get_local_rank(), mesh.size())
 
 
-def rows_of(whole: Tensor, place: int, devices: int) -> Tensor:
+def rows_of(whole: Tensor, place: int, devices: int) -> Tensor:  # (rows, ...) -> (at most ceil(rows / devices), ...)
     """Rows that the device of this place holds, of so many devices; a view."""
     rows = whole.chunk(devices, dim=0)
     return rows[place] if place < len(rows) else whole[:0]  # fewer rows than devices
@@ -238,26 +218,18 @@ class WholeScalars:
     def __init__(self) -> None:
         self._closed = False
         WholeScalars._open += 1
-        _handlers()[_SCALAR] = _whole_scalar
+        _HANDLERS[_SCALAR] = lambda _, args, kwargs: full_tensor(args[0]).item()
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
             WholeScalars._open -= 1
             if not WholeScalars._open:
-                _handlers().pop(_SCALAR, None)
+                _HANDLERS.pop(_SCALAR, None)
 
 
 _SCALAR = torch.ops.aten._local_scalar_dense.default
-
-
-def _handlers() -> dict[Any, Any]:
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    return handlers
-
-
-def _whole_scalar(_: Any, args: tuple[Tensor, ...], kwargs: Mapping[str, Any]) -> Any:
-    return full_tensor(args[0]).item()
+_HANDLERS: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
 
 
 class ShardBucket(Bucket):

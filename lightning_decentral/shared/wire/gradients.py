@@ -9,6 +9,7 @@ contributors, while it runs).
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -21,8 +22,7 @@ from lightning_decentral.shared.wire.meeting.comparison import TrainingCompariso
 from lightning_decentral.shared.wire.pending import Pending
 
 BUCKET_BYTES = 25 * 2**20  # DDP's
-SPARSE = 2**15
-"""The flag of a sparse gradient: more than there are workers."""
+SPARSE = 2**15  # the flag of a sparse gradient: more than there are workers
 UNSEEN = (
     "a parameter was unfrozen within a step whose backward the strategy doesn't see, so its gradient isn't averaged: "
     "call self.manual_backward(loss) (with Fabric, fabric.backward), not loss.backward()"
@@ -32,8 +32,9 @@ UNSEEN = (
 @torch.no_grad()
 def pack(tensors: Sequence[Tensor | None], like: Sequence[Tensor], flat: Tensor) -> None:
     """flat <- the tensors one behind the other, zeros in the place of None; sparse ones as dense ones."""
-    rows = [flat.new_zeros(other.numel()) if t is None else _dense(t) for t, other in zip(tensors, like, strict=True)]
-    torch.cat(rows, out=flat)
+    dense = [t.to_dense() if t is not None and t.is_sparse else t for t in tensors]
+    pairs = zip(dense, like, strict=True)
+    torch.cat([flat.new_zeros(other.numel()) if t is None else t.reshape(-1) for t, other in pairs], out=flat)
 
 
 def parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
@@ -43,13 +44,9 @@ def parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [row if other.dim() == 1 else row.view(other.shape) for row, other in zip(rows, like, strict=True)]
 
 
-def _dense(tensor: Tensor) -> Tensor:
-    return (tensor.to_dense() if tensor.is_sparse else tensor).reshape(-1)
-
-
 def flag(gradients: Sequence[Tensor | None], flags: Tensor) -> Tensor:
     """flags <- 1 where there is a gradient, `SPARSE` where it is sparse, else 0."""
-    flags.fill_(1)  # not a tensor from a list, which a device would wait for
+    flags.fill_(1)  # (gradients,): not a tensor from a list, which a device would wait for
     for index, gradient in enumerate(gradients):
         if gradient is None or gradient.is_sparse:
             flags[index] = 0 if gradient is None else SPARSE
@@ -66,20 +63,15 @@ def used(gradients: Sequence[Tensor | None], flags: Tensor, pending: Pending) ->
 
 
 class GradientBucket:
-    """Gradients of parameters of one type on one device, which travel together.
-
-    Attributes:
-        waiting: parameters whose gradient the backward hasn't made yet.
-        pending: the message under way.
-    """
+    """Gradients of parameters of one type on one device, which travel together."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = tuple(parameters)
         self.elements = sum(p.numel() for p in parameters)
         self.members = frozenset(parameters)
-        self.waiting = set(self.members)
-        self.pending: Pending | None = None
-        self._views: list[Tensor] = []
+        self.waiting = set(self.members)  # those whose gradient the backward hasn't made yet
+        self.pending: Pending | None = None  # the message under way
+        self._views: list[Tensor] = []  # of the flat message, one for each parameter
 
     @property
     def gradients(self) -> list[Tensor | None]:
@@ -113,29 +105,19 @@ class GradientBucket:
 
 def at_the_end(loss: Tensor, call: Callable[[], None]) -> None:
     """Call it at the end of the backward of `loss` that follows, before anybody else sees its gradients."""
-
-    def begun(_: Tensor) -> None:
-        # Only within a backward can its end be waited for.
-        torch.autograd.Variable._execution_engine.queue_callback(call)
-
-    loss.register_hook(begun)
+    # Only within a backward can its end be waited for.
+    loss.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(call))
 
 
 class Average:
-    """Base of averages of gradients, whose workers report to each other who used what, and whether they have news.
+    """Base of averages of gradients, whose workers report to each other who used what, and whether they have news."""
 
-    Attributes:
-        news: asked after each backward whether this worker has some; any worker's are known to all (`any_news`).
-        layouts: asked where what is trained has changed.
-        under_way: True from a backward's begin until its gradients are averaged.
-    """
-
-    news: Callable[[], bool] = bool
-    layouts = TrainingComparison()
-    under_way = False
+    news: Callable[[], bool] = bool  # asked after each backward; any worker's are known to all (`any_news`)
+    layouts = TrainingComparison()  # asked where what is trained has changed
+    under_way = False  # from a backward's begin until its gradients are averaged
 
     def __init__(self) -> None:
-        self._reported: list[tuple[Tensor, Pending]] = []
+        self._reported: list[tuple[Tensor, Pending]] = []  # of the last 32 averages
 
     def enter(self) -> None:
         """Begin an average, which every worker must enter; again within the same one, nothing."""
@@ -165,25 +147,19 @@ Kind = TypeVar("Kind", bound=GradientBucket)
 class Launcher(Generic[Kind]):
     """Starts buckets in their order, each as soon as the backward has made all gradients of it and of those before it.
 
-    Args:
-        launch: starts a bucket's message.
-        first: called at the first gradient since `begin`, unless `begun` was set before.
-
-    Attributes:
-        paused: gradients are only accumulated meanwhile.
-        begun: whether a backward has begun since `begin`.
-
     Raises:
         RuntimeError: in the backward, where a gradient grows again after it was sent.
     """
 
     def __init__(self, launch: Callable[[Kind], None], first: Callable[[], None] = lambda: None) -> None:
-        self.paused = self.begun = False
+        self.paused = False  # gradients are only accumulated meanwhile
+        self.begun = False  # whether a backward has begun since `begin`
+        # Start a bucket's message; follow the first gradient since `begin`, unless `begun` was set before.
         self._launch, self._first = launch, first
         self._hooks: dict[nn.Parameter, tuple[RemovableHandle, Any]] = {}
-        self._seen: list[tuple[torch.Size, torch.dtype]] = []
+        self._seen: list[tuple[torch.Size, torch.dtype]] = []  # of those with hooks, in their order
         self.buckets: tuple[Kind, ...] = ()
-        self._of: dict[nn.Parameter, int] = {}
+        self._of: dict[nn.Parameter, int] = {}  # the number of its bucket
         self.begin(())
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> bool:
@@ -199,7 +175,10 @@ class Launcher(Generic[Kind]):
         for parameter in self._hooks.keys() - set(parameters):
             self._hooks.pop(parameter)[0].remove()
         for parameter in (p for p in parameters if p not in self._hooks):
-            self._hooks[parameter] = self._hooked(parameter)
+            # As DDP's: behind all of the user's own hooks of the parameter, whenever they were registered. Autograd
+            # makes another node as soon as nobody holds this one.
+            node = get_gradient_edge(parameter).node
+            self._hooks[parameter] = node.register_hook(partial(self._ready, parameter)), node
         self._seen = [(p.shape, p.dtype) for p in self._hooks]
         return True
 
@@ -210,12 +189,6 @@ class Launcher(Generic[Kind]):
             for parameter, (shape, dtype) in zip(self._hooks, self._seen, strict=True):
                 Place(shape, dtype, dense_strides(parameter)).refuse_changed(parameter)
 
-    def _hooked(self, parameter: nn.Parameter) -> tuple[RemovableHandle, Any]:
-        # As DDP's: behind all of the user's own hooks of the parameter, whenever they were registered. Autograd makes
-        # another node as soon as nobody holds this one.
-        node = get_gradient_edge(parameter).node
-        return node.register_hook(lambda *_: self._ready(parameter)), node
-
     @property
     def watched(self) -> frozenset[nn.Parameter]:
         return frozenset(self._hooks)
@@ -224,7 +197,7 @@ class Launcher(Generic[Kind]):
         """Prepare a backward whose gradients are sent in these buckets."""
         if self.buckets != (now := tuple(buckets)):
             self.buckets, self._of = now, {p: index for index, bucket in enumerate(now) for p in bucket.members}
-        self._launched, self.begun = 0, False
+        self._launched, self.begun = 0, False  # buckets that have left
         for bucket in buckets:
             bucket.waiting, bucket.pending = set(bucket.members), None
 
@@ -234,7 +207,7 @@ class Launcher(Generic[Kind]):
             self._launched += 1
             self._launch(bucket)
 
-    def _ready(self, parameter: nn.Parameter) -> None:
+    def _ready(self, parameter: nn.Parameter, *_: object) -> None:
         index = self._of.get(parameter)
         if self.paused or index is None:
             return

@@ -11,6 +11,7 @@ from lightning_decentral.shared.compute.worker_state import fingerprint
 from lightning_decentral.shared.wire.fsdp import local
 from lightning_decentral.shared.wire.transport import Transport
 
+Mean = Callable[[Sequence[Tensor]], list[Tensor]]
 REMEDY = "Lower the learning rate, clip gradients (gradient_clip_val) or find the operation with detect_anomaly=True"
 
 
@@ -70,7 +71,7 @@ def ailing(
         devices: of each worker, whose tensors may be shards; ranks follow each other.
         known: what `constants` found; the same on all.
     """
-    rows = [extremes(local(t.detach())) for t in tensors if real(t)]
+    rows = [extremes(local(t.detach())) for t in tensors if real(t)]  # (lowest, highest) of each
     if known:
         for tensor, row in zip([t for t in tensors if real(t)], rows, strict=True):
             if not bool(row.isfinite().all()):
@@ -82,7 +83,7 @@ def ailing(
     low, high = torch.stack(list(gathered)).cpu().unbind(-1)  # [workers x devices, tensors]
     masked = ((low == -torch.inf) & (high < torch.inf)) | (low == torch.inf)
     masks = masked & (2 * masked.sum(0) > (~high.isnan()).sum(0))
-    scales = torch.maximum(-low, high).masked_fill(masks, 0.0)
+    scales = torch.maximum(-low, high).masked_fill(masks, 0.0)  # [workers x devices, tensors]
     places = [place for place, tensor in enumerate(tensors) if real(tensor)]
     found: dict[int, Ailment] = {}
     for device, column in (~sound(scales)).nonzero().tolist():
@@ -91,9 +92,7 @@ def ailing(
 
 
 @torch.no_grad()
-def mean_of_others(
-    tensors: Sequence[Tensor], mean_of: Callable[[Sequence[Tensor]], list[Tensor]], left_out: bool
-) -> list[Tensor]:
+def mean_of_others(tensors: Sequence[Tensor], mean_of: Mean, left_out: bool) -> list[Tensor]:
     """sum_i share_i x_i / sum_i share_i over the workers i that aren't left out. Collective."""
     device = next(t.device for t in tensors if real(t))
     # The sum of shares travels along. Zeros instead of a share of zero: zero times NaN is NaN.
@@ -103,11 +102,7 @@ def mean_of_others(
 
 
 def mean_of_sound(
-    tensors: Sequence[Tensor],
-    mean_of: Callable[[Sequence[Tensor]], list[Tensor]],
-    over: Transport,
-    devices: int = 1,
-    shards: int = 1,
+    tensors: Sequence[Tensor], mean_of: Mean, over: Transport, devices: int = 1, shards: int = 1
 ) -> tuple[list[Tensor], str]:
     """(the mean of the workers that are sound, why this one isn't among them or nothing). Collective: where all are
     sound, and none holds a shard, the mean alone.

@@ -49,14 +49,10 @@ class ThreadTurn:
 
 
 class Lent:
-    """A tensor that its owner leaves alone until it calls `settle`: who comes by then reads it, who comes later a copy.
-
-    Args:
-        readers: how many come in all.
-    """
+    """A tensor that its owner leaves alone until it calls `settle`: readers until then take it, later ones a copy."""
 
     def __init__(self, tensor: Tensor, readers: int) -> None:
-        self._tensor, self._missing, self._lock = tensor, readers, Lock()
+        self._tensor, self._missing, self._lock = tensor, readers, Lock()  # missing: readers still to come
 
     def read(self, take: Callable[[Tensor], Any]) -> None:
         """Read the tensor as one of the readers, who only reads."""
@@ -72,22 +68,15 @@ class Lent:
 
 @dataclass
 class Mailboxes:
-    """Messages sent and not yet taken, by address; in the order of sending.
+    """Messages sent and not yet taken, by address; in the order of sending."""
 
-    Args:
-        wait_seconds: after which who waits for a message ends.
-
-    Attributes:
-        turn: passed on by who waits.
-    """
-
-    wait_seconds: float = 600.0
+    wait_seconds: float = 600.0  # after which who waits for a message ends
     _boxes: dict[Hashable, deque[Any]] = field(default_factory=lambda: defaultdict(deque), init=False)
     _lock: RLock = field(default_factory=RLock, init=False)
     _waiting: dict[Hashable, Condition] = field(default_factory=dict, init=False)
     _closed: bool = field(default=False, init=False)
     _unwanted: set[Hashable] = field(default_factory=set, init=False)
-    turn: ThreadTurn = field(default_factory=ThreadTurn, init=False)
+    turn: ThreadTurn = field(default_factory=ThreadTurn, init=False)  # passed on by who waits
 
     def lend(self, addresses: Sequence[Hashable], tensor: Tensor) -> Lent:
         """Lend the tensor to all of them, until it's settled."""
@@ -109,8 +98,10 @@ class Mailboxes:
 
     def take(self, address: Hashable) -> Any:
         if not self.full(address):
-            with self.turn.passed_on():
-                self._wait_for(address)
+            with self.turn.passed_on(), self._lock:
+                waiting = self._waiting.setdefault(address, Condition(self._lock))
+                waiting.wait_for(lambda: self._closed or bool(self._boxes.get(address)), self.wait_seconds)
+                self._waiting.pop(address, None)
         with self._lock:
             if not self._boxes.get(address):
                 raise PeerLost(f"nothing came to {address}: another worker of this rehearsal has ended")
@@ -118,12 +109,6 @@ class Mailboxes:
             if not self._boxes[address]:
                 del self._boxes[address]
             return found
-
-    def _wait_for(self, address: Hashable) -> None:
-        with self._lock:
-            waiting = self._waiting.setdefault(address, Condition(self._lock))
-            waiting.wait_for(lambda: self._closed or bool(self._boxes.get(address)), self.wait_seconds)
-            self._waiting.pop(address, None)
 
     def forget(self, addresses: Sequence[Hashable]) -> None:
         """Drop the one message that has come to each of them, or will: nobody takes it."""
@@ -146,18 +131,13 @@ class Mailboxes:
 
 @dataclass
 class _Arriving:
-    """Done once: what lies at the addresses is handed over.
-
-    Args:
-        own: what this worker lent, settled first: what is handed over may be written into it.
-        once: the addresses are no other message's: when nobody waited for it, what comes is forgotten.
-    """
+    """Done once: what lies at the addresses is handed over."""
 
     boxes: Mailboxes
-    addresses: Sequence[Hashable]
-    hand_over: Callable[[list[Lent]], Any]
-    own: Lent | None = None
-    once: bool = False
+    addresses: Sequence[Hashable] = ()
+    hand_over: Callable[[list[Lent]], Any] = len  # nothing is there to be handed over
+    own: Lent | None = None  # what this worker lent, settled first: what is handed over may be written into it
+    once: bool = False  # the addresses are no other message's: when nobody waited for it, what comes is forgotten
     waited: bool = False
 
     def __del__(self) -> None:
@@ -192,17 +172,15 @@ class InProcessTransport(Transport):
         """Nothing is open."""
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
-        lent = self._lent(sends)
-        incoming = [self._arriving([(self._name, m.peer, self.rank, m.tag)], _into(m.tensor)) for m in receives]
-        return [self._arriving([], _nothing, lent[id(m.tensor)]) for m in sends], incoming
-
-    def _lent(self, sends: Sequence[Message]) -> dict[int, Lent]:
-        """{tensor: what its receivers read}: each once, however many receive it."""
-        to: dict[int, list[Hashable]] = {}
+        to: dict[int, list[Hashable]] = {}  # of each tensor: it's lent once, however many receive it
         for peer, tensor, tag in sends:
             to.setdefault(id(tensor), []).append((self._name, self.rank, peer, tag))
         tensors = {id(m.tensor): m.tensor for m in sends}
-        return {place: self._boxes.lend(addresses, tensors[place]) for place, addresses in to.items()}
+        lent = {place: self._boxes.lend(addresses, tensors[place]) for place, addresses in to.items()}
+        places = [[(self._name, m.peer, self.rank, m.tag)] for m in receives]
+        pairs = zip(places, receives, strict=True)
+        incoming: list[Pending] = [_Arriving(self._boxes, at, _into(m.tensor)) for at, m in pairs]
+        return [_Arriving(self._boxes, own=lent[id(m.tensor)]) for m in sends], incoming
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         return self._between(range(self.size), range(self.size), tensor, self._sum_into(tensor))
@@ -230,17 +208,12 @@ class InProcessTransport(Transport):
         """Each target takes what each other source has."""
         call = self._name, "collective", self._calls
         self._calls += 1
-        hearers = [target for target in targets if target != self.rank] if self.rank in sources else []
-        lent = self._boxes.lend([(*call, self.rank, target) for target in hearers], own) if hearers else None
+        others = [target for target in targets if target != self.rank] if self.rank in sources else []
+        lent = self._boxes.lend([(*call, self.rank, target) for target in others], own) if others else None
         if self.rank not in targets:
-            return self._arriving([], _nothing, lent)
+            return _Arriving(self._boxes, own=lent)
         addresses = [(*call, source, self.rank) for source in sources if source != self.rank]
         return _Arriving(self._boxes, addresses, hand_over, lent, once=True)
-
-    def _arriving(
-        self, addresses: Sequence[Hashable], hand_over: Callable[[list[Lent]], Any], own: Lent | None = None
-    ) -> Pending:
-        return _Arriving(self._boxes, addresses, hand_over, own)
 
     def _sum_into(self, tensor: Tensor) -> Callable[[list[Lent]], Any]:
         """Sum in the order of ranks: (those before this one) + this one + those behind, one by one."""
@@ -263,10 +236,6 @@ class InProcessTransport(Transport):
 
 def _into(tensor: Tensor) -> Callable[[list[Lent]], Any]:
     return lambda rows: rows[0].read(tensor.copy_)
-
-
-def _nothing(rows: list[Lent]) -> None:
-    return
 
 
 def in_process_wire(boxes: Mailboxes, rank: int, size: int) -> Wire:

@@ -59,8 +59,14 @@ class InProcessGroup(dist.ProcessGroup):
         for tensor in tensors:
             if operation == ReduceOp.SUM:
                 self._over.all_reduce(tensor).wait()
-            else:
-                tensor.copy_(reduce(_operation(operation), self._gathered(tensor)))
+                continue
+            # By comparison: a `ReduceOp` equals its kind, and is of another type.
+            combine = next((call for known, call in OPERATIONS.items() if operation == known), None)
+            if combine is None:
+                raise ValueError(
+                    f"workers of one process reduce by sum, product, min and max, not by {operation}: take a sum"
+                )
+            tensor.copy_(reduce(combine, self._gathered(tensor)))
         return _done(tensors)
 
     def _gathered(self, tensor: Tensor) -> list[Tensor]:
@@ -86,13 +92,6 @@ class InProcessGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> Any:
         return self.allreduce([torch.zeros(1)])
-
-
-def _operation(operation: Any) -> Callable[[Tensor, Tensor], Tensor]:
-    for known, call in OPERATIONS.items():
-        if operation == known:
-            return call
-    raise ValueError(f"workers of one process reduce by sum, product, min and max, not by {operation}: take a sum")
 
 
 def _refused(name: str) -> Callable[..., Any]:

@@ -30,7 +30,7 @@ def mean(tensors: Sequence[Tensor], over: Transport, share: float | None = None)
     indices) is this worker's own.
     """
     results = [tensor.detach().clone() for tensor in tensors]
-    chunks: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
+    chunks: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}  # of at most CHUNK_BYTES and a tensor
     for result in results:
         if not (result.is_floating_point() or result.is_complex()):
             continue
@@ -44,8 +44,8 @@ def mean(tensors: Sequence[Tensor], over: Transport, share: float | None = None)
 
 
 def _mean_in_place(tensors: Sequence[Tensor], over: Transport, share: float | None) -> None:
-    exact = torch.promote_types(tensors[0].dtype, torch.float32)
-    flat = torch.empty(sum(t.numel() for t in tensors), dtype=exact, device=tensors[0].device)
+    exact = torch.promote_types(tensors[0].dtype, torch.float32)  # half precision loses small shares
+    flat = torch.empty(sum(t.numel() for t in tensors), dtype=exact, device=tensors[0].device)  # (elements,)
     pack(tensors, tensors, flat)
     # Before the sum: a mask of the largest finite number stays finite.
     flat = flat.div_(over.size) if share is None else flat.mul_(share)
@@ -61,7 +61,11 @@ def mean_of_states(state: Mapping[str, Any], mean_of: MeanOf, carried: Collectio
     Tied entries stay tied.
     """
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-    place = {key: _place(key, tensor) for key, tensor in tensors.items()}
+    place = {}  # equal for tied tensors
+    for key, tensor in tensors.items():
+        here = local(tensor)
+        # Empty tensors have no address: they would all be tied.
+        place[key] = here.data_ptr(), tensor.shape, tensor.stride(), key if here.numel() == 0 else ""
     unique = {place[key]: tensor for key, tensor in tensors.items()}
     of_one = {place[key] for key in tensors if key in carried}
     averaged, alone = [p for p in unique if p not in of_one], [p for p in unique if p in of_one]
@@ -74,13 +78,6 @@ def _values(mean_of: MeanOf, averaged: Sequence[Tensor], carried: Sequence[Tenso
     return mean_of(averaged, carried) if carried else mean_of(averaged)
 
 
-def _place(key: str, tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...], str]:
-    """Equal for tied tensors."""
-    here = local(tensor)
-    # Empty tensors have no address: they would all be tied.
-    return here.data_ptr(), tensor.shape, tensor.stride(), key if here.numel() == 0 else ""
-
-
 class Swap:
     """Values standing in a model's tensors until `undo`. Keeps one copy of what was there."""
 
@@ -89,7 +86,7 @@ class Swap:
         self._tensors = list(tensors)
         self._own = [tensor.detach().clone() for tensor in tensors]
         self._put(values)
-        self._stood = list(values)
+        self._stood = list(values)  # what shows whether somebody has written meanwhile
 
     @torch.no_grad()
     def _put(self, values: Sequence[Tensor]) -> None:
@@ -148,21 +145,13 @@ def of_mean(modules: Sequence[nn.Module]) -> tuple[list[Tensor], list[Tensor]]:
 
 
 class MeanModel:
-    """mean = sum_i share_i x_i, shown for a while or taken for good; showing doesn't touch a worker's own trajectory.
-
-    Args:
-        mean_of: the exact mean over the workers, and what one of them has; collective.
-        shown: what a worker gives to it for its tensors.
-
-    Attributes:
-        diverged: whether the workers differ.
-        hidden: called where it has left a model, with the tensors that keep what was written to them meanwhile.
-    """
+    """mean = sum_i share_i x_i, shown for a while or taken for good; showing leaves a worker's own trajectory alone."""
 
     def __init__(self, mean_of: MeanOf, shown: Shown = list) -> None:
         self.mean_of, self._shown = mean_of, shown
+        # Called where it has left a model, with the tensors that keep what was written to them meanwhile.
         self.hidden: Callable[[Sequence[Tensor]], Any] = bool
-        self.diverged = False
+        self.diverged = False  # whether the workers differ
         self._swap: Swap | None = None
 
     def show(self, tensors: Sequence[Tensor], carried: Sequence[Tensor] = ()) -> None:

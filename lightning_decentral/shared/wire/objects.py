@@ -10,8 +10,7 @@ from torch import Tensor
 from lightning_decentral.shared.wire.plain import NotPlain, Serialized, lengths, pack, unpack
 from lightning_decentral.shared.wire.transport import Message, Transport, connected, everyone
 
-HEAD = 0
-"""Tag of a head in `collect_objects`; its tensors have the following ones."""
+HEAD = 0  # tag of a head in `collect_objects`; its tensors have the following ones
 
 
 class Sizes(NamedTuple):
@@ -28,11 +27,15 @@ def gather_objects(over: Transport, value: Any) -> list[Any]:
     Raises:
         NotPlain: on every worker, one's value can't be sent.
     """
-    mine, own = _packed(value, over.rank)
-    sizes = _everyones(over, own, mine)
-    row = torch.zeros(max(s.head + s.payload for s in sizes), dtype=torch.uint8)
-    row[: own.head + own.payload] = torch.cat([_tensor(mine.head), *mine.payload])
-    return [_apart(row, s) for row, s in zip(_rows(over, row), sizes, strict=True)]
+    mine, sizes = _everyones(over, value)
+    own = torch.zeros(max(s.head + s.payload for s in sizes), dtype=torch.uint8)  # as long as the longest
+    own[: sizes[over.rank].head + sizes[over.rank].payload] = torch.cat([_tensor(mine.head), *mine.payload])
+    found = []
+    for row, size in zip(_rows(over, own), sizes, strict=True):
+        head, rest = _data(row[: size.head]), row[size.head : size.head + size.payload]
+        # Copies: bytes in the middle of a row aren't aligned.
+        found.append(unpack(Serialized(head, [part.clone() for part in rest.split(lengths(head))])))
+    return found
 
 
 def gather_world(value: Any) -> list[Any]:
@@ -46,10 +49,10 @@ def collect_objects(over: Transport, value: Any) -> list[Any]:
     Raises:
         NotPlain: on every worker, one's value can't be sent.
     """
-    mine, own = _packed(value, over.rank)
-    sizes = _everyones(over, own, mine)
+    mine, sizes = _everyones(over, value)
     if over.rank > 0:
-        _send(over, mine)
+        for tag, part in enumerate((_tensor(mine.head), *mine.payload), HEAD):
+            over.exchange([Message(0, part.to(_place(over)), tag)], [])[0][0].wait()
         return []
     return [unpack(mine), *(unpack(_receive(over, rank, sizes[rank].head)) for rank in range(1, over.size))]
 
@@ -82,29 +85,20 @@ def _packed(value: Any, rank: int) -> tuple[Serialized, Sizes]:
     return found, Sizes(len(found.head), sum(map(len, found.payload)), refused)
 
 
-def _everyones(over: Transport, own: Sizes, mine: Serialized) -> list[Sizes]:
+def _everyones(over: Transport, value: Any) -> tuple[Serialized, list[Sizes]]:
+    """(this worker's value, the sizes of all workers'). NotPlain on all of them, where one can't be sent."""
+    mine, own = _packed(value, over.rank)
     sizes = [Sizes(*row.tolist()) for row in _rows(over, torch.tensor(own))]
     if any(s.refused for s in sizes):
         reasons = gather_objects(over, mine.head.decode() if own.refused else "")
         raise NotPlain(next(filter(None, reasons)))
-    return sizes
-
-
-def _apart(row: Tensor, size: Sizes) -> Any:
-    head, rest = _data(row[: size.head]), row[size.head : size.head + size.payload]
-    # Copies: bytes in the middle of a row aren't aligned.
-    return unpack(Serialized(head, [part.clone() for part in rest.split(lengths(head))]))
-
-
-def _send(over: Transport, packed: Serialized) -> None:
-    for tag, part in enumerate((_tensor(packed.head), *packed.payload), HEAD):
-        _done(over.exchange([Message(0, part.to(_place(over)), tag)], []))
+    return mine, sizes
 
 
 def _receive(over: Transport, source: int, head_bytes: int) -> Serialized:
     def receive(size: int, tag: int) -> Tensor:
         part = _empty(size).to(_place(over))
-        _done(over.exchange([], [Message(source, part, tag)]))
+        over.exchange([], [Message(source, part, tag)])[1][0].wait()
         return part.cpu()
 
     head = _data(receive(head_bytes, HEAD))
@@ -156,11 +150,6 @@ def reduce_alike(
         kind = f"{op}, {tensor.dtype} {list(tensor.shape)}"
         check_same_call(everyone(), f"a reduction ({kind}; {phase().split()[0]})")
     return reduce(tensor, group, op)
-
-
-def _done(pending: tuple[list[Any], list[Any]]) -> None:
-    for one in (*pending[0], *pending[1]):
-        one.wait()
 
 
 def _rows(over: Transport, row: Tensor) -> list[Tensor]:

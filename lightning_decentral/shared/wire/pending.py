@@ -1,4 +1,4 @@
-"""Handles of transfers under way, and the error that names a lost peer."""
+"""Transfers under way, the error that names a lost peer, and what one worker has opened."""
 
 import atexit
 import re
@@ -29,31 +29,12 @@ class Pending(Protocol):
 
 
 @dataclass
-class Work:
-    """A torch work handle whose errors name the peer."""
-
-    work: Any
-    peer: str
-    rank: int
-
-    def wait(self) -> None:
-        try:
-            self.work.wait()
-        except RuntimeError as error:
-            raise_lost(error, self.peer, self.rank)
-            raise
-
-    def done(self) -> bool:
-        return bool(self.work.is_completed())
-
-
-@dataclass
 class StagedCopy:
     """Waits, then copies from the host to the device; keeps the host tensor alive meanwhile."""
 
     inner: Pending
-    host: Tensor
-    device: Tensor | None
+    host: Tensor  # pinned, of the same shape
+    device: Tensor | None  # None: of a send
 
     def wait(self) -> None:
         self.inner.wait()
@@ -76,20 +57,6 @@ class Together:
 
     def done(self) -> bool:
         return all(part.done() for part in self.parts)
-
-
-class Naming:
-    """Turns a backend's connection error into `PeerLost` with the peer's name; anything else passes."""
-
-    def __init__(self, peer: str, rank: int) -> None:
-        self._peer, self._rank = peer, rank
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RuntimeError):
-            raise_lost(error, self._peer, self._rank)
 
 
 def raise_lost(error: RuntimeError, peer: str, rank: int) -> None:
@@ -123,24 +90,20 @@ class Opened:
         for one in left:
             one.close()
         self._transports = []
-        _delete(groups)
+        lock = threading.Lock()
 
+        def delete() -> None:
+            # A program that ends before, as most do, leaves the groups to the system. One that goes on shows it to a
+            # peer that waits for this worker only that much later.
+            time.sleep(GRACE)
+            with lock:
+                groups.clear()
+            atexit.unregister(end)
 
-def _delete(groups: list[Any]) -> None:
-    """Delete groups on a thread, after `GRACE`: a program that ends before, as most do, leaves them to the system. One
-    that goes on shows it to a peer that waits for this worker only that much later."""
-    lock = threading.Lock()
+        def end() -> None:
+            # A thread that came back from gloo's C++ to an interpreter that ends would abort the process. Not let go of
+            # again: a deletion that hasn't begun stays where it is, and the system closes the connections.
+            lock.acquire(timeout=PATIENCE)
 
-    def delete() -> None:
-        time.sleep(GRACE)
-        with lock:
-            groups.clear()
-        atexit.unregister(end)
-
-    def end() -> None:
-        # A thread that came back from gloo's C++ to an interpreter that ends would abort the process. Not let go of
-        # again: a deletion that hasn't begun stays where it is, and the system closes the connections.
-        lock.acquire(timeout=PATIENCE)
-
-    atexit.register(end)
-    threading.Thread(target=delete, name="lightning_decentral-abandoned", daemon=True).start()
+        atexit.register(end)
+        threading.Thread(target=delete, name="lightning_decentral-abandoned", daemon=True).start()

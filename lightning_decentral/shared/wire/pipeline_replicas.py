@@ -9,7 +9,7 @@ evaluated and saved is their mean. A worker that has replicas (a stage of severa
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,23 +29,13 @@ from lightning_decentral.shared.wire.meeting.comparison import MakeLayouts, unas
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Transport
 
-Group = Callable[[], Transport]
-"""Makes a new group of the replicas of each part. Collective: every worker calls it."""
-
-
-class Skips(Protocol):
-    """A check that may skip updates."""
-
-    nonfinite: str
-    skipped: int
-    """Number of updates skipped so far."""
+Group = Callable[[], Transport]  # makes a new group of the replicas of each part; collective over all workers
 
 
 class Bond:
     """One worker's tie to its replicas; this one is of a worker that has none."""
 
-    keeps: bool = False
-    """True where it has what no other has, and what it needs to go on exactly."""
+    keeps: bool = False  # true where it has what no other has, and what it needs to go on exactly
 
     def gradients(self, own: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[Tensor | None]:
         """Gradients that the optimizer gets for this worker's own ones of these parameters. Collective."""
@@ -62,8 +52,9 @@ class Bond:
     def replaced(self, optimizers: Sequence[Optimizer]) -> None:
         """Take these optimizers from now on. RuntimeError where another replica goes on with its own."""
 
-    def guard(self, check: Skips, scaler: Any) -> None:
-        """Skip updates from now on where `check` counts one, or by a loss scaler; None: there is none."""
+    def guard(self, check: Any, scaler: Any) -> None:
+        """Skip updates from now on where a check of gradients counts one more as `skipped`, or by a loss scaler; None:
+        there is none."""
 
     def updated(self, optimizer: Optimizer, epoch: int) -> None:
         """Follow up each update of an optimizer, or where it was skipped; on all replicas equally often. Collective."""
@@ -92,8 +83,7 @@ class Bond:
 class Replicas(ChoosesStrategy, ABC):
     """A value: constructing it starts nothing."""
 
-    drifts: ClassVar[bool]
-    """True where the replicas' parameters may differ between steps."""
+    drifts: ClassVar[bool]  # true where the replicas' parameters may differ between steps
 
     def strategy(self, cls: type) -> type:
         return cls
@@ -157,7 +147,7 @@ class _Replicated(Bond):
             self._average.layouts.changed()
         self._average.enter()
         # The hosts report to each other who used what: none reads what its device computes.
-        sums = torch.empty(len(own) + 1, dtype=torch.int32)
+        sums = torch.empty(len(own) + 1, dtype=torch.int32)  # [flags, news]
         flags = flag(own, sums[:-1])
         sums[-1] = self._average.news()
         pending = self._hosts.all_reduce(sums)  # with other numbers, sums would be of other lengths
@@ -196,8 +186,8 @@ class _CompressedAveraging(_Replicated):
     def __init__(self, by: FlatMean, device: torch.device, *others: Transport) -> None:
         super().__init__(*others)
         self._by, self._device = by, device
-        self._check: Skips | None = None
-        self._skipped = 0
+        self._check: Any = None
+        self._skipped = 0  # of the updates that `_check` has counted
         self._keys: dict[Tensor, int] = {}
 
     def prepare(self, optimizers: Sequence[Optimizer], module: nn.Module, layouts: MakeLayouts = unasked) -> None:
@@ -205,7 +195,7 @@ class _CompressedAveraging(_Replicated):
         # By its number in the stage, under which a file names it, whatever is trained by then.
         self._keys = {parameter: number for number, parameter in enumerate(module.parameters())}
 
-    def guard(self, check: Skips, scaler: Any) -> None:
+    def guard(self, check: Any, scaler: Any) -> None:
         self._check, self._skipped = check, check.skipped
         if scaler is not None or check.nonfinite == "skip":
             self._by.guard(scale_of(scaler, self._device), scaled=False)  # a stage has taken the scale off
@@ -219,9 +209,17 @@ class _CompressedAveraging(_Replicated):
     @torch.no_grad()
     def gradients(self, own: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[Tensor | None]:
         counts = self._count(own, parameters)
-        kinds = sorted({p.dtype for p in parameters}, key=str)
+        kinds = sorted({p.dtype for p in parameters}, key=str)  # on all replicas in the same order
         rows = [[i for i, p in enumerate(parameters) if p.dtype == kind] for kind in kinds]
-        flats = self._started(own, parameters, rows)
+        key = {i: self._keys.setdefault(p, len(self._keys)) for i, p in enumerate(parameters)}
+        self._by.lay([tuple((key[i], real(parameters[i]).numel()) for i in row) for row in rows])
+        flats = []  # (elements of all parameters of a type,) each
+        for row in rows:
+            like = [parameters[i] for i in row]
+            flats.append(like[0].new_empty(sum(p.numel() for p in like)))
+            pack([own[i] for i in row], like, flats[-1])
+        for pending in [self._by.start(real(flat), place) for place, flat in enumerate(flats)]:
+            pending.wait()
         some, found = used(own, *counts), list(own)
         for place, (row, flat) in enumerate(zip(rows, flats, strict=True)):
             self._by.put_back(real(flat), place, [number for number, i in enumerate(row) if not some[i]])
@@ -230,27 +228,8 @@ class _CompressedAveraging(_Replicated):
         self._average.leave()
         return found
 
-    def _started(
-        self, own: Sequence[Tensor | None], parameters: Sequence[Tensor], rows: Sequence[Sequence[int]]
-    ) -> list[Tensor]:
-        """The means of these rows, once they are there."""
-        key = {i: self._keys.setdefault(p, len(self._keys)) for i, p in enumerate(parameters)}
-        self._by.lay([tuple((key[i], _numbers(parameters[i])) for i in row) for row in rows])
-        flats = []
-        for row in rows:
-            like = [parameters[i] for i in row]
-            flats.append(like[0].new_empty(sum(p.numel() for p in like)))
-            pack([own[i] for i in row], like, flats[-1])
-        for pending in [self._by.start(real(flat), place) for place, flat in enumerate(flats)]:
-            pending.wait()
-        return flats
-
     def state_dict(self) -> dict[str, Any]:
         return self._by.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._by.load_state_dict(state)
-
-
-def _numbers(tensor: Tensor) -> int:
-    return tensor.numel() * (1 + tensor.is_complex())

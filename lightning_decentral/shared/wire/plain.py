@@ -29,8 +29,7 @@ class Serialized(NamedTuple):
     """A value on its way."""
 
     head: bytes
-    payload: list[Tensor]
-    """[bytes of a tensor] each, on the CPU."""
+    payload: list[Tensor]  # [bytes of a tensor] each, on the CPU
 
 
 class NotPlain(TypeError):
@@ -53,12 +52,10 @@ def _dtype(name: str) -> torch.dtype:
     return found
 
 
-def _scalar(parts: list[Any]) -> Any:
-    return np.frombuffer(parts[1], dtype=np.dtype(parts[0]))[0]
-
-
 _PATH = Serializer("path", os.fspath, Path)
-_SCALAR = Serializer("scalar", lambda v: [v.dtype.str, v.tobytes()], _scalar)
+_SCALAR = Serializer(
+    "scalar", lambda v: [v.dtype.str, v.tobytes()], lambda parts: np.frombuffer(parts[1], dtype=np.dtype(parts[0]))[0]
+)
 SERIALIZERS: dict[type, Serializer] = {
     tuple: Serializer("tuple", list, tuple),
     set: Serializer("set", list, set),
@@ -73,6 +70,7 @@ SERIALIZERS: dict[type, Serializer] = {
     torch.device: Serializer("device", str, torch.device),
     type(Path()): _PATH,
 }
+_KINDS = {kind.name: kind for kind in (*SERIALIZERS.values(), _SCALAR)}
 # What a call of `self.log` may name.
 _FUNCTIONS: dict[str, Any] = {f"torch.{n}": getattr(torch, n) for n in ("mean", "sum", "min", "max", "nansum")}
 _FUNCTIONS |= {n: getattr(builtins, n) for n in ("min", "max", "sum")}
@@ -174,38 +172,20 @@ def _up(node: Any, payload: list[Tensor]) -> Any:
     if type(node) is list:
         return [_up(part, payload) for part in node]
     ((name, parts),) = node.items()
-    return _BUILT[name](parts, payload)
-
-
-def _plainly(kind: Serializer) -> Callable[[Any, list[Tensor]], Any]:
-    return lambda parts, payload: kind.build(_up(parts, payload))
-
-
-def _built_tensor(parts: Any, payload: list[Tensor]) -> Tensor:
-    name, shape, index = parts
-    found: Tensor = payload[index].view(_dtype(name)).reshape(shape)
-    return found
-
-
-def _built_array(parts: Any, payload: list[Tensor]) -> Any:
-    name, shape, index = parts
-    return payload[index].numpy().view(np.dtype(name)).reshape(shape)
-
-
-def _built_record(parts: Any, payload: list[Tensor]) -> Any:
-    *place, values = parts
-    kind = _own_class(*place)
-    if set(values) != set(_fields(kind) or ()):
-        raise ValueError(f"{kind.__qualname__} has other fields")
-    return kind(**{name: _up(value, payload) for name, value in values.items()})
-
-
-def _built_member(parts: Any, _: list[Tensor]) -> Any:
-    module, name, member = parts
-    kind = _own_class(module, name)
-    if not issubclass(kind, Enum):
-        raise ValueError(f"{name} has no members")
-    return kind[member]
+    if name in _KINDS:
+        return _KINDS[name].build(_up(parts, payload))
+    if name == "function":
+        return _FUNCTIONS[parts]
+    first, second, last = parts
+    if name in ("tensor", "array"):  # its type, its shape, its place in the payload
+        data = payload[last]
+        return (data.view(_dtype(first)) if name == "tensor" else data.numpy().view(np.dtype(first))).reshape(second)
+    kind = _own_class(first, second)
+    if name == "member" and issubclass(kind, Enum):
+        return kind[last]
+    if name != "record" or set(last) != set(_fields(kind) or ()):
+        raise ValueError(f"{kind.__qualname__} has no {name}, or other fields")
+    return kind(**{name: _up(value, payload) for name, value in last.items()})
 
 
 def _own_class(module: str, name: str) -> Any:
@@ -214,13 +194,3 @@ def _own_class(module: str, name: str) -> Any:
     if not isinstance(found, type) or found.__module__ != module:
         raise ValueError(f"{module} has no class {name}")
     return found
-
-
-_BUILT: dict[str, Callable[[Any, list[Tensor]], Any]] = {
-    **{kind.name: _plainly(kind) for kind in (*SERIALIZERS.values(), _SCALAR)},
-    "tensor": _built_tensor,
-    "array": _built_array,
-    "function": lambda parts, _: _FUNCTIONS[parts],
-    "record": _built_record,
-    "member": _built_member,
-}

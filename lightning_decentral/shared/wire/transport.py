@@ -10,38 +10,48 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.torch_version import TorchVersion
 
 from lightning_decentral.shared.compute import cuda
-from lightning_decentral.shared.compute.codec.blocks import real
-from lightning_decentral.shared.wire.pending import Naming, Pending, StagedCopy, Together, Work, raise_lost
+from lightning_decentral.shared.wire.pending import Pending, StagedCopy, Together, raise_lost
 
 STORES: Any = dist  # torch.distributed with what its types leave out
-LIBUV_LISTENS = TorchVersion(torch.__version__) >= "2.8"
-"""Before, torch's newer server of a store took no listening socket (pytorch#150215); the older one does."""
 Disjoint = Sequence[Sequence[int]]
 
 
 class Message(NamedTuple):
     """One tensor to or from one peer; `tag` distinguishes the messages of one pair."""
 
-    peer: int
-    tensor: Tensor
+    peer: int  # its rank in the group
+    tensor: Tensor  # sent from, or received into
     tag: int
 
 
+@dataclass
+class Work:
+    """A torch work handle whose errors name the peer."""
+
+    work: Any
+    peer: str
+    rank: int
+
+    def wait(self) -> None:
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise_lost(error, self.peer, self.rank)
+            raise
+
+    def done(self) -> bool:
+        return bool(self.work.is_completed())
+
+
 class Transport(ABC):
-    """Point-to-point and collective transfers over one process group, of complex numbers as pairs.
+    """Point-to-point and collective transfers over one process group, of complex numbers as pairs."""
 
-    Args:
-        group: any process group, registered or not; the global one is never used.
-    """
-
-    queued: ClassVar[bool] = False
-    """True where a wait is the current stream's, not the host's."""
+    queued: ClassVar[bool] = False  # true where a wait is the current stream's, not the host's
 
     def __init__(self, group: Any) -> None:
-        self.group = group
+        self.group = group  # registered or not; the global one is never used
         self.rank: int = group.rank()
         self.size: int = group.size()
         # What errors name: numbers in the world. A world of threads is registered nowhere.
@@ -59,7 +69,7 @@ class Transport(ABC):
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         """tensor <- sum over workers of tensor, in place."""
-        return Work(self.group.allreduce([real(tensor)]), "the others", self._own)
+        return Work(self.group.allreduce(_pairs(tensor)), "the others", self._own)
 
     @property
     def store(self) -> Any:
@@ -67,25 +77,25 @@ class Transport(ABC):
 
     def reduce(self, tensor: Tensor, target: int) -> Pending:
         """The target's tensor <- sum over workers of tensor, in place; what the others' is afterwards is undefined."""
-        return Work(self.group.reduce([real(tensor)], _root(dist.ReduceOptions(), target)), "the others", self._own)
+        return Work(self.group.reduce(_pairs(tensor), _root(dist.ReduceOptions(), target)), "the others", self._own)
 
     def all_gather(self, tensor: Tensor) -> tuple[Pending, list[Tensor]]:
         """One tensor from every worker, in order of rank, valid after the wait."""
-        rows = [torch.empty_like(tensor) for _ in range(self.size)]
-        return Work(self.group.allgather([[*map(real, rows)]], [real(tensor)]), "the others", self._own), rows
+        rows = [torch.empty_like(tensor) for _ in range(self.size)]  # by rank
+        return Work(self.group.allgather([_pairs(*rows)], _pairs(tensor)), "the others", self._own), rows
 
-    def all_gather_into(self, whole: Tensor, part: Tensor) -> Pending:
+    def all_gather_into(self, whole: Tensor, part: Tensor) -> Pending:  # (workers * elements,), (elements,)
         """whole <- the parts of all workers, one behind the other in order of rank."""
-        return Work(self.group._allgather_base(real(whole), real(part)), "the others", self._own)
+        return Work(self.group._allgather_base(*_pairs(whole, part)), "the others", self._own)
 
-    def reduce_scatter(self, part: Tensor, whole: Tensor) -> Pending:
+    def reduce_scatter(self, part: Tensor, whole: Tensor) -> Pending:  # (elements,), (workers * elements,)
         """part <- this worker's part of the sum over workers of whole, the parts one behind the other by rank."""
-        return Work(self.group._reduce_scatter_base(real(part), real(whole)), "the others", self._own)
+        return Work(self.group._reduce_scatter_base(*_pairs(part, whole)), "the others", self._own)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
         """tensor <- the source's tensor, in place."""
         peer = "the others" if source == self.rank else f"worker {self._workers[source]}"
-        return Work(self.group.broadcast([real(tensor)], _root(dist.BroadcastOptions(), source)), peer, self._own)
+        return Work(self.group.broadcast(_pairs(tensor), _root(dist.BroadcastOptions(), source)), peer, self._own)
 
     def greet(self, timeout: timedelta) -> bool:
         """Return whether this worker receives from all others of a new group. Collective; on some it may fail alone."""
@@ -157,7 +167,7 @@ class StagedTransport(Transport):
         )
 
     def all_reduce(self, tensor: Tensor) -> Pending:
-        host = cuda.host_like(tensor).copy_(tensor)
+        host = cuda.host_like(tensor).copy_(tensor)  # pinned
         return StagedCopy(self._inner.all_reduce(host), host, tensor)
 
     def reduce(self, tensor: Tensor, target: int) -> Pending:
@@ -166,7 +176,7 @@ class StagedTransport(Transport):
 
     def all_gather(self, tensor: Tensor) -> tuple[Pending, list[Tensor]]:
         pending, hosts = self._inner.all_gather(cuda.host_like(tensor).copy_(tensor))
-        rows = [torch.empty_like(tensor) for _ in hosts]
+        rows = [torch.empty_like(tensor) for _ in hosts]  # on the device
         return Together([StagedCopy(pending, host, row) for host, row in zip(hosts, rows, strict=True)]), rows
 
     def all_gather_into(self, whole: Tensor, part: Tensor) -> Pending:
@@ -180,6 +190,10 @@ class StagedTransport(Transport):
     def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
         host = cuda.host_like(tensor).copy_(tensor)
         return StagedCopy(self._inner.broadcast(host, source), host, tensor)
+
+
+def _pairs(*tensors: Tensor) -> list[Tensor]:  # views: not every backend knows complex numbers
+    return [torch.view_as_real(t).view(-1) if t.is_complex() else t for t in tensors]
 
 
 def _root(options: Any, rank: int) -> Any:
@@ -217,19 +231,14 @@ def world(timeout: timedelta) -> Iterator[None]:
 class Wire:
     """Transports of one worker."""
 
-    world: Transport
-    """Means over all workers."""
-    flags: Transport
-    """Few numbers that are agreed on between the rounds; CPU tensors."""
-    roll: Transport
-    """The roll call at the end of an epoch; CPU tensors."""
-    store: Any
-    """The key-value store of the group."""
+    world: Transport  # means over all workers
+    flags: Transport  # few numbers that are agreed on between the rounds; CPU tensors
+    roll: Transport  # the roll call at the end of an epoch; CPU tensors
+    store: Any  # the key-value store of the group
     group: Callable[[Disjoint | None], Transport | None]
     """New groups, which share no worker (None: all in one), for gossip. This worker's own; None where it is in none.
     Collective: every worker calls it, once for all of them."""
-    hosts: Callable[[Disjoint | None], Transport | None]
-    """The same for CPU tensors, by gloo."""
+    hosts: Callable[[Disjoint | None], Transport | None]  # the same for CPU tensors, by gloo
     close: Callable[[], None]
     """Give back the groups, their threads and connections. On every worker, with nothing under way."""
     abandon: Callable[[], None]
@@ -239,7 +248,7 @@ class Wire:
 def new_group(groups: Disjoint | None, backend: str | None, timeout: timedelta | None) -> Any:
     """This worker's of these groups, which share no worker (None: all in one); None where it is in none. Collective."""
     each = [None] if groups is None else [list(ranks) for ranks in groups]
-    with Naming("the others", dist.get_rank()):
+    try:
         whole = STORES.group.WORLD
         over = whole._get_backend(whole.bound_device_id) if groups and whole.bound_device_id else None
         if over and over.name() != "nccl":
@@ -247,25 +256,16 @@ def new_group(groups: Disjoint | None, backend: str | None, timeout: timedelta |
         elif over and backend in (None, "nccl") and over.supports_splitting:
             return STORES.split_group(None, each, timeout)  # NCCL would split once for each
         made = [dist.new_group(ranks, timeout, backend) for ranks in each]  # asks nothing of those outside
+    except RuntimeError as error:
+        raise_lost(error, "the others", dist.get_rank())
+        raise
     return next((group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER), None)
-
-
-def tcp_store(address: str, port: int, timeout: timedelta, listening: int | None) -> Any:
-    """The key-value store at this place; this process has it where it gives the descriptor of a listening socket."""
-    own: Any = {"is_master": True, "master_listen_fd": listening, "use_libuv": LIBUV_LISTENS}
-    own = {} if listening is None else own
-    return STORES.TCPStore(address, port, timeout=timeout, wait_for_workers=False, **own)
-
-
-def prefixed(store: Any, name: str) -> Any:
-    """The same store, whose keys begin with a name."""
-    return STORES.PrefixStore(name, store)
 
 
 def own_connection(name: str) -> Any:
     """A connection to the world's store with keys of its own, for one thread: a blocked one holds up no other."""
     store = STORES.distributed_c10d._get_default_store()
-    return prefixed(store.clone() if hasattr(store, "clone") else store, name)  # an older torch has one for all threads
+    return STORES.PrefixStore(name, store.clone() if hasattr(store, "clone") else store)  # an older torch has one
 
 
 def abort_nccl() -> None:

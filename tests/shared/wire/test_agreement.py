@@ -102,8 +102,8 @@ def test_where_somebody_has_ended_a_worker_says_where_it_is_and_no_more_once_it_
     while "fit/at/0/0" not in store.values and time.monotonic() < end:
         time.sleep(0.01)
     assert (store.values["fit/at/0/0"], store.values["fit/needed/0"]) == ("5,2", "yes")
-    roll._tell("ended")
-    roll._tell("6,2")
+    roll._report("ended")
+    roll._report("6,2")
     roll.close()
     assert store.values["fit/at/0/0"] == "ended"
 

@@ -17,18 +17,14 @@ from lightning_decentral.shared.wire.transport import Transport, Wire
 
 
 class RunningBuffers:
-    """Worker 0's buffers that change (running statistics) for all, as DDP does it with every buffer.
-
-    Args:
-        over: a transport of its own.
-    """
+    """Worker 0's buffers that change (running statistics) for all, as DDP does it with every buffer."""
 
     def __init__(self, module: nn.Module, over: Transport) -> None:
-        self._module, self._over = module, over
-        self._names: list[str] = []
+        self._module, self._over = module, over  # a transport of its own
+        self._names: list[str] = []  # those that are shared: they change
         self._before = {name: buffer.clone() for name, buffer in module.named_buffers()}
         self._watched: list[tuple[dict[str, Tensor | None], str, Tensor, int]] = []
-        self._known = len(self._before)
+        self._known = len(self._before)  # buffers of the module, so that a new one is noticed
         self._watch()
 
     def changed(self) -> bool:
@@ -36,6 +32,7 @@ class RunningBuffers:
         news = any(of.get(key) is not tensor or _version(tensor) != was for of, key, tensor, was in self._watched)
         return news or self._known != len(self._before) + len(self._names)
 
+    @torch.no_grad()
     def share(self, look: bool) -> None:
         """Collective. With `look`, find out first which further ones have changed, or come, on some worker.
 
@@ -46,16 +43,26 @@ class RunningBuffers:
         buffers = dict(self._module.named_buffers()) if look or self._names else {}
         new: list[str] = []
         if look:
-            changed = [n for n, before in self._before.items() if n in buffers and not _same(buffers[n], before)]
+            kept = {n: before for n, before in self._before.items() if n in buffers}
+            changed = [n for n, before in kept.items() if not _same(buffers[n], before)]
             new = [n for n in buffers if n not in self._before and n not in self._names]
             rows = gather_objects(self._over, (changed, new))
             if any(others != new for _, others in rows):
-                raise _uneven([others for _, others in rows])
+                some = next(name for _, row in rows for name in row if not all(name in other for _, other in rows))
+                without = next(worker for worker, (_, row) in enumerate(rows) if some not in row)
+                raise RuntimeError(
+                    f"worker {without} has no buffer {some}, others have: register buffers on every worker alike"
+                )
             found = {name for row, _ in rows for name in row} | set(self._names)
             # What never changes (masks, tables of positions) isn't sent: most of the bytes of some models.
             self._names = [name for name in buffers if name in found]
-            self._before = {n: before for n, before in self._before.items() if n in buffers and n not in found}
-        self._broadcast([buffers[name] for name in (*self._names, *new) if name in buffers])
+            self._before = {n: before for n, before in kept.items() if n not in found}
+        shared = [buffers[name] for name in (*self._names, *new) if name in buffers]
+        for kind in dict.fromkeys((t.dtype, t.device) for t in shared):
+            members = [t for t in shared if (t.dtype, t.device) == kind]
+            flat = torch.cat([t.reshape(-1) for t in members])  # (elements of all buffers of a type,)
+            self._over.broadcast(flat).wait()
+            torch._foreach_copy_(members, list(parts(flat, members)))
         if look:
             self._before |= {name: buffers[name].clone() for name in new}
             self._watch()
@@ -71,14 +78,6 @@ class RunningBuffers:
             if buffer is not None and (f"{prefix}.{key}" if prefix else key) not in self._names
         ]
 
-    @torch.no_grad()
-    def _broadcast(self, tensors: Sequence[Tensor]) -> None:
-        for dtype, device in dict.fromkeys((t.dtype, t.device) for t in tensors):
-            members = [t for t in tensors if (t.dtype, t.device) == (dtype, device)]
-            flat = torch.cat([t.reshape(-1) for t in members])
-            self._over.broadcast(flat).wait()
-            torch._foreach_copy_(members, list(parts(flat, members)))
-
 
 def _same(a: Tensor, b: Tensor) -> bool:
     """The same bits or both not a number."""
@@ -90,28 +89,18 @@ def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def _uneven(rows: Sequence[Sequence[str]]) -> RuntimeError:
-    some = next(name for row in rows for name in row if not all(name in other for other in rows))
-    without = next(worker for worker, row in enumerate(rows) if some not in row)
-    return RuntimeError(f"worker {without} has no buffer {some}, others have: register buffers on every worker alike")
-
-
 Optimizers = Callable[[], Sequence[Optimizer]]
 
 
 class EqualReplicas:
-    """Running buffers, the number of updates and the comparison of what is trained, from `begin` to `close`.
-
-    Attributes:
-        updates: taken since `begin`; None outside of training, also in the process that started the workers.
-    """
+    """Running buffers, the number of updates and the comparison of what is trained, from `begin` to `close`."""
 
     def __init__(self) -> None:
-        self.updates: int | None = None
+        self.updates: int | None = None  # since `begin`; None outside of training, also in who started the workers
         self._buffers: RunningBuffers | None = None
         self._layouts = TrainingComparison()
         self._average: Average | None = None
-        self._period, self._sharing = -1, False
+        self._period, self._sharing = -1, False  # whether this worker waits in `share`
 
     def begin(self, module: nn.Module, over: Transport | None, layouts: MakeLayouts, optimizers: Optimizers) -> None:
         """Begin to train. Collective.

@@ -11,13 +11,12 @@ from torch.optim import Optimizer
 
 from lightning_decentral.shared.compute.buckets import chunked
 from lightning_decentral.shared.compute.codec.blocks import real
-from lightning_decentral.shared.wire.averaging.residuals import Row
 from lightning_decentral.shared.wire.compressed_mean import FlatMean
 from lightning_decentral.shared.wire.gradients import UNSEEN, Average, GradientBucket, Launcher, flag, used
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Transport
 
-Place = tuple[int, int]
+Place = tuple[int, int]  # (batches, updates)
 
 
 class GradientAverage(Average):
@@ -29,13 +28,6 @@ class GradientAverage(Average):
 
     A parameter that a device did not use counts as zero there; one that no device used keeps no gradient.
 
-    Args:
-        mean: of the gradients over the devices that share them.
-        hosts: the transport of the same devices for CPU tensors, for this alone.
-        meet: runs what waits for the other devices.
-        bucket_bytes: of one message, at most, unless one parameter has more.
-        where: (batches, updates) that this device has come to, the same on all in the same average.
-
     Raises:
         RuntimeError: in the backward pass, where a gradient grows again after it was sent, or is of what was thawed
             behind this average's back; in the next one, where devices averaged gradients of different batches.
@@ -43,11 +35,11 @@ class GradientAverage(Average):
 
     def __init__(
         self,
-        mean: FlatMean,
-        hosts: Transport,
-        meet: Callable[[Callable[[], None]], Any],
-        bucket_bytes: int,
-        where: Callable[[], Place] = lambda: (0, 0),
+        mean: FlatMean,  # of the gradients over the devices that share them
+        hosts: Transport,  # of the same devices for CPU tensors, for this alone
+        meet: Callable[[Callable[[], None]], Any],  # runs what waits for the other devices
+        bucket_bytes: int,  # of one message, at most, unless one parameter has more
+        where: Callable[[], Place] = lambda: (0, 0),  # that this device has come to, the same on all in one average
     ) -> None:
         super().__init__()
         self._mean, self._hosts, self._meet, self._bucket_bytes = mean, hosts, meet, bucket_bytes
@@ -56,12 +48,12 @@ class GradientAverage(Average):
         self._all: Sequence[nn.Parameter] = ()
         self._needed: list[nn.Parameter] = []
         self._members: list[nn.Parameter] = []
-        self._keys: dict[nn.Parameter, int] = {}
-        self._open = self._lands = False
+        self._keys: dict[nn.Parameter, int] = {}  # by which a file names what was rounded away of each
+        self._open = self._lands = False  # a step without an average yet; whether the backward's end is waited for
         self._forms: list[tuple[torch.Size, torch.dtype]] = []
         self._averaged: dict[nn.Parameter, int] = {}  # since their last update: the version that it would change
         self._where = where
-        self._last: tuple[Place, Tensor, Pending] | None = None
+        self._last: tuple[Place, Tensor, Pending] | None = None  # the last average's place, sums of (code, code^2)
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> None:
         """Average these from the next backward pass on; those that are already cost a look-up."""
@@ -85,15 +77,12 @@ class GradientAverage(Average):
                 self.layouts.changed()
             chunks = chunked(reversed(members), self._bucket_bytes)  # the last parameters have their gradients first
             self._launcher.begin([GradientBucket(chunk) for chunk in chunks])
-            self._mean.lay([self._row(bucket) for bucket in self._launcher.buckets])
-
-    def _row(self, bucket: GradientBucket) -> Row:
-        """(key, elements) of each parameter: the number in its module, under which a file names it, or a free one."""
-        for number, parameter in enumerate(self._all):
-            if parameter not in self._keys:
+            # A key is the number in its module, under which a file names it, or a free one.
+            for number, p in [(number, p) for number, p in enumerate(self._all) if p not in self._keys]:
                 taken = self._keys.values()
-                self._keys[parameter] = number if number not in taken else max(taken) + 1
-        return tuple((self._keys[p], p.numel() * (1 + p.is_complex())) for p in bucket.parameters)
+                self._keys[p] = number if number not in taken else max(taken) + 1
+            rows = [[(self._keys[p], real(p).numel()) for p in bucket.parameters] for bucket in self._launcher.buckets]
+            self._mean.lay([tuple(row) for row in rows])
 
     def updated(self, optimizer: Optimizer, skipped: bool) -> None:
         """An update by what was averaged was due, and perhaps skipped."""
@@ -185,7 +174,7 @@ class GradientAverage(Average):
         buckets = self._launcher.buckets
         gradients = [gradient for bucket in buckets for gradient in bucket.gradients]
         # The hosts report to each other who used what: no host reads what its device computes.
-        sums = torch.empty(len(gradients) + 3, dtype=torch.int32)  # flags, news, place, its square
+        sums = torch.empty(len(gradients) + 3, dtype=torch.int32)  # [flags, news, code of the place, its square]
         flags = flag(gradients, sums[:-3])
         self._check_last()
         sums[-3] = self.news()
@@ -195,7 +184,7 @@ class GradientAverage(Average):
         reported = self._hosts.all_reduce(sums)
         self._last = place, sums[-2:], reported
         self.report(sums[-3], reported)
-        some = iter(used(gradients, flags, reported))
+        some = iter(used(gradients, flags, reported))  # of each gradient: whether any worker has it
         for number, bucket in enumerate(buckets):
             assert bucket.pending is not None
             bucket.pending.wait()

@@ -21,25 +21,20 @@ from torch import Tensor
 from lightning_decentral.shared.compute.codec.coded_parts import CodedParts
 from lightning_decentral.shared.compute.device import AsyncRead
 
-Row = tuple[tuple[int, int], ...]
-"""(key, elements) of the tensors that one flat tensor holds, in order."""
-Span = tuple[int, int]
+Row = tuple[tuple[int, int], ...]  # (key, elements) of the tensors that one flat tensor holds, in order
+Span = tuple[int, int]  # (start, stop) of a tensor in a flat one
+Keys = Callable[[], Collection[int]]
 
 
 @dataclass
 class Residual:
-    """Rounding residuals at one place: of all parts here, and of the own part on the way back.
+    """Rounding residuals at one place: of all parts here, and of the own part on the way back."""
 
-    Attributes:
-        before: the same as at the last update; empty where no update is ever skipped.
-        taken: whether an update has followed the last mean.
-    """
-
-    own: Tensor
-    owned: Tensor
-    rounds: int = 0
-    before: list[Tensor] = field(default_factory=list)
-    taken: bool = True
+    own: Tensor  # e_i, (elements,)
+    owned: Tensor  # f, (elements of the own part,)
+    rounds: int = 0  # means taken: no noise is drawn twice
+    before: list[Tensor] = field(default_factory=list)  # both at the last update; empty where none is ever skipped
+    taken: bool = True  # whether an update has followed the last mean
 
     def add(self, flat: Tensor) -> Tensor:
         """own <- own + flat."""
@@ -53,40 +48,35 @@ class Residual:
 
 
 class Residuals:
-    """One worker's, of all places.
-
-    Args:
-        parts: who owns which part of a flat tensor.
-
-    Attributes:
-        guarded: whether updates may be skipped, so that what was there before each is kept: once more the memory.
-    """
+    """Residuals of one worker at all places. Skipped updates of what the mean has averaged are withdrawn."""
 
     def __init__(self, parts: CodedParts) -> None:
-        self.guarded = False
-        self._parts = parts
-        self._rows: tuple[Row, ...] = ()
-        self._at: dict[int, Residual] = {}
+        self.guarded = False  # whether updates may be skipped: what was there before each is kept, once more the memory
+        self._parts = parts  # who owns which part of a flat tensor
+        self._rows: tuple[Row, ...] = ()  # at which place each tensor lies
+        self._at: dict[int, Residual] = {}  # by place
         self._debts: dict[int, Tensor] = {}  # of tensors that travel nowhere at present, by key
         self._rounds = 0  # taken at places that are no more: no noise is drawn twice
+        self._scale: Callable[[], Tensor] | None = None  # a loss scaler's
+        self._scaled = True  # whether gradients come multiplied by it
+        self._unit, self._known = 0.0, False  # the scale of what was rounded away; 0 before the first
+        self._open: list[tuple[Keys, AsyncRead]] = []  # updates whose scale afterwards is still to be read
+        self._any = False  # updates since the last mean
 
     def at(self, place: int, flat: Tensor) -> Residual:
         """Residual of flat tensor number `place`; made where there is none of its size."""
         found = self._at.get(place)
         if found is None or len(found.own) != flat.numel():
-            found = self._at[place] = self._made(place, flat)
+            own = torch.zeros_like(flat)
+            for key, (start, stop) in self._spans(place):
+                debt = self._debts.get(key)
+                if debt is not None and len(debt) == stop - start:
+                    own[start:stop] = self._debts.pop(key)
+            found = self._at[place] = Residual(own, torch.zeros_like(self._mine(flat)), self._rounds)
         found.own, found.owned = found.own.to(flat.device), found.owned.to(flat.device)
         if self.guarded and not found.before:
             found.before = [found.own.clone(), found.owned.clone()]
         return found
-
-    def _made(self, place: int, flat: Tensor) -> Residual:
-        own = torch.zeros_like(flat)
-        for key, (start, stop) in self._spans(place):
-            debt = self._debts.get(key)
-            if debt is not None and len(debt) == stop - start:
-                own[start:stop] = self._debts.pop(key)
-        return Residual(own, torch.zeros_like(self._mine(flat)), self._rounds)
 
     # ---- tensors in other company -----------------------------------------------------------------------------------
 
@@ -94,68 +84,90 @@ class Residuals:
         """Lay the tensors in rows[k] at place k from now on: what was rounded away of each goes with it."""
         if self._rows == (now := tuple(rows)):
             return
-        if not self._rows and self._fits(now):
-            self._rows = now
+        lengths = {place: sum(elements for _, elements in row) for place, row in enumerate(now)}
+        if not self._rows and {place: len(residual.own) for place, residual in self._at.items()} == lengths:
+            self._rows = now  # of a file that doesn't name its tensors, and whose residuals may be of these
             return
         for place in [place for place in self._at if place < len(self._rows)]:
             residual = self._at.pop(place)
             self._rounds = max(self._rounds, residual.rounds)
-            for key, span in self._spans(place):
-                self._debts[key] = self._debt(residual, span)
+            for key, (start, stop) in self._spans(place):
+                # e + n f: what the owner owes, as a worker's own, which counts as the n-th part of it.
+                debt = self._debts[key] = residual.own[start:stop].clone()
+                for there, mine in self._overlap(len(residual.own), (start, stop)):
+                    debt[there].add_(residual.owned[mine], alpha=self._parts.size)
         self._rows, self._at = now, {}
-
-    def _fits(self, rows: Sequence[Row]) -> bool:
-        """Return whether what was kept without names may be of these: of a file that doesn't name its tensors."""
-        lengths = {place: sum(elements for _, elements in row) for place, row in enumerate(rows)}
-        return {place: len(residual.own) for place, residual in self._at.items()} == lengths
-
-    def _debt(self, residual: Residual, span: Span) -> Tensor:
-        """e + n f: what the owner owes, as a worker's own, which counts as the n-th part of it."""
-        start, stop = span
-        debt = residual.own[start:stop].clone()
-        for there, mine in self._overlap(len(residual.own), span):
-            debt[there].add_(residual.owned[mine], alpha=self._parts.size)
-        return debt
 
     # ---- means that nobody took -------------------------------------------------------------------------------------
 
-    def put_back(self, place: int, flat: Tensor, unused: Collection[int]) -> None:
+    def put_back(self, flat: Tensor, place: int, unused: Collection[int]) -> None:
         """f <- f + r of the tensors with these numbers at the place, whose mean r in `flat` nobody takes."""
         residual, mean = self._at[place], self._mine(flat)
         for number, (_, span) in enumerate(self._spans(place)):
             for _, mine in self._overlap(flat.numel(), span) if number in unused else ():
                 residual.owned[mine].add_(mean[mine])
 
-    def updated(self) -> None:
-        """An update has taken what was averaged."""
-        for residual in self._at.values():
-            residual.taken = True
-
-    def withdraw(self, keys: Collection[int]) -> None:
-        """The update of the tensors with these keys was skipped: what it would have taken was never averaged."""
-        for place, residual in self._at.items():
-            self._restore(place, residual, [residual.own, residual.owned], keys)
-
     def _restore(self, place: int, residual: Residual, into: Sequence[Tensor], keys: Collection[int]) -> None:
-        """Restore what was there before the last mean, of the tensors with these keys."""
+        """Restore what was there before the last mean, of the tensors with these keys: it was never averaged."""
         for key, span in self._spans(place) if residual.before and not residual.taken else ():
             if key in keys:
                 into[0][slice(*span)] = residual.before[0][slice(*span)]
                 for _, mine in self._overlap(len(residual.own), span):
                     into[1][mine] = residual.before[1][mine]
 
-    def _without(self, place: int, residual: Residual, keys: Collection[int]) -> list[Tensor]:
-        copies = [residual.own.clone(), residual.owned.clone()]
-        self._restore(place, residual, copies, keys)
-        return copies
+    # ---- skipped updates --------------------------------------------------------------------------------------------
 
-    def rescale(self, factor: float) -> None:
-        """Gradients come multiplied by another scale from now on, so many times the one before."""
-        for residual in self._at.values():
-            for tensor in (residual.own, residual.owned):
-                tensor.mul_(factor)
-        for debt in self._debts.values():
-            debt.mul_(factor)
+    def guard(self, scale: Callable[[], Tensor] | None, scaled: bool = True) -> None:
+        """Expect updates to be skipped from now on, by a scaler or otherwise.
+
+        Args:
+            scaled: whether gradients come multiplied by the scale.
+        """
+        self.guarded, self._scale, self._scaled = True, scale, scaled
+
+    def updated(self, keys: Keys, skipped: bool) -> None:
+        """An update of the tensors with these keys was due; `skipped`: it was found out at once that there is none."""
+        if not self.guarded:
+            self.guarded = skipped  # the first one of a run that nobody expected any in
+            return
+        self._any = True
+        if skipped:
+            self._withdraw(keys())
+        if self._scale is not None:
+            self._open.append((keys, AsyncRead(self._scale())))
+
+    def settle(self) -> None:
+        """Take or withdraw what the last mean has averaged, before the next."""
+        if self._scale is not None and not self._known:
+            self._come_at(float(self._scale()))
+            self._known = True
+        if self._any:
+            self._any = False
+            self._settle_scales()
+            for residual in self._at.values():
+                residual.taken = True
+
+    def _settle_scales(self) -> None:
+        """Withdraw what a scaler has skipped; what waits for its update goes on waiting."""
+        reads, self._open = self._open, []
+        last = self._unit
+        for keys, read in reads:
+            before, last = last, float(read.read())
+            if last < before:
+                self._withdraw(keys())
+        self._come_at(last)
+
+    def _withdraw(self, keys: Collection[int]) -> None:
+        for place, residual in self._at.items():
+            self._restore(place, residual, [residual.own, residual.owned], keys)
+
+    def _come_at(self, scale: float) -> None:
+        """Gradients come multiplied by this scale from now on."""
+        if self._scaled and self._unit not in (0.0, scale):
+            kept = [tensor for residual in self._at.values() for tensor in (residual.own, residual.owned)]
+            for tensor in (*kept, *self._debts.values()):
+                tensor.mul_(scale / self._unit)
+        self._unit = scale
 
     # ---- state ------------------------------------------------------------------------------------------------------
 
@@ -167,20 +179,27 @@ class Residuals:
         """Args:
         untaken: keys of tensors whose mean no update has taken, and which a resumed run won't have.
         """
+        self._settle_scales()
+        without = {place: [residual.own.clone(), residual.owned.clone()] for place, residual in self._at.items()}
+        for place, copies in without.items():
+            self._restore(place, self._at[place], copies, untaken)
         return {
-            "residuals": {str(p): [*self._without(p, r, untaken), r.rounds] for p, r in self._at.items()},
+            "residuals": {str(place): [*copies, self._at[place].rounds] for place, copies in without.items()},
             "guarded": self.guarded,
             "rows": [[list(pair) for pair in row] for row in self._rows],
             "debts": {str(key): debt.clone() for key, debt in self._debts.items()},
             "rounds": self._rounds,
+            "scale": self._unit,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Residuals of a file come in its own units; the scaler is restored after them."""
         now = self._rows
         self._at = {int(place): Residual(*row) for place, row in state["residuals"].items()}
         self._rows = tuple(tuple((key, elements) for key, elements in row) for row in state.get("rows", ()))
         self._debts = {int(key): debt for key, debt in state.get("debts", {}).items()}
         self._rounds, self.guarded = state.get("rounds", 0), self.guarded or state.get("guarded", False)
+        self._open, self._any, self._known, self._unit = [], False, False, state.get("scale", 0.0)
         if now:
             self.lay(now)
 
@@ -203,77 +222,6 @@ class Residuals:
             yield slice(start - span[0], stop - span[0]), slice(start - begin, stop - begin)
 
 
-Keys = Callable[[], Collection[int]]
-
-
 def scale_of(scaler: Any, device: torch.device) -> Callable[[], Tensor] | None:
     """Factor that multiplies the loss now, on the scaler's device; None without a scaler."""
     return None if scaler is None else lambda: scaler.scale(torch.ones((), device=device))
-
-
-class SkippedUpdates:
-    """Skipped updates of what one compressed mean has averaged.
-
-    Args:
-        residuals: of the mean.
-    """
-
-    def __init__(self, residuals: Residuals) -> None:
-        self._residuals = residuals
-        self._scale: Callable[[], Tensor] | None = None
-        self._scaled = True
-        self._unit, self._known = 0.0, False  # the scale of what was rounded away; 0 before the first
-        self._open: list[tuple[Keys, AsyncRead]] = []
-        self._any = False
-
-    def guard(self, scale: Callable[[], Tensor] | None, scaled: bool = True) -> None:
-        """Expect updates to be skipped from now on, by a scaler or otherwise.
-
-        Args:
-            scaled: whether gradients come multiplied by the scale.
-        """
-        self._residuals.guarded, self._scale, self._scaled = True, scale, scaled
-
-    def updated(self, keys: Keys, skipped: bool) -> None:
-        """An update of the tensors with these keys was due; `skipped`: it was found out at once that there is none."""
-        if not self._residuals.guarded:
-            self._residuals.guarded = skipped  # the first one of a run that nobody expected any in
-            return
-        self._any = True
-        if skipped:
-            self._residuals.withdraw(keys())
-        if self._scale is not None:
-            self._open.append((keys, AsyncRead(self._scale())))
-
-    def settle(self) -> None:
-        """Take or withdraw what the last mean has averaged, before the next."""
-        if self._scale is not None and not self._known:
-            self._come_at(float(self._scale()))
-            self._known = True
-        if self._any:
-            self._any = False
-            self.settle_scales()
-            self._residuals.updated()
-
-    def settle_scales(self) -> None:
-        """Withdraw what a scaler has skipped; what waits for its update goes on waiting."""
-        reads, self._open = self._open, []
-        last = self._unit
-        for keys, read in reads:
-            before, last = last, float(read.read())
-            if last < before:
-                self._residuals.withdraw(keys())
-        self._come_at(last)
-
-    def _come_at(self, scale: float) -> None:
-        if self._scaled and self._unit not in (0.0, scale):
-            self._residuals.rescale(scale / self._unit)
-        self._unit = scale
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"scale": self._unit}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Residuals of a file come in its own units; the scaler is restored after them."""
-        self._open, self._any, self._known = [], False, False
-        self._unit = state.get("scale", 0.0)

@@ -17,6 +17,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -28,8 +29,7 @@ from lightning_decentral.shared.wire.meeting.notices import LOOK_SECONDS, Heartb
 from lightning_decentral.shared.wire.pending import PeerLost
 
 LONGEST_PAUSE = 0.05
-GOODBYE_SECONDS = 10.0
-"""Time that worker 0, whose process keeps the store, lets the others read why all stop."""
+GOODBYE_SECONDS = 10.0  # time that worker 0, whose process keeps the store, lets the others read why all stop
 
 
 def check_same_settings(
@@ -47,49 +47,32 @@ def check_same_settings(
         TimeoutError: workers that haven't come within `timeout`.
     """
     # Counted by the store, so that a later fit, in this or another world on it, never reads old answers.
-    number = store.add(f"settings/{rank}", 1)
-    meeting = _Meeting(store, f"settings/{number}", size, time.monotonic() + timeout.total_seconds(), when)
-    if rank == 0:
-        meeting.say("of", 0, json.dumps(dict(mine)))
-    meeting.say("differs", rank, _difference(rank, meeting.hear("of", range(1))[0], mine))
-    line = next(filter(None, meeting.hear("differs", range(size))), None)
-    if line is not None:
-        meeting.leave(rank)
-        raise ValueError(line)
+    place = f"settings/{store.add(f'settings/{rank}', 1)}"
 
-
-class _Meeting:
-    """Exchange of text before a deadline: every worker writes some and reads what the others wrote."""
-
-    def __init__(self, store: Any, name: str, size: int, deadline: float, when: str) -> None:
-        self._store, self._name, self._size, self._deadline, self._when = store, name, size, deadline, when
-
-    def say(self, what: str, rank: int, text: str) -> None:
-        self._store.set(self._key(what, rank), text)
-
-    def hear(self, what: str, ranks: range) -> list[str]:
-        """Texts of these workers, in order. TimeoutError where one hasn't come before the deadline."""
-        pause, missing = 0.001, list(ranks)
-        while missing := [r for r in missing if not self._store.check([self._key(what, r)])]:
-            if time.monotonic() > self._deadline:
+    def received(what: str, ranks: Sequence[int], end: float) -> list[str]:
+        """Texts of these workers, in order."""
+        pause, missing = 0.001, ranks
+        while missing := [r for r in missing if not store.check([f"{place}/{what}/{r}"])]:
+            if time.monotonic() > end:
+                workers = f"worker{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
                 raise TimeoutError(
-                    f"{_workers(missing)} didn't come to {self._when} in time: look at what they say, "
+                    f"{workers} didn't come to {when} in time: look at what they say, "
                     "or give the strategy a longer timeout"
                 )
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
-        return [self._store.get(self._key(what, r)).decode() for r in ranks]
+        return [store.get(f"{place}/{what}/{r}").decode() for r in ranks]
 
-    def leave(self, rank: int) -> None:
-        """The others may still be reading."""
-        self.say("read", rank, "")
-        if rank == 0:
-            self._deadline = time.monotonic() + GOODBYE_SECONDS
+    if rank == 0:
+        store.set(f"{place}/of/0", json.dumps(dict(mine)))
+    end = time.monotonic() + timeout.total_seconds()
+    store.set(f"{place}/differs/{rank}", _difference(rank, received("of", [0], end)[0], mine))
+    if line := next(filter(None, received("differs", range(size), end)), None):
+        store.set(f"{place}/read/{rank}", "")
+        if rank == 0:  # the others may still be reading
             with suppress(TimeoutError):
-                self.hear("read", range(self._size))
-
-    def _key(self, what: str, rank: int) -> str:
-        return f"{self._name}/{what}/{rank}"
+                received("read", range(size), time.monotonic() + GOODBYE_SECONDS)
+        raise ValueError(line)
 
 
 def _difference(rank: int, text: str, mine: Mapping[str, str]) -> str:
@@ -102,10 +85,6 @@ def _difference(rank: int, text: str, mine: Mapping[str, str]) -> str:
     return f"worker {rank} has {found[0]}, worker 0 has {found[1]}: give every worker the same" if found else ""
 
 
-def _workers(ranks: list[int]) -> str:
-    return f"worker {ranks[0]}" if len(ranks) == 1 else f"workers {', '.join(map(str, ranks))}"
-
-
 Layout = Mapping[str, str]
 Named = Callable[[], Iterable[tuple[str, nn.Parameter]]]
 MakeLayouts = Callable[[Callable[[], Layout]], "TrainingComparison"]
@@ -114,15 +93,10 @@ ASK_SECONDS = 0.5
 
 
 class TrainedLayout:
-    """{parameter or optimizer: its form} of one worker, and of what came while training, at which change.
-
-    Args:
-        named: the parameters of now, with their names.
-        optimizers: those of now.
-    """
+    """{parameter or optimizer: its form} of one worker, and of what came while training, at which change."""
 
     def __init__(self, named: Named, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
-        self._named, self._optimizers = named, optimizers
+        self._named, self._optimizers = named, optimizers  # those of now, whenever they are called
         self._since: dict[Any, int] = {}  # by object: another of the same form is another
         self._calls = 0
 
@@ -169,37 +143,26 @@ def unasked(_: Callable[[], Layout]) -> TrainingComparison:
     return TrainingComparison()
 
 
+@dataclass(eq=False)
 class Layouts(TrainingComparison):
-    """One worker's, in one fit.
+    """One worker's, in one fit."""
 
-    Args:
-        heartbeat: whose thread answers.
-        peers: those that average with this worker, itself included.
-        name: of this fit, and of these peers, in the store.
-        layout: what this worker trains now.
-        timeout: how long it waits for another to come to the same change.
-        rests: whether its epoch is over while others train on: it comes to no change of theirs any more.
-    """
+    board: StatusBoard
+    heartbeat: Heartbeat  # whose thread answers
+    peers: Sequence[int]  # those that average with this worker, itself included
+    name: str  # of this fit, and of these peers, in the store
+    layout: Callable[[], Layout]  # what this worker trains now
+    timeout: timedelta  # how long it waits for another to come to the same change
+    rests: Callable[[], bool] = bool  # whether its epoch is over: it comes to no change of others that train on
 
-    def __init__(
-        self,
-        board: StatusBoard,
-        heartbeat: Heartbeat,
-        peers: Sequence[int],
-        name: str,
-        layout: Callable[[], Layout],
-        timeout: timedelta,
-        rests: Callable[[], bool] = bool,
-    ) -> None:
-        self._board, self._heartbeat, self._rests = board, heartbeat, rests
-        self._peers, self._name, self._layout, self._timeout = peers, name, layout, timeout
-        self._averages, self._changes, self._begun = 0, 0, -1
-        self._now = self._settled = layout()
+    def __post_init__(self) -> None:
+        self._averages, self._changes, self._begun = 0, 0, -1  # done; since the last; the last begun
+        self._now = self._settled = self.layout()
         self._answered: set[str] = set()
-        heartbeat.listen(self._look)
+        self.heartbeat.listen(self._look)
 
     def close(self) -> None:
-        self._heartbeat.forget(self._look)
+        self.heartbeat.forget(self._look)
 
     def begin(self) -> None:
         self._settled, self._begun = self._now, self._averages
@@ -208,43 +171,43 @@ class Layouts(TrainingComparison):
         self._averages, self._changes = self._averages + 1, 0
 
     def settle(self) -> None:
-        self._now = self._settled = self._layout()
+        self._now = self._settled = self.layout()
 
     def changed(self) -> None:
-        change, self._now = f"{self._averages}.{self._changes}", self._layout()
+        change, self._now = f"{self._averages}.{self._changes}", self.layout()
         self._changes += 1
         self._answer(change, self._now)
-        self._heartbeat.wake()
-        end = time.monotonic() + self._timeout.total_seconds()
-        for rank in (rank for rank in self._peers if rank != self._board.rank):
+        self.heartbeat.wake()
+        end = time.monotonic() + self.timeout.total_seconds()
+        for rank in (rank for rank in self.peers if rank != self.board.rank):
             if found := first_difference(self._now, self._answer_of(rank, change, end), sign=" "):
                 raise RuntimeError(
-                    f"worker {self._board.rank} has {found[0]} where worker {rank} has {found[1]}: freeze, thaw, add "
+                    f"worker {self.board.rank} has {found[0]} where worker {rank} has {found[1]}: freeze, thaw, add "
                     "and replace parameters and optimizers on every worker in the same step"
                 )
 
     def _answer(self, change: str, layout: Layout) -> None:
-        self._answered.add(change)
-        self._board.tell(f"{self._name}/{change}", json.dumps(dict(layout)))
+        self._answered.add(change)  # once, however often it is asked
+        self.board.write(f"{self.name}/{change}", json.dumps(dict(layout)))
 
     def _answer_of(self, rank: int, change: str, end: float) -> Layout:
         ask = 0.0
-        while (found := self._board.read(f"{self._name}/{change}/{rank}", _read)) is None:
+        while (found := self.board.read(f"{self.name}/{change}/{rank}", _read)) is None:
             if time.monotonic() > ask:
-                self._board.put(f"{self._name}/asked", change)
+                self.board.put(f"{self.name}/asked", change)
                 ask = time.monotonic() + ASK_SECONDS
-            if rank in self._board.look() or time.monotonic() > end:
-                raise PeerLost(f"worker {self._board.rank} lost worker {rank}")
+            if rank in self.board.look() or time.monotonic() > end:
+                raise PeerLost(f"worker {self.board.rank} lost worker {rank}")
             time.sleep(LOOK_SECONDS)
         layout: Layout = found
         return layout
 
     def _look(self) -> bool:
         """Answer, in a thread, for a worker that began without the change; True while it may still come to it."""
-        change: str | None = self._board.read(f"{self._name}/asked", _change)
+        change: str | None = self.board.read(f"{self.name}/asked", _change)
         if change is None or change in self._answered:
             return False
-        if int(change.split(".")[0]) > self._begun and not self._rests():
+        if int(change.split(".")[0]) > self._begun and not self.rests():
             return True
         self._answer(change, self._settled)
         return False
@@ -257,6 +220,6 @@ def _read(written: bytes) -> Layout:
     return row
 
 
-def _change(written: bytes) -> str:
+def _change(written: bytes) -> str:  # ValueError for what no worker wrote
     average, number = written.decode().split(".")
     return f"{int(average)}.{int(number)}"

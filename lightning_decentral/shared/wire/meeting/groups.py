@@ -23,20 +23,13 @@ from lightning_decentral.shared.wire.transport import (
     Wire,
     everyone,
     new_group,
-    prefixed,
     transport,
 )
 
-GREETING = timedelta(seconds=10)
-"""The longest wait for a greeting."""
+GREETING = timedelta(seconds=10)  # the longest wait for a greeting
 TRIES = 4
 Agree = Callable[[bool], bool]
 """Returns when all workers have called it, by another way than the groups: whether all passed True."""
-
-
-def greeting_timeout(timeout: timedelta | None) -> timedelta:
-    """Longest wait for a greeting, so that all tries together don't take longer than one wait may."""
-    return GREETING if timeout is None else min(GREETING, timeout / TRIES)
 
 
 def connected_to_all(make: Callable[[], Transport | None], timeout: timedelta | None, agree: Agree) -> Transport | None:
@@ -46,10 +39,12 @@ def connected_to_all(make: Callable[[], Transport | None], timeout: timedelta | 
     Raises:
         PeerLost: strangers came between, each time; on all workers.
     """
+    # All tries together don't take longer than one wait may.
+    patience = GREETING if timeout is None else min(GREETING, timeout / TRIES)
     for _ in range(TRIES):
         agree(True)  # making a group is a call that only its timeout ends where a worker doesn't come
         made = make()
-        if agree(made is None or made.greet(greeting_timeout(timeout))):
+        if agree(made is None or made.greet(patience)):
             return made
         if made is not None:
             made.close()
@@ -64,7 +59,7 @@ def make_world(met: Any, init: Callable[..., None], agree: Agree, timeout: timed
     tries = itertools.count()
 
     def make() -> Transport:
-        init(store=prefixed(met, f"world/{next(tries)}"))  # keys that no earlier try has used
+        init(store=STORES.PrefixStore(f"world/{next(tries)}", met))  # keys that no earlier try has used
         return everyone()
 
     connected_to_all(make, timeout, agree)

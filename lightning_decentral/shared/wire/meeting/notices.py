@@ -15,19 +15,19 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from lightning_decentral.shared.wire.pending import PeerLost
 
 BEAT_SECONDS = 0.5
 LOOK_SECONDS = 0.005
-SILENT_SECONDS = 2.5
-"""Seconds without a beat after which a worker is the one to blame, when another has been lost."""
-LINGER_SECONDS = 1.5
-"""Seconds that worker 0 keeps the store for the others to read why it ends."""
+SILENT_SECONDS = 2.5  # seconds without a beat after which a worker is the one to blame, when another has been lost
+LINGER_SECONDS = 1.5  # seconds that worker 0 keeps the store for the others to read why it ends
 STORE_SECONDS = 10.0
 """Time that the store has to answer one that ends; it takes milliseconds, and `SILENT_SECONDS` to find the silent."""
-LONGEST_REASON = 500
+LONGEST_REASON = 500  # characters
+Row = TypeVar("Row")
 
 
 class Gone:
@@ -46,32 +46,24 @@ class Ending:
 
     reason: str
     phase: str
-    lost: bool
-    """Only because it lost another, whom its reason names."""
+    lost: bool  # only because it lost another, whom its reason names
 
-    @classmethod
-    def read(cls, written: bytes) -> "Ending":
-        """ValueError for what no worker wrote."""
-        row = json.loads(written.decode())
-        if not isinstance(row, dict) or {key: type(value) for key, value in row.items()} != cls.__annotations__:
-            raise ValueError(f"not an ending: {row!r}")
-        return cls(**row)
+
+def read_row(kind: type[Row], written: bytes) -> Row:
+    """The value of a dataclass that `json.dumps(asdict(value))` wrote. ValueError for what no worker wrote."""
+    row = json.loads(written.decode())
+    if not isinstance(row, dict) or {key: type(value) for key, value in row.items()} != kind.__annotations__:
+        raise ValueError(f"no {kind.__name__}: {row!r}")
+    return kind(**row)
 
 
 class StatusBoard:
-    """The board of one meeting of all workers.
-
-    Args:
-        store: with keys of this meeting alone.
-        hosted: another process (torchrun's agent) has the store, not worker 0.
-
-    Attributes:
-        ignored: values that no worker can have written; they are not believed, only counted.
-    """
+    """The board of one meeting of all workers, in a store with keys of this meeting alone."""
 
     def __init__(self, store: Any, rank: int, size: int, hosted: bool = False) -> None:
-        self._store, self.rank, self.size, self._hosted = store, rank, size, hosted
-        self.ignored = 0
+        self._store, self.rank, self.size = store, rank, size
+        self._hosted = hosted  # another process (torchrun's agent) has the store, not worker 0
+        self.ignored = 0  # values that no worker can have written; they are not believed, only counted
         self._beats = self._agreed = 0
         self._endings: dict[int, Ending] = {}
 
@@ -84,7 +76,7 @@ class StatusBoard:
         self._beats += 1
         self._store.set(f"beat/{self.rank}", str(self._beats))
 
-    def tell(self, what: str, text: str) -> None:
+    def write(self, what: str, text: str) -> None:
         """Write this worker's text on it, for `read`."""
         self._store.set(f"{what}/{self.rank}", text)
 
@@ -93,16 +85,17 @@ class StatusBoard:
         self._store.set(key, text)
 
     def end(self, ending: Ending) -> None:
-        """Write why this worker ends."""
-        self._store.set(f"ended/{self.rank}", json.dumps(asdict(ending)))
-        self._store.set("ended", "somebody")
+        """Write why this worker ends, unless the store is gone: so is who could read it."""
+        with suppress(RuntimeError):
+            self._store.set(f"ended/{self.rank}", json.dumps(asdict(ending)))
+            self._store.set("ended", "somebody")
 
     def look(self) -> Mapping[int, Ending]:
         """Endings of other workers, and why; kept, since the store ends with worker 0."""
         if self._store.check(["ended"]):
             for rank in range(self.size):
                 if rank != self.rank and rank not in self._endings:
-                    ending = self.read(f"ended/{rank}", Ending.read)
+                    ending = self.read(f"ended/{rank}", partial(read_row, Ending))
                     self._endings.update({} if ending is None else {rank: ending})
         return self._endings
 
@@ -143,25 +136,22 @@ class StatusBoard:
     def blame(self) -> str | None:
         """One line on who is the cause of a loss; None where nobody knows. Takes up to SILENT_SECONDS."""
         with suppress(RuntimeError):  # the store is gone, and who had it
-            return self._blame()
+            before, end = self._read_beats(), time.monotonic() + SILENT_SECONDS
+            while time.monotonic() < end and all(ending.lost for ending in self.look().values()):
+                time.sleep(0.1)
+            if any(not ending.lost for ending in self._endings.values()):
+                return _sentence(self._endings)
+            after = self._read_beats()
+            silent = [r for r, n in before.items() if n == after[r] and r not in self._endings and r != self.rank]
+            if silent:
+                names = " and ".join(f"worker {rank}" for rank in silent)
+                return f"{names} left no word: killed, stopped, or cut off from the network; see its own output"
+            return _sentence(self._endings)
         keeper = "torchrun's agent on the first node" if self._hosted else "worker 0"
         return _sentence(self._endings) or (
             f"{keeper}, which has the store, left no word: killed, stopped, or cut off from the network; see its own "
             "output, then start all workers again from the last checkpoint"
         )
-
-    def _blame(self) -> str | None:
-        before, end = self._read_beats(), time.monotonic() + SILENT_SECONDS
-        while time.monotonic() < end and all(ending.lost for ending in self.look().values()):
-            time.sleep(0.1)
-        if any(not ending.lost for ending in self._endings.values()):
-            return _sentence(self._endings)
-        after = self._read_beats()
-        silent = [r for r, n in before.items() if n == after[r] and r not in self._endings and r != self.rank]
-        if silent:
-            names = " and ".join(f"worker {rank}" for rank in silent)
-            return f"{names} left no word: killed, stopped, or cut off from the network; see its own output"
-        return _sentence(self._endings)
 
     def _read_beats(self) -> dict[int, int | None]:
         return {rank: self.read(f"beat/{rank}", int) for rank in range(self.size)}
@@ -176,8 +166,6 @@ ALL_LIVE = (
     "all live, so its network is cut, or workers wait for different things (a collective call, as sync_dist=True or "
     "all_gather, on some of them only); see the output of the others"
 )
-
-
 CUT_OFF = (
     "the store doesn't answer, so this worker is cut off from the network, or worker 0 is stopped; see its own output, "
     "then start all workers again from the last checkpoint"
@@ -185,19 +173,14 @@ CUT_OFF = (
 
 
 class Heartbeat:
-    """One worker's place on the board: a thread beats and reads, since a worker that waits is blocked in a message.
-
-    Args:
-        phase: what this worker does right now, in brief.
-
-    Attributes:
-        freed: its device waited for a lost worker and was freed: whatever error comes of it, that loss is the cause.
-    """
+    """One worker's place on the board: a thread beats and reads, since a worker that waits is blocked in a message."""
 
     def __init__(self, board: StatusBoard, phase: Callable[[], str]) -> None:
-        self.board, self.phase, self.freed = board, phase, False
+        self.board, self.phase = board, phase  # what this worker does right now, in brief
+        # Its device waited for a lost worker and was freed: whatever error comes of it, that loss is the cause.
+        self.freed = False
         self._listeners: list[Callable[[], bool]] = []
-        self._orphaned: list[Callable[[], None]] = []
+        self._orphaned: list[Callable[[], None]] = []  # called where the store is gone
         self._woken, self._closed = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="lightning_decentral-heartbeat", daemon=True)
         self._thread.start()
@@ -246,12 +229,8 @@ class Heartbeat:
             cause = (blamed or ALL_LIVE) if answers else CUT_OFF
             error.args = (f"{head or f'worker {self.board.rank} lost the others'} in {phase}: {cause}",)
         reason = one_line(error) if lost else f"{type(error).__name__}: {one_line(error)}"
-        if answers and within(STORE_SECONDS, lambda: self._end(Ending(reason[:LONGEST_REASON], phase, lost)))[0]:
+        if answers and within(STORE_SECONDS, lambda: self.board.end(Ending(reason[:LONGEST_REASON], phase, lost)))[0]:
             time.sleep(LINGER_SECONDS if self.board.rank == 0 else 0)
-
-    def _end(self, ending: Ending) -> None:
-        with suppress(RuntimeError):  # the store is gone: so is who could read it
-            self.board.end(ending)
 
 
 def within(seconds: float, call: Callable[[], Any]) -> tuple[bool, Any]:

@@ -27,15 +27,18 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from lightning_decentral.shared.wire.transport import prefixed, tcp_store
+import torch
+from torch.torch_version import TorchVersion
 
+from lightning_decentral.shared.wire.transport import STORES
+
+LIBUV_LISTENS = TorchVersion(torch.__version__) >= "2.8"
+"""Before, torch's newer server of a store took no listening socket (pytorch#150215); the older one does."""
 TOKEN = "LIGHTNING_DECENTRAL_TOKEN"
 LOOK_SECONDS = 0.05
-DOUBT_SECONDS = 10.0
-"""Time that workers wait for the rest of theirs once one with another layout has come."""
+DOUBT_SECONDS = 10.0  # time that workers wait for the rest of theirs once one with another layout has come
 COMPLETE = "complete"
-LINGER_SECONDS = 2.0
-"""Seconds that worker 0 keeps the store, where nobody will train, for the others to find out why."""
+LINGER_SECONDS = 2.0  # seconds that worker 0 keeps the store, where nobody will train, for the others to find out why
 
 _met: Counter[str] = Counter()
 """Meetings of this process by place: a second one at the same store has other keys. By place, as a process that serves
@@ -48,20 +51,15 @@ class MeetingFailed(ConnectionError):
 
 @dataclass(frozen=True)
 class Meeting:
-    """Rendezvous of `size` workers, and how long each waits for the others.
-
-    Args:
-        hosted: another process (torchrun's agent) has the store.
-        layout: (nodes, devices on each) as this worker was given.
-    """
+    """Rendezvous of `size` workers, and how long each waits for the others."""
 
     address: str
     port: int
     rank: int
     size: int
     timeout: timedelta
-    hosted: bool
-    layout: tuple[int, int]
+    hosted: bool  # another process (torchrun's agent) has the store
+    layout: tuple[int, int]  # (nodes, devices on each) as this worker was given
 
     def __post_init__(self) -> None:
         if not 0 < self.port < 1 << 16:
@@ -75,10 +73,6 @@ class Meeting:
     @property
     def place(self) -> str:
         return f"{self.address}:{self.port}"
-
-    @property
-    def _serves(self) -> bool:
-        return self.rank == 0 and not self.hosted
 
     @property
     def _keeper(self) -> str:
@@ -96,10 +90,10 @@ class Meeting:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         try:
             reached = self._reach()
-            met = prefixed(reached, f"lightning_decentral/{attempt}/{_met[self.place]}")
-            return self._all_here(prefixed(reached, self._token(met, end)), end)
+            met = STORES.PrefixStore(f"lightning_decentral/{attempt}/{_met[self.place]}", reached)
+            return self._all_here(STORES.PrefixStore(self._token(met, end), reached), end)
         except (MeetingFailed, ValueError):
-            time.sleep(LINGER_SECONDS if self._serves else 0.0)
+            time.sleep(LINGER_SECONDS if self.rank == 0 and not self.hosted else 0.0)
             raise
         except RuntimeError as error:
             raise MeetingFailed(
@@ -107,12 +101,14 @@ class Meeting:
             ) from error
 
     def _reach(self) -> Any:
-        listening = self._listen() if self._serves else None
-        found: list[Any] = []
+        server, found = dict[str, Any](), list[Any]()
+        if self.rank == 0 and not self.hosted:
+            server = {"is_master": True, "master_listen_fd": self._listen(), "use_libuv": LIBUV_LISTENS}
 
         def reach() -> None:
+            place: Any = self.address, self.port
             with suppress(RuntimeError):  # reported below
-                found.append(tcp_store(self.address, self.port, self.timeout, listening))
+                found.append(STORES.TCPStore(*place, timeout=self.timeout, wait_for_workers=False, **server))
 
         # A thread: a program that takes the connection and sends nothing would keep torch waiting for ever.
         thread = threading.Thread(target=reach, name="lightning_decentral-rendezvous", daemon=True)
@@ -145,9 +141,6 @@ class Meeting:
                         "set MASTER_PORT to a free one"
                     ) from error
                 # The address is another machine's that hands on to this one: listen everywhere, as torch does.
-        return self._listen_everywhere()
-
-    def _listen_everywhere(self) -> int:
         try:
             return socket.create_server(("", self.port), backlog=2048).detach()
         except OSError as error:
@@ -181,23 +174,18 @@ class Meeting:
             )
             raise ValueError(store.compare_set("differs", "", line).decode(errors="replace"))
 
-    def _doubts(self, store: Any, end: float) -> Callable[[], str]:
+    def _doubt(self, store: Any, since: list[float], end: float) -> str:
         """Reason why all end, if called at the end or long enough after a first call that finds another layout; or "".
 
         Not at once: a stray worker of another job must not end this one, and without a token only its own workers'
         coming shows that it is a stray.
         """
-        since: list[float] = []
-        patience = min(DOUBT_SECONDS, self.timeout.total_seconds() / 2)
-
-        def doubt() -> str:
-            if store.check(["differs"]):
-                since.append(time.monotonic())
-                if since[-1] - since[0] >= patience or since[-1] >= end:
-                    return str(store.get("differs").decode(errors="replace"))
-            return ""
-
-        return doubt
+        if store.check(["differs"]):
+            since.append(time.monotonic())
+            patience = min(DOUBT_SECONDS, self.timeout.total_seconds() / 2)
+            if since[-1] - since[0] >= patience or since[-1] >= end:
+                return str(store.get("differs").decode(errors="replace"))
+        return ""
 
     def _all_here(self, store: Any, end: float) -> Any:
         self._compare_layouts(store, end)
@@ -207,16 +195,18 @@ class Meeting:
                 f"a worker {self.rank} is at {self.place} already: another job meets at this port; "
                 "set MASTER_PORT to a free one"
             )
-        missing, doubt = list(range(self.size)), self._doubts(store, end)
+        missing, doubts = list(range(self.size)), list[float]()
 
         def names() -> str:
             return " and ".join(f"worker {rank}" for rank in missing)
 
         def come() -> bool:
             missing[:] = [rank for rank in missing if not store.check([f"here/{rank}"])]
-            line = doubt() if missing else COMPLETE
+            line = self._doubt(store, doubts, end) if missing else COMPLETE
             if line or store.check(["verdict"]):
-                _obey(store.compare_set("verdict", "", line).decode(errors="replace"))
+                verdict = store.compare_set("verdict", "", line).decode(errors="replace")
+                if verdict != COMPLETE:
+                    raise ValueError(verdict)
             return not missing
 
         try:
@@ -249,11 +239,6 @@ def group_failed(store: Any, rank: int, error: RuntimeError) -> MeetingFailed:
         line = store.compare_set("failed", "", line).decode(errors="replace")
         time.sleep(LINGER_SECONDS if rank == 0 else 0.0)
     return MeetingFailed(line)
-
-
-def _obey(verdict: str) -> None:
-    if verdict != COMPLETE:
-        raise ValueError(verdict)
 
 
 def _digest(what: str, token: str) -> str:

@@ -7,56 +7,51 @@ promised; then everybody knows where all stop. A worker is held up only if it co
 have made theirs: a few looks at the store.
 """
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lightning_decentral.shared.wire.meeting.notices import GONE
 from lightning_decentral.shared.wire.pending import PeerLost
 
-SIGNALS = range(1, 65)
+SIGNALS, ROUNDS = range(1, 65), range(1, sys.maxsize)
 
 
+@dataclass(eq=False)
 class StopAgreement:
     """Agreement of one fit's workers on the step after which all stop.
 
-    Args:
-        read: read(key, parse): a value of the store; None where there is none that can be believed.
-        store: with keys of this fit alone.
-        patience_seconds: how long to wait for the others' promises.
-        wake: has the watching thread look at once.
-
     Attributes:
-        patience_seconds: as given.
         raised: the number of the signal that this worker got; 0 for none.
         signum: of the signal that all stop for; 0 before one is known.
     """
 
-    def __init__(
-        self,
-        store: Any,
-        read: Callable[[str, Callable[[bytes], Any]], Any],
-        rank: int,
-        size: int,
-        patience_seconds: float,
-        wake: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._store, self._read, self._rank, self._size = store, read, rank, size
-        self.patience_seconds, self._wake = patience_seconds, wake
-        self.raised = self.signum = 0
-        self._rounds = 0
+    store: Any  # with keys of this fit alone
+    read: Callable[
+        [str, Callable[[bytes], Any]], Any
+    ]  # a value of the store by its key; None where none can be believed
+    rank: int
+    size: int
+    patience_seconds: float  # how long to wait for the others' promises
+    wake: Callable[[], None] = lambda: None  # has the watching thread look at once
+
+    def __post_init__(self) -> None:
+        self.raised = self.signum = self._rounds = 0
         self._promise: int | None = None
         self._stop: int | None = None
         self._lock, self._known = threading.Lock(), threading.Event()
 
     def close(self) -> None:
         """Give the connection back; what was agreed on stays."""
-        self._store = GONE
+        self.store = GONE
 
     def ask(self, signum: int) -> None:
         """This worker got a signal."""
         self.raised = signum
-        self._wake()
+        self.wake()
 
     @property
     def agreed(self) -> bool:
@@ -73,21 +68,21 @@ class StopAgreement:
             self._rounds += 1
             due = self._promise is not None and self._rounds >= self._promise
         if due and not self._known.wait(self.patience_seconds):
-            raise PeerLost(f"worker {self._rank} lost the others: they don't say where to stop")
+            raise PeerLost(f"worker {self.rank} lost the others: they don't say where to stop")
 
     def look(self) -> bool:
         """Ask, promise, and read what others promised; whether that isn't over. For the watching thread."""
         if self._known.is_set():
             return False
         if self.raised:
-            self._store.compare_set("stop", "", str(self.raised))
-        signum = self._read("stop", _signum)
+            self.store.compare_set("stop", "", str(self.raised))
+        signum = self.read("stop", partial(_number, SIGNALS))
         if signum is None:
             return False
         with self._lock:
             self._promise = self._promise or self._rounds + 1
-        self._store.set(f"promise/{self._rank}", str(self._promise))  # again: somebody may have written over it
-        promises = [self._read(f"promise/{rank}", _round) for rank in range(self._size)]
+        self.store.set(f"promise/{self.rank}", str(self._promise))  # again: somebody may have written over it
+        promises = [self.read(f"promise/{rank}", partial(_number, ROUNDS)) for rank in range(self.size)]
         if None in promises:
             return True
         self.signum, self._stop = signum, max(promises)
@@ -96,31 +91,17 @@ class StopAgreement:
 
     def left(self, rounds: Sequence[int]) -> None:
         """This worker stops after these rounds of each optimizer, and won't come to the end of its epoch."""
-        self._store.set("left", ",".join(map(str, rounds)))
+        self.store.set("left", ",".join(map(str, rounds)))
 
     def left_after(self) -> list[int] | None:
         """Each optimizer's round after which others have stopped, while this worker waits at an epoch's end; None: they
         haven't."""
-        known: list[int] | None = self._read("left", _rounds) if self._known.is_set() else None
+        rounds = lambda written: [_number(range(sys.maxsize), part) for part in written.split(b",")]  # noqa: E731
+        known: list[int] | None = self.read("left", rounds) if self._known.is_set() else None
         return known
 
 
-def _rounds(written: bytes) -> list[int]:
-    numbers = list(map(int, written.split(b",")))
-    if min(numbers) < 0:
-        raise ValueError(f"not rounds: {numbers}")
-    return numbers
-
-
-def _round(written: bytes) -> int:
-    number = int(written)
-    if number < 1:
-        raise ValueError(f"not a round: {number}")
-    return number
-
-
-def _signum(written: bytes) -> int:
-    number = int(written)
-    if number not in SIGNALS:
-        raise ValueError(f"not a signal: {number}")
+def _number(allowed: range, written: bytes) -> int:
+    if (number := int(written)) not in allowed:
+        raise ValueError(f"not one of {allowed}: {number}")
     return number

@@ -28,15 +28,14 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 
 from lightning_decentral.shared.compute import cuda
-from lightning_decentral.shared.wire.meeting.notices import ALL_LIVE, Heartbeat, StatusBoard
+from lightning_decentral.shared.wire.meeting.notices import ALL_LIVE, Heartbeat, StatusBoard, read_row
 from lightning_decentral.shared.wire.pending import PeerLost
 
-LONG_SECONDS = 30.0
-"""A wait that is worth a warning."""
+LONG_SECONDS = 30.0  # a wait that is worth a warning
 
 
 @dataclass(frozen=True)
@@ -47,44 +46,40 @@ class Wait:
     calling: bool
     phase: str
 
-    @classmethod
-    def read(cls, written: bytes) -> "Wait":
-        """ValueError where it doesn't wait, and for what no worker wrote."""
-        row = json.loads(written.decode())
-        if not isinstance(row, dict) or {key: type(value) for key, value in row.items()} != cls.__annotations__:
-            raise ValueError(f"not a wait: {row!r}")
-        return cls(**row)
-
     def __str__(self) -> str:
         return f"in {'a collective call' if self.calling else 'a round'} (in {self.phase})"
 
 
+@dataclass(eq=False)
 class Waits:
-    """One worker's, in one fit.
+    """One worker's, in one fit."""
 
-    Args:
-        mine: what this worker has waited in for `LONG_SECONDS`; None where it hasn't.
-    """
-
-    def __init__(self, board: StatusBoard, mine: Callable[[], Wait | None]) -> None:
-        self._board, self._mine = board, mine
-        self._told: Wait | None = None
-        self._warned = -1
+    board: StatusBoard
+    mine: Callable[[], Wait | None]  # what this worker has waited in for `LONG_SECONDS`; None where it hasn't
+    _reported: Wait | None = field(default=None, init=False)  # what stands on the board
+    _warned: int = field(default=-1, init=False)  # calls at the last warning
 
     def look(self) -> bool:
         """Called again and again by a thread; never in a hurry."""
-        mine = self._mine()
-        if mine != self._told:
-            self._board.tell("waits", "null" if mine is None else json.dumps(asdict(mine)))
-            self._told = mine
+        mine = self.mine()
+        if mine != self._reported:
+            self.board.write("waits", "null" if mine is None else json.dumps(asdict(mine)))
+            self._reported = mine
         elif mine is not None and mine.calls > self._warned:  # not at once: a number that others wrote may be old
             self._compare(mine)
         return False
 
     def _compare(self, mine: Wait) -> None:
-        found = [self._board.read(f"waits/{rank}", _maybe) for rank in range(self._board.size)]
+        parse = lambda written: None if written == b"null" else read_row(Wait, written)  # noqa: E731
+        found = [self.board.read(f"waits/{rank}", parse) for rank in range(self.board.size)]
         waiting = [wait for wait in found if wait is not None]
-        if len(waiting) < len(found) or not _apart(waiting):
+        if len(waiting) < len(found):
+            return
+        ahead = max(wait.calls for wait in waiting)
+        last = [wait for wait in waiting if wait.calls == ahead]
+        # Some are in a call that others haven't entered, or in another of the same number.
+        differ = len(last) < len(waiting) or len({wait.phase.split()[0] for wait in last}) > 1
+        if not differ or not all(wait.calling for wait in last):
             return
         self._warned = mine.calls
         places = [
@@ -98,37 +93,18 @@ class Waits:
         )
 
 
-def _apart(waiting: Sequence[Wait]) -> bool:
-    """Return whether some are in a call that others haven't entered, or in another of the same number."""
-    ahead = max(wait.calls for wait in waiting)
-    last = [wait for wait in waiting if wait.calls == ahead]
-    if not all(wait.calling for wait in last):
-        return False
-    return len(last) < len(waiting) or len({wait.phase.split()[0] for wait in last}) > 1
-
-
-def _maybe(written: bytes) -> Wait | None:
-    return None if written == b"null" else Wait.read(written)
-
-
 GRACE_SECONDS = 2.0
 """Time after another's ending in which the host may come to an error of its own, or the device to its work's end."""
-LOST_SECONDS = 15.0
-"""Without a beat, while this device is behind: longer than a thread that beats is kept from running."""
-END_SECONDS = 30.0
-"""Time for the host to come back from the device; then the process ends where it stands."""
+LOST_SECONDS = 15.0  # without a beat, while this device is behind: longer than a thread that beats is kept from running
+END_SECONDS = 30.0  # time for the host to come back from the device; then the process ends where it stands
 
 
 class Backlog:
-    """Since when a device has had work that it hasn't done, seen from any thread. On the host nothing is late.
-
-    Args:
-        device: whether there is one, whose current stream is meant.
-    """
+    """Since when a device has had work that it hasn't done, seen from any thread. On the host nothing is late."""
 
     def __init__(self, device: bool) -> None:
-        self._device = device
-        self._open: deque[tuple[cuda.Event, float]] = deque()
+        self._device = device  # whether there is one, whose current stream is meant
+        self._open: deque[tuple[cuda.Event, float]] = deque()  # marks that it hasn't reached, and when the host did
         self._lock = threading.Lock()
 
     def mark(self) -> None:
@@ -147,30 +123,22 @@ class Backlog:
             return self._open[0][1] if self._open else None
 
 
+@dataclass(eq=False)
 class Rescue:
-    """One worker's, of one fit, validation or test.
+    """One worker's, of one fit, validation or test."""
 
-    Args:
-        behind: since when the device has been behind, by the monotonic clock; None where it isn't.
-        abort: ends all that its kernels wait for.
-        timeout: seconds that a worker waits for another, anywhere.
-        end: of a process whose host doesn't come back.
-    """
+    heartbeat: Heartbeat
+    behind: Callable[[], float | None]  # since when the device has been, by the monotonic clock; None where it isn't
+    abort: Callable[[], None]  # ends all that its kernels wait for
+    timeout: float  # seconds that a worker waits for another, anywhere
+    end: Callable[[int], object] = os._exit  # of a process whose host doesn't come back
 
-    def __init__(
-        self,
-        heartbeat: Heartbeat,
-        behind: Callable[[], float | None],
-        abort: Callable[[], None],
-        timeout: float,
-        end: Callable[[int], object] = os._exit,
-    ) -> None:
-        self._heartbeat, self._behind, self._abort, self._timeout, self._end = heartbeat, behind, abort, timeout, end
-        self._beats: dict[int, tuple[int | None, float]] = {}
+    def __post_init__(self) -> None:
+        self._beats: dict[int, tuple[int | None, float]] = {}  # of each worker: the last, and since when
         self._lost: str | None = None
         self._closed = threading.Event()
-        heartbeat.listen(self._look)
-        heartbeat.when_orphaned(self._look_on)
+        self.heartbeat.listen(self._look)
+        self.heartbeat.when_orphaned(self._look_on)
 
     def check(self) -> None:
         """Raises:
@@ -182,13 +150,13 @@ class Rescue:
     def close(self) -> None:
         if not self._closed.is_set():
             self._closed.set()
-            self._heartbeat.forget(self._look)
+            self.heartbeat.forget(self._look)
 
     def _look(self) -> bool:
         behind = self._seconds()
         if behind < GRACE_SECONDS:
             self._beats = {}
-        elif self._heartbeat.board.look() or self._silent() or behind > self._timeout:
+        elif self.heartbeat.board.look() or self._silent() or behind > self.timeout:
             self._free()
         return False
 
@@ -199,12 +167,12 @@ class Rescue:
                 self._free()
 
     def _seconds(self) -> float:
-        since = self._behind()
+        since = self.behind()
         return 0.0 if since is None or self._lost is not None else time.monotonic() - since
 
     def _silent(self) -> bool:
         """Return whether another has written no beat for long."""
-        board, now = self._heartbeat.board, time.monotonic()
+        board, now = self.heartbeat.board, time.monotonic()
         for rank in range(board.size):
             beat = board.read(f"beat/{rank}", int)
             if rank not in self._beats or self._beats[rank][0] != beat:
@@ -212,15 +180,16 @@ class Rescue:
         return any(now - since > LOST_SECONDS for rank, (_, since) in self._beats.items() if rank != board.rank)
 
     def _free(self) -> None:
-        board = self._heartbeat.board
-        self._heartbeat.freed = True
+        board = self.heartbeat.board
+        self.heartbeat.freed = True
         self._lost = f"worker {board.rank} lost the others: {board.blame() or ALL_LIVE}"
         # Before the host can come back: its own error then may name whom a kernel left in the middle.
         print(self._lost, file=sys.stderr, flush=True)
-        threading.Thread(target=self._end_if_it_stands, name="lightning_decentral-rescue", daemon=True).start()
-        self._abort()
 
-    def _end_if_it_stands(self) -> None:
-        if not self._closed.wait(END_SECONDS):
-            print("its device doesn't come back: this process ends", file=sys.stderr, flush=True)
-            self._end(1)
+        def end_if_it_stands() -> None:
+            if not self._closed.wait(END_SECONDS):
+                print("its device doesn't come back: this process ends", file=sys.stderr, flush=True)
+                self.end(1)
+
+        threading.Thread(target=end_if_it_stands, name="lightning_decentral-rescue", daemon=True).start()
+        self.abort()
