@@ -139,11 +139,6 @@ class JoinCheck:
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(trained.get(name, parameter.requires_grad))
 
-    def refuse(self, value: Mapping[str, Any]) -> None:
-        """ValueError where this worker can't take what a member gives."""
-        if refused := self.refuses(value):
-            raise ValueError(refused)
-
     def refuses(self, value: Mapping[str, Any]) -> str:
         """Return why this worker can't take what a member gives; empty: it can."""
         settings, model, parts = json.loads(bytes(value["given"].tolist())) if "given" in value else ({}, {}, [])

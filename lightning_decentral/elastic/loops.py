@@ -107,11 +107,6 @@ def _catch_up(trainer: Trainer, steps: int, step: int, epochs: int, epoch: int) 
                 config.scheduler.step()
 
 
-def count_logged(trainer: Trainer, step: int) -> None:
-    """Log what comes next under this step: Lightning counts a restart within an epoch as one."""
-    trainer.fit_loop.epoch_loop._batches_that_stepped = step
-
-
 def copied(states: dict[str, Any]) -> dict[str, Any]:
     """Copy the states that can be sent, as they are now, to the host."""
     cloned = apply_to_collection(states, Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))

@@ -4,9 +4,11 @@ Lightning sees one process everywhere: this binding alone knows the others. What
 done by all, with their mean, and what it does by worker 0 is done by the oldest.
 """
 
+import os
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -20,14 +22,15 @@ from torch.optim import Optimizer
 from lightning_decentral.elastic import checks, loops
 from lightning_decentral.elastic.joining import Joining, refuse_combined
 from lightning_decentral.elastic.late_tensors import LateTensors, refuse_pruning
-from lightning_decentral.elastic.launcher import at_its_lobby
 from lightning_decentral.elastic.plan.calendar import Calendar
 from lightning_decentral.elastic.plan.view import ElasticSettings
+from lightning_decentral.elastic.process import take_over
 from lightning_decentral.elastic.watched import WatchedProcess
 from lightning_decentral.elastic.wire.island_participants import member_of
 from lightning_decentral.elastic.wire.participant import Participant
 from lightning_decentral.elastic.wire.rounds.exchange import ElasticExchange
 from lightning_decentral.elastic.wire.rounds.holding import Holding
+from lightning_decentral.elastic.wire.starter import LOBBY
 from lightning_decentral.gossip.compute.combine.combine import Rule
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
@@ -54,6 +57,8 @@ class ElasticRun(WatchedProcess):
     model_layout: ModelLayout
     """Layout of what this device has."""
 
+    _joining: Joining
+
     def plan_rounds(
         self,
         elastic: ElasticSettings,
@@ -77,7 +82,6 @@ class ElasticRun(WatchedProcess):
         self._mixers = Mixers(self._making)
         self._member: Participant | None = None
         self._exchange: ElasticExchange | None = None
-        self._joining = Joining(elastic.weight, self._begin)
         self.followed = self
         self._updates: Updates | None = None
         self._watched = ExitStack()
@@ -86,9 +90,10 @@ class ElasticRun(WatchedProcess):
         self._given = checks.JoinCheck({}, {})
 
     def comes(self) -> Participant:
-        lobby, seconds = at_its_lobby(self.elastic), self._group.timeout.total_seconds()
+        elastic = replace(self.elastic, lobby=self.elastic.lobby or os.environ[LOBBY])
+        seconds = self._group.timeout.total_seconds()
         # Asked where a donor gives something, for which set-up is over.
-        return member_of(lobby, seconds, self.wire, self.batches, lambda value: self._given.refuses(value))
+        return member_of(elastic, seconds, self.wire, self.batches, lambda value: self._given.refuses(value))
 
     # ---- what the strategy adds -------------------------------------------------------------------------------------
 
@@ -129,9 +134,12 @@ class ElasticRun(WatchedProcess):
         if fitting:
             refuse_pruning(self._module.trainer)
 
+    def setup_environment(self) -> None:
+        self._joining = Joining(self.elastic.weight, self.planned_workers, self._begin)
+        super().setup_environment()
+
     def setup(self, trainer: Trainer) -> None:
         """Set up; then take everything from a member that trains, if there is one."""
-        self._joining = Joining(self.elastic.weight, self._begin)
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
@@ -188,7 +196,6 @@ class ElasticRun(WatchedProcess):
         """The last of a fit's set-up: here a worker becomes a member, and examples are dealt."""
         if not self._module.trainer.training:
             return dataloader
-        self._joining.weights = self.planned_workers
         return self._joining.loader(self._member, self._module.trainer, dataloader)
 
     def _begin(self, calendar: Callable[[], Calendar] | None = None) -> None:
@@ -203,14 +210,17 @@ class ElasticRun(WatchedProcess):
             loops.leave_out(trainer, goes_on, member.round, left_out)
         member.enter(exchange)
         self._rank_as(member.place if member.leads else 1)
-        self._log_as_oldest(trainer)
+        if self.global_rank == 0 and not self._logs:
+            self._logs = True
+            take_over(trainer)
         parts = self.parts(checks.part_of(self._module, self.optimizers))
         state = member.agreed(lambda: self._state(member, calendar, parts))
         if state is not None:
             member.learn(state["run"])
             loops.restored(trainer, state)
             if "given" in state:  # it may have changed since this worker was healed
-                self._given.refuse(state)
+                if refused := self._given.refuses(state):
+                    raise ValueError(refused)
                 self._given.thaw(self._module, state)
 
     def _state(
@@ -243,7 +253,8 @@ class ElasticRun(WatchedProcess):
             self._updates.moved.batch(last=batch_idx == 0)  # the one before
         if not member.live:
             member.live = True  # not before: only now all members call the same
-            loops.count_logged(self._module.trainer, member.calendar.step(member.round))
+            step = member.calendar.step(member.round)  # Lightning counts a restart within an epoch as one
+            self._module.trainer.fit_loop.epoch_loop._batches_that_stepped = step
         elif member.next_round > member.round:
             self._begin()
 

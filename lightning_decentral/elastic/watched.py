@@ -92,7 +92,7 @@ class WatchedProcess(OneProcess):
     def summary(self) -> dict[str, str]:
         """Description of the plan: {topic: text}; who trains together is known later."""
         least, most = self.elastic.workers
-        place = self._member.worker.lobby_client.lobby if self._member else self.elastic.lobby
+        place = self._member.elastic.lobby if self._member else self.elastic.lobby
         return {
             "workers": f"{least} to {most}, who may come and go; they meet at {place}",
             "a silent worker": f"is dead after {self.elastic.dead_after:g} s",

@@ -48,9 +48,3 @@ class Calendar:
     def step(self, round: int) -> int:
         """Number of optimizer steps that are over where this round begins."""
         return self.steps + round
-
-
-def rounds_before(batches: int, accumulated: int, epochs: int, begun: int) -> int:
-    """`Calendar.before` of a run that goes on in an epoch of which so many batches are over."""
-    rounds = -(-batches // accumulated)
-    return epochs * rounds + min(rounds, -(-begun // accumulated))

@@ -5,7 +5,7 @@ what one of a hundred keeps.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from statistics import fmean, median
@@ -53,12 +53,8 @@ def came_and_went(views: Iterable[View]) -> tuple[int, int, int]:
     """Members that joined the first ones, that died or fell silent, and that left, up to the last of these views."""
     later = [view for view in views if view.number > 1]
     left = sum(len(view.left) for view in later)
-    went = sum(_but(view.before, view.members) for view in later)
-    return sum(_but(view.members, view.before) for view in later), went - left, left
-
-
-def _but(some: Collection[str], others: Collection[str]) -> int:
-    return len(set(some) - set(others))
+    went = sum(len(set(view.before) - set(view.members)) for view in later)
+    return sum(len(set(view.members) - set(view.before)) for view in later), went - left, left
 
 
 KEPT_VIEWS = 32

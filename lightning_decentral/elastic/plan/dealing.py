@@ -13,7 +13,7 @@ more in a long run than in a short one.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -43,9 +43,6 @@ class Pass:
     since: int
     left: Indices | None = None
     dealt: dict[str, list[Indices]] = field(default_factory=dict)
-
-    def copy(self) -> "Pass":
-        return Pass(self.number, self.start, self.since, self.left, {n: [*parts] for n, parts in self.dealt.items()})
 
 
 @dataclass
@@ -140,7 +137,7 @@ class Dealing:
         return Pass(0, min(self.views), min(self.views))
 
     def _begun(self, of: Pass) -> Pass:
-        begun = of.copy()
+        begun = replace(of, dealt={name: [*parts] for name, parts in of.dealt.items()})
         if begun.left is None:
             begun.left = np.arange(self.examples)
             if self.shuffle:

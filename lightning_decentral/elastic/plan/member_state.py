@@ -27,14 +27,7 @@ class Fetch:
     place: str
 
 
-@dataclass(frozen=True)
-class Return:
-    """Come back as a newcomer with another name: what this one sends is refused."""
-
-    why: str
-
-
-Act = Send | Fetch | Return
+Act = Send | Fetch
 
 APART = 4
 """Rounds by which members in step with each other may differ."""
@@ -67,7 +60,7 @@ class MemberState:
         entered: {member: which views came into force for it in which rounds}
         gone: members that are silent to the lobby.
         paused: why the lobby lets nobody go on.
-        out: why it isn't a member any more; empty: it may be.
+        out: why it comes back as a newcomer with another name: what this one sends is refused. Empty: it needn't.
     """
 
     mine: Heartbeat
@@ -95,14 +88,11 @@ class MemberState:
         if self.out:
             return self, []
         if update.out:
-            return self._expelled(
-                "the run went on without this worker, which was silent or has another run's parameters"
-            )
+            why = "the run went on without this worker, which was silent or has another run's parameters"
+            return replace(self, out=why), []
         if update.over and not self.mine.view:
-            return self._expelled(
-                "all members of the run at this lobby have ended, and a lobby is for one run: start another one for "
-                "another fit"
-            )
+            why = "all members of the run at this lobby have ended, and a lobby is for one run"
+            return replace(self, out=f"{why}: start another one for another fit"), []
         state = replace(
             self,
             acknowledged_at=max(self.acknowledged_at, self.asked.get(update.acknowledged, float("-inf"))),
@@ -127,7 +117,7 @@ class MemberState:
             state = replace(state, met_at={**self.met_at, beat.sender: now})
         if theirs and self.mine.view and theirs.number > _number(self.mine.view):
             if self.name not in theirs.members:
-                return state._expelled(f"the run is in view {theirs.number}, made without this worker")
+                return replace(state, out=f"the run is in view {theirs.number}, made without this worker"), []
             state = state._knowing(theirs, theirs.number)
         state = state._entries({beat.sender: beat.entered})
         if not beat.asks or state.lonely(now) or not self.mine.view:
@@ -214,14 +204,13 @@ class MemberState:
     def _others(self, view: View) -> list[str]:
         return [name for name in view.members if name != self.name]
 
-    def _expelled(self, why: str) -> tuple["MemberState", list[Act]]:
-        return replace(self, out=why), [Return(why)]
-
     def _knowing(self, view: View | None, agreed: int) -> "MemberState":
         """A view is known first, and comes into force when it is agreed: at its first round, or at once where that is
         over."""
         mine = replace(self.mine, seen=max(self.mine.seen, _number(view)))
-        state = replace(self, mine=mine, agreed=max(self.agreed, agreed))._entered_before(view)
+        state, coming = replace(self, mine=mine, agreed=max(self.agreed, agreed)), mine.coming
+        if coming and coming.number <= state.agreed and coming.number < _number(view) and self.name in coming.members:
+            state = state._entering(coming)  # this view follows it: others may train in it for some rounds
         mine = state.mine
         if view is None or view.number <= _number(mine.view) or view.number < _number(mine.coming):
             return state
@@ -230,12 +219,6 @@ class MemberState:
         if self.name not in view.members:
             return replace(state, mine=replace(mine, coming=None))
         return state._entering(view)
-
-    def _entered_before(self, view: View | None) -> "MemberState":
-        """The view that it knew comes into force where this one follows it: others may train in it for some rounds."""
-        coming = self.mine.coming
-        follows = coming is not None and coming.number <= self.agreed and coming.number < _number(view)
-        return self._entering(coming) if coming and follows and self.name in coming.members else self
 
     def _entering(self, view: View) -> "MemberState":
         mine = self.mine

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from lightning_decentral.elastic.plan.messages import Heartbeat, read_heartbeat
+from lightning_decentral.elastic.plan.messages import Heartbeat, read_message
 from lightning_decentral.elastic.plan.view import Times, View, name_of, place_of
 from lightning_decentral.elastic.wire.collective import Collective
 from lightning_decentral.elastic.wire.lobby_client import LobbyClient
@@ -185,7 +185,7 @@ class Endpoint:
         self._say(why, f"a worker can't join, {who}: {why}")
 
     def _met(self, connection: socket.socket) -> None:
-        found = read_heartbeat(receive(connection))
+        found = read_message(Heartbeat, receive(connection))
         self.lobby_client.step(lambda state, now: state.met(found, now))
 
     def _fetch(self, donor: str, place: str) -> None:

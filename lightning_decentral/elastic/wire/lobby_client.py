@@ -10,8 +10,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 
-from lightning_decentral.elastic.plan.member_state import Act, Fetch, MemberState, Return, Send
-from lightning_decentral.elastic.plan.messages import Heartbeat, read_update
+from lightning_decentral.elastic.plan.member_state import Act, Fetch, MemberState, Send
+from lightning_decentral.elastic.plan.messages import Heartbeat, LobbyUpdate, read_message
 from lightning_decentral.elastic.plan.view import Times, View
 from lightning_decentral.elastic.wire.sockets import clock
 from lightning_decentral.elastic.wire.sockets.door import Once, warned
@@ -143,7 +143,7 @@ class LobbyClient:
         try:
             self._connection.settimeout(seconds)
             more = self._connection.recv(READ_BYTES)
-            updates = [read_update(found) for found in self._frames.feed(more)]
+            updates = [read_message(LobbyUpdate, found) for found in self._frames.feed(more)]
         except TimeoutError:
             return
         except (OSError, ValueError) as error:
@@ -164,8 +164,6 @@ class LobbyClient:
                 self._ask(to, beat)
             case Fetch(donor, place):
                 self._fetch(donor, place)
-            case Return(_):
-                pass  # the one that begins a round gets it
 
     def _send(self, beat: Heartbeat) -> None:
         try:

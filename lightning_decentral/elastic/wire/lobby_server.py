@@ -4,10 +4,11 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from lightning_decentral.elastic.plan.lobby_state import LobbyState, Outgoing
-from lightning_decentral.elastic.plan.messages import read_heartbeat
+from lightning_decentral.elastic.plan.messages import Heartbeat, read_message
 from lightning_decentral.elastic.plan.view import Bounds, Times, View
 from lightning_decentral.elastic.wire.sockets import clock
 from lightning_decentral.elastic.wire.sockets.door import GREETING_SECONDS, Once
@@ -94,7 +95,7 @@ class LobbyServer:
             raise ValueError("a guest that sends nothing") from None
 
     def _receive(self, found: Any, writer: asyncio.StreamWriter) -> None:
-        beat = read_heartbeat(found)
+        beat = read_message(Heartbeat, found)
         self._guests[beat.sender] = writer  # the newest connection of that name
         self._next(*self._lobby.received(beat, clock.now()))
 
@@ -137,9 +138,5 @@ def serve(bounds: Bounds, times: Times, host: str, port: int, ready: Callable[[i
     Raises:
         OSError: the port is another program's.
     """
-
-    def say(line: str) -> None:
-        print(line, flush=True)
-
     with suppress(KeyboardInterrupt):
-        asyncio.run(LobbyServer(bounds, times, say).serve(host, port, ready))
+        asyncio.run(LobbyServer(bounds, times, partial(print, flush=True)).serve(host, port, ready))

@@ -24,9 +24,9 @@ class Member(Course):
     """Of a run that the test makes."""
 
     def __init__(self, name: str) -> None:
-        self._set_out()
         self.state = SimpleNamespace(views={}, entered={})
-        self.worker: Any = SimpleNamespace(name=name, lobby_client=SimpleNamespace(state=self.state))
+        worker: Any = SimpleNamespace(name=name, lobby_client=SimpleNamespace(state=self.state))
+        super().__init__(worker)
 
     def enters(self, view: View) -> None:
         self.view, self.next_round = view, view.first_round

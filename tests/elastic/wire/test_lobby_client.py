@@ -9,7 +9,7 @@ from itertools import count
 
 import pytest
 
-from lightning_decentral.elastic.plan.messages import Heartbeat, LobbyUpdate, read_update
+from lightning_decentral.elastic.plan.messages import Heartbeat, LobbyUpdate, read_message
 from lightning_decentral.elastic.plan.view import Bounds, Times, View
 from lightning_decentral.elastic.wire.endpoint import Endpoint
 from lightning_decentral.elastic.wire.lobby_client import LobbyClient
@@ -135,7 +135,7 @@ def test_the_lobby_sees_a_connection_end_long_before_its_worker_counts_as_dead()
 
     def hears(connection: socket.socket, name: str, count: int, known: View | None) -> LobbyUpdate:
         connection.sendall(frame(asdict(Heartbeat(name, count, f"{name}:1", known, origin="a" if known else ""))))
-        return read_update(receive(connection))
+        return read_message(LobbyUpdate, receive(connection))
 
     with connected(lobby.place, "lobby", SECONDS) as a, connected(lobby.place, "lobby", SECONDS) as x:
         with connected(lobby.place, "lobby", SECONDS) as b:
