@@ -15,7 +15,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _basic_subp
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_decentral.elastic.plan.view import Bounds, ElasticSettings, Times
-from lightning_decentral.elastic.wire.starter import LOBBY, OwnLobby, Starter, follow
+from lightning_decentral.elastic.wire.starter import LOBBY, Starter, follow, own_lobby
 
 
 class ElasticLauncher(_SubprocessScriptLauncher):
@@ -34,8 +34,9 @@ class ElasticLauncher(_SubprocessScriptLauncher):
             return function(*args, **kwargs)
         _set_num_threads_if_needed(self.num_processes)  # the workers inherit it
         times, bounds = Times(self._elastic.dead_after), Bounds(self._elastic.workers[0], self.num_processes)
-        lobby = OwnLobby(bounds, times, say)
-        starter = Starter(self.num_processes, command, lobby.members, {LOBBY: lobby.place}, say)
+        say = partial(print, flush=True)
+        place, members = own_lobby(bounds, times, say)
+        starter = Starter(self.num_processes, command, members, {LOBBY: place}, say)
         sys.exit(starter.run())
 
 
@@ -50,9 +51,6 @@ class FollowingLauncher(_SubprocessScriptLauncher):
 def command(number: int) -> tuple[Sequence[str], str | None]:
     """(command line that runs this script again, in which folder)"""
     return _hydra_subprocess_cmd(number) if HydraConfig.initialized() else (_basic_subprocess_cmd(), None)
-
-
-say = partial(print, flush=True)
 
 
 def refuse_unstarted(

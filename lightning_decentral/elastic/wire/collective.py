@@ -158,7 +158,11 @@ class Collective:
         with connected(self._place(first), "meet", 5.0) as connection:
             send_value(connection, {"key": list(key), "from": self.name}, value)
             connection.settimeout(LOOK_SECONDS)
-            while not _readable(connection):
+            while True:
+                with suppress(TimeoutError):
+                    if not connection.recv(1, socket.MSG_PEEK):  # what comes stays to be read
+                        raise ConnectionResetError("the connection has ended")
+                    break
                 if not there() or time.monotonic() > end:
                     raise ConnectionResetError(f"{first} has ended")
             connection.settimeout(None)  # a large result may take long, and the oldest is there
@@ -195,11 +199,3 @@ class Collective:
             with self._changed:
                 self._serving -= 1
                 self._changed.notify_all()
-
-
-def _readable(connection: socket.socket) -> bool:
-    with suppress(TimeoutError):
-        if not connection.recv(1, socket.MSG_PEEK):  # what comes stays to be read
-            raise ConnectionResetError("the connection has ended")
-        return True
-    return False

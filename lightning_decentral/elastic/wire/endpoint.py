@@ -31,11 +31,6 @@ Refuses = Callable[[Any], str]
 """Returns why what a member gives can't be taken; empty: it can."""
 
 
-def nothing(value: Any) -> str:
-    """Refuse nothing."""
-    return ""
-
-
 class Endpoint:
     """One start of one worker: a name that nobody else has or had.
 
@@ -55,7 +50,7 @@ class Endpoint:
         times: Times | None = None,
         title: str = "",
         weight: int = 1,
-        refuses: Refuses = nothing,
+        refuses: Refuses = lambda value: "",
     ) -> None:
         self._donor, self.beginnings = Donor(self._given), Beginnings()
         self._refuses, self._refused = refuses, ""
@@ -204,8 +199,9 @@ class Endpoint:
             self.lobby_client.step(lambda state, now: state.failed(donor, now))
             return
         refused = self._refuses(value)
-        if refused:
-            _say_refused(place, f"{self.name}: {refused}")
+        if refused:  # the member there may wait for more workers: it is sent why this one doesn't come
+            with suppress(OSError), connected(place, "refuse", 1.0) as connection:
+                connection.sendall(frame(f"{self.name}: {refused}"))
         with self.lobby_client.changed:
             if refused:
                 self._refused = refused
@@ -213,12 +209,6 @@ class Endpoint:
             elif self.lobby_client.state.mine.donor == donor:  # meanwhile the lobby may have given another one
                 self._value = value
                 self.lobby_client.step(lambda state, now: state.fetched(donor, origin, round, now))
-
-
-def _say_refused(place: str, why: str) -> None:
-    """Send a refusal to the member at this place, which may wait for more workers."""
-    with suppress(OSError), connected(place, "refuse", 1.0) as connection:
-        connection.sendall(frame(why))
 
 
 def _ask(to: str, beat: Heartbeat) -> None:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from lightning_decentral.elastic.plan.view import ElasticSettings, Times, View
-from lightning_decentral.elastic.wire.endpoint import Endpoint, Refuses, nothing
+from lightning_decentral.elastic.wire.endpoint import Endpoint, Refuses
 from lightning_decentral.elastic.wire.participant import Participant
 from lightning_decentral.elastic.wire.rounds.exchange import ElasticExchange
 from lightning_decentral.elastic.wire.sockets.frames import own_address
@@ -22,7 +22,7 @@ from lightning_decentral.shared.wire.transport import Transport, Wire
 
 
 def member_of(
-    elastic: ElasticSettings, seconds: float, wire: Wire | None, batches: int, refuses: Refuses = nothing
+    elastic: ElasticSettings, seconds: float, wire: Wire | None, batches: int, refuses: Refuses
 ) -> Participant:
     """This device's part of a member.
 

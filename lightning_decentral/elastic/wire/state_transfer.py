@@ -64,20 +64,18 @@ class Donor:
     def _give(self, connection: socket.socket) -> None:
         self._asked.set()
         try:
-            while not (made := self._taken()):
+            while True:
+                with self._made:
+                    self._made.wait_for(lambda: self._copy is not None, ALIVE_SECONDS)
+                    made, self._copy = self._copy, None  # it is nobody else's
+                if made is not None:
+                    break
                 connection.sendall(frame(ALIVE))
         finally:
             self._asked.clear()
         value, given = made
         if given is not None:
             send_value(connection, {"origin": given[0], "round": given[1]}, value)
-
-    def _taken(self) -> Any:
-        """Wait up to `ALIVE_SECONDS` for a copy, and take it; it is nobody else's."""
-        with self._made:
-            self._made.wait_for(lambda: self._copy is not None, ALIVE_SECONDS)
-            made, self._copy = self._copy, None
-            return made
 
 
 def fetched(place: str, seconds: float) -> tuple[Any, str, int]:

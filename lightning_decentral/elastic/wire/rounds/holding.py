@@ -47,12 +47,8 @@ class FirstMixer(Mixer):
         self._over.broadcast(torch.tensor([self.healing.healed])).wait()  # (1,): how often it was healed so far
 
 
-class OtherMixer(Mixer):
-    """Mixer of another device: it gives its shards to the first one and mixes nothing. As `FirstMixer`."""
-
-    def __init__(self, combine: Combine, exchange: Exchange[Any], delay: int, over: Transport) -> None:
-        self._over = over
-        super().__init__([], combine, exchange, delay)
+class OtherMixer(FirstMixer):
+    """Mixer of another device: it gives its shards to the first one and mixes nothing."""
 
     def extend(self, buckets: Sequence[Flat]) -> None:
         self.buckets += buckets
@@ -134,29 +130,39 @@ class CopiedHolding(Holding):
         start_from_worker_0(parameters, self._wire.world, self._device)  # a broadcast, as at the start of a fit
 
 
-class ShardedHolding(Holding):
-    """Each device has some rows of each parameter: the first one's host has them all during a round or a mean."""
+class PartHolding(Holding):
+    """Each device has a part of the model: the first one's host has all of it during a round or a mean.
+
+    Args:
+        over: the devices, for what is on their hosts.
+    """
+
+    def __init__(self, device: torch.device, member: Participant, over: Transport) -> None:
+        super().__init__(device)
+        self._member, self._over = member, over
+
+    def mixer(self, combine: Combine, exchange: Exchange[Any], delay: int) -> Mixer:
+        return (FirstMixer if self._member.leads else OtherMixer)(combine, exchange, delay, self._over)
+
+
+class ShardedHolding(PartHolding):
+    """Each device has some rows of each parameter."""
 
     def __init__(self, device: torch.device, member: Participant, wire: Wire) -> None:
-        super().__init__(device)
-        self._member, self._wire = member, wire
-        self._wholes = Wholes(wire.world, device)
+        super().__init__(device, member, wire.flags)
+        self._world, self._wholes = wire.world, Wholes(wire.world, device)
         self._buckets: list[WholeBucket] = []
 
     def bucket(self, parameters: Sequence[nn.Parameter]) -> Bucket:
         self._buckets.append(WholeBucket(parameters, self._wholes))
         return self._buckets[-1]
 
-    def mixer(self, combine: Combine, exchange: Exchange[Any], delay: int) -> Mixer:
-        make = FirstMixer if self._member.leads else OtherMixer
-        return make(combine, exchange, delay, self._wire.flags)
-
     def healing(self, most: int, module: nn.Module) -> Healing:
-        return Healing(most, lambda: first_poisoned(self._named(module)))
+        def named() -> list[tuple[str, Tensor]]:
+            names = {parameter: name for name, parameter in module.named_parameters()}  # buckets know no names
+            return [(names[p], w) for b in self._buckets for p, w in zip(b.parameters, b.wholes(), strict=True)]
 
-    def _named(self, module: nn.Module) -> list[tuple[str, Tensor]]:
-        names = {parameter: name for name, parameter in module.named_parameters()}  # buckets know no names
-        return [(names[p], w) for b in self._buckets for p, w in zip(b.parameters, b.wholes(), strict=True)]
+        return Healing(most, lambda: first_poisoned(named()))
 
     def mean_of(self, tensors: Sequence[Tensor], of_wholes: Mean) -> list[Tensor]:
         if not any(map(is_sharded, tensors)):
@@ -167,7 +173,7 @@ class ShardedHolding(Holding):
     def sums(self, of_devices: Sequence[Tensor]) -> list[Tensor]:
         found = [number.clone() for number in of_devices]  # scalars: the caller's stay what they are
         for number in found:
-            self._wire.world.all_reduce(number).wait()
+            self._world.all_reduce(number).wait()
         return found
 
 

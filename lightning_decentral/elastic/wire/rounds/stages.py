@@ -8,6 +8,7 @@ What travels is on the hosts.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +16,7 @@ from torch import Tensor, nn
 
 from lightning_decentral.elastic.compute.gathered import means_of
 from lightning_decentral.elastic.wire.participant import Participant
-from lightning_decentral.elastic.wire.rounds.holding import FirstMixer, Holding, Mean, OtherMixer
-from lightning_decentral.gossip.compute.combine.combine import Combine
-from lightning_decentral.gossip.wire.exchange import Exchange
-from lightning_decentral.gossip.wire.mixer import Mixer
+from lightning_decentral.elastic.wire.rounds.holding import Mean, PartHolding
 from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.compute.buckets import Bucket, pack
@@ -41,7 +39,7 @@ class OwnBucket(Bucket):
             send(self._over, 0, self.flat)
 
     def store(self) -> None:
-        hear(self._over, 0, self.flat)
+        receive(self._over, 0, self.flat)
 
 
 class StageBucket(Bucket):
@@ -53,7 +51,7 @@ class StageBucket(Bucket):
         self.held = self.flat = torch.zeros(elements, dtype=dtype)  # (elements,), on the host
 
     def adopt(self) -> None:
-        hear(self._over, self._stage, self.flat)
+        receive(self._over, self._stage, self.flat)
 
     def store(self) -> None:
         send(self._over, self._stage, self.flat)
@@ -62,14 +60,14 @@ class StageBucket(Bucket):
         """Do nothing: there are no parameters here."""
 
 
-class Stages(Holding):
+class Stages(PartHolding):
     """Each stage has some parameters; one that stands on two is mixed twice, to the same bits."""
 
     def __init__(self, device: torch.device, member: Participant, wire: Wire) -> None:
-        super().__init__(device)
         over = wire.hosts(None)  # takes tensors on the host
         assert over is not None
-        self._member, self._over, self._packed = member, over, False
+        super().__init__(device, member, over)
+        self._packed = False
 
     def pack(self, parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[Bucket]:
         if self._packed:
@@ -78,7 +76,7 @@ class Stages(Holding):
                 "step on: train it from the start, or with another strategy"
             )
         self._packed = True  # the stages' buckets are made once, in one order
-        make: Callable[..., Bucket] = self.bucket if self._member.leads else self._own
+        make: Callable[..., Bucket] = self.bucket if self._member.leads else partial(OwnBucket, over=self._over)
         own = pack(parameters, bucket_bytes, make)  # this stage's, of its own parameters
         rows = gather_objects(self._over, [(b.flat.numel(), b.flat.dtype) for b in own])  # [stages][buckets]
         sizes = [(stage, *of) for stage, row in enumerate(rows) if stage for of in row]
@@ -87,16 +85,9 @@ class Stages(Holding):
             bucket.adopt()  # a rule may keep what it begins with
         return [*own, *others]
 
-    def _own(self, parameters: Sequence[nn.Parameter]) -> Bucket:
-        return OwnBucket(parameters, self._over)
-
     def restore(self, mixers: Mixers, rule: Any, optimizers: Sequence[Any]) -> None:
         # It is of the first one's buckets: the others keep nothing.
         super().restore(mixers, rule if self._member.leads else None, optimizers)
-
-    def mixer(self, combine: Combine, exchange: Exchange[Any], delay: int) -> Mixer:
-        make = FirstMixer if self._member.leads else OtherMixer
-        return make(combine, exchange, delay, self._over)
 
     def mean_of(self, tensors: Sequence[Tensor], of_wholes: Mean) -> list[Tensor]:
         rows = collect_objects(self._over, [tensor.detach().cpu() for tensor in tensors])  # [stages][tensors]
@@ -109,7 +100,7 @@ class Stages(Holding):
                     send(self._over, stage, mean)  # the first one's own are the first of `means`
         else:
             for mean in found:
-                hear(self._over, 0, mean)  # in the order in which they are sent
+                receive(self._over, 0, mean)  # in the order in which they are sent
         return [mean.to(tensor.device) for mean, tensor in zip(found, tensors, strict=True)]
 
     def sums(self, of_devices: Sequence[Tensor]) -> list[Tensor]:
@@ -126,7 +117,7 @@ def send(over: Transport, to: int, tensor: Tensor) -> None:
         outgoing[0].wait()
 
 
-def hear(over: Transport, source: int, into: Tensor) -> None:
+def receive(over: Transport, source: int, into: Tensor) -> None:
     """Receive into a tensor by the host."""
     if into.numel():
         host = into if into.device.type == "cpu" else cuda.host_like(into)  # as many elements, pinned
