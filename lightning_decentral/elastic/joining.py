@@ -12,8 +12,7 @@ from lightning.pytorch.utilities.data import _update_dataloader
 from torch.utils.data import DistributedSampler, Sampler
 
 from lightning_decentral.elastic import loops
-from lightning_decentral.elastic.plan.calendar import UNBOUNDED, Calendar
-from lightning_decentral.elastic.plan.dealing import Dealing
+from lightning_decentral.elastic.plan.dealing import UNBOUNDED, Calendar, Dealing
 from lightning_decentral.elastic.wire.participant import Participant
 
 
@@ -48,27 +47,35 @@ class Joining:
         if member.round < 0:
             self._join(member, trainer, dataloader)
         assert member.calendar is not None
-        if place and combined is None:
-            refuse_several_lengths(batches_of(trainer, dataloader, member.calendar.weights), member.calendar)
+        batches, weights = member.calendar.batches, member.calendar.weights
+        if place and combined is None and batches != max(1, own := batches_of(trainer, dataloader, weights)):
+            raise ValueError(
+                f"loaders of {batches} and of {own} batches don't go together in an elastic run, whose epochs "
+                "have one length: give loaders of one length, or one loader of pairs"
+            )
         deals = partial(member.deals, place=place)
-        return dealt(trainer, dataloader, member.calendar.batches, deals, self._weight)
+        return dealt(trainer, dataloader, batches, deals, self._weight)
 
     def _join(self, member: Participant, trainer: Trainer, dataloader: Any) -> None:
         """Make this worker a member from here on."""
         if member.seed is None:
             member.seed = int(dataloader.sampler.seed) if dealable(dataloader) else 0  # of the order of its examples
         self._begin(lambda: self._calendar(member, trainer, dataloader))
-        member.calendar = member.calendar or self._calendar(member, trainer, dataloader)
+        calendar = member.calendar = member.calendar or self._calendar(member, trainer, dataloader)
         assert member.view is not None
-        if member.view.number == 1:
-            refuse_other_calendar(self._calendar(member, trainer, dataloader), member.calendar)
-        if self.planned and max(1, self.planned) != member.calendar.batches:
+        own = self._calendar(member, trainer, dataloader) if member.view.number == 1 else calendar
+        if (own.batches, own.accumulated) != (calendar.batches, calendar.accumulated):
             raise ValueError(
-                f"an epoch of this run has {member.calendar.batches} batches, and schedules here are for "
-                f"{self.planned}: give every worker the same Elastic(workers=...) and data"
+                f"an epoch of the oldest worker has {calendar.batches} batches, {calendar.accumulated} in a step, and "
+                f"of this one {own.batches}, {own.accumulated} in a step: give every worker the same data and Trainer"
             )
-        if member.round or member.calendar.before or trainer.fit_loop.restarting:
-            loops.go_to(trainer, member.calendar, member.round)
+        if self.planned and max(1, self.planned) != calendar.batches:
+            raise ValueError(
+                f"an epoch of this run has {calendar.batches} batches, and schedules here are for {self.planned}: give "
+                "every worker the same Elastic(workers=...) and data"
+            )
+        if member.round or calendar.before or trainer.fit_loop.restarting:
+            loops.go_to(trainer, calendar, member.round)
 
     def _calendar(self, member: Participant, trainer: Trainer, dataloader: object) -> Calendar:
         """Calendar of a run that begins now, or goes on from a checkpoint."""
@@ -92,24 +99,6 @@ def batches_of(trainer: Trainer, dataloader: Any, weights: int) -> int:
         batches = -(-len(dataloader.dataset) // (weights * dataloader.batch_size))
     limit = trainer.limit_train_batches
     return min(batches, limit) if isinstance(limit, int) else int(batches * (1.0 if limit is None else limit))
-
-
-def refuse_other_calendar(own: Calendar, calendar: Calendar) -> None:
-    """ValueError where this worker's data would make epochs of another length than the oldest's."""
-    if (own.batches, own.accumulated) != (calendar.batches, calendar.accumulated):
-        raise ValueError(
-            f"an epoch of the oldest worker has {calendar.batches} batches, {calendar.accumulated} in a step, and of "
-            f"this one {own.batches}, {own.accumulated} in a step: give every worker the same data and Trainer"
-        )
-
-
-def refuse_several_lengths(batches: int, calendar: Calendar) -> None:
-    """ValueError for a further loader that would make epochs of another length than the first."""
-    if max(1, batches) != calendar.batches:
-        raise ValueError(
-            f"loaders of {calendar.batches} and of {batches} batches don't go together in an elastic run, whose epochs "
-            "have one length: give loaders of one length, or one loader of pairs"
-        )
 
 
 def refuse_combined(trainer: Trainer, calendar: Calendar) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lightning_decentral.elastic.plan.calendar import Calendar
+from lightning_decentral.elastic.plan.dealing import Calendar
 from lightning_decentral.shared.evaluation import callbacks_of
 from lightning_decentral.shared.plan.described import constructed
 from lightning_decentral.shared.settings import PLACES

@@ -28,9 +28,10 @@ from lightning.pytorch.loggers.utilities import _log_hyperparams
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_decentral.elastic import launcher
-from lightning_decentral.elastic.compute.gathered import first_of, means_of, moved, on_device, reduced, stacked
+from lightning_decentral.elastic.compute.gathered import first_of, means_of, moved, reduced
 from lightning_decentral.elastic.loops import plain
 from lightning_decentral.elastic.plan.view import ElasticSettings
 from lightning_decentral.elastic.wire.participant import Participant
@@ -76,11 +77,6 @@ class OneProcess(WorkersStrategy):
     def _starts_others(self) -> bool:
         """True where this process trains nothing itself."""
         return not (self.elastic.lobby or LOBBY in os.environ or STARTER in os.environ)
-
-    @property
-    def planned_workers(self) -> int:
-        """Number of workers, times the batches of each, with which the run begins if nothing is amiss."""
-        return (self._beside or self.elastic.workers[1]) * self.batches
 
     def set_world_ranks(self) -> None:
         """Take the worker that was started first for the oldest, until that is known; a starter is nobody."""
@@ -145,7 +141,8 @@ class OneProcess(WorkersStrategy):
         given, member = moved(value, torch.device("cpu")), None if self._module.trainer.interrupted else self._member
         calls = None if member is None else member.together if of_each else member.of_members
         found = made([given]) if calls is None else calls(given, made)
-        return moved(found, self.root_device) if on_device(value) else found
+        travelled = any(leaf.device.type != "cpu" for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+        return moved(found, self.root_device) if travelled else found
 
     def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Mean over the members' first devices: those of an island have equal parameters, and buffers as under DDP.
@@ -167,11 +164,10 @@ class OneProcess(WorkersStrategy):
         return self.together(value.detach(), partial(reduced, str(reduce_op).lower().rpartition(".")[2])).clone()
 
     def gather(self, value: Any) -> list[Any]:
-        found: list[Any] = self.together(value, list)
-        return found
+        return list(self.together(value, list))
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        rows: Tensor = self.together(tensor.detach(), stacked)
+        rows: Tensor = self.together(tensor.detach(), torch.stack)  # type: ignore[arg-type]  # of a list
         return rows
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from lightning_decentral.elastic import checks, loops
 from lightning_decentral.elastic.joining import Joining, refuse_combined
 from lightning_decentral.elastic.late_tensors import LateTensors, refuse_pruning
-from lightning_decentral.elastic.plan.calendar import Calendar
+from lightning_decentral.elastic.plan.dealing import Calendar
 from lightning_decentral.elastic.plan.view import ElasticSettings
 from lightning_decentral.elastic.process import take_over
 from lightning_decentral.elastic.watched import WatchedProcess
@@ -47,11 +47,7 @@ from lightning_decentral.shared.wire.transport import Wire
 
 
 class ElasticRun(WatchedProcess):
-    """Mixin that makes a strategy elastic, in front of that among the bases.
-
-    x_i+ = sum_j w_ij x_j + u_i over the members of the moment. A worker that dies costs the others the messages that it
-    hasn't sent; one that is started takes everything from a member that trains on, and takes part from the next view.
-    """
+    """Mixin that makes a strategy elastic, in front of that among the bases; what that means is `strategy`'s."""
 
     drifts: ClassVar[bool] = True
     model_layout: ModelLayout
@@ -73,8 +69,7 @@ class ElasticRun(WatchedProcess):
         """The constructor's values. ValueError for one that isn't served, by name."""
         check_numbers(delay, heals, bucket_bytes)
         self.elastic, self.topology, self.weights, self.codec = elastic, topology, weights, codec
-        self.combine = checks.elastic_rule(rule, topology, weights, delay, elastic)
-        checks.refuse_remembering(codec, self.combine)
+        self.combine = checks.elastic_rule(rule, topology, weights, codec, delay, elastic)
         self.delay, self.bucket_bytes, self.heals = delay, bucket_bytes, heals
         self.mean_model = MeanModel(self._mean_and_carried, self.shown)
         self.mean_model.hidden = lambda written: self._mixers.note(written)
@@ -135,7 +130,8 @@ class ElasticRun(WatchedProcess):
             refuse_pruning(self._module.trainer)
 
     def setup_environment(self) -> None:
-        self._joining = Joining(self.elastic.weight, self.planned_workers, self._begin)
+        workers = self._beside or self.elastic.workers[1]  # with which the run begins if nothing is amiss
+        self._joining = Joining(self.elastic.weight, workers * self.batches, self._begin)
         super().setup_environment()
 
     def setup(self, trainer: Trainer) -> None:
@@ -147,7 +143,7 @@ class ElasticRun(WatchedProcess):
             raise ValueError(f"elastic runs have one optimizer, this module has {len(self.optimizers)}")
         if self._joining.planned:
             trainer.fit_loop._combined_loader = None  # Lightning gets it anew, when it is known who trains
-        own = checks.present(self._module, self.optimizers)
+        own = checks.part_of(self._module, self.optimizers)["present"]
         self._given = checks.JoinCheck(checks.settings_of(self, trainer), self._described, own, self.part)
         self._member, self._early = self._early or self.comes(), None
         plan = self.topology.placed(1), self.weights, self._member.worker, self.codec
@@ -209,7 +205,7 @@ class ElasticRun(WatchedProcess):
         if left_out and goes_on:
             loops.leave_out(trainer, goes_on, member.round, left_out)
         member.enter(exchange)
-        self._rank_as(member.place if member.leads else 1)
+        self._rank_as(member.present().index(member.worker.name) if member.leads else 1)
         if self.global_rank == 0 and not self._logs:
             self._logs = True
             take_over(trainer)
@@ -229,8 +225,7 @@ class ElasticRun(WatchedProcess):
         """State for the members that begin with this view."""
         if member.calendar is None and calendar is not None:
             member.calendar = calendar()
-        first = member.view is not None and member.view.number == 1
-        if first:
+        if member.view is not None and member.view.number == 1:
             return {**loops.NOTHING, "run": member.given()}
         member.knows()  # it would give on what it has missed
         return {**loops.agreed_states(self._module.trainer), **self._given.now(parts), "run": member.given()}
@@ -258,13 +253,7 @@ class ElasticRun(WatchedProcess):
         elif member.next_round > member.round:
             self._begin()
 
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         assert self._member is not None
         with self._updates or self._group.coordination.updating, loops.scaled(optimizer, self._member.share):
             output = DDPStrategy.optimizer_step(self, optimizer, self.gradients(closure, optimizer), model, **kwargs)
@@ -285,7 +274,7 @@ class ElasticRun(WatchedProcess):
         assert self._late is not None
         self._late.check(self._member, waits=self.elastic.asynchronous is None)
         self._mixers.note(())  # copies among devices are no writes of somebody else's
-        self._member.ended()
+        self._member.next_round = self._member.round + 1  # the round that began is mixed
 
     def settle(self) -> None:
         self._mixers.end()

@@ -64,11 +64,7 @@ HISTORY = 4
 
 @dataclass(frozen=True)
 class ViewCounts:
-    """Counts over views that aren't remembered any more.
-
-    Args:
-        most: members of one of them.
-    """
+    """Counts over views that aren't remembered any more, and the most members of one of them."""
 
     came: int = 0
     lost: int = 0
@@ -85,7 +81,8 @@ class Missed(RuntimeError):
 
 
 def new(views: Mapping[int, View], view: View, firsts: Callable[[int], list[int]], complete: bool = True) -> list[View]:
-    """The view, where it is new, with the one before it, where that wasn't known and has begun.
+    """The view, where it is new, with the one before it, where that wasn't known and has begun. Missed where it isn't
+    enough to know who was in the view before.
 
     A view that no member has begun made no difference: who joins and ends at once leaves some.
 
@@ -93,9 +90,6 @@ def new(views: Mapping[int, View], view: View, firsts: Callable[[int], list[int]
         views: by number, that are remembered.
         firsts: a view's first rounds, as members remember them.
         complete: whether all of them have sent what they remember.
-
-    Raises:
-        Missed: it isn't enough to know who was in the view before.
     """
     before = max((number for number in views if number < view.number), default=None)
     if view.number in views or (before is None and views):

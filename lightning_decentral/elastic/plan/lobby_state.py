@@ -9,6 +9,7 @@ the highest view, or `dead_after`, and goes on from there.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
+from typing import NamedTuple
 
 from lightning_decentral.elastic.plan.messages import Heartbeat, LobbyUpdate
 from lightning_decentral.elastic.plan.view import Bounds, Times, View
@@ -16,8 +17,7 @@ from lightning_decentral.elastic.plan.view import Bounds, Times, View
 Outgoing = list[tuple[str, LobbyUpdate]]
 
 
-@dataclass(frozen=True)
-class Guest:
+class Guest(NamedTuple):
     """A worker, as of its last beat."""
 
     beat: Heartbeat

@@ -5,22 +5,21 @@ notified(update, now), met(beat, now), ticked(now), begins(round, now), ... -> t
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from lightning_decentral.elastic.plan.chronicle import HISTORY
 from lightning_decentral.elastic.plan.messages import Heartbeat, History, LobbyUpdate
 from lightning_decentral.elastic.plan.view import Bounds, Times, View
 
 
-@dataclass(frozen=True)
-class Send:
+class Send(NamedTuple):
     """A beat, to the lobby (an empty name) or to a member."""
 
     to: str
     beat: Heartbeat
 
 
-@dataclass(frozen=True)
-class Fetch:
+class Fetch(NamedTuple):
     """Everything from this member; an earlier fetch ends."""
 
     donor: str
@@ -79,10 +78,6 @@ class MemberState:
     paused: str = ""
     out: str = ""
 
-    @property
-    def name(self) -> str:
-        return self.mine.sender
-
     def notified(self, update: LobbyUpdate, now: float) -> tuple["MemberState", list[Act]]:
         """Take a `LobbyUpdate` of the lobby."""
         if self.out:
@@ -91,8 +86,11 @@ class MemberState:
             why = "the run went on without this worker, which was silent or has another run's parameters"
             return replace(self, out=why), []
         if update.over and not self.mine.view:
-            why = "all members of the run at this lobby have ended, and a lobby is for one run"
-            return replace(self, out=f"{why}: start another one for another fit"), []
+            why = (
+                "all members of the run at this lobby have ended, and a lobby is for one run: start another one for "
+                "another fit"
+            )
+            return replace(self, out=why), []
         state = replace(
             self,
             acknowledged_at=max(self.acknowledged_at, self.asked.get(update.acknowledged, float("-inf"))),
@@ -116,7 +114,7 @@ class MemberState:
         if now - state.woke > self.times.beat:
             state = replace(state, met_at={**self.met_at, beat.sender: now})
         if theirs and self.mine.view and theirs.number > _number(self.mine.view):
-            if self.name not in theirs.members:
+            if self.mine.sender not in theirs.members:
                 return replace(state, out=f"the run is in view {theirs.number}, made without this worker"), []
             state = state._knowing(theirs, theirs.number)
         state = state._entries({beat.sender: beat.entered})
@@ -157,7 +155,7 @@ class MemberState:
 
     def waits(self, now: float) -> str:
         """Return why no round may begin; empty: the next one may."""
-        if not self.out and (self.mine.view is None or self.name not in self.mine.view.members):
+        if not self.out and (self.mine.view is None or self.mine.sender not in self.mine.view.members):
             return self.paused or "waiting for the next view"
         return self.out or self.paused or self.doubts(now)
 
@@ -202,21 +200,21 @@ class MemberState:
         return f"neither the lobby nor enough members are reached: {reached} of {len(view.members)}"
 
     def _others(self, view: View) -> list[str]:
-        return [name for name in view.members if name != self.name]
+        return [name for name in view.members if name != self.mine.sender]
 
     def _knowing(self, view: View | None, agreed: int) -> "MemberState":
         """A view is known first, and comes into force when it is agreed: at its first round, or at once where that is
         over."""
         mine = replace(self.mine, seen=max(self.mine.seen, _number(view)))
         state, coming = replace(self, mine=mine, agreed=max(self.agreed, agreed)), mine.coming
-        if coming and coming.number <= state.agreed and coming.number < _number(view) and self.name in coming.members:
+        if coming and coming.number <= state.agreed and coming.number < _number(view) and mine.sender in coming.members:
             state = state._entering(coming)  # this view follows it: others may train in it for some rounds
         mine = state.mine
         if view is None or view.number <= _number(mine.view) or view.number < _number(mine.coming):
             return state
         if view.number > state.agreed:
             return replace(state, mine=replace(mine, coming=view))
-        if self.name not in view.members:
+        if self.mine.sender not in view.members:
             return replace(state, mine=replace(mine, coming=None))
         return state._entering(view)
 
@@ -249,7 +247,7 @@ class MemberState:
     def _healing(self, update: LobbyUpdate) -> tuple["MemberState", list[Act]]:
         mine = self.mine
         if update.founder and not mine.origin:
-            return replace(self, mine=replace(mine, origin=self.name, donor="")), []
+            return replace(self, mine=replace(mine, origin=self.mine.sender, donor="")), []
         if mine.origin or update.donor is None or update.donor[0] == mine.donor:
             return self, []
         donor, place = update.donor

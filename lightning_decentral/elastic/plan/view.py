@@ -133,11 +133,8 @@ class Times:
         return 3 * self.dead_after
 
     def rounds_ahead(self, pace: float) -> int:
-        """Rounds until a view begins: every member should know it by then, and all get it at once.
-
-        Args:
-            pace: seconds that a round takes; 0: unknown.
-        """
+        """Rounds until a view begins: every member should know it by then, and all get it at once. A round takes `pace`
+        seconds; 0: unknown."""
         return 2 + self.rounds_in(self.beat, pace)
 
     def rounds_in(self, seconds: float, pace: float) -> int:

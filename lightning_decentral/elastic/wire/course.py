@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from lightning_decentral.elastic.plan.calendar import Calendar
 from lightning_decentral.elastic.plan.chronicle import Missed, ViewCounts, came_and_went, kept, new
-from lightning_decentral.elastic.plan.dealing import Dealing
+from lightning_decentral.elastic.plan.dealing import Calendar, Dealing
 from lightning_decentral.elastic.plan.view import View
 from lightning_decentral.elastic.wire.endpoint import Endpoint
 from lightning_decentral.shared.wire.transport import Transport
@@ -80,10 +79,6 @@ class Course:
         came, lost, left = came_and_went(self.so_far())
         return came + self._tally.came, lost + self._tally.lost, left + self._tally.left
 
-    def most(self) -> int:
-        """Members of a view so far."""
-        return max(self._tally.most, *(len(view.members) for view in self.so_far()))
-
     def _listen(self) -> None:
         """Views that are known by now, though not all are in force."""
         if self._over is None:  # several devices are passed them before a round: so none knows more than another
@@ -95,10 +90,7 @@ class Course:
             found = self._new(view)
         except Missed:
             self._missed, found = view, [view]
-        for each in found:
-            self._views[each.number] = each
-            for dealing in self._dealings.values():
-                self._enter(dealing, each)
+        self._add(found)
         if found:
             self._views, self._tally = kept(self._views, self._tally)
 
@@ -120,10 +112,13 @@ class Course:
                 time.sleep(LOOK_SECONDS)
                 continue
             self._missed = None  # known now
-            for view in missed:
-                self._views[view.number] = view
-                for dealing in self._dealings.values():
-                    self._enter(dealing, view)
+            self._add(missed)
+
+    def _add(self, views: list[View]) -> None:
+        for view in views:
+            self._views[view.number] = view
+            for dealing in self._dealings.values():
+                self._enter(dealing, view)
 
     def _reported(self, view: View) -> tuple[Callable[[int], list[int]], bool]:
         """The first rounds of views that this worker wasn't sent, as members remember them; whether all others have
@@ -158,7 +153,12 @@ class Course:
             dealing.begin(before, self.calendar.tick(self.next_round))
         else:
             if given is not None:
-                refuse_other_data(dealing, given["kind"])
+                if list(dealing.kind) != given["kind"]:
+                    kinds = dealing.kind, given["kind"]
+                    own, theirs = ("{} examples in batches of {}, shuffle={}".format(*kind) for kind in kinds)
+                    raise ValueError(
+                        f"this worker's loader has {own}, and the run's has {theirs}: give every worker the same data"
+                    )
                 dealing.take(given)
             for number, view in self._views.items():
                 if given is None or number > self._given_until:
@@ -177,10 +177,3 @@ class Course:
             self.knows()
             yield dealing.share(tick, self.worker.name).reshape(self._batches, -1)[part]
             last = tick
-
-
-def refuse_other_data(dealing: Dealing, kind: list[Any]) -> None:
-    """ValueError where the members deal other examples."""
-    if list(dealing.kind) != kind:
-        own, theirs = ("{} examples in batches of {}, shuffle={}".format(*of) for of in (dealing.kind, kind))
-        raise ValueError(f"this worker's loader has {own}, and the run's has {theirs}: give every worker the same data")

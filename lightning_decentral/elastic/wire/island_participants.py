@@ -29,7 +29,6 @@ def member_of(
     Args:
         batches: that its devices take in a step: one each, or one for all.
         wire: among the devices of the member; None: it is the only one.
-        refuses: as `Endpoint`'s.
     """
     if wire is not None and wire.roll.rank:
         return Following(elastic, seconds, wire.roll, batches)

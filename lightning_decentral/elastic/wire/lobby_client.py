@@ -77,15 +77,12 @@ class LobbyClient:
                     self._fetch(donor, place)
 
     def begin(self, pace: float, seconds: float, at_least: int = 0) -> tuple[View, int]:
-        """The next round and its view, as soon as a round may begin.
+        """The next round and its view, as soon as a round may begin. TimeoutError with why it waits.
 
         Args:
             pace: seconds since the last one began; 0: unknown.
             seconds: to wait at most.
             at_least: the rounds before this one are left out.
-
-        Raises:
-            TimeoutError: with why it waits.
         """
         end = clock.now() + seconds
         with self.changed:
@@ -101,11 +98,8 @@ class LobbyClient:
                 self.changed.wait(min(state.times.beat, max(0.0, end - now)))
 
     def sure(self, seconds: float) -> None:
-        """Wait until nothing speaks for that the others go on without this worker.
-
-        Raises:
-            TimeoutError: they do, or nobody has reported in so many seconds that they don't.
-        """
+        """Wait until nothing speaks for that the others go on without this worker. TimeoutError where they do, or
+        nobody has reported in so many seconds that they don't."""
         end = clock.now() + seconds
         with self.changed:
             while why := self.state.doubts(now := clock.now()):

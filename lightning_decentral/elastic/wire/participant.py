@@ -130,7 +130,8 @@ class Participant(Course):
         self.worker.collective.begins((round, -1))  # nobody waits for it in an earlier round
         self._began, self._met = time.monotonic(), 0  # calls are counted anew in each round
         self._learn_of(self.view)
-        self._watch.began(len(self.present()), self.most())
+        most = max(self._tally.most, *(len(view.members) for view in self.so_far()))
+        self._watch.began(len(self.present()), most)
         return left_out
 
     def attendance(self) -> dict[str, float]:
@@ -152,11 +153,8 @@ class Participant(Course):
 
     def agreed(self, own: Callable[[], Any]) -> Any:
         """Return to newcomers of a view `own` of a member that was there before, as it is now; in the first view, to
-        all, that of the oldest. None for all others, and where all of those have ended.
-
-        Raises:
-            RuntimeError: they live, and don't send it.
-        """
+        all, that of the oldest. None for all others, and where all of those have ended. RuntimeError where they live,
+        and don't send it."""
         return self._passed_on(lambda: self._agreed(own))
 
     def _agreed(self, own: Callable[[], Any]) -> Any:
@@ -184,15 +182,6 @@ class Participant(Course):
             )
         return found
 
-    def ended(self) -> None:
-        """The round that began is mixed."""
-        self.next_round = self.round + 1
-
-    @property
-    def place(self) -> int:
-        """Index among the members that are reached, the oldest first."""
-        return self.present().index(self.worker.name) if self.view else 0
-
     @property
     def share(self) -> float:
         """w_i / mean_j w_j over the members: what an update of this worker counts in the mean."""
@@ -217,11 +206,8 @@ class Participant(Course):
 
     def together(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
         """`made` of what the members of this moment have given, the oldest first: the same for all of them. Of each
-        device of a member, one after the other.
-
-        Raises:
-            RuntimeError: this worker was away meanwhile, and the others have another result.
-        """
+        device of a member, one after the other. RuntimeError where this worker was away meanwhile, and the others have
+        another result."""
         rows = [value] if self._over is None else gather_objects(self._over, value)
         return self.of_members(rows, of_each(made))
 

@@ -35,8 +35,6 @@ TERMINATED = -signal.SIGTERM, 128 + signal.SIGTERM
 LEAVE_SECONDS = 20.0
 """Seconds after which a worker that was asked to end is killed."""
 
-Command = Callable[[int], tuple[Sequence[str], str | None]]
-
 
 Members = Callable[[], tuple[tuple[str, ...], tuple[str, ...]]]
 """Returns the members of all views so far, and those of the present one without who left."""
@@ -86,7 +84,7 @@ class Starter:
     def __init__(
         self,
         workers: int,
-        command: Command,
+        command: Callable[[int], tuple[Sequence[str], str | None]],
         members: Members,
         environment: Mapping[str, str],
         say: Callable[[str], None],
@@ -99,10 +97,7 @@ class Starter:
 
     def run(self) -> int:
         """Run until all have ended; return 0 where one of them has ended as it should, else the code of the last one.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C, or SIGTERM, after all have ended.
-        """
+        KeyboardInterrupt by Ctrl-C, or SIGTERM, after all have ended."""
         try:
             with terminated_as_interrupted():
                 self._watch()

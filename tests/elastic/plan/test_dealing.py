@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_decentral.elastic.plan import dealing as module
-from lightning_decentral.elastic.plan.calendar import Calendar
-from lightning_decentral.elastic.plan.dealing import Dealing
+from lightning_decentral.elastic.plan.dealing import Calendar, Dealing
 from lightning_decentral.elastic.plan.view import name_of, place_of, weight_of
 
 NAMES = "a", "b", "c*2@h:1", "d*3@h:2", "e", "f"

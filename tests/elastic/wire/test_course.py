@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from lightning_decentral.elastic.plan import dealing as dealings
-from lightning_decentral.elastic.plan.calendar import Calendar
 from lightning_decentral.elastic.plan.chronicle import Missed
-from lightning_decentral.elastic.plan.dealing import Dealing
+from lightning_decentral.elastic.plan.dealing import Calendar, Dealing
 from lightning_decentral.elastic.plan.view import View
 from lightning_decentral.elastic.wire import course
 from lightning_decentral.elastic.wire.course import Course

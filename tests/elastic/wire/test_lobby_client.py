@@ -56,7 +56,7 @@ def until(holds: Callable[[], bool], seconds: float = SECONDS) -> None:
 
 
 def together(members: list[LobbyClient]) -> Callable[[], bool]:
-    names = {member.state.name for member in members}
+    names = {member.state.mine.sender for member in members}
     return lambda: all(m.state.mine.view is not None and set(m.state.mine.view.members) == names for m in members)
 
 

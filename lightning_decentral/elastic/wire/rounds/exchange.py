@@ -151,12 +151,12 @@ class ElasticExchange(Exchange[PeerMessage]):
         self.coder = coder_of(self.codec, self.topology, 0, 1, self.pool)  # until there is a view
         self._admitted: list[tuple[Sequence[Tensor], Combine]] = []
         self._since: list[tuple[int, PeerExchange, ViewTransport]] = []
-        self._views: list[View] = []
+        self._view: View | None = None
         self._earlier = Traffic()
 
     def enter(self, view: View, round: int) -> None:
         """This view is in force from this round on. Rounds rise, and may leave some out."""
-        if self._views[-1:] == [view]:
+        if view == self._view:
             return
         self.worker.mesh.awaited = self.order is None
         links = ViewTransport(self.worker, view, self._lose)
@@ -165,7 +165,7 @@ class ElasticExchange(Exchange[PeerMessage]):
         for admitted in self._admitted:
             exchange.admit(*admitted)  # rules were admitted before there was a view
         self.coder = exchange.coder
-        self._views = [*self._views, view][-KEPT_VIEWS:]
+        self._view = view
         self._since.append((round, exchange, links))
         for _, old, _ in self._since[:-KEPT_VIEWS]:
             self._earlier += old.traffic()

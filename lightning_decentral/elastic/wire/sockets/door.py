@@ -42,11 +42,7 @@ def warned(line: str) -> None:
 
 
 class Once:
-    """Prints a line for each cause, once, however often it comes.
-
-    Args:
-        say: prints it.
-    """
+    """Prints a line for each cause by `say`, once, however often it comes."""
 
     def __init__(self, say: Callable[[str], None] = warned) -> None:
         self._say, self._said = say, dict[str, None]()

@@ -23,12 +23,8 @@ UNREAD_SECONDS = 60.0
 
 
 def send_value(connection: socket.socket, header: dict[str, Any], value: Any) -> None:
-    """Send the value with these header fields.
-
-    Raises:
-        NotPlain: it can't be sent.
-        OSError: the connection has ended, or nobody reads.
-    """
+    """Send the value with these header fields. NotPlain where it can't be sent, OSError where the connection has ended,
+    or nobody reads."""
     packed, digest = pack(value), hashlib.sha256()  # refused here: nothing is sent yet
     connection.settimeout(UNREAD_SECONDS)
     connection.sendall(frame({**header, "head": len(packed.head)}))
@@ -39,18 +35,11 @@ def send_value(connection: socket.socket, header: dict[str, Any], value: Any) ->
     connection.sendall(frame({"digest": digest.hexdigest()}))
 
 
-def receive_value(connection: socket.socket) -> tuple[dict[str, Any], Any]:
-    """Receive (header fields, value).
-
-    Raises:
-        ValueError: what came isn't what was sent.
-        OSError: the connection has ended.
-    """
-    return received(connection, receive(connection))
-
-
-def received(connection: socket.socket, header: Any) -> tuple[dict[str, Any], Any]:
-    """`receive_value` for a header that was already received."""
+def receive_value(connection: socket.socket, header: Any = None) -> tuple[dict[str, Any], Any]:
+    """Receive (header fields, value), or what follows a header that was already received. ValueError where what came
+    isn't what was sent, OSError where the connection has ended."""
+    if header is None:
+        header = receive(connection)
     if type(header) is not dict or type(header.get("head")) is not int:
         raise ValueError("no value follows: give every worker the same version")
     digest = hashlib.sha256()
