@@ -106,8 +106,8 @@ class JoinCheck:
         self._part = part
 
     def now(self, parts: Sequence[Part]) -> dict[str, Any]:
-        """What a newcomer must have: settings, model, what is `present` now in each part of a member's model, and which
-        parameters are trained."""
+        """Return what a newcomer must have: settings, model, what is `present` now in each part of a member's model,
+        and which parameters are trained."""
         text = json.dumps([self._settings, self._model, [part["present"] for part in parts]])
         given = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)  # longer than a frame may be
         return {"given": given, "trained": [part["trained"] for part in parts]}
