@@ -4,7 +4,7 @@
 `strategy` or one of `pipelines`. Both are a `run`: each worker has a Trainer of its own, and Lightning sees a `process`
 everywhere. `checks` and `late_tensors` refuse what can't be elastic, `launcher` starts the workers of a machine.
 
-The way of a newcomer; where it hangs, its own line says which of these waits:
+The way of a newcomer; where it hangs, its own line shows which of these waits:
 
     1 sets itself up, finds who began the run     run.ElasticRun, process, wire/endpoint.Endpoint.as_founded
     2 sends heartbeats, is given a donor          wire/lobby_client (thread), plan/member_state (state machine),

@@ -1,7 +1,4 @@
-"""Checkpoints of elastic runs: one plain file, the members' mean, by the oldest; resumed by any number of workers.
-
-Short, as all of it is one rule for saving.
-"""
+"""Checkpoints of elastic runs: one plain file, the members' mean, by the oldest; resumed by any number of workers."""
 
 from collections.abc import Sequence
 from contextlib import suppress

@@ -9,23 +9,19 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_decentral.elastic.plan.view import ElasticSettings
 from lightning_decentral.gossip.compute.combine.combine import Combine, Rule
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
-from lightning_decentral.gossip.island import Island
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.plan.described import described, first_difference
 from lightning_decentral.shared.settings import of_callbacks, of_method, of_optimizers, of_trainer, versions
 
-UNSERVED: Mapping[str, tuple[Any, ...]] = {
-    "states": (None, {}),
-    "exact_steps": (0,),
-}
+UNSERVED: Mapping[str, tuple[Any, ...]] = {"states": (None, {}), "exact_steps": (0,)}
 """{option of GossipStrategy: the values that it may have in an elastic run}"""
 OF_ONE_MEMBER = ("elastic", "replicas.elastic", "island", "precision_plugin.device")
 """Places, weights, numbers and kinds of devices are each worker's own. `dead_after` is the lobby's."""
@@ -41,7 +37,9 @@ def served(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in UNSERVED}
 
 
-def elastic_rule(combine: Rule, topology: Topology, weights: Weights, delay: int, elastic: ElasticSettings) -> Combine:
+def elastic_rule(
+    combine: Rule, topology: Topology, weights: Weights, codec: Codec, delay: int, elastic: ElasticSettings
+) -> Combine:
     """The rule, as any number of workers has it. ValueError for what workers can't leave, by name."""
     if reason := combine.recovery.tied:
         raise ValueError(f"{type(combine).__name__} doesn't go with elastic: {reason}; use Gossip()")
@@ -60,27 +58,13 @@ def elastic_rule(combine: Rule, topology: Topology, weights: Weights, delay: int
             placed.check(one, size, weights, delay)
     except ValueError as error:
         raise ValueError(f"elastic runs have any number of workers up to {most}, and of {size}: {error}") from None
-    return placed
-
-
-def refuse_remembering(codec: Codec, combine: Combine) -> None:
-    """ValueError for a codec of which both ends of a link must know what was sent before."""
-    if codec.remembers or not (codec.complete or combine.form.differences):
+    # Both ends of a link would have to know what was sent before.
+    if codec.remembers or not (codec.complete or placed.form.differences):
         raise ValueError(
             f"{codec!r} doesn't go with elastic: it sends differences from what a neighbour received before, and "
             "neighbours change; use Int8() or BFloat16()"
         )
-
-
-def refuse_process(island: Island, devices: int, device: torch.device) -> None:
-    """ValueError for a Trainer that can't be one worker."""
-    if devices != island.devices:
-        raise ValueError(
-            f"an elastic worker is {island!r}, this Trainer has {devices} devices: start a process with "
-            f"Trainer(devices={island.devices}) for each worker, or give island=AllReduce({devices})"
-        )
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"elastic runs train on CPUs and CUDA devices, not on {device}: give accelerator='cpu'")
+    return placed
 
 
 def settings_of(strategy: Any, trainer: Trainer) -> dict[str, str]:
@@ -107,7 +91,7 @@ class JoinCheck:
     Args:
         settings: as `settings_of`.
         model: as `layout.described`, of the whole model before anything was made of it.
-        present: as `present`, where this device begins.
+        present: as in `part_of`, where this device begins.
         part: number of this device's part of the model among the worker's: a stage.
     """
 
@@ -121,28 +105,18 @@ class JoinCheck:
         self._settings, self._model, self._present = dict(settings), dict(model), dict(present or {})
         self._part = part
 
-    def sent(self, present: Sequence[Mapping[str, str]] | None = None) -> Tensor:
-        """The message to a newcomer: settings, model, and what is `present` now in each part.
-
-        Bytes, since the text of a large model is longer than a frame may be.
-        """
-        text = json.dumps([self._settings, self._model, list(present or [self._present])])
-        return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-
     def now(self, parts: Sequence[Part]) -> dict[str, Any]:
-        """The model that a newcomer must have, and which parameters are trained, part by part of a member's model."""
-        return {"given": self.sent([part["present"] for part in parts]), "trained": [part["trained"] for part in parts]}
+        """Return what a newcomer must have: settings, model, what is `present` now in each part of a member's model,
+        and which parameters are trained."""
+        text = json.dumps([self._settings, self._model, [part["present"] for part in parts]])
+        given = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)  # longer than a frame may be
+        return {"given": given, "trained": [part["trained"] for part in parts]}
 
     def thaw(self, module: nn.Module, value: Mapping[str, Any]) -> None:
         """Parameters are trained, or frozen, as in this part of the member's that gives the value."""
         trained = value["trained"][self._part]
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(trained.get(name, parameter.requires_grad))
-
-    def refuse(self, value: Mapping[str, Any]) -> None:
-        """ValueError where this worker can't take what a member gives."""
-        if refused := self.refuses(value):
-            raise ValueError(refused)
 
     def refuses(self, value: Mapping[str, Any]) -> str:
         """Return why this worker can't take what a member gives; empty: it can."""
@@ -160,15 +134,12 @@ class JoinCheck:
         return ""
 
 
-def present(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, str]:
-    """{tensor or group: its form}: what messages and means are made of, and what may change while training."""
+def part_of(module: nn.Module, optimizers: Sequence[Optimizer]) -> Part:
+    """This device's part of the model: {tensor or group: its form}, what messages and means are made of, and what may
+    change while training; and whether a parameter is trained."""
     named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     found = {name: f"{tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named.items()}
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    return found | {f"group {n} of the optimizer": f"of {len(g['params'])} parameters" for n, g in enumerate(groups)}
-
-
-def part_of(module: nn.Module, optimizers: Sequence[Optimizer]) -> Part:
-    """This device's part of the model: the form of each tensor, and whether a parameter is trained."""
+    found |= {f"group {n} of the optimizer": f"of {len(g['params'])} parameters" for n, g in enumerate(groups)}
     trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
-    return {"present": present(module, optimizers), "trained": trained}
+    return {"present": found, "trained": trained}

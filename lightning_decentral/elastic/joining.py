@@ -12,8 +12,7 @@ from lightning.pytorch.utilities.data import _update_dataloader
 from torch.utils.data import DistributedSampler, Sampler
 
 from lightning_decentral.elastic import loops
-from lightning_decentral.elastic.plan.calendar import UNBOUNDED, Calendar, rounds_before
-from lightning_decentral.elastic.plan.dealing import Dealing
+from lightning_decentral.elastic.plan.dealing import UNBOUNDED, Calendar, Dealing
 from lightning_decentral.elastic.wire.participant import Participant
 
 
@@ -22,66 +21,74 @@ class Joining:
 
     Args:
         weight: of this worker's batches.
+        weights: of all workers, as a plan expects them that is made before anybody knows how many begin.
         begin: takes part in the next round. It gets what makes the run's calendar, where this worker is the oldest of
             the first view.
 
     Attributes:
-        planned: batches of an epoch that the module has been given, before anybody knows how many workers begin; or 0.
-        weights: of the workers that such a plan expects.
+        planned: batches of an epoch that the module has been given for such a plan; or 0.
     """
 
-    def __init__(self, weight: int, begin: Callable[[Callable[[], Calendar]], None]) -> None:
-        self.planned, self.weights = 0, 1
-        self._weight, self._begin, self._processed = weight, begin, 0
+    def __init__(self, weight: int, weights: int, begin: Callable[[Callable[[], Calendar]], None]) -> None:
+        self.planned = self._processed = 0
+        self._weight, self._weights, self._begin = weight, weights, begin
 
     def loader(self, member: Participant | None, trainer: Trainer, dataloader: object) -> object:
         """The loader with the examples that this worker is dealt; with the first one it joins."""
         if member is None:  # the module asks how many steps there will be
-            self.planned = batches_of(trainer, dataloader, self.weights)
-            return dealt(trainer, dataloader, self.planned, nobody)
-        place = self._place_of(trainer)
-        if member.round < 0:
-            self._join(member, trainer, dataloader)
-        assert member.calendar is not None
-        if place and trainer.fit_loop._combined_loader is None:
-            own = batches_of(trainer, dataloader, member.calendar.weights)
-            refuse_several_lengths(own, member.calendar)
-        deals = partial(member.deals, place=place)
-        return dealt(trainer, dataloader, member.calendar.batches, deals, self._weight)
-
-    def _place_of(self, trainer: Trainer) -> int:
-        """Place of the loader that is processed now among those that are combined, also where they are loaded again."""
+            self.planned = batches_of(trainer, dataloader, self._weights)
+            return dealt(
+                trainer, dataloader, self.planned, lambda dealing: ().__iter__
+            )  # its length alone is asked for
+        # Its place among those that are combined, also where they are loaded again.
         combined = trainer.fit_loop._combined_loader
         place = self._processed if combined is None else self._processed % len(combined.flattened)
         self._processed += 1
-        return place
+        if member.round < 0:
+            self._join(member, trainer, dataloader)
+        assert member.calendar is not None
+        batches, weights = member.calendar.batches, member.calendar.weights
+        if place and combined is None and batches != max(1, own := batches_of(trainer, dataloader, weights)):
+            raise ValueError(
+                f"loaders of {batches} and of {own} batches don't go together in an elastic run, whose epochs "
+                "have one length: give loaders of one length, or one loader of pairs"
+            )
+        deals = partial(member.deals, place=place)
+        return dealt(trainer, dataloader, batches, deals, self._weight)
 
-    def _join(self, member: Participant, trainer: Trainer, dataloader: object) -> None:
+    def _join(self, member: Participant, trainer: Trainer, dataloader: Any) -> None:
         """Make this worker a member from here on."""
-        member.seed = seed_of(dataloader) if member.seed is None else member.seed
+        if member.seed is None:
+            member.seed = int(dataloader.sampler.seed) if dealable(dataloader) else 0  # of the order of its examples
         self._begin(lambda: self._calendar(member, trainer, dataloader))
-        member.calendar = member.calendar or self._calendar(member, trainer, dataloader)
+        calendar = member.calendar = member.calendar or self._calendar(member, trainer, dataloader)
         assert member.view is not None
-        if member.view.number == 1:
-            refuse_other_calendar(self._calendar(member, trainer, dataloader), member.calendar)
-        refuse_unplanned(self.planned, member.calendar)
-        if member.round or member.calendar.before or trainer.fit_loop.restarting:
-            loops.go_to(trainer, member.calendar, member.round)
+        own = self._calendar(member, trainer, dataloader) if member.view.number == 1 else calendar
+        if (own.batches, own.accumulated) != (calendar.batches, calendar.accumulated):
+            raise ValueError(
+                f"an epoch of the oldest worker has {calendar.batches} batches, {calendar.accumulated} in a step, and "
+                f"of this one {own.batches}, {own.accumulated} in a step: give every worker the same data and Trainer"
+            )
+        if self.planned and max(1, self.planned) != calendar.batches:
+            raise ValueError(
+                f"an epoch of this run has {calendar.batches} batches, and schedules here are for {self.planned}: give "
+                "every worker the same Elastic(workers=...) and data"
+            )
+        if member.round or calendar.before or trainer.fit_loop.restarting:
+            loops.go_to(trainer, calendar, member.round)
 
     def _calendar(self, member: Participant, trainer: Trainer, dataloader: object) -> Calendar:
-        return calendar_of(trainer, dataloader, self.weights if self.planned else member.founders)
-
-
-def calendar_of(trainer: Trainer, dataloader: Any, weights: int) -> Calendar:
-    """Calendar of a run that begins now, or goes on from a checkpoint, with members of so much weight together."""
-    accumulated, loop = trainer.accumulate_grad_batches, trainer.fit_loop
-    batches = batches_of(trainer, dataloader, weights)
-    epoch: Any = loop.epoch_progress.current
-    batch = loop.epoch_loop.batch_progress
-    # Saved where an epoch's last batch was over, it may or may not have been counted.
-    begun = 0 if epoch.started == epoch.processed else batches if batch.is_last_batch else batch.current.completed
-    before = rounds_before(batches, accumulated, epoch.processed, begun)
-    return Calendar(max(1, batches), accumulated, before, loop.epoch_loop.global_step, weights)
+        """Calendar of a run that begins now, or goes on from a checkpoint."""
+        weights = self._weights if self.planned else member.founders
+        accumulated, loop = trainer.accumulate_grad_batches, trainer.fit_loop
+        batches = batches_of(trainer, dataloader, weights)
+        epoch: Any = loop.epoch_progress.current
+        batch = loop.epoch_loop.batch_progress
+        # Saved where an epoch's last batch was over, it may or may not have been counted.
+        begun = 0 if epoch.started == epoch.processed else batches if batch.is_last_batch else batch.current.completed
+        rounds = -(-batches // accumulated)
+        before = epoch.processed * rounds + min(rounds, -(-begun // accumulated))
+        return Calendar(max(1, batches), accumulated, before, loop.epoch_loop.global_step, weights)
 
 
 def batches_of(trainer: Trainer, dataloader: Any, weights: int) -> int:
@@ -92,40 +99,6 @@ def batches_of(trainer: Trainer, dataloader: Any, weights: int) -> int:
         batches = -(-len(dataloader.dataset) // (weights * dataloader.batch_size))
     limit = trainer.limit_train_batches
     return min(batches, limit) if isinstance(limit, int) else int(batches * (1.0 if limit is None else limit))
-
-
-def _unlimited(trainer: Trainer, batches: int) -> int:
-    """The fewest of which limit_train_batches leaves so many: Lightning takes its share of what it is given."""
-    limit = trainer.limit_train_batches
-    share = 1.0 if limit is None or isinstance(limit, int) else limit
-    return next(n for n in count(int(batches / share)) if int(n * share) >= batches) if share > 0 else batches
-
-
-def refuse_unplanned(batches: int, calendar: Calendar) -> None:
-    """ValueError where schedules were made for epochs of another length than the run's; 0: they weren't."""
-    if batches and max(1, batches) != calendar.batches:
-        raise ValueError(
-            f"an epoch of this run has {calendar.batches} batches, and schedules here are for {batches}: give every "
-            "worker the same Elastic(workers=...) and data"
-        )
-
-
-def refuse_other_calendar(own: Calendar, calendar: Calendar) -> None:
-    """ValueError where this worker's data would make epochs of another length than the oldest's."""
-    if (own.batches, own.accumulated) != (calendar.batches, calendar.accumulated):
-        raise ValueError(
-            f"an epoch of the oldest worker has {calendar.batches} batches, {calendar.accumulated} in a step, and of "
-            f"this one {own.batches}, {own.accumulated} in a step: give every worker the same data and Trainer"
-        )
-
-
-def refuse_several_lengths(batches: int, calendar: Calendar) -> None:
-    """ValueError for a further loader that would make epochs of another length than the first."""
-    if max(1, batches) != calendar.batches:
-        raise ValueError(
-            f"loaders of {calendar.batches} and of {batches} batches don't go together in an elastic run, whose epochs "
-            "have one length: give loaders of one length, or one loader of pairs"
-        )
 
 
 def refuse_combined(trainer: Trainer, calendar: Calendar) -> None:
@@ -146,11 +119,6 @@ def dealable(dataloader: Any) -> bool:
     )
 
 
-def seed_of(dataloader: Any) -> int:
-    """Seed of the order of its examples."""
-    return int(dataloader.sampler.seed) if dealable(dataloader) else 0
-
-
 def dealt(
     trainer: Trainer,
     dataloader: Any,
@@ -169,15 +137,14 @@ def dealt(
         return dataloader
     before, batch = dataloader.sampler, dataloader.batch_size
     made = Dealing(len(dataloader.dataset), batch, before.shuffle, before.seed)
-    sampler = ElasticSampler(_unlimited(trainer, batches) * batch * weight, dealing(made))
+    limit = trainer.limit_train_batches
+    share = 1.0 if limit is None or isinstance(limit, int) else limit
+    if share > 0:  # Lightning takes its share of what it is given: the fewest of which it leaves so many
+        batches = next(n for n in count(int(batches / share)) if int(n * share) >= batches)
+    sampler = ElasticSampler(batches * batch * weight, dealing(made))
     found: Any = _update_dataloader(dataloader, sampler, mode=RunningStage.TRAINING)
     found.batch_sampler.batch_size = batch * weight
     return found
-
-
-def nobody(dealing: Dealing) -> Callable[[], Iterator[Any]]:
-    """Deals nothing: for a loader whose length alone is asked for."""
-    return ().__iter__
 
 
 class ElasticSampler(Sampler[int]):

@@ -5,7 +5,7 @@ makes it counts for nothing: `torch.nn.utils.prune`, a parametrization, or a hoo
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -57,14 +57,8 @@ class LateTensors:
         self._news |= module in self._parts and not statistic
 
     def check(self, member: Participant, waits: bool = True) -> None:
-        """Compare after a round what has come on each member, where something has.
-
-        Args:
-            waits: whether all members are in one round.
-
-        Raises:
-            RuntimeError: on all members, that it isn't alike; on one, that it came there alone.
-        """
+        """Compare after a round what has come on each member, where something has, and a round `waits` for all members.
+        RuntimeError on all members, that it isn't alike; on one, that it came there alone."""
         if not self._news:
             return
         self._news, self._parts = False, set(self._module.modules())
@@ -74,7 +68,7 @@ class LateTensors:
         self._agreed = found
         if not waits:
             raise RuntimeError(f"{_remedy(next(iter(found), 'a tensor'))}, which members of asynchronous rounds can't")
-        if different := member.together(found, partial(_difference, members=_patient(member))):
+        if different := member.together(found, partial(_difference, member)):
             raise RuntimeError(different)
 
     def _late(self) -> dict[str, str]:
@@ -86,7 +80,8 @@ class LateTensors:
         for name, tensor in named.items():
             if name not in self._first or name in masks:
                 found[name] = f"{tuple(tensor.shape)} {tensor.dtype}"
-                if not tensor.requires_grad and (name in rows or name in masks or _two_valued(tensor)):
+                no_mean = name in rows or name in masks or bool(((tensor == 0) | (tensor == 1)).all())
+                if not tensor.requires_grad and no_mean:
                     found[name] += f" {digest(tensor)}"
         return found
 
@@ -100,30 +95,19 @@ def _masks(module: nn.Module, name: str) -> bool:
     return name.endswith("_mask") and f"{name.removesuffix('_mask')}_orig" in module._parameters
 
 
-def _two_valued(tensor: Tensor) -> bool:
-    return bool(((tensor == 0) | (tensor == 1)).all())
-
-
-def _patient(member: Participant) -> Callable[[int], int]:
-    """Make a count of members still there: it waits where fewer gave something, as a death isn't known at once."""
-
-    def there(received: int) -> int:
-        end = time.monotonic() + 2 * member.worker.lobby_client.state.times.dead_after
-        while len(member.present()) > received and time.monotonic() < end:
-            time.sleep(LOOK_SECONDS)
-        return len(member.present())
-
-    return there
-
-
-def _difference(rows: Sequence[dict[str, str]], members: Callable[[int], int]) -> str:
+def _difference(member: Participant, rows: Sequence[dict[str, str]]) -> str:
     """Describe what isn't alike in all rows, each of one device; empty: all are."""
     names = dict.fromkeys(name for row in rows for name in row)
     differs = next((name for name in names if len({row.get(name) for row in rows}) > 1), None)
     if differs is not None:
         return f"{_remedy(differs)}, and it isn't alike on all members"
-    if names and members(len(rows)) > len(rows):
-        return f"{_remedy(next(iter(names)))}, and came on this worker alone"
+    if not names:
+        return ""
+    end = time.monotonic() + 2 * member.worker.lobby_client.state.times.dead_after
+    while len(member.present()) > len(rows):  # fewer gave something: a death isn't known at once
+        if time.monotonic() > end:
+            return f"{_remedy(next(iter(names)))}, and came on this worker alone"
+        time.sleep(LOOK_SECONDS)
     return ""
 
 

@@ -2,8 +2,8 @@
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -15,7 +15,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _basic_subp
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_decentral.elastic.plan.view import Bounds, ElasticSettings, Times
-from lightning_decentral.elastic.wire.starter import LOBBY, SEAT, STARTER, OwnLobby, Starter, follow
+from lightning_decentral.elastic.wire.starter import LOBBY, Starter, follow, own_lobby
 
 
 class ElasticLauncher(_SubprocessScriptLauncher):
@@ -34,8 +34,9 @@ class ElasticLauncher(_SubprocessScriptLauncher):
             return function(*args, **kwargs)
         _set_num_threads_if_needed(self.num_processes)  # the workers inherit it
         times, bounds = Times(self._elastic.dead_after), Bounds(self._elastic.workers[0], self.num_processes)
-        lobby = OwnLobby(bounds, times, say)
-        starter = Starter(self.num_processes, command, lobby.members, {LOBBY: lobby.place}, say)
+        say = partial(print, flush=True)
+        place, members = own_lobby(bounds, times, say)
+        starter = Starter(self.num_processes, command, members, {LOBBY: place}, say)
         sys.exit(starter.run())
 
 
@@ -50,30 +51,6 @@ class FollowingLauncher(_SubprocessScriptLauncher):
 def command(number: int) -> tuple[Sequence[str], str | None]:
     """(command line that runs this script again, in which folder)"""
     return _hydra_subprocess_cmd(number) if HydraConfig.initialized() else (_basic_subprocess_cmd(), None)
-
-
-def say(line: str) -> None:
-    print(line, flush=True)
-
-
-def at_its_lobby(elastic: ElasticSettings) -> ElasticSettings:
-    """The same, with the place at which its workers meet."""
-    return replace(elastic, lobby=elastic.lobby or os.environ[LOBBY])
-
-
-def starts_workers(elastic: ElasticSettings, environment: Mapping[str, str]) -> bool:
-    """Return whether this process only starts others."""
-    return not (elastic.lobby or LOBBY in environment)
-
-
-def started(environment: Mapping[str, str]) -> bool:
-    """Return whether a starter has started this process."""
-    return STARTER in environment
-
-
-def seat(environment: Mapping[str, str]) -> int:
-    """Index of this worker's device among the machine's; a lost worker's is the next one's."""
-    return int(environment.get(SEAT, "0"))
 
 
 def refuse_unstarted(

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lightning_decentral.elastic.plan.calendar import Calendar
+from lightning_decentral.elastic.plan.dealing import Calendar
 from lightning_decentral.shared.evaluation import callbacks_of
 from lightning_decentral.shared.plan.described import constructed
 from lightning_decentral.shared.settings import PLACES
@@ -105,11 +105,6 @@ def _catch_up(trainer: Trainer, steps: int, step: int, epochs: int, epoch: int) 
         if not isinstance(config.scheduler, ReduceLROnPlateau):
             for _ in range(now // config.frequency - before // config.frequency):
                 config.scheduler.step()
-
-
-def count_logged(trainer: Trainer, step: int) -> None:
-    """Log what comes next under this step: Lightning counts a restart within an epoch as one."""
-    trainer.fit_loop.epoch_loop._batches_that_stepped = step
 
 
 def copied(states: dict[str, Any]) -> dict[str, Any]:

@@ -17,8 +17,7 @@ from lightning_decentral.elastic.checks import Part
 from lightning_decentral.elastic.process import OneProcess
 from lightning_decentral.elastic.run import ElasticRun
 from lightning_decentral.elastic.wire.participant import Participant
-from lightning_decentral.elastic.wire.rounds.holding import Holding
-from lightning_decentral.elastic.wire.rounds.stages import Stages
+from lightning_decentral.elastic.wire.rounds.holding import Holding, StagesHolding
 from lightning_decentral.shared.checkpoint.saving import CheckpointedStrategy
 from lightning_decentral.shared.compute.codec.deterministic import Plain
 from lightning_decentral.shared.compute.layout import ModelLayout, lay_states, refuse_shared
@@ -38,11 +37,8 @@ def elastic_pipeline(strategy: type) -> type:
 
 
 class StageCheckpoints(ElasticCheckpoints):
-    """Checkpoints of a pipeline's member: one plain file of the whole model, without what only a fixed world can use.
-
-    Args:
-        of: the checkpoints of the pipeline's strategy.
-    """
+    """Checkpoints of a pipeline's member: one plain file of the whole model, without what only a fixed world can use;
+    made of those of the pipeline's strategy."""
 
     def __init__(self, worker: CheckpointedStrategy, mean_model: MeanModel, of: Any) -> None:
         super().__init__(worker, mean_model, self)
@@ -100,6 +96,7 @@ class ElasticPipeline(ElasticRun):
         assert self.cluster_environment is not None
         return self.cluster_environment.global_rank()
 
+    part = stage
     pipeline = 0
 
     def refuse(self, module: nn.Module, fitting: bool) -> None:
@@ -120,10 +117,6 @@ class ElasticPipeline(ElasticRun):
     def watched_module(self) -> nn.Module:
         return nn.Module()  # a stage refuses what comes by itself
 
-    @property
-    def part(self) -> int:  # type: ignore[override]
-        return self.stage
-
     def parts(self, own: Part) -> Sequence[Part]:
         return [own] if self.wire is None else gather_objects(self.wire.roll, own)
 
@@ -142,7 +135,7 @@ class ElasticPipeline(ElasticRun):
             lay_states(optimizer)
 
     def holding(self, member: Participant) -> Holding:
-        return Holding(self.root_device) if self.wire is None else Stages(self.root_device, member, self.wire)
+        return Holding(self.root_device) if self.wire is None else StagesHolding(self.root_device, member, self.wire)
 
     def whole(self, own: dict[str, Any]) -> dict[str, Any]:
         part = {name: own[name] for name in OWN}

@@ -28,20 +28,14 @@ from lightning.pytorch.loggers.utilities import _log_hyperparams
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from lightning_decentral.elastic.compute.gathered import first_of, means_of, moved, on_device, reduced, stacked
-from lightning_decentral.elastic.launcher import (
-    ElasticLauncher,
-    FollowingLauncher,
-    refuse_restarting_all,
-    refuse_unstarted,
-    seat,
-    started,
-    starts_workers,
-)
+from lightning_decentral.elastic import launcher
+from lightning_decentral.elastic.compute.gathered import first_of, means_of, moved, reduced
 from lightning_decentral.elastic.loops import plain
 from lightning_decentral.elastic.plan.view import ElasticSettings
 from lightning_decentral.elastic.wire.participant import Participant
+from lightning_decentral.elastic.wire.starter import LOBBY, SEAT, STARTER
 from lightning_decentral.shared.workers import WorkersStrategy
 
 
@@ -67,28 +61,29 @@ class OneProcess(WorkersStrategy):
         cluster, devices, method = self.cluster_environment, self.parallel_devices, self._start_method
         assert cluster is not None
         assert devices is not None
-        refuse_restarting_all(cluster, self.devices)
-        if started(os.environ):
+        launcher.refuse_restarting_all(cluster, self.devices)
+        if STARTER in os.environ:
             self._beside = len(devices)
-            self.parallel_devices = [devices[seat(os.environ) % len(devices)]]  # the others' are those next to it
-            self._launcher = FollowingLauncher(cluster, 1, 1)
-        elif starts_workers(self.elastic, os.environ):
-            refuse_unstarted(self.elastic, self.devices, cluster, len(devices), self.num_nodes, str(method))
-            self._launcher = ElasticLauncher(cluster, len(devices), 1, self.elastic)
+            seat = int(os.environ.get(SEAT, "0"))  # the others' devices are those next to it
+            self.parallel_devices = [devices[seat % len(devices)]]
+            self._launcher = launcher.FollowingLauncher(cluster, 1, 1)
+        elif self._starts_others:
+            launcher.refuse_unstarted(self.elastic, self.devices, cluster, len(devices), self.num_nodes, str(method))
+            self._launcher = launcher.ElasticLauncher(cluster, len(devices), 1, self.elastic)
         else:
             super()._configure_launcher()
 
     @property
-    def planned_workers(self) -> int:
-        """Number of workers, times the batches of each, with which the run begins if nothing is amiss."""
-        return (self._beside or self.elastic.workers[1]) * self.batches
+    def _starts_others(self) -> bool:
+        """True where this process trains nothing itself."""
+        return not (self.elastic.lobby or LOBBY in os.environ or STARTER in os.environ)
 
     def set_world_ranks(self) -> None:
         """Take the worker that was started first for the oldest, until that is known; a starter is nobody."""
         assert self.cluster_environment is not None
         if self._rank is None:
             later = self.cluster_environment.local_rank() > 0
-            self._rank = int(later or (starts_workers(self.elastic, os.environ) and not started(os.environ)))
+            self._rank = int(later or self._starts_others)
         super().set_world_ranks()
 
     def setup_environment(self) -> None:
@@ -109,11 +104,6 @@ class OneProcess(WorkersStrategy):
     @abstractmethod
     def comes(self) -> Participant:
         """Make its member, which comes to the lobby."""
-
-    def _log_as_oldest(self, trainer: Trainer) -> None:
-        if self.global_rank == 0 and not self._logs:
-            self._logs = True
-            take_over(trainer)
 
     def setup_distributed(self) -> None:
         if self.devices > 1:
@@ -151,7 +141,8 @@ class OneProcess(WorkersStrategy):
         given, member = moved(value, torch.device("cpu")), None if self._module.trainer.interrupted else self._member
         calls = None if member is None else member.together if of_each else member.of_members
         found = made([given]) if calls is None else calls(given, made)
-        return moved(found, self.root_device) if on_device(value) else found
+        travelled = any(leaf.device.type != "cpu" for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+        return moved(found, self.root_device) if travelled else found
 
     def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Mean over the members' first devices: those of an island have equal parameters, and buffers as under DDP.
@@ -173,11 +164,10 @@ class OneProcess(WorkersStrategy):
         return self.together(value.detach(), partial(reduced, str(reduce_op).lower().rpartition(".")[2])).clone()
 
     def gather(self, value: Any) -> list[Any]:
-        found: list[Any] = self.together(value, list)
-        return found
+        return list(self.together(value, list))
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        rows: Tensor = self.together(tensor.detach(), stacked)
+        rows: Tensor = self.together(tensor.detach(), torch.stack)  # type: ignore[arg-type]  # of a list
         return rows
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -194,7 +184,7 @@ ARGUMENTS = {"_wandb_init": "id"}
 def began(trainer: Trainer) -> list[Any]:
     """Versions of the loggers, which are open now."""
     for logger in _in_order(trainer.loggers):
-        _open(logger)
+        getattr(logger, "experiment", None)
     return [logger.version for logger in trainer.loggers]
 
 
@@ -220,17 +210,13 @@ def take_over(trainer: Trainer) -> None:
         if type(logger) is CSVLogger:
             _open_with_rows(logger)
         else:
-            _open(logger)
+            getattr(logger, "experiment", None)
     _log_hyperparams(trainer)
 
 
 def _in_order(loggers: Sequence[Logger]) -> list[Logger]:
     """W&B first, as Lightning does it: it wants to see TensorBoard begin."""
     return sorted(loggers, key=lambda logger: not isinstance(logger, WandbLogger))
-
-
-def _open(logger: Logger) -> None:
-    getattr(logger, "experiment", None)
 
 
 def _open_with_rows(logger: CSVLogger) -> None:

@@ -4,14 +4,16 @@ Lightning sees one process everywhere: this binding alone knows the others. What
 done by all, with their mean, and what it does by worker 0 is done by the oldest.
 """
 
+import os
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
@@ -20,14 +22,15 @@ from torch.optim import Optimizer
 from lightning_decentral.elastic import checks, loops
 from lightning_decentral.elastic.joining import Joining, refuse_combined
 from lightning_decentral.elastic.late_tensors import LateTensors, refuse_pruning
-from lightning_decentral.elastic.launcher import at_its_lobby
-from lightning_decentral.elastic.plan.calendar import Calendar
+from lightning_decentral.elastic.plan.dealing import Calendar
 from lightning_decentral.elastic.plan.view import ElasticSettings
+from lightning_decentral.elastic.process import take_over
 from lightning_decentral.elastic.watched import WatchedProcess
 from lightning_decentral.elastic.wire.island_participants import member_of
 from lightning_decentral.elastic.wire.participant import Participant
 from lightning_decentral.elastic.wire.rounds.exchange import ElasticExchange
 from lightning_decentral.elastic.wire.rounds.holding import Holding
+from lightning_decentral.elastic.wire.starter import LOBBY
 from lightning_decentral.gossip.compute.combine.combine import Rule
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
@@ -43,15 +46,13 @@ from lightning_decentral.shared.wire.transport import Wire
 
 
 class ElasticRun(WatchedProcess):
-    """Mixin that makes a strategy elastic, in front of that among the bases.
-
-    x_i+ = sum_j w_ij x_j + u_i over the members of the moment. A worker that dies costs the others the messages that it
-    hasn't sent; one that is started takes everything from a member that trains on, and takes part from the next view.
-    """
+    """Mixin that makes a strategy elastic, in front of that among the bases; what that means is `strategy`'s."""
 
     drifts: ClassVar[bool] = True
     model_layout: ModelLayout
     """Layout of what this device has."""
+
+    _joining: Joining
 
     def plan_rounds(
         self,
@@ -67,8 +68,7 @@ class ElasticRun(WatchedProcess):
         """The constructor's values. ValueError for one that isn't served, by name."""
         check_numbers(delay, heals, bucket_bytes)
         self.elastic, self.topology, self.weights, self.codec = elastic, topology, weights, codec
-        self.combine = checks.elastic_rule(rule, topology, weights, delay, elastic)
-        checks.refuse_remembering(codec, self.combine)
+        self.combine = checks.elastic_rule(rule, topology, weights, codec, delay, elastic)
         self.delay, self.bucket_bytes, self.heals = delay, bucket_bytes, heals
         self.mean_model = MeanModel(self._mean_and_carried, self.shown)
         self.mean_model.hidden = lambda written: self._mixers.note(written)
@@ -76,7 +76,6 @@ class ElasticRun(WatchedProcess):
         self._mixers = Mixers(self._making)
         self._member: Participant | None = None
         self._exchange: ElasticExchange | None = None
-        self._joining = Joining(elastic.weight, self._begin)
         self.followed = self
         self._updates: Updates | None = None
         self._watched = ExitStack()
@@ -85,9 +84,10 @@ class ElasticRun(WatchedProcess):
         self._given = checks.JoinCheck({}, {})
 
     def comes(self) -> Participant:
-        lobby, seconds = at_its_lobby(self.elastic), self._group.timeout.total_seconds()
+        elastic = replace(self.elastic, lobby=self.elastic.lobby or os.environ[LOBBY])
+        seconds = self._group.timeout.total_seconds()
         # Asked where a donor gives something, for which set-up is over.
-        return member_of(lobby, seconds, self.wire, self.batches, lambda value: self._given.refuses(value))
+        return member_of(elastic, seconds, self.wire, self.batches, lambda value: self._given.refuses(value))
 
     # ---- what the strategy adds -------------------------------------------------------------------------------------
 
@@ -128,9 +128,13 @@ class ElasticRun(WatchedProcess):
         if fitting:
             refuse_pruning(self._module.trainer)
 
+    def setup_environment(self) -> None:
+        workers = self._beside or self.elastic.workers[1]  # with which the run begins if nothing is amiss
+        self._joining = Joining(self.elastic.weight, workers * self.batches, self._begin)
+        super().setup_environment()
+
     def setup(self, trainer: Trainer) -> None:
         """Set up; then take everything from a member that trains, if there is one."""
-        self._joining = Joining(self.elastic.weight, self._begin)
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
@@ -138,7 +142,7 @@ class ElasticRun(WatchedProcess):
             raise ValueError(f"elastic runs have one optimizer, this module has {len(self.optimizers)}")
         if self._joining.planned:
             trainer.fit_loop._combined_loader = None  # Lightning gets it anew, when it is known who trains
-        own = checks.present(self._module, self.optimizers)
+        own = checks.part_of(self._module, self.optimizers)["present"]
         self._given = checks.JoinCheck(checks.settings_of(self, trainer), self._described, own, self.part)
         self._member, self._early = self._early or self.comes(), None
         plan = self.topology.placed(1), self.weights, self._member.worker, self.codec
@@ -187,7 +191,6 @@ class ElasticRun(WatchedProcess):
         """The last of a fit's set-up: here a worker becomes a member, and examples are dealt."""
         if not self._module.trainer.training:
             return dataloader
-        self._joining.weights = self.planned_workers
         return self._joining.loader(self._member, self._module.trainer, dataloader)
 
     def _begin(self, calendar: Callable[[], Calendar] | None = None) -> None:
@@ -201,15 +204,18 @@ class ElasticRun(WatchedProcess):
         if left_out and goes_on:
             loops.leave_out(trainer, goes_on, member.round, left_out)
         member.enter(exchange)
-        self._rank_as(member.place if member.leads else 1)
-        self._log_as_oldest(trainer)
+        self._rank_as(member.present().index(member.worker.name) if member.leads else 1)
+        if self.global_rank == 0 and not self._logs:
+            self._logs = True
+            take_over(trainer)
         parts = self.parts(checks.part_of(self._module, self.optimizers))
         state = member.agreed(lambda: self._state(member, calendar, parts))
         if state is not None:
             member.learn(state["run"])
             loops.restored(trainer, state)
             if "given" in state:  # it may have changed since this worker was healed
-                self._given.refuse(state)
+                if refused := self._given.refuses(state):
+                    raise ValueError(refused)
                 self._given.thaw(self._module, state)
 
     def _state(
@@ -218,8 +224,7 @@ class ElasticRun(WatchedProcess):
         """State for the members that begin with this view."""
         if member.calendar is None and calendar is not None:
             member.calendar = calendar()
-        first = member.view is not None and member.view.number == 1
-        if first:
+        if member.view is not None and member.view.number == 1:
             return {**loops.NOTHING, "run": member.given()}
         member.knows()  # it would give on what it has missed
         return {**loops.agreed_states(self._module.trainer), **self._given.now(parts), "run": member.given()}
@@ -242,17 +247,12 @@ class ElasticRun(WatchedProcess):
             self._updates.moved.batch(last=batch_idx == 0)  # the one before
         if not member.live:
             member.live = True  # not before: only now all members call the same
-            loops.count_logged(self._module.trainer, member.calendar.step(member.round))
+            step = member.calendar.step(member.round)  # Lightning counts a restart within an epoch as one
+            self._module.trainer.fit_loop.epoch_loop._batches_that_stepped = step
         elif member.next_round > member.round:
             self._begin()
 
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         assert self._member is not None
         with self._updates or self._group.coordination.updating, loops.scaled(optimizer, self._member.share):
             output = DDPStrategy.optimizer_step(self, optimizer, self.gradients(closure, optimizer), model, **kwargs)
@@ -273,7 +273,7 @@ class ElasticRun(WatchedProcess):
         assert self._late is not None
         self._late.check(self._member, waits=self.elastic.asynchronous is None)
         self._mixers.note(())  # copies among devices are no writes of somebody else's
-        self._member.ended()
+        self._member.next_round = self._member.round + 1  # the round that began is mixed
 
     def settle(self) -> None:
         self._mixers.end()

@@ -1,9 +1,4 @@
-"""Gossip whose workers come and go: each is a process with a Trainer of its own; a lobby is where they meet.
-
-Lightning sees one process everywhere: this binding alone knows the others. A round is as in `GossipStrategy`, over the
-members of the moment (`Participant`); what Lightning does once for all workers is done by all, with their mean, and
-what it does by worker 0 is done by the oldest.
-"""
+"""Gossip whose workers come and go: an elastic `run`, with rounds of gossip over the members of the moment."""
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -14,11 +9,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_decentral.elastic.checkpoints import ElasticCheckpoints
-from lightning_decentral.elastic.checks import refuse_process, served
+from lightning_decentral.elastic.checks import served
 from lightning_decentral.elastic.option import Elastic
 from lightning_decentral.elastic.run import ElasticRun
 from lightning_decentral.elastic.wire.participant import Participant
-from lightning_decentral.elastic.wire.rounds.holding import Holding, holding
+from lightning_decentral.elastic.wire.rounds.holding import CopiedHolding, Holding, ShardedHolding
 from lightning_decentral.gossip.compute.combine.combine import Rule
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
 from lightning_decentral.gossip.island import Island, Solo
@@ -95,7 +90,16 @@ class ElasticGossipStrategy(ElasticRun, ReplicaStrategy):
 
     def refuse(self, module: nn.Module, fitting: bool) -> None:
         super().refuse(module, fitting)
-        refuse_process(self.island, self.num_nodes * self.num_processes, self.root_device)
+        devices, island = self.num_nodes * self.num_processes, self.island
+        if devices != island.devices:
+            raise ValueError(
+                f"an elastic worker is {island!r}, this Trainer has {devices} devices: start a process with "
+                f"Trainer(devices={island.devices}) for each worker, or give island=AllReduce({devices})"
+            )
+        if self.root_device.type not in ("cpu", "cuda"):
+            raise ValueError(
+                f"elastic runs train on CPUs and CUDA devices, not on {self.root_device}: give accelerator='cpu'"
+            )
 
     @property
     def keeps_wholes(self) -> bool:
@@ -112,7 +116,9 @@ class ElasticGossipStrategy(ElasticRun, ReplicaStrategy):
         self._matrices = WholeMatrices(self.optimizers, self.member)
 
     def holding(self, member: Participant) -> Holding:
-        return holding(self.island, self.root_device, member, self.wire)
+        if self.wire is None:
+            return Holding(self.root_device)
+        return (ShardedHolding if self.island.shards > 1 else CopiedHolding)(self.root_device, member, self.wire)
 
     def whole(self, own: dict[str, Any]) -> dict[str, Any]:
         return self.checkpoints.held.whole(own)

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from lightning_decentral.elastic.plan.picture import draw_members
 from lightning_decentral.elastic.plan.view import View
 from lightning_decentral.elastic.process import OneProcess
-from lightning_decentral.elastic.wire.participant import Participant
-from lightning_decentral.elastic.wire.rounds.holding import Holding, mean_and_bytes
+from lightning_decentral.elastic.wire.rounds.holding import Holding
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
@@ -33,7 +32,6 @@ class WatchedProcess(OneProcess):
     delay: int
     evaluate: Evaluate
     heals: int
-    _member: Participant | None
     _mixers: Mixers
     _held: Holding
 
@@ -80,7 +78,11 @@ class WatchedProcess(OneProcess):
         return self._held.mean_of(tensors, super().mean_of)
 
     def _mean_and_carried(self, tensors: Sequence[Tensor], carried: Sequence[Tensor] = ()) -> list[Tensor]:
-        return mean_and_bytes(self.mean_of, tensors, carried)
+        """The means of `tensors`, then `carried`, which have no mean: as bytes they are the oldest's."""
+        as_bytes = [t.detach().contiguous().view(-1).view(torch.uint8) for t in carried]  # integers have no mean
+        found = self.mean_of([*tensors, *as_bytes])  # one meeting for both
+        values = zip(found[len(tensors) :], carried, strict=True)  # (bytes,) each
+        return [*found[: len(tensors)], *(value.view(t.dtype).view(t.shape) for value, t in values)]
 
     @torch.no_grad()
     def consensus(self) -> Consensus:
@@ -92,7 +94,7 @@ class WatchedProcess(OneProcess):
     def summary(self) -> dict[str, str]:
         """Description of the plan: {topic: text}; who trains together is known later."""
         least, most = self.elastic.workers
-        place = self._member.worker.lobby_client.lobby if self._member else self.elastic.lobby
+        place = self._member.elastic.lobby if self._member else self.elastic.lobby
         return {
             "workers": f"{least} to {most}, who may come and go; they meet at {place}",
             "a silent worker": f"is dead after {self.elastic.dead_after:g} s",

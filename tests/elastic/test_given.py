@@ -63,7 +63,7 @@ def given(
 
 def refusal(run: JoinCheck, worker: JoinCheck) -> str:
     """Over the wire."""
-    return worker.refuses(unpack(pack({"given": run.sent()})))
+    return worker.refuses(unpack(pack(run.now([{"present": {}, "trained": {}}]))))
 
 
 OTHERS: list[tuple[Plan, str]] = [

@@ -1,5 +1,6 @@
 """What a newcomer takes of Lightning's loops as it begins to take part."""
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +11,9 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from lightning_decentral.elastic.joining import refuse_combined, refuse_other_calendar, refuse_several_lengths
+from lightning_decentral.elastic.joining import Joining, refuse_combined
 from lightning_decentral.elastic.loops import agreed_states, remember, remembered, restored
-from lightning_decentral.elastic.plan.calendar import Calendar
+from lightning_decentral.elastic.plan.dealing import Calendar
 from lightning_decentral.shared.wire.plain import pack
 from tests.tiny import QUIET
 
@@ -40,11 +41,30 @@ def test_a_schedule_that_follows_a_metric_is_the_members_own() -> None:
     assert rates[1] == rates[0]
 
 
+def joins(*batches: int, calendar: Calendar | None = None) -> Any:
+    """A member of a first view that has loaded loaders of so many batches; the oldest has made this calendar."""
+    progress = SimpleNamespace(started=0, processed=0)
+    batch = SimpleNamespace(is_last_batch=False, current=SimpleNamespace(completed=0))
+    loop = SimpleNamespace(epoch_progress=SimpleNamespace(current=progress), restarting=False, _combined_loader=None)
+    loop.epoch_loop = SimpleNamespace(batch_progress=batch, global_step=0)
+    trainer: Any = SimpleNamespace(fit_loop=loop, accumulate_grad_batches=1, limit_train_batches=1.0)
+    member: Any = SimpleNamespace(round=-1, seed=None, calendar=None, view=SimpleNamespace(number=1), founders=2)
+
+    def begin(made: Callable[[], Calendar]) -> None:
+        member.round, member.calendar = 0, calendar
+
+    joining = Joining(1, 1, begin)
+    member.deals = lambda dealing, place: range
+    for size in batches:
+        joining.loader(member, trainer, range(size))
+    return member
+
+
 def test_loaders_of_several_lengths_are_refused_by_name() -> None:
-    calendar = Calendar(20)
-    refuse_several_lengths(20, calendar)
+    assert joins(20, 20).calendar == Calendar(20, weights=2)
     with pytest.raises(ValueError, match="loaders of 20 and of 40 batches don't go together"):
-        refuse_several_lengths(40, calendar)
+        joins(20, 40)
+    calendar = Calendar(20)
     loop = SimpleNamespace(_combined_loader=SimpleNamespace(flattened=[1, 2]), max_batches=40)
     trainer: Any = SimpleNamespace(fit_loop=loop)
     with pytest.raises(ValueError, match="2 loaders make an epoch of 40 batches, and an elastic run's has 20"):
@@ -54,9 +74,9 @@ def test_loaders_of_several_lengths_are_refused_by_name() -> None:
 
 
 def test_a_founder_with_other_data_than_the_oldest_is_refused() -> None:
-    refuse_other_calendar(Calendar(20, before=3), Calendar(20))
+    assert joins(20, calendar=Calendar(20)).calendar == Calendar(20)
     with pytest.raises(ValueError, match="oldest worker has 20 batches, 1 in a step, and of this one 21"):
-        refuse_other_calendar(Calendar(21), Calendar(20))
+        joins(21, calendar=Calendar(20))
 
 
 class Own(ModelCheckpoint):

@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader
 
 from lightning_decentral import TokenPipelineStrategy
 from lightning_decentral.elastic.pipelines import ElasticPipeline
-from lightning_decentral.elastic.wire.rounds.stages import StageBucket, Stages
+from lightning_decentral.elastic.wire.rounds.holding import StagesHolding
+from lightning_decentral.elastic.wire.rounds.wholes import StageBucket
 from lightning_decentral.gossip import Elastic, GossipReplicas
 from lightning_decentral.gossip.wire.optimizer_mixer import Written
 from tests.elastic.test_islands import Lines, Weights, assert_one_process, lines, together
@@ -163,7 +164,7 @@ def test_pipelines_that_are_cut_otherwise_are_refused(parts: int) -> None:
 
 
 def test_parameters_that_are_unfrozen_later_are_refused() -> None:
-    stages = object.__new__(Stages)
+    stages = object.__new__(StagesHolding)
     stages._packed = True
     with pytest.raises(ValueError, match="unfrozen while training, and elastic pipelines mix the same ones"):
         stages.pack(list(Deep().parameters()), None)

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from lightning_decentral.elastic.plan import dealing as dealings
-from lightning_decentral.elastic.plan.calendar import Calendar
-from lightning_decentral.elastic.plan.dealing import Dealing
+from lightning_decentral.elastic.plan.dealing import Calendar, Dealing
 from lightning_decentral.elastic.plan.member_state import MemberState as State
 from lightning_decentral.elastic.plan.view import Bounds, View
 from lightning_decentral.elastic.wire.sockets.mesh import Mesh, Slot

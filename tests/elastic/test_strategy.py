@@ -231,12 +231,18 @@ def test_a_step_past_the_strategy_is_refused() -> None:
             trainer.fit(Bypass(), DataLoader(TensorDataset(places)))
 
 
-def test_schedules_may_ask_for_the_steps_before_anybody_knows_who_trains(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hook", ["configure_optimizers", "setup"])
+def test_schedules_may_ask_for_the_steps_before_anybody_knows_who_trains(hook: str) -> None:
     steps = list[float]()
 
     class Asks(Sums):
+        def setup(self, stage: str) -> None:
+            if hook == "setup":
+                steps.append(float(self.trainer.estimated_stepping_batches))
+
         def configure_optimizers(self) -> Any:
-            steps.append(float(self.trainer.estimated_stepping_batches))
+            if hook == "configure_optimizers":
+                steps.append(float(self.trainer.estimated_stepping_batches))
             return super().configure_optimizers()
 
     module = Asks()

@@ -11,7 +11,7 @@ from itertools import combinations
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from lightning_decentral.elastic.checks import elastic_rule, refuse_remembering
+from lightning_decentral.elastic.checks import elastic_rule
 from lightning_decentral.gossip import (
     AllReduce,
     Complete,
@@ -307,8 +307,7 @@ def _check(case: Case) -> None:
     check(SimpleNamespace(**plan, island=island, states=states), case.replicas)  # type: ignore[arg-type]
     if case["method"] == "elastic":
         bounds = Elastic(workers=(case.workers, case.workers))
-        elastic_rule(rule, topology or Auto(), weights, given["delay"], bounds)
-        refuse_remembering(codec, rule)
+        elastic_rule(rule, topology or Auto(), weights, codec, given["delay"], bounds)
 
 
 def _another_delay(case: Case) -> str:

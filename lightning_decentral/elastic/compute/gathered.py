@@ -8,11 +8,12 @@ somebody meant as a decision would be nonsense: who isn't as most are ends with 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 
 def means_of(given: Sequence[Sequence[Tensor]]) -> list[Tensor]:  # [workers][places] -> [places]
@@ -31,29 +32,18 @@ def mean_of_place(rows: Sequence[Tensor]) -> Tensor:  # [workers] of one shape -
     return total.to(first.dtype)
 
 
-def first_of(given: Sequence[Any]) -> Any:
-    return given[0]
+first_of: Callable[[Sequence[Any]], Any] = itemgetter(0)
 
 
 def reduced(operation: str, given: Sequence[Tensor]) -> Tensor:
     """ValueError for an operation that isn't known."""
     rows = torch.stack(list(given))  # [workers, ...]
-    known: dict[str, Callable[[], Tensor]] = {
-        "sum": lambda: rows.sum(0),
-        "mean": lambda: rows.mean(0, dtype=None if rows.is_floating_point() else torch.float32),
-        "avg": lambda: rows.mean(0, dtype=None if rows.is_floating_point() else torch.float32),
-        "min": lambda: rows.amin(0),
-        "max": lambda: rows.amax(0),
-        "product": lambda: rows.prod(0),
-    }
+    mean = partial(torch.mean, dtype=None if rows.is_floating_point() else torch.float32)
+    known: dict[str, Callable[..., Tensor]] = {"sum": torch.sum, "mean": mean, "avg": mean}
+    known |= {"min": torch.amin, "max": torch.amax, "product": torch.prod}
     if operation not in known:
         raise ValueError(f"unknown reduction {operation!r}: use one of {', '.join(known)}")
-    return known[operation]()
-
-
-def stacked(given: Sequence[Tensor]) -> Tensor:
-    """Stack one tensor of each worker: [workers, ...]."""
-    return torch.stack(list(given))
+    return known[operation](rows, dim=0)
 
 
 def of_each(made: Callable[[Sequence[Any]], Any]) -> Callable[[Sequence[Sequence[Any]]], Any]:
@@ -70,12 +60,7 @@ def moved(value: Any, device: torch.device) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
 
 
-def on_device(value: Any) -> bool:
-    """Return whether one of its tensors isn't on the host."""
-    return any(leaf.device.type != "cpu" for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-
-
-NAMES: dict[Any, str] = {means_of: "means", first_of: "the oldest's value", reduced: "a reduction", stacked: "rows"}
+NAMES: dict[Any, str] = {means_of: "means", first_of: "the oldest's value", reduced: "a reduction", torch.stack: "rows"}
 
 
 class Unlike(RuntimeError):
@@ -100,10 +85,7 @@ def named(value: Any, made: Callable[[Sequence[Any]], Any]) -> str:
 
 def of_alike(name: str, made: Callable[[Sequence[Any]], Any]) -> Callable[[Sequence[Any]], Any]:
     """(name, `made`) of those that meet for what most meet for; of as many the oldest's. From (name, value) of each.
-
-    Raises:
-        Unlike: this worker, which would make it, meets for something else.
-    """
+    Unlike where this worker, which would make it, meets for something else."""
 
     def of(given: Sequence[Any]) -> Any:
         ((most, _),) = Counter(mine for mine, _ in given).most_common(1)  # of as many the first counted: the oldest's

@@ -5,7 +5,7 @@ what one of a hundred keeps.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from statistics import fmean, median
@@ -53,12 +53,8 @@ def came_and_went(views: Iterable[View]) -> tuple[int, int, int]:
     """Members that joined the first ones, that died or fell silent, and that left, up to the last of these views."""
     later = [view for view in views if view.number > 1]
     left = sum(len(view.left) for view in later)
-    went = sum(_but(view.before, view.members) for view in later)
-    return sum(_but(view.members, view.before) for view in later), went - left, left
-
-
-def _but(some: Collection[str], others: Collection[str]) -> int:
-    return len(set(some) - set(others))
+    went = sum(len(set(view.before) - set(view.members)) for view in later)
+    return sum(len(set(view.members) - set(view.before)) for view in later), went - left, left
 
 
 KEPT_VIEWS = 32
@@ -68,11 +64,7 @@ HISTORY = 4
 
 @dataclass(frozen=True)
 class ViewCounts:
-    """Counts over views that aren't remembered any more.
-
-    Args:
-        most: members of one of them.
-    """
+    """Counts over views that aren't remembered any more, and the most members of one of them."""
 
     came: int = 0
     lost: int = 0
@@ -89,7 +81,8 @@ class Missed(RuntimeError):
 
 
 def new(views: Mapping[int, View], view: View, firsts: Callable[[int], list[int]], complete: bool = True) -> list[View]:
-    """The view, where it is new, with the one before it, where that wasn't known and has begun.
+    """The view, where it is new, with the one before it, where that wasn't known and has begun. Missed where it isn't
+    enough to know who was in the view before.
 
     A view that no member has begun made no difference: who joins and ends at once leaves some.
 
@@ -97,9 +90,6 @@ def new(views: Mapping[int, View], view: View, firsts: Callable[[int], list[int]
         views: by number, that are remembered.
         firsts: a view's first rounds, as members remember them.
         complete: whether all of them have sent what they remember.
-
-    Raises:
-        Missed: it isn't enough to know who was in the view before.
     """
     before = max((number for number in views if number < view.number), default=None)
     if view.number in views or (before is None and views):

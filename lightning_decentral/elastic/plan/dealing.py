@@ -1,5 +1,12 @@
 """Dealing of examples to members, where members come and go: passes over all of them, dealt tick by tick.
 
+Which epoch and batch a round is (`Calendar`), is the same for all members, whenever they came.
+
+    epoch, batch = (before + round) // r, (before + round) % r * accumulated,   r = ceil(batches / accumulated)
+
+An epoch has as many batches as the first members needed for all examples, and keeps them: so all validate after the
+same rounds. Members that come or go change how fast examples are gone through, not how long an epoch is.
+
     a pass     a permutation of the examples, by (seed, number of the pass)
     a tick     every member of the view in force takes the next `batch` of what is left, times its weight
     a change   what those that are lost were dealt in this pass is dealt again, behind what is left
@@ -13,7 +20,7 @@ more in a long run than in a short one.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +33,42 @@ LATE_TICKS = 1000
 """Ticks by which a member may learn of a view late."""
 KEPT_VIEWS = 100
 """Views kept since the floor; of more, the floor is what they made of a pass."""
+
+UNBOUNDED = 2**40
+"""Batches of an epoch that has no end."""
+
+
+@dataclass(frozen=True)
+class Calendar:
+    """The run's.
+
+    Args:
+        batches: of an epoch.
+        accumulated: batches of a round.
+        before: rounds' worth of epochs that were over when the run began, as a checkpoint states.
+        steps: that were over then.
+        weights: of those that began the run, together; 0: nobody knows.
+    """
+
+    batches: int
+    accumulated: int = 1
+    before: int = 0
+    steps: int = 0
+    weights: int = 0
+
+    def place(self, round: int) -> tuple[int, int]:
+        """(epoch, batches of it that are over) where this round begins."""
+        epochs, rounds = divmod(self.before + round, -(-self.batches // self.accumulated))
+        return epochs, rounds * self.accumulated
+
+    def tick(self, round: int) -> int:
+        """Batches that are over where this round begins."""
+        epochs, batches = self.place(round)
+        return epochs * self.batches + batches
+
+    def step(self, round: int) -> int:
+        """Number of optimizer steps that are over where this round begins."""
+        return self.steps + round
 
 
 @dataclass
@@ -43,9 +86,6 @@ class Pass:
     since: int
     left: Indices | None = None
     dealt: dict[str, list[Indices]] = field(default_factory=dict)
-
-    def copy(self) -> "Pass":
-        return Pass(self.number, self.start, self.since, self.left, {n: [*parts] for n, parts in self.dealt.items()})
 
 
 @dataclass
@@ -106,11 +146,8 @@ class Dealing:
         self.views = {tick: before._members(tick), **later}
 
     def share(self, tick: int, name: str) -> Indices:
-        """[batch * weight]: what this member takes; fewer examples are repeated. Ticks from the first view on.
-
-        Raises:
-            KeyError: it is no member then.
-        """
+        """[batch * weight]: what this member takes; fewer examples are repeated. Ticks from the first view on. KeyError
+        where it is no member then."""
         now, members = self._pass_of(tick), self._members(tick)
         if name not in members:
             raise KeyError(name)
@@ -140,7 +177,7 @@ class Dealing:
         return Pass(0, min(self.views), min(self.views))
 
     def _begun(self, of: Pass) -> Pass:
-        begun = of.copy()
+        begun = replace(of, dealt={name: [*parts] for name, parts in of.dealt.items()})
         if begun.left is None:
             begun.left = np.arange(self.examples)
             if self.shuffle:

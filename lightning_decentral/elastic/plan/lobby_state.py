@@ -9,6 +9,7 @@ the highest view, or `dead_after`, and goes on from there.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
+from typing import NamedTuple
 
 from lightning_decentral.elastic.plan.messages import Heartbeat, LobbyUpdate
 from lightning_decentral.elastic.plan.view import Bounds, Times, View
@@ -16,8 +17,7 @@ from lightning_decentral.elastic.plan.view import Bounds, Times, View
 Outgoing = list[tuple[str, LobbyUpdate]]
 
 
-@dataclass(frozen=True)
-class Guest:
+class Guest(NamedTuple):
     """A worker, as of its last beat."""
 
     beat: Heartbeat
@@ -132,18 +132,17 @@ class LobbyState:
         """The next view; None: the present one stays."""
         wanted = (self.alive(now) + self.ready(now))[: self.bounds.most]
         if self.view is None:
-            return self._first(wanted, now)
-        if wanted == self.members or not self._allowed(wanted, now):
+            waited = now - self.came > self.times.dead_after and len(wanted) >= self.bounds.least
+            # Where one was seen its members may be training: who healed at one of them doesn't begin another run.
+            begins = not self.seen and (waited or len(wanted) == self.bounds.most)
+            return View(1, wanted, 0, wanted, self.origin, len(wanted)) if begins else None
+        # More than half of the last one may follow at once, fewer when the missing have long been silent.
+        stay, size = self._counted(now)
+        certain = stay > 0 and all(self._dead(name, now) for name in self.members if name not in wanted)
+        if wanted == self.members or not certain or not self.bounds.may_follow(stay, size, len(wanted)):
             return None
         last, left = self.view, tuple(name for name in self.members if name not in wanted and self._left(name))
         return View(last.number + 1, wanted, self._first_round(now), last.members, self.origin, last.founders, left)
-
-    def _first(self, wanted: tuple[str, ...], now: float) -> View | None:
-        waited = now - self.came > self.times.dead_after
-        if self.seen:
-            return None  # the members of that view may be training: who healed at one of them doesn't begin another run
-        complete = len(wanted) == self.bounds.most or (waited and len(wanted) >= self.bounds.least)
-        return View(1, wanted, 0, wanted, self.origin, len(wanted)) if complete else None
 
     def _first_round(self, now: float) -> int:
         """Round in which a next view begins: so far ahead that all, who went on since their beats, know it by then."""
@@ -155,12 +154,6 @@ class LobbyState:
             since = times.rounds_in(min(now - guest.at, times.beat), pace)
             ahead.append(guest.beat.round + since + times.rounds_ahead(pace))
         return max(ahead)
-
-    def _allowed(self, wanted: tuple[str, ...], now: float) -> bool:
-        """Return whether these may follow: more than half at once, fewer when the missing have long been silent."""
-        stay, size = self._counted(now)
-        certain = all(self._dead(name, now) for name in self.members if name not in wanted)
-        return stay > 0 and certain and self.bounds.may_follow(stay, size, len(wanted))
 
     def _counted(self, now: float) -> tuple[int, int]:
         """(members that live, members that haven't left) of the last view that is agreed."""

@@ -5,36 +5,28 @@ notified(update, now), met(beat, now), ticked(now), begins(round, now), ... -> t
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from lightning_decentral.elastic.plan.chronicle import HISTORY
 from lightning_decentral.elastic.plan.messages import Heartbeat, History, LobbyUpdate
 from lightning_decentral.elastic.plan.view import Bounds, Times, View
 
 
-@dataclass(frozen=True)
-class Send:
+class Send(NamedTuple):
     """A beat, to the lobby (an empty name) or to a member."""
 
     to: str
     beat: Heartbeat
 
 
-@dataclass(frozen=True)
-class Fetch:
+class Fetch(NamedTuple):
     """Everything from this member; an earlier fetch ends."""
 
     donor: str
     place: str
 
 
-@dataclass(frozen=True)
-class Return:
-    """Come back as a newcomer with another name: what this one sends is refused."""
-
-    why: str
-
-
-Act = Send | Fetch | Return
+Act = Send | Fetch
 
 APART = 4
 """Rounds by which members in step with each other may differ."""
@@ -67,7 +59,7 @@ class MemberState:
         entered: {member: which views came into force for it in which rounds}
         gone: members that are silent to the lobby.
         paused: why the lobby lets nobody go on.
-        out: why it isn't a member any more; empty: it may be.
+        out: why it comes back as a newcomer with another name: what this one sends is refused. Empty: it needn't.
     """
 
     mine: Heartbeat
@@ -86,23 +78,19 @@ class MemberState:
     paused: str = ""
     out: str = ""
 
-    @property
-    def name(self) -> str:
-        return self.mine.sender
-
     def notified(self, update: LobbyUpdate, now: float) -> tuple["MemberState", list[Act]]:
         """Take a `LobbyUpdate` of the lobby."""
         if self.out:
             return self, []
         if update.out:
-            return self._expelled(
-                "the run went on without this worker, which was silent or has another run's parameters"
-            )
+            why = "the run went on without this worker, which was silent or has another run's parameters"
+            return replace(self, out=why), []
         if update.over and not self.mine.view:
-            return self._expelled(
+            why = (
                 "all members of the run at this lobby have ended, and a lobby is for one run: start another one for "
                 "another fit"
             )
+            return replace(self, out=why), []
         state = replace(
             self,
             acknowledged_at=max(self.acknowledged_at, self.asked.get(update.acknowledged, float("-inf"))),
@@ -126,8 +114,8 @@ class MemberState:
         if now - state.woke > self.times.beat:
             state = replace(state, met_at={**self.met_at, beat.sender: now})
         if theirs and self.mine.view and theirs.number > _number(self.mine.view):
-            if self.name not in theirs.members:
-                return state._expelled(f"the run is in view {theirs.number}, made without this worker")
+            if self.mine.sender not in theirs.members:
+                return replace(state, out=f"the run is in view {theirs.number}, made without this worker"), []
             state = state._knowing(theirs, theirs.number)
         state = state._entries({beat.sender: beat.entered})
         if not beat.asks or state.lonely(now) or not self.mine.view:
@@ -167,7 +155,7 @@ class MemberState:
 
     def waits(self, now: float) -> str:
         """Return why no round may begin; empty: the next one may."""
-        if not self.out and (self.mine.view is None or self.name not in self.mine.view.members):
+        if not self.out and (self.mine.view is None or self.mine.sender not in self.mine.view.members):
             return self.paused or "waiting for the next view"
         return self.out or self.paused or self.doubts(now)
 
@@ -212,30 +200,23 @@ class MemberState:
         return f"neither the lobby nor enough members are reached: {reached} of {len(view.members)}"
 
     def _others(self, view: View) -> list[str]:
-        return [name for name in view.members if name != self.name]
-
-    def _expelled(self, why: str) -> tuple["MemberState", list[Act]]:
-        return replace(self, out=why), [Return(why)]
+        return [name for name in view.members if name != self.mine.sender]
 
     def _knowing(self, view: View | None, agreed: int) -> "MemberState":
         """A view is known first, and comes into force when it is agreed: at its first round, or at once where that is
         over."""
         mine = replace(self.mine, seen=max(self.mine.seen, _number(view)))
-        state = replace(self, mine=mine, agreed=max(self.agreed, agreed))._entered_before(view)
+        state, coming = replace(self, mine=mine, agreed=max(self.agreed, agreed)), mine.coming
+        if coming and coming.number <= state.agreed and coming.number < _number(view) and mine.sender in coming.members:
+            state = state._entering(coming)  # this view follows it: others may train in it for some rounds
         mine = state.mine
         if view is None or view.number <= _number(mine.view) or view.number < _number(mine.coming):
             return state
         if view.number > state.agreed:
             return replace(state, mine=replace(mine, coming=view))
-        if self.name not in view.members:
+        if self.mine.sender not in view.members:
             return replace(state, mine=replace(mine, coming=None))
         return state._entering(view)
-
-    def _entered_before(self, view: View | None) -> "MemberState":
-        """The view that it knew comes into force where this one follows it: others may train in it for some rounds."""
-        coming = self.mine.coming
-        follows = coming is not None and coming.number <= self.agreed and coming.number < _number(view)
-        return self._entering(coming) if coming and follows and self.name in coming.members else self
 
     def _entering(self, view: View) -> "MemberState":
         mine = self.mine
@@ -266,7 +247,7 @@ class MemberState:
     def _healing(self, update: LobbyUpdate) -> tuple["MemberState", list[Act]]:
         mine = self.mine
         if update.founder and not mine.origin:
-            return replace(self, mine=replace(mine, origin=self.name, donor="")), []
+            return replace(self, mine=replace(mine, origin=self.mine.sender, donor="")), []
         if mine.origin or update.donor is None or update.donor[0] == mine.donor:
             return self, []
         donor, place = update.donor

@@ -6,13 +6,15 @@
 As JSON they are lists and objects of their fields; what isn't is refused.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import isfinite
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin
 
 from lightning_decentral.elastic.plan.view import View
 
+T = TypeVar("T")
 History = tuple[tuple[int, int], ...]
 
 
@@ -88,73 +90,29 @@ class LobbyUpdate:
     dead_after: float
 
 
-def read_heartbeat(found: Any) -> Heartbeat:
-    """Read a `Heartbeat` from JSON. ValueError unless it is what `asdict` makes of one."""
-    return _read(Heartbeat, found)
+def read_message(kind: type[T], found: Any) -> T:
+    """Read a `Heartbeat` or `LobbyUpdate` from JSON. ValueError unless it is what `asdict` makes of one."""
+    types: dict[str, Any] = {field.name: field.type for field in fields(kind)}  # type: ignore[arg-type]
+    if type(found) is not dict or set(found) != set(types):
+        raise ValueError(f"a message has other fields than {', '.join(types)}: give every worker the same version")
+    return kind(**{name: _value(types[name], value) for name, value in found.items()})
 
 
-def read_update(found: Any) -> LobbyUpdate:
-    """Read a `LobbyUpdate` from JSON. ValueError unless it is what `asdict` makes of one."""
-    return _read(LobbyUpdate, found)
-
-
-T = TypeVar("T")
-
-
-def _read(kind: Callable[..., T], found: Any) -> T:
-    kinds = {field.name: field.type for field in fields(kind)}  # type: ignore[arg-type]
-    if type(found) is not dict or set(found) != set(kinds):
-        raise ValueError(f"a message has other fields than {', '.join(kinds)}: give every worker the same version")
-    return kind(**{name: _KINDS[kinds[name]](value) for name, value in found.items()})
-
-
-def _exactly(kind: type) -> Callable[[Any], Any]:
-    def read(value: Any) -> Any:
-        if type(value) is not kind:
-            raise ValueError(f"a message has {value!r} where a {kind.__name__} belongs")
-        return value
-
-    return read
-
-
-def _seconds(value: Any) -> float:
-    if type(value) not in (int, float) or not isfinite(value):
-        raise ValueError(f"a message has {value!r} where a number belongs")
-    return float(value)
-
-
-def _texts(value: Any) -> tuple[str, ...]:
-    return tuple(map(_exactly(str), _exactly(list)(value)))
-
-
-def _pair(value: Any) -> tuple[str, str] | None:
-    if value is None:
-        return None
-    name, place = _texts(value)
-    return name, place
-
-
-def _view(value: Any) -> View | None:
-    return None if value is None else _read(View, value)
-
-
-def _history(value: Any) -> History:
-    pairs = [tuple(map(_exactly(int), _exactly(list)(pair))) for pair in _exactly(list)(value)]
-    return tuple((number, round) for number, round in pairs)
-
-
-def _histories(value: Any) -> dict[str, History]:
-    return {_exactly(str)(name): _history(rounds) for name, rounds in _exactly(dict)(value).items()}
-
-
-_KINDS: dict[Any, Callable[[Any], Any]] = {
-    str: _exactly(str),
-    int: _exactly(int),
-    bool: _exactly(bool),
-    float: _seconds,
-    tuple[str, ...]: _texts,
-    tuple[str, str] | None: _pair,
-    View | None: _view,
-    History: _history,
-    Mapping[str, History]: _histories,
-}
+def _value(kind: Any, value: Any) -> Any:
+    """Read a field of this type; True is no number, nor is "1"."""
+    origin, args = get_origin(kind) or kind, get_args(kind)
+    if origin is UnionType:
+        return None if value is None else _value(args[0], value)
+    if origin is View:
+        return read_message(View, value)
+    if origin is float:
+        if type(value) not in (int, float) or not isfinite(value):
+            raise ValueError(f"a message has {value!r} where a number belongs")
+        return float(value)
+    json_type = {tuple: list, Mapping: dict}.get(origin, origin)
+    kinds = args[:1] * len(value) if args[1:] == (...,) and type(value) is list else args
+    if type(value) is not json_type or (origin is tuple and len(value) != len(kinds)):
+        raise ValueError(f"a message has {value!r} where a {json_type.__name__} belongs")
+    if origin is Mapping:
+        return {_value(args[0], name): _value(args[1], item) for name, item in value.items()}
+    return tuple(map(_value, kinds, value)) if origin is tuple else value

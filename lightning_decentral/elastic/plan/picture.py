@@ -40,11 +40,7 @@ def draw_bars(axes: Any, found: Stays) -> None:
 
 
 def draw_members(views: Sequence[View], rounds: int, file: Path) -> None:
-    """Draw who was a member when, over rounds.
-
-    Raises:
-        ValueError: no matplotlib.
-    """
+    """Draw who was a member when, over rounds. ValueError without matplotlib."""
     found = stays(views, rounds)
     figure = new_figure(8, min(LARGEST_INCHES, 1.2 + 0.28 * len(found)))
     axes = figure.subplots()

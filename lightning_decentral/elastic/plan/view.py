@@ -10,9 +10,7 @@ goes on only while those it doesn't reach either are too few for a view of their
 """
 
 import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from lightning_decentral.elastic.plan.asynchronous import Asynchronous
 from lightning_decentral.shared.plan.arguments import at_least, checked
@@ -59,11 +57,6 @@ class View:
         """number * 2^31 + a checksum of the rest: what messages carry. Below 2^63 for 2^32 views."""
         rest = f"{self.members} {self.first_round} {self.before} {self.origin} {self.left}"
         return self.number << 31 | zlib.crc32(rest.encode()) >> 1
-
-
-def view_of(found: Mapping[str, Any]) -> View:
-    """View from the fields as which it was sent."""
-    return View(**{**found, **{name: tuple(found[name]) for name in ("members", "before", "left")}})
 
 
 @checked
@@ -140,11 +133,8 @@ class Times:
         return 3 * self.dead_after
 
     def rounds_ahead(self, pace: float) -> int:
-        """Rounds until a view begins: every member should know it by then, and all get it at once.
-
-        Args:
-            pace: seconds that a round takes; 0: unknown.
-        """
+        """Rounds until a view begins: every member should know it by then, and all get it at once. A round takes `pace`
+        seconds; 0: unknown."""
         return 2 + self.rounds_in(self.beat, pace)
 
     def rounds_in(self, seconds: float, pace: float) -> int:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from lightning_decentral.elastic.wire.sockets.frames import connected, receive
-from lightning_decentral.elastic.wire.sockets.values import UNREAD_SECONDS, receive_value, received, send_value
+from lightning_decentral.elastic.wire.sockets.values import UNREAD_SECONDS, receive_value, send_value
 
 Key = tuple[int, int]
 """(round, number in that round): it rises."""
@@ -31,12 +31,7 @@ LEAVE_SECONDS = 10.0
 
 
 class Collective:
-    """One member's part.
-
-    Args:
-        name: this member's.
-        place: where a member of a name is reached.
-    """
+    """One member's part; `place` is where a member of a name is reached."""
 
     def __init__(self, name: str, place: Callable[[str], str]) -> None:
         self.name = name
@@ -90,11 +85,8 @@ class Collective:
             self._kept = view, value
 
     def kept(self, view: int, members: Callable[[], Sequence[str]], seconds: float) -> Any:
-        """Wait for what one of these members has kept for this view, the first that has it; None where none will.
-
-        Args:
-            members: that may have it, or will when they are there.
-        """
+        """Wait for what the first one of these members has kept for this view; None where none will. They may have it,
+        or will when they are there."""
         end = time.monotonic() + seconds
         while (asked := members()) and time.monotonic() < end:
             for name in asked:
@@ -158,7 +150,11 @@ class Collective:
         with connected(self._place(first), "meet", 5.0) as connection:
             send_value(connection, {"key": list(key), "from": self.name}, value)
             connection.settimeout(LOOK_SECONDS)
-            while not _readable(connection):
+            while True:
+                with suppress(TimeoutError):
+                    if not connection.recv(1, socket.MSG_PEEK):  # what comes stays to be read
+                        raise ConnectionResetError("the connection has ended")
+                    break
                 if not there() or time.monotonic() > end:
                     raise ConnectionResetError(f"{first} has ended")
             connection.settimeout(None)  # a large result may take long, and the oldest is there
@@ -168,7 +164,7 @@ class Collective:
         """Take what a member gives, and answer it when there is a result; by nothing where there will be none."""
         header = receive(connection)
         connection.settimeout(UNREAD_SECONDS)  # the value may be large
-        header, value = received(connection, header)
+        header, value = receive_value(connection, header)
         if "kept" in header:
             number, kept = self._kept
             found = number == header["kept"]
@@ -195,11 +191,3 @@ class Collective:
             with self._changed:
                 self._serving -= 1
                 self._changed.notify_all()
-
-
-def _readable(connection: socket.socket) -> bool:
-    with suppress(TimeoutError):
-        if not connection.recv(1, socket.MSG_PEEK):  # what comes stays to be read
-            raise ConnectionResetError("the connection has ended")
-        return True
-    return False

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from lightning_decentral.elastic.plan.calendar import Calendar
 from lightning_decentral.elastic.plan.chronicle import Missed, ViewCounts, came_and_went, kept, new
-from lightning_decentral.elastic.plan.dealing import Dealing, Indices
-from lightning_decentral.elastic.plan.view import View, view_of
+from lightning_decentral.elastic.plan.dealing import Calendar, Dealing
+from lightning_decentral.elastic.plan.view import View
 from lightning_decentral.elastic.wire.endpoint import Endpoint
+from lightning_decentral.shared.wire.transport import Transport
 
 ASK_SECONDS, LOOK_SECONDS = 5.0, 0.05
 """Members send which views they have begun with each of their beats."""
@@ -20,6 +20,10 @@ ASK_SECONDS, LOOK_SECONDS = 5.0, 0.05
 
 class Course:
     """Course of a run as one member knows it.
+
+    Args:
+        batches: that the devices of this worker take in a step.
+        over: these devices, which all call the same in the same order; None: it is the only one.
 
     Attributes:
         round: that began last; -1: none.
@@ -29,10 +33,8 @@ class Course:
         seed: of the order of the examples, the same for all; None: this worker's own.
     """
 
-    worker: Endpoint
-
-    def _set_out(self) -> None:
-        """Begin with nothing known yet."""
+    def __init__(self, worker: Endpoint, batches: int = 1, over: Transport | None = None) -> None:
+        self.worker, self._batches, self._over = worker, batches, over
         self.round, self.next_round = -1, 0
         self.view: View | None = None
         self.calendar: Calendar | None = None
@@ -58,7 +60,7 @@ class Course:
     def learn(self, given: Mapping[str, Any]) -> None:
         """Take what a member has given, in the place of what this one knew."""
         newer = self._views.values()
-        self._views = {view["number"]: view_of(view) for view in given["views"]}
+        self._views = {view["number"]: View(**view) for view in given["views"]}
         self._tally, self._missed = ViewCounts(**given["tally"]), None
         self.calendar = Calendar(**given["calendar"]) if given["calendar"] else None
         self.seed, self._given = given["seed"], given["dealings"]
@@ -77,24 +79,18 @@ class Course:
         came, lost, left = came_and_went(self.so_far())
         return came + self._tally.came, lost + self._tally.lost, left + self._tally.left
 
-    def most(self) -> int:
-        """Members of a view so far."""
-        return max(self._tally.most, *(len(view.members) for view in self.so_far()))
-
     def _listen(self) -> None:
         """Views that are known by now, though not all are in force."""
-        for _, view in sorted(dict(self.worker.lobby_client.state.views).items()):
-            self._learn_of(view)
+        if self._over is None:  # several devices are passed them before a round: so none knows more than another
+            for _, view in sorted(dict(self.worker.lobby_client.state.views).items()):
+                self._learn_of(view)
 
     def _learn_of(self, view: View) -> None:
         try:
             found = self._new(view)
         except Missed:
             self._missed, found = view, [view]
-        for each in found:
-            self._views[each.number] = each
-            for dealing in self._dealings.values():
-                self._enter(dealing, each)
+        self._add(found)
         if found:
             self._views, self._tally = kept(self._views, self._tally)
 
@@ -102,7 +98,7 @@ class Course:
         """It, and what was missed before it. Missed where nobody has sent that."""
         before = {number: known for number, known in self._views.items() if number < view.number}
         known = self._views if view is not self._missed else before
-        return new(known, view, self._firsts, self._all_reported(view))
+        return new(known, view, *self._reported(view))
 
     def knows(self) -> None:
         """Wait for what members send of views that were missed. Missed where they don't."""
@@ -116,20 +112,20 @@ class Course:
                 time.sleep(LOOK_SECONDS)
                 continue
             self._missed = None  # known now
-            for view in missed:
-                self._views[view.number] = view
-                for dealing in self._dealings.values():
-                    self._enter(dealing, view)
+            self._add(missed)
 
-    def _all_reported(self, view: View) -> bool:
-        """Return whether all others have sent which views they have begun, up to this one."""
+    def _add(self, views: list[View]) -> None:
+        for view in views:
+            self._views[view.number] = view
+            for dealing in self._dealings.values():
+                self._enter(dealing, view)
+
+    def _reported(self, view: View) -> tuple[Callable[[int], list[int]], bool]:
+        """The first rounds of views that this worker wasn't sent, as members remember them; whether all others have
+        sent which they have begun, up to this one."""
         entered, others = self.worker.lobby_client.state.entered, set(view.members) - {self.worker.name}
-        return all(any(number >= view.number for number, _ in entered.get(name, ())) for name in others)
-
-    def _firsts(self, number: int) -> list[int]:
-        """The first rounds of a view that this worker wasn't sent, as members remember them."""
-        histories = self.worker.lobby_client.state.entered.values()
-        return [first for history in histories for of, first in history if of == number]
+        complete = all(any(number >= view.number for number, _ in entered.get(name, ())) for name in others)
+        return lambda number: [first for of in entered.values() for n, first in of if n == number], complete
 
     def _enter(self, dealing: Dealing, view: View) -> None:
         assert self.calendar is not None
@@ -156,36 +152,28 @@ class Course:
             assert self.calendar is not None
             dealing.begin(before, self.calendar.tick(self.next_round))
         else:
-            self._first(dealing, given)
+            if given is not None:
+                if list(dealing.kind) != given["kind"]:
+                    kinds = dealing.kind, given["kind"]
+                    own, theirs = ("{} examples in batches of {}, shuffle={}".format(*kind) for kind in kinds)
+                    raise ValueError(
+                        f"this worker's loader has {own}, and the run's has {theirs}: give every worker the same data"
+                    )
+                dealing.take(given)
+            for number, view in self._views.items():
+                if given is None or number > self._given_until:
+                    self._enter(dealing, view)
         self._dealings[place] = dealing
         return partial(self._shares, dealing)
-
-    def _first(self, dealing: Dealing, given: Any) -> None:
-        if given is not None:
-            refuse_other_data(dealing, given["kind"])
-            dealing.take(given)
-        for number, view in self._views.items():
-            if given is None or number > self._given_until:
-                self._enter(dealing, view)
 
     def _shares(self, dealing: Dealing) -> Iterator[Any]:
         calendar, last = self.calendar, -1  # -1: nothing is drawn yet
         assert calendar is not None
+        part = 0 if self._over is None else self._over.rank % self._batches  # this device's of a batch
         while last < 0 or (last + 1) % calendar.batches:
             # Loaders with processes of their own draw ahead of the rounds.
             tick = max(last + 1, calendar.tick(self.next_round))
             self._listen()
             self.knows()
-            yield self._own(dealing.share(tick, self.worker.name))
+            yield dealing.share(tick, self.worker.name).reshape(self._batches, -1)[part]
             last = tick
-
-    def _own(self, places: Indices) -> Indices:
-        """This device's part of a batch."""
-        return places
-
-
-def refuse_other_data(dealing: Dealing, kind: list[Any]) -> None:
-    """ValueError where the members deal other examples."""
-    if list(dealing.kind) != kind:
-        own, theirs = ("{} examples in batches of {}, shuffle={}".format(*of) for of in (dealing.kind, kind))
-        raise ValueError(f"this worker's loader has {own}, and the run's has {theirs}: give every worker the same data")

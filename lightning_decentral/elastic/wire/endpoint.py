@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from lightning_decentral.elastic.plan.messages import Heartbeat, read_heartbeat
+from lightning_decentral.elastic.plan.messages import Heartbeat, read_message
 from lightning_decentral.elastic.plan.view import Times, View, name_of, place_of
 from lightning_decentral.elastic.wire.collective import Collective
 from lightning_decentral.elastic.wire.lobby_client import LobbyClient
@@ -29,11 +29,6 @@ AGAIN_SECONDS = 0.05
 """Seconds between two questions for what isn't decided yet."""
 Refuses = Callable[[Any], str]
 """Returns why what a member gives can't be taken; empty: it can."""
-
-
-def nothing(value: Any) -> str:
-    """Refuse nothing."""
-    return ""
 
 
 class Endpoint:
@@ -55,20 +50,15 @@ class Endpoint:
         times: Times | None = None,
         title: str = "",
         weight: int = 1,
-        refuses: Refuses = nothing,
+        refuses: Refuses = lambda value: "",
     ) -> None:
         self._donor, self.beginnings = Donor(self._given), Beginnings()
         self._refuses, self._refused = refuses, ""
         self._set_up = threading.Event()  # before it is set nothing is fetched
         changed = threading.Condition()  # one for all parts: who waits for one of them sees any of them
         self.collective = Collective("", place_of)
-        served: dict[str, Callable[[socket.socket], None]] = {
-            "heal": self._donor.serve,
-            "beat": self._met,
-            "meet": self.collective.serve,
-            "refuse": self._report_refused,
-            "beginnings": self.beginnings.serve,
-        }
+        served = {"heal": self._donor.serve, "beat": self._met, "meet": self.collective.serve}
+        served |= {"refuse": self._report_refused, "beginnings": self.beginnings.serve}
         self.mesh = Mesh(host, "", served, changed)
         name = name_of(title, secrets.token_hex(4), weight, self.mesh.place)  # another start has another token
         self.name = self.mesh.name = self.collective.name = name
@@ -85,11 +75,8 @@ class Endpoint:
         return bool(self.lobby_client.state.mine.origin)
 
     def as_founded(self, value: Any, seconds: float) -> Any:
-        """Return the n-th value of the worker with whom the run began, in the n-th call; its own there.
-
-        Raises:
-            TimeoutError: nobody has sent it in so many seconds.
-        """
+        """Return the n-th value of the worker with whom the run began, in the n-th call; its own there. TimeoutError
+        where nobody has sent it in so many seconds."""
         nth, end = len(self.beginnings.given), time.monotonic() + seconds
         while not (mine := self.lobby_client.state.mine).origin:
             with suppress(OSError, ValueError, KeyError, TypeError):
@@ -120,34 +107,22 @@ class Endpoint:
 
     def _until(self, holds: Callable[[], bool], seconds: float) -> None:
         of, soon = self.lobby_client, min(seconds, self.lobby_client.state.times.dead_after)
-        if not self._decided(holds, soon):
-            self._say_waiting(self._why_waiting())
-            if not self._decided(holds, seconds - soon):
-                raise TimeoutError(self._why_waiting())
+        for last, limit in ((False, soon), (True, seconds - soon)):
+            with of.changed:
+                if of.changed.wait_for(lambda: holds() or bool(of.refused or self._refused or self.out), limit):
+                    break
+            donor = of.state.mine.donor
+            heals = f"{donor} hasn't healed it" if donor else "no member has healed this worker"
+            why = of.state.paused or of.trouble or self._failed or heals
+            if last:
+                raise TimeoutError(why)
+            self._say(why, f"this worker waits: {why}")  # who started it by hand may see no lobby's lines
         if self._refused or not holds():
             raise ValueError(self._refused or of.refused or self.out)
 
-    def _decided(self, holds: Callable[[], bool], seconds: float) -> bool:
-        of = self.lobby_client
-        with of.changed:
-            return of.changed.wait_for(lambda: holds() or bool(of.refused or self._refused or self.out), seconds)
-
-    def _why_waiting(self) -> str:
-        of, donor = self.lobby_client, self.lobby_client.state.mine.donor
-        heals = f"{donor} hasn't healed it" if donor else "no member has healed this worker"
-        return of.state.paused or of.trouble or self._failed or heals
-
-    def _say_waiting(self, why: str) -> None:
-        """Report why it waits: a person who started it by hand may see no lobby's lines."""
-        self._say(why, f"this worker waits: {why}")
-
     def begin(self, pace: float, copy: Callable[[], Any], seconds: float, at_least: int = 0) -> tuple[View, int]:
         """The next round, or this one if it is later, and who takes part. The caller is between two steps: newcomers
-        get a `copy` of that.
-
-        Raises:
-            TimeoutError: as `LobbyClient.begin`.
-        """
+        get a `copy` of that. TimeoutError as `LobbyClient.begin`."""
         began = time.monotonic()
         while True:
             self._donor.between_steps(copy)  # also while it waits: for the newcomer, perhaps
@@ -157,7 +132,7 @@ class Endpoint:
                 if self.lobby_client.state.out or time.monotonic() > began + seconds:
                     raise
                 if time.monotonic() > began + self.lobby_client.state.times.dead_after:
-                    self._say_waiting(str(error))
+                    self._say(str(error), f"this worker waits: {error}")
                 continue
             self.mesh.begins(round)
             if self._view is not None and self._view != view:
@@ -185,7 +160,7 @@ class Endpoint:
         self._say(why, f"a worker can't join, {who}: {why}")
 
     def _met(self, connection: socket.socket) -> None:
-        found = read_heartbeat(receive(connection))
+        found = read_message(Heartbeat, receive(connection))
         self.lobby_client.step(lambda state, now: state.met(found, now))
 
     def _fetch(self, donor: str, place: str) -> None:
@@ -204,8 +179,9 @@ class Endpoint:
             self.lobby_client.step(lambda state, now: state.failed(donor, now))
             return
         refused = self._refuses(value)
-        if refused:
-            _say_refused(place, f"{self.name}: {refused}")
+        if refused:  # the member there may wait for more workers: it is sent why this one doesn't come
+            with suppress(OSError), connected(place, "refuse", 1.0) as connection:
+                connection.sendall(frame(f"{self.name}: {refused}"))
         with self.lobby_client.changed:
             if refused:
                 self._refused = refused
@@ -213,12 +189,6 @@ class Endpoint:
             elif self.lobby_client.state.mine.donor == donor:  # meanwhile the lobby may have given another one
                 self._value = value
                 self.lobby_client.step(lambda state, now: state.fetched(donor, origin, round, now))
-
-
-def _say_refused(place: str, why: str) -> None:
-    """Send a refusal to the member at this place, which may wait for more workers."""
-    with suppress(OSError), connected(place, "refuse", 1.0) as connection:
-        connection.sendall(frame(why))
 
 
 def _ask(to: str, beat: Heartbeat) -> None:

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 
-from lightning_decentral.elastic.plan.member_state import Act, Fetch, MemberState, Return, Send
-from lightning_decentral.elastic.plan.messages import Heartbeat, read_update
+from lightning_decentral.elastic.plan.member_state import Act, Fetch, MemberState, Send
+from lightning_decentral.elastic.plan.messages import Heartbeat, LobbyUpdate, read_message
 from lightning_decentral.elastic.plan.view import Times, View
 from lightning_decentral.elastic.wire.sockets import clock
-from lightning_decentral.elastic.wire.sockets.door import Once, warned
+from lightning_decentral.elastic.wire.sockets.door import Once, shut, warned
 from lightning_decentral.elastic.wire.sockets.frames import Frames, Refused, connected, frame
 
 READ_BYTES = 1 << 16
@@ -52,7 +52,7 @@ class LobbyClient:
         self.refused = self.trouble = ""
         self._say = Once(say)
         self.changed = changed or threading.Condition()
-        self._state = MemberState(Heartbeat(name, 0, place), times or Times())
+        self.state = MemberState(Heartbeat(name, 0, place), times or Times())
         self.lobby, self._fetch, self._ask = lobby, fetch, ask
         self._connection: socket.socket | None = None
         self._frames = Frames()
@@ -62,54 +62,50 @@ class LobbyClient:
     def start(self) -> None:
         self._thread.start()
 
-    @property
-    def state(self) -> MemberState:
-        return self._state
-
     def step(self, step: Step) -> None:
         """The next state is what `step` makes of this one and the time; what follows from it is done."""
         with self.changed:
-            self._state, acts = step(self._state, clock.now())  # pure: no lock is held while anything is sent
+            self.state, acts = step(self.state, clock.now())  # pure: no lock is held while anything is sent
             self.changed.notify_all()
         for act in acts:
-            self._do(act)
+            match act:
+                case Send("", beat):
+                    self._send(beat)
+                case Send(to, beat):
+                    self._ask(to, beat)
+                case Fetch(donor, place):
+                    self._fetch(donor, place)
 
     def begin(self, pace: float, seconds: float, at_least: int = 0) -> tuple[View, int]:
-        """The next round and its view, as soon as a round may begin.
+        """The next round and its view, as soon as a round may begin. TimeoutError with why it waits.
 
         Args:
             pace: seconds since the last one began; 0: unknown.
             seconds: to wait at most.
             at_least: the rounds before this one are left out.
-
-        Raises:
-            TimeoutError: with why it waits.
         """
         end = clock.now() + seconds
         with self.changed:
             while True:
-                now, state = clock.now(), self._state
+                now, state = clock.now(), self.state
                 round = max(state.mine.round, at_least)  # late workers of asynchronous rounds leave some out
                 view = state.view_of(round)
                 if view is not None and not state.waits(now):
-                    self._state = state.begins(round, pace)  # under the lock: no update comes between
+                    self.state = state.begins(round, pace)  # under the lock: no update comes between
                     return view, round
                 if now > end or state.out:
                     raise TimeoutError(state.waits(now))
                 self.changed.wait(min(state.times.beat, max(0.0, end - now)))
 
     def sure(self, seconds: float) -> None:
-        """Wait until nothing speaks for that the others go on without this worker.
-
-        Raises:
-            TimeoutError: they do, or nobody has reported in so many seconds that they don't.
-        """
+        """Wait until nothing speaks for that the others go on without this worker. TimeoutError where they do, or
+        nobody has reported in so many seconds that they don't."""
         end = clock.now() + seconds
         with self.changed:
-            while why := self._state.doubts(now := clock.now()):
-                if now > end or self._state.out:
+            while why := self.state.doubts(now := clock.now()):
+                if now > end or self.state.out:
                     raise TimeoutError(why)
-                self.changed.wait(min(self._state.times.beat, max(0.0, end - now)))
+                self.changed.wait(min(self.state.times.beat, max(0.0, end - now)))
 
     def leave(self) -> None:
         """Announce that nobody needs to wait for this worker, and end."""
@@ -134,7 +130,7 @@ class LobbyClient:
     def _run(self) -> None:
         while not self._ended:
             self.step(lambda state, now: state.ticked(now))
-            self._listen(self._state.times.beat / 4)  # often enough for beats that are due
+            self._listen(self.state.times.beat / 4)  # often enough for beats that are due
 
     def _listen(self, seconds: float) -> None:
         if self._connection is None:
@@ -143,7 +139,7 @@ class LobbyClient:
         try:
             self._connection.settimeout(seconds)
             more = self._connection.recv(READ_BYTES)
-            updates = [read_update(found) for found in self._frames.feed(more)]
+            updates = [read_message(LobbyUpdate, found) for found in self._frames.feed(more)]
         except TimeoutError:
             return
         except (OSError, ValueError) as error:
@@ -156,23 +152,12 @@ class LobbyClient:
         for update in updates:
             self.step(lambda state, now, update=update: state.notified(update, now))  # type: ignore[misc]
 
-    def _do(self, act: Act) -> None:
-        match act:
-            case Send("", beat):
-                self._send(beat)
-            case Send(to, beat):
-                self._ask(to, beat)
-            case Fetch(donor, place):
-                self._fetch(donor, place)
-            case Return(_):
-                pass  # the one that begins a round gets it
-
     def _send(self, beat: Heartbeat) -> None:
         try:
             if self._connection is None:
                 self._frames = Frames()  # half a frame of the connection before is nothing
-                self._connection = connected(self.lobby, "lobby", self._state.times.beat)
-            self._connection.settimeout(self._state.times.beat)
+                self._connection = connected(self.lobby, "lobby", self.state.times.beat)
+            self._connection.settimeout(self.state.times.beat)
             self._connection.sendall(frame(asdict(beat)))
         except OSError as error:
             self._is_amiss(error)
@@ -191,6 +176,4 @@ class LobbyClient:
 
     def _hang_up(self) -> None:
         connection, self._connection = self._connection, None
-        if connection is not None:
-            with suppress(OSError):
-                connection.close()
+        shut(connection)

@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any
+from functools import partial
 
 from lightning_decentral.elastic.plan.lobby_state import LobbyState, Outgoing
-from lightning_decentral.elastic.plan.messages import read_heartbeat
+from lightning_decentral.elastic.plan.messages import Heartbeat, read_message
 from lightning_decentral.elastic.plan.view import Bounds, Times, View
 from lightning_decentral.elastic.wire.sockets import clock
 from lightning_decentral.elastic.wire.sockets.door import GREETING_SECONDS, Once
@@ -43,11 +43,7 @@ class LobbyServer:
         self._members: tuple[str, ...] = ()
 
     async def serve(self, host: str, port: int, ready: Callable[[int], None] = lambda port: None) -> None:
-        """Serve until cancelled. OSError where it can't listen.
-
-        Args:
-            ready: called with the port when it listens.
-        """
+        """Serve until cancelled; `ready` is called with the port when it listens. OSError where it can't."""
         server = await asyncio.start_server(self._guest, host, port)  # one thread: states change one after the other
         async with server:
             ready(server.sockets[0].getsockname()[1])
@@ -80,7 +76,9 @@ class LobbyServer:
         while more := await self._more(reader, end):
             for found in frames.feed(more):
                 if greeted:
-                    self._receive(found, writer)
+                    beat = read_message(Heartbeat, found)
+                    self._guests[beat.sender] = writer  # the newest connection of that name
+                    self._next(*self._lobby.received(beat, clock.now()))
                 else:
                     wanted(found, "lobby")
                     greeted, frames.most = True, LARGEST_BYTES
@@ -93,11 +91,6 @@ class LobbyServer:
         except TimeoutError:
             raise ValueError("a guest that sends nothing") from None
 
-    def _receive(self, found: Any, writer: asyncio.StreamWriter) -> None:
-        beat = read_heartbeat(found)
-        self._guests[beat.sender] = writer  # the newest connection of that name
-        self._next(*self._lobby.received(beat, clock.now()))
-
     def _next(self, lobby: LobbyState, updates: Outgoing) -> None:
         before, self._lobby = self._lobby.view, lobby
         if lobby.view is not None and lobby.view != before:
@@ -108,9 +101,7 @@ class LobbyServer:
             writer = self._guests.get(name)
             if writer and writer.transport.get_write_buffer_size() < UNREAD_BYTES:
                 writer.write(frame(asdict(update)))
-            if (
-                update.paused and update.paused != self._paused and lobby.stayed
-            ):  # else all have ended, and nobody waits
+            if update.paused not in ("", self._paused) and lobby.stayed:  # else all have ended, and nobody waits
                 self._say(f"waiting: {update.paused}")
             self._paused = update.paused
 
@@ -132,14 +123,6 @@ def line_of(before: View | None, lobby: LobbyState) -> str:
 
 
 def serve(bounds: Bounds, times: Times, host: str, port: int, ready: Callable[[int], None]) -> None:
-    """Serve until Ctrl-C or SIGTERM.
-
-    Raises:
-        OSError: the port is another program's.
-    """
-
-    def say(line: str) -> None:
-        print(line, flush=True)
-
+    """Serve until Ctrl-C or SIGTERM. OSError where the port is another program's."""
     with suppress(KeyboardInterrupt):
-        asyncio.run(LobbyServer(bounds, times, say).serve(host, port, ready))
+        asyncio.run(LobbyServer(bounds, times, partial(print, flush=True)).serve(host, port, ready))

@@ -6,7 +6,6 @@ member.begin(copy)                 before each round: waits where nobody may go 
 member.together(value, made)       the same for all members: `made` of what each has given
 """
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,12 +14,12 @@ from typing import Any, TypeVar
 
 from lightning_decentral.elastic.compute.gathered import Unlike, named, of_alike, of_each
 from lightning_decentral.elastic.plan.chronicle import Watch
-from lightning_decentral.elastic.plan.view import ElasticSettings, Times, View, weight_of
+from lightning_decentral.elastic.plan.view import ElasticSettings, View, weight_of
 from lightning_decentral.elastic.wire.course import Course
-from lightning_decentral.elastic.wire.endpoint import Endpoint, Refuses, nothing
+from lightning_decentral.elastic.wire.endpoint import Endpoint
 from lightning_decentral.elastic.wire.rounds.exchange import ElasticExchange
-from lightning_decentral.elastic.wire.sockets.frames import own_address
-from lightning_decentral.elastic.wire.starter import title
+from lightning_decentral.shared.wire.objects import gather_objects
+from lightning_decentral.shared.wire.transport import Transport
 
 Found = TypeVar("Found")
 
@@ -30,7 +29,7 @@ class Participant(Course):
 
     Args:
         seconds: how long it waits for others, anywhere.
-        batches: that the devices of this worker take in a step.
+        batches, over: as `Course`'s.
 
     Attributes:
         entered: the view in force, if it wasn't in force in the round before; else None.
@@ -41,21 +40,20 @@ class Participant(Course):
     leads = True
     """True where this device talks to other members."""
 
-    def __init__(self, elastic: ElasticSettings, seconds: float, batches: int = 1, refuses: Refuses = nothing) -> None:
-        self._hold(elastic, seconds, batches)
-        host = elastic.host or own_address(elastic.lobby)
-        named = title(os.environ), self._weight, refuses
-        self.worker = Endpoint(elastic.lobby, host, Times(elastic.dead_after), *named)
-
-    def _hold(self, elastic: ElasticSettings, seconds: float, batches: int) -> None:
-        """Set what it knows at first."""
-        self._set_out()
-        self._weight = elastic.weight * batches
+    def __init__(
+        self,
+        elastic: ElasticSettings,
+        seconds: float,
+        worker: Endpoint,
+        batches: int = 1,
+        over: Transport | None = None,
+    ) -> None:
+        super().__init__(worker, batches, over)
+        self.elastic, self._seconds = elastic, seconds
         self.entered: View | None = None
         self.live = False
         self.left_out = 0
         self._exchange: ElasticExchange | None = None
-        self._elastic, self._seconds = elastic, seconds
         self._began, self._met = 0.0, 0
         self._watch = Watch()
 
@@ -66,35 +64,35 @@ class Participant(Course):
             TimeoutError: nobody came.
             ValueError: the run's workers were given other things, or the lobby another least number of workers.
         """
-        value = self._in_time(self.worker.healed)
-        self._know(value)
+        value = self._passed_on(lambda: self._in_time(self.worker.healed))
+        if value is not None:  # what was before it takes part: where nobody is left to be asked when it does
+            self.learn(value["run"])
         return value
 
     def founds(self) -> bool:
         """Return whether the run begins with this worker, as soon as that is known. As `healed`."""
-        return self._in_time(self.worker.founds)
+        return bool(self._passed_on(lambda: self._in_time(self.worker.founds)))
 
     def as_founded(self, value: Any) -> Any:
         """Return the n-th value of the worker with whom the run began, in the n-th call of all. As `healed`."""
-        return self._in_time(partial(self.worker.as_founded, value))
+        return self._passed_on(lambda: self._in_time(partial(self.worker.as_founded, value)))
+
+    def _passed_on(self, call: Callable[[], Any]) -> Any:
+        """Return on all devices of this worker what `call` returns on the first one; raise its error on all."""
+        return call()
 
     def _in_time(self, call: Callable[[float], Found]) -> Found:
         try:
             found = call(self._seconds)
         except TimeoutError as error:
             raise self._late(error) from None
-        least, lobbys = self._elastic.workers[0], self.worker.lobby_client.state.least
+        least, lobbys = self.elastic.workers[0], self.worker.lobby_client.state.least
         if lobbys != least:
             raise ValueError(f"the lobby has {lobbys} workers at least, this worker {least}: give both one number")
         return found
 
     def _late(self, error: TimeoutError) -> TimeoutError:
-        return TimeoutError(f"{error}, in {self._seconds:g} s, at the lobby {self._elastic.lobby}")
-
-    def _know(self, value: Any) -> None:
-        """Learn what was before it takes part: where nobody is left to be asked when it does."""
-        if value is not None:
-            self.learn(value["run"])
+        return TimeoutError(f"{error}, in {self._seconds:g} s, at the lobby {self.elastic.lobby}")
 
     def begin(self, copy: Callable[[], Any], until: int = 0) -> int:
         """The next round, or where nobody waits and this worker is late, a later one.
@@ -112,8 +110,12 @@ class Participant(Course):
         now, before = time.monotonic(), self.view
         if self._began:
             self._watch.took(now - self._began)
+        goes_on, order = 0, self.elastic.asynchronous  # where nobody waits, in the newest that it isn't late by
+        if order is not None and before is not None:
+            newest = max((self.worker.mesh.begun.get(name, 0) for name in self.present()), default=0)
+            goes_on = order.next_round(self.round + 1, newest)
         try:
-            self.view, round = self.worker.begin(self._watch.pace, copy, self._seconds, min(self._next(), until))
+            self.view, round = self.worker.begin(self._watch.pace, copy, self._seconds, min(goes_on, until))
         except TimeoutError as error:
             raise (self._late if before is None else _away)(error) from None
         left_out = round - self.round - 1 if self.round >= 0 else 0
@@ -128,22 +130,16 @@ class Participant(Course):
         self.worker.collective.begins((round, -1))  # nobody waits for it in an earlier round
         self._began, self._met = time.monotonic(), 0  # calls are counted anew in each round
         self._learn_of(self.view)
-        self._watch.began(len(self.present()), self.most())
+        most = max(self._tally.most, *(len(view.members) for view in self.so_far()))
+        self._watch.began(len(self.present()), most)
         return left_out
-
-    def _next(self) -> int:
-        """The round in which it goes on: its own, where rounds wait."""
-        order = self._elastic.asynchronous
-        if order is None or self.view is None:
-            return 0
-        begun = self.worker.mesh.begun
-        return order.next_round(self.round + 1, max((begun.get(name, 0) for name in self.present()), default=0))
 
     def attendance(self) -> dict[str, float]:
         """Numbers of members that take part, came and went, by the names under which they are logged."""
         if self.view is None:
             return {}
         came, lost, left = self.came_and_went()
+        late = {"left_out_rounds": float(self.left_out), "age": self._exchange.age if self._exchange else 0.0}
         return {
             "members": float(len(self.present())),
             "view": float(self.view.number),
@@ -152,19 +148,16 @@ class Participant(Course):
             "leaves": float(left),
             "participation": self._watch.participation,
             "stall_seconds": self._watch.stall,
-            **(self._left_out() if self._elastic.asynchronous else {}),
+            **(late if self.elastic.asynchronous else {}),
         }
-
-    def _left_out(self) -> dict[str, float]:
-        return {"left_out_rounds": float(self.left_out), "age": self._exchange.age if self._exchange else 0.0}
 
     def agreed(self, own: Callable[[], Any]) -> Any:
         """Return to newcomers of a view `own` of a member that was there before, as it is now; in the first view, to
-        all, that of the oldest. None for all others, and where all of those have ended.
+        all, that of the oldest. None for all others, and where all of those have ended. RuntimeError where they live,
+        and don't send it."""
+        return self._passed_on(lambda: self._agreed(own))
 
-        Raises:
-            RuntimeError: they live, and don't send it.
-        """
+    def _agreed(self, own: Callable[[], Any]) -> Any:
         assert self.view is not None
         if self.entered is None:
             return None
@@ -189,19 +182,10 @@ class Participant(Course):
             )
         return found
 
-    def ended(self) -> None:
-        """The round that began is mixed."""
-        self.next_round = self.round + 1
-
-    @property
-    def place(self) -> int:
-        """Index among the members that are reached, the oldest first."""
-        return self.present().index(self.worker.name) if self.view else 0
-
     @property
     def share(self) -> float:
         """w_i / mean_j w_j over the members: what an update of this worker counts in the mean."""
-        return self._weight * len(self._weights) / sum(self._weights)
+        return self.elastic.weight * self._batches * len(self._weights) / sum(self._weights)
 
     @property
     def founders(self) -> int:
@@ -211,7 +195,8 @@ class Participant(Course):
 
     @property
     def _weights(self) -> list[int]:
-        return [weight_of(name) for name in self.view.members] if self.view else [self._weight]
+        own = self.elastic.weight * self._batches
+        return [weight_of(name) for name in self.view.members] if self.view else [own]
 
     def present(self) -> list[str]:
         """Members that are reached, the oldest first."""
@@ -221,16 +206,14 @@ class Participant(Course):
 
     def together(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
         """`made` of what the members of this moment have given, the oldest first: the same for all of them. Of each
-        device of a member, one after the other.
-
-        Raises:
-            RuntimeError: this worker was away meanwhile, and the others have another result.
-        """
-        return self._meet([value], of_each(made))
+        device of a member, one after the other. RuntimeError where this worker was away meanwhile, and the others have
+        another result."""
+        rows = [value] if self._over is None else gather_objects(self._over, value)
+        return self.of_members(rows, of_each(made))
 
     def of_members(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
         """The same of the members' first devices alone."""
-        return self._meet(value, made)
+        return self._passed_on(lambda: self._meet(value, made))
 
     of_first = of_members
     """The same for the first device alone; what is returned elsewhere means nothing."""

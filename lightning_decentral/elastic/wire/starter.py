@@ -12,6 +12,7 @@ of this machine, and by which process: its workers end with that.
 import asyncio
 import os
 import platform
+import queue
 import re
 import signal
 import subprocess
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from lightning_decentral.elastic.plan.view import Bounds, Times
 from lightning_decentral.elastic.wire.lobby_server import LobbyServer
@@ -33,28 +35,17 @@ TERMINATED = -signal.SIGTERM, 128 + signal.SIGTERM
 LEAVE_SECONDS = 20.0
 """Seconds after which a worker that was asked to end is killed."""
 
-Command = Callable[[int], tuple[Sequence[str], str | None]]
+
+Members = Callable[[], tuple[tuple[str, ...], tuple[str, ...]]]
+"""Returns the members of all views so far, and those of the present one without who left."""
 
 
-class OwnLobby:
-    """A lobby on a thread of this process, which only this machine reaches."""
-
-    def __init__(self, bounds: Bounds, times: Times, say: Callable[[str], None]) -> None:
-        self._server, self._listens = LobbyServer(bounds, times, say, settled=True), threading.Event()
-        self.place = ""
-        threading.Thread(target=self._serve, name="lightning_decentral-lobby", daemon=True).start()
-        self._listens.wait()
-
-    def _serve(self) -> None:
-        def ready(port: int) -> None:
-            self.place = f"127.0.0.1:{port}"
-            self._listens.set()
-
-        asyncio.run(self._server.serve("127.0.0.1", 0, ready))
-
-    def members(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Members (of all views so far, of the present one without those that left)."""
-        return self._server.members()
+def own_lobby(bounds: Bounds, times: Times, say: Callable[[str], None]) -> tuple[str, Members]:
+    """Start a lobby on a thread of this process, which only this machine reaches; return its place and members."""
+    server, ports = LobbyServer(bounds, times, say, settled=True), queue.SimpleQueue[int]()
+    serve = partial(asyncio.run, server.serve("127.0.0.1", 0, ports.put))
+    threading.Thread(target=serve, name="lightning_decentral-lobby", daemon=True).start()
+    return f"127.0.0.1:{ports.get()}", server.members  # there is a port when it listens
 
 
 @dataclass
@@ -85,7 +76,7 @@ class Starter:
     Args:
         workers: how many train.
         command: (command line, folder) of the n-th that is started.
-        members: as of `OwnLobby`.
+        members: of its lobby.
         environment: of all of them, in addition to this process's own.
         say: called with a line for each worker that is lost.
     """
@@ -93,8 +84,8 @@ class Starter:
     def __init__(
         self,
         workers: int,
-        command: Command,
-        members: Callable[[], tuple[tuple[str, ...], tuple[str, ...]]],
+        command: Callable[[int], tuple[Sequence[str], str | None]],
+        members: Members,
         environment: Mapping[str, str],
         say: Callable[[str], None],
     ) -> None:
@@ -106,10 +97,7 @@ class Starter:
 
     def run(self) -> int:
         """Run until all have ended; return 0 where one of them has ended as it should, else the code of the last one.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C, or SIGTERM, after all have ended.
-        """
+        KeyboardInterrupt by Ctrl-C, or SIGTERM, after all have ended."""
         try:
             with terminated_as_interrupted():
                 self._watch()
@@ -192,14 +180,14 @@ def title(environment: Mapping[str, str]) -> str:
 
 def follow(environment: Mapping[str, str]) -> None:
     """Start a thread that ends this process when its starter has ended."""
-    threading.Thread(target=_follow, args=(int(environment[STARTER]),), daemon=True).start()
 
+    def watch(starter: int) -> None:
+        with suppress(ProcessLookupError):
+            while True:
+                os.kill(starter, 0)
+                time.sleep(FOLLOW_SECONDS)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(LEAVE_SECONDS)
+        os._exit(1)  # it hangs in something that SIGTERM doesn't end
 
-def _follow(starter: int) -> None:
-    with suppress(ProcessLookupError):
-        while True:
-            os.kill(starter, 0)
-            time.sleep(FOLLOW_SECONDS)
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(LEAVE_SECONDS)
-    os._exit(1)  # it hangs in something that SIGTERM doesn't end
+    threading.Thread(target=watch, args=(int(environment[STARTER]),), daemon=True).start()

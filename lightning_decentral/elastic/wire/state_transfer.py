@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_decentral.elastic.wire.sockets.frames import connected, frame, receive
-from lightning_decentral.elastic.wire.sockets.values import receive_value, received, send_value
+from lightning_decentral.elastic.wire.sockets.values import receive_value, send_value
 from lightning_decentral.shared.wire.plain import NotPlain, pack
 
 ALIVE: dict[str, Any] = {"prepares": True}
@@ -23,11 +23,8 @@ ALIVE_SECONDS = 0.2
 
 
 class Donor:
-    """Serves copies that the training thread makes.
-
-    Args:
-        serves: (origin, round) of what may be given now; None: this worker isn't healed itself.
-    """
+    """Serves copies that the training thread makes; `serves` returns (origin, round) of what may be given now, or None:
+    this worker isn't healed itself."""
 
     def __init__(self, serves: Callable[[], tuple[str, int] | None]) -> None:
         self._serves = serves
@@ -37,11 +34,8 @@ class Donor:
         self._turn = threading.Lock()  # one copy at a time: it may be as large as the model with its optimizer
 
     def between_steps(self, copy: Callable[[], Any]) -> None:
-        """The training thread calls this where its parameters, optimizer and counters belong together.
-
-        Args:
-            copy: of all of it, which nobody changes afterwards.
-        """
+        """The training thread calls this where its parameters, optimizer and counters belong together; nobody changes a
+        `copy` of all of it afterwards."""
         if self._asked.is_set():
             made = copy(), self._serves()  # outside of the lock: it takes long
             with self._made:
@@ -64,7 +58,12 @@ class Donor:
     def _give(self, connection: socket.socket) -> None:
         self._asked.set()
         try:
-            while not (made := self._taken()):
+            while True:
+                with self._made:
+                    self._made.wait_for(lambda: self._copy is not None, ALIVE_SECONDS)
+                    made, self._copy = self._copy, None  # it is nobody else's
+                if made is not None:
+                    break
                 connection.sendall(frame(ALIVE))
         finally:
             self._asked.clear()
@@ -72,30 +71,16 @@ class Donor:
         if given is not None:
             send_value(connection, {"origin": given[0], "round": given[1]}, value)
 
-    def _taken(self) -> Any:
-        """Wait up to `ALIVE_SECONDS` for a copy, and take it; it is nobody else's."""
-        with self._made:
-            self._made.wait_for(lambda: self._copy is not None, ALIVE_SECONDS)
-            made, self._copy = self._copy, None
-            return made
-
 
 def fetched(place: str, seconds: float) -> tuple[Any, str, int]:
-    """(everything, origin, round) of the member there.
-
-    Args:
-        seconds: of silence, until it counts as dead.
-
-    Raises:
-        OSError: it isn't there, or ended while it served.
-        ValueError: what came isn't what was sent.
-    """
+    """(everything, origin, round) of the member there, which counts as dead after so many seconds of silence. OSError
+    where it isn't there, or ended while it served, ValueError where what came isn't what was sent."""
     with connected(place, "heal", seconds) as connection:
         connection.settimeout(seconds)
         while (header := receive(connection)) == ALIVE:  # each resets the silence that counts as death
             pass
         try:
-            header, value = received(connection, header)
+            header, value = receive_value(connection, header)
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from None
     return value, str(header["origin"]), int(header["round"])

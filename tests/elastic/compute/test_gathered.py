@@ -14,7 +14,6 @@ from lightning_decentral.elastic.compute.gathered import (
     of_alike,
     of_each,
     reduced,
-    stacked,
 )
 
 ONE = torch.ones(1)
@@ -28,7 +27,7 @@ ONE = torch.ones(1)
         ([{"a": 1}], of_each(list), "everybody's value"),
         ([ONE], of_each(partial(reduced, "sum")), "a reduction"),
         ([3], of_each(first_of), "the oldest's value"),
-        ([ONE], of_each(stacked), "rows"),
+        ([ONE], of_each(torch.stack), "rows"),
         ([ONE, ONE], means_of, "means of 2 tensors"),
     ],
 )

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_decentral.elastic.plan import dealing as module
-from lightning_decentral.elastic.plan.calendar import Calendar, rounds_before
-from lightning_decentral.elastic.plan.dealing import Dealing
+from lightning_decentral.elastic.plan.dealing import Calendar, Dealing
 from lightning_decentral.elastic.plan.view import name_of, place_of, weight_of
 
 NAMES = "a", "b", "c*2@h:1", "d*3@h:2", "e", "f"
@@ -164,7 +163,7 @@ def test_few_examples_are_repeated_and_strangers_have_no_share() -> None:
 
 
 def test_the_calendar_counts_epochs_whole() -> None:
-    calendar = Calendar(batches=5, accumulated=2, before=rounds_before(5, 2, epochs=1, begun=2), steps=7)
+    calendar = Calendar(batches=5, accumulated=2, before=3 + 1, steps=7)  # an epoch's rounds, and one
     assert [calendar.place(r) for r in range(4)] == [(1, 2), (1, 4), (2, 0), (2, 2)]
     assert [calendar.tick(r) for r in range(3)] == [7, 9, 10]
     assert calendar.step(3) == 10

@@ -10,7 +10,7 @@ from itertools import count
 from typing import Any
 
 from lightning_decentral.elastic.plan.lobby_state import LobbyState
-from lightning_decentral.elastic.plan.member_state import Act, Fetch, MemberState, Return, Send
+from lightning_decentral.elastic.plan.member_state import Act, Fetch, MemberState, Send
 from lightning_decentral.elastic.plan.messages import Heartbeat
 from lightning_decentral.elastic.plan.view import Bounds, Times, View
 from tests.elastic.plan.network import Network
@@ -152,6 +152,10 @@ class World:
         self._check(name, before, worker.state)
         for act in acts:
             self._do(name, act)
+        if worker.state.out and not before.out:
+            self.say(f"{name} comes back as a newcomer: {worker.state.out}")
+            self.end(name, notice=True)
+            self.net.at(0.2, self.start)
         self._land(name)
 
     def _check(self, name: str, before: MemberState, after: MemberState) -> None:
@@ -181,10 +185,6 @@ class World:
                 self.net.send(name, to, lambda: self.on(to, lambda w: w.state.met(beat, self.net.now)))
             case Fetch(donor, _):
                 self._fetch(name, donor)
-            case Return(why):
-                self.say(f"{name} comes back as a newcomer: {why}")
-                self.end(name, notice=True)
-                self.net.at(0.2, self.start)
 
     def _fetch(self, name: str, donor: str) -> None:
         def served() -> None:

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from lightning_decentral.elastic.plan import dealing as dealings
-from lightning_decentral.elastic.plan.calendar import Calendar
 from lightning_decentral.elastic.plan.chronicle import Missed
-from lightning_decentral.elastic.plan.dealing import Dealing
+from lightning_decentral.elastic.plan.dealing import Calendar, Dealing
 from lightning_decentral.elastic.plan.view import View
 from lightning_decentral.elastic.wire import course
 from lightning_decentral.elastic.wire.course import Course
@@ -24,9 +23,9 @@ class Member(Course):
     """Of a run that the test makes."""
 
     def __init__(self, name: str) -> None:
-        self._set_out()
         self.state = SimpleNamespace(views={}, entered={})
-        self.worker: Any = SimpleNamespace(name=name, lobby_client=SimpleNamespace(state=self.state))
+        worker: Any = SimpleNamespace(name=name, lobby_client=SimpleNamespace(state=self.state))
+        super().__init__(worker)
 
     def enters(self, view: View) -> None:
         self.view, self.next_round = view, view.first_round

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_decentral.elastic.plan.view import Times, View
-from lightning_decentral.elastic.wire.endpoint import Endpoint, Refuses, nothing
+from lightning_decentral.elastic.wire.endpoint import Endpoint, Refuses
 from tests.elastic.wire.lobbies import DEAD, LobbyProcess
 
 pytestmark = pytest.mark.threads
@@ -35,7 +35,7 @@ def test_who_was_given_other_things_is_in_no_view_and_the_others_go_on(capfd: py
         lines.append(capfd.readouterr().err)
         return "".join(lines)
 
-    def start(refuses: Refuses = nothing) -> Endpoint:
+    def start(refuses: Refuses = lambda value: "") -> Endpoint:
         return Endpoint(lobby.place, "127.0.0.1", Times(DEAD), refuses=refuses)
 
     def train() -> None:

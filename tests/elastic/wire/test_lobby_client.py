@@ -9,12 +9,12 @@ from itertools import count
 
 import pytest
 
-from lightning_decentral.elastic.plan.messages import Heartbeat, LobbyUpdate, read_update
+from lightning_decentral.elastic.plan.messages import Heartbeat, LobbyUpdate, read_message
 from lightning_decentral.elastic.plan.view import Bounds, Times, View
 from lightning_decentral.elastic.wire.endpoint import Endpoint
 from lightning_decentral.elastic.wire.lobby_client import LobbyClient
 from lightning_decentral.elastic.wire.sockets.frames import Refused, connected, frame, receive, refusal
-from lightning_decentral.elastic.wire.starter import OwnLobby
+from lightning_decentral.elastic.wire.starter import own_lobby
 from lightning_decentral.shared.wire.meeting.rendezvous import TOKEN
 from tests.elastic.wire.lobbies import DEAD, LobbyProcess
 
@@ -56,7 +56,7 @@ def until(holds: Callable[[], bool], seconds: float = SECONDS) -> None:
 
 
 def together(members: list[LobbyClient]) -> Callable[[], bool]:
-    names = {member.state.name for member in members}
+    names = {member.state.mine.sender for member in members}
     return lambda: all(m.state.mine.view is not None and set(m.state.mine.view.members) == names for m in members)
 
 
@@ -130,15 +130,15 @@ def test_without_a_lobby_a_round_says_why_it_does_not_begin() -> None:
 
 
 def test_the_lobby_sees_a_connection_end_long_before_its_worker_counts_as_dead() -> None:
-    lobby = OwnLobby(Bounds(1, 2), Times(600.0), lambda line: None)
+    lobby, _ = own_lobby(Bounds(1, 2), Times(600.0), lambda line: None)
     view = View(1, ("a", "b"), 0, ("a", "b"), "a", 2)
 
     def hears(connection: socket.socket, name: str, count: int, known: View | None) -> LobbyUpdate:
         connection.sendall(frame(asdict(Heartbeat(name, count, f"{name}:1", known, origin="a" if known else ""))))
-        return read_update(receive(connection))
+        return read_message(LobbyUpdate, receive(connection))
 
-    with connected(lobby.place, "lobby", SECONDS) as a, connected(lobby.place, "lobby", SECONDS) as x:
-        with connected(lobby.place, "lobby", SECONDS) as b:
+    with connected(lobby, "lobby", SECONDS) as a, connected(lobby, "lobby", SECONDS) as x:
+        with connected(lobby, "lobby", SECONDS) as b:
             hears(a, "a", 1, view)
             hears(b, "b", 1, view)
             assert hears(x, "x", 1, None).donor is None  # there is no room
@@ -207,9 +207,9 @@ def test_what_the_first_decided_in_set_up_is_given_to_all(lobby: LobbyProcess) -
 
 def test_a_refused_guest_is_said_once_by_the_lobby(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
-    lobby = OwnLobby(Bounds(1, 2), Times(600.0), lines.append)
+    lobby, _ = own_lobby(Bounds(1, 2), Times(600.0), lines.append)
     for _ in range(5):
-        with connected(lobby.place, "tea", SECONDS) as guest, pytest.raises(Refused):
+        with connected(lobby, "tea", SECONDS) as guest, pytest.raises(Refused):
             receive(guest)
     assert [line for line in lines if line.startswith("refused")] == lines
     assert len(lines) == 1

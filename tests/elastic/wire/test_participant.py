@@ -25,12 +25,10 @@ class Crew:
         for name in names:
             part = Collective(name, lambda other: self.meshes[other].place)
             self.meshes[name] = Mesh("127.0.0.1", name, {"meet": part.serve}, threading.Condition())
-            member: Any = Participant.__new__(Participant)
-            member._hold(Elastic(lobby="127.0.0.1:1"), SECONDS, 1)
             state = SimpleNamespace(views={}, entered={}, without=lambda view, peer: False)
             there = SimpleNamespace(state=state)
-            member.worker = SimpleNamespace(name=name, lobby_client=there, collective=part, mesh=self.meshes[name])
-            self.members[name] = member
+            worker: Any = SimpleNamespace(name=name, lobby_client=there, collective=part, mesh=self.meshes[name])
+            self.members[name] = Participant(Elastic(lobby="127.0.0.1:1"), SECONDS, worker)
 
     def enter(self, view: View) -> None:
         for name in view.members:

@@ -107,7 +107,6 @@ def _read(raw: bytearray, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(raw, dtype=dtype)
 
 
-Admitted = tuple[Sequence[Tensor], Combine]
 CPU = torch.device("cpu")
 KEPT_VIEWS = 4
 """Views whose rounds may still be under way."""
@@ -145,18 +144,19 @@ class ElasticExchange(Exchange[PeerMessage]):
     pool: Pool = field(default_factory=Pool)
     order: Asynchronous | None = None
     coder: Coder = field(init=False)
+    lost: int = field(default=0, init=False)
+    """Tensors so far that didn't come."""
 
     def __post_init__(self) -> None:
         self.coder = coder_of(self.codec, self.topology, 0, 1, self.pool)  # until there is a view
-        self._admitted: list[Admitted] = []
+        self._admitted: list[tuple[Sequence[Tensor], Combine]] = []
         self._since: list[tuple[int, PeerExchange, ViewTransport]] = []
-        self._views: list[View] = []
-        self._left_out = 0
+        self._view: View | None = None
         self._earlier = Traffic()
 
     def enter(self, view: View, round: int) -> None:
         """This view is in force from this round on. Rounds rise, and may leave some out."""
-        if self._views[-1:] == [view]:
+        if view == self._view:
             return
         self.worker.mesh.awaited = self.order is None
         links = ViewTransport(self.worker, view, self._lose)
@@ -165,19 +165,14 @@ class ElasticExchange(Exchange[PeerMessage]):
         for admitted in self._admitted:
             exchange.admit(*admitted)  # rules were admitted before there was a view
         self.coder = exchange.coder
-        self._views = [*self._views, view][-KEPT_VIEWS:]
+        self._view = view
         self._since.append((round, exchange, links))
         for _, old, _ in self._since[:-KEPT_VIEWS]:
             self._earlier += old.traffic()
         self._since = self._since[-KEPT_VIEWS:]
 
     def _lose(self) -> None:
-        self._left_out += 1
-
-    @property
-    def lost(self) -> int:
-        """Tensors so far that didn't come."""
-        return self._left_out
+        self.lost += 1
 
     @property
     def age(self) -> float:

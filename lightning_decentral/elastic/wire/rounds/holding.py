@@ -1,14 +1,15 @@
-"""Holding of a member's model by its devices: it is on one, each has the whole, or each has a shard of it.
+"""Holding of a member's model by its devices: it is on one, each has the whole, a shard of it, or a stage's parameters.
 
 The first device mixes whole parameters with other members, on its host. What the others do is here: take them, or give
-shards of them and get shards back.
+parts of them and get parts back.
 
-    every device    shards -> the first one's host      `WholeBucket.adopt`
-    the first       a round, as ever                    `Mixer`
-    every device    shards <- the first one's host      `WholeBucket.store`
+    every device    parts -> the first one's host      `WholeBucket.adopt`, `OwnBucket.adopt`
+    the first       a round, as ever                   `Mixer`
+    every device    parts <- the first one's host      `WholeBucket.store`, `OwnBucket.store`
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +18,9 @@ from torch.optim import Optimizer
 
 from lightning_decentral.elastic.compute.gathered import means_of
 from lightning_decentral.elastic.wire.participant import Participant
-from lightning_decentral.elastic.wire.rounds.wholes import WholeBucket, Wholes
+from lightning_decentral.elastic.wire.rounds.wholes import OwnBucket, StageBucket, WholeBucket, Wholes, receive, send
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.healing import Healing, first_poisoned
-from lightning_decentral.gossip.island import Island
 from lightning_decentral.gossip.wire.exchange import Exchange
 from lightning_decentral.gossip.wire.mixer import Flat, Mixer
 from lightning_decentral.gossip.wire.optimizer_mixer import healing
@@ -28,15 +28,13 @@ from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.shared.compute.buckets import Bucket, HostBucket, pack
 from lightning_decentral.shared.wire.agreement import start_from_worker_0
 from lightning_decentral.shared.wire.fsdp import is_sharded
+from lightning_decentral.shared.wire.objects import collect_objects, gather_objects
 from lightning_decentral.shared.wire.transport import Transport, Wire
 
 
 class FirstMixer(Mixer):
-    """Mixer of the first device, which notifies the others where it was healed: what they keep may be poisoned, too.
-
-    Args:
-        over: the devices of the member, for a number on the host.
-    """
+    """Mixer of the first device, which notifies the others where it was healed, by a number on the hosts (`over`): what
+    they keep may be poisoned, too."""
 
     def __init__(self, combine: Combine, exchange: Exchange[Any], delay: int, over: Transport) -> None:
         self._over = over
@@ -47,12 +45,8 @@ class FirstMixer(Mixer):
         self._over.broadcast(torch.tensor([self.healing.healed])).wait()  # (1,): how often it was healed so far
 
 
-class OtherMixer(Mixer):
-    """Mixer of another device: it gives its shards to the first one and mixes nothing. As `FirstMixer`."""
-
-    def __init__(self, combine: Combine, exchange: Exchange[Any], delay: int, over: Transport) -> None:
-        self._over = over
-        super().__init__([], combine, exchange, delay)
+class OtherMixer(FirstMixer):
+    """Mixer of another device: it gives its shards to the first one and mixes nothing."""
 
     def extend(self, buckets: Sequence[Flat]) -> None:
         self.buckets += buckets
@@ -77,16 +71,10 @@ Mean = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
 class Holding:
-    """Model of a member and its mixing, on one device.
-
-    Args:
-        device: this one.
-
-    Attributes:
-        mixes: whether this device has mixers.
-    """
+    """Model of a member and its mixing, on one device."""
 
     mixes = True
+    """True where this device has mixers."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -134,29 +122,36 @@ class CopiedHolding(Holding):
         start_from_worker_0(parameters, self._wire.world, self._device)  # a broadcast, as at the start of a fit
 
 
-class ShardedHolding(Holding):
-    """Each device has some rows of each parameter: the first one's host has them all during a round or a mean."""
+class PartHolding(Holding):
+    """Each device has a part of the model: the first one's host has all of it during a round or a mean. What is on
+    their hosts travels `over` these."""
+
+    def __init__(self, device: torch.device, member: Participant, over: Transport) -> None:
+        super().__init__(device)
+        self._member, self._over = member, over
+
+    def mixer(self, combine: Combine, exchange: Exchange[Any], delay: int) -> Mixer:
+        return (FirstMixer if self._member.leads else OtherMixer)(combine, exchange, delay, self._over)
+
+
+class ShardedHolding(PartHolding):
+    """Each device has some rows of each parameter."""
 
     def __init__(self, device: torch.device, member: Participant, wire: Wire) -> None:
-        super().__init__(device)
-        self._member, self._wire = member, wire
-        self._wholes = Wholes(wire.world, device)
+        super().__init__(device, member, wire.flags)
+        self._world, self._wholes = wire.world, Wholes(wire.world, device)
         self._buckets: list[WholeBucket] = []
 
     def bucket(self, parameters: Sequence[nn.Parameter]) -> Bucket:
         self._buckets.append(WholeBucket(parameters, self._wholes))
         return self._buckets[-1]
 
-    def mixer(self, combine: Combine, exchange: Exchange[Any], delay: int) -> Mixer:
-        make = FirstMixer if self._member.leads else OtherMixer
-        return make(combine, exchange, delay, self._wire.flags)
-
     def healing(self, most: int, module: nn.Module) -> Healing:
-        return Healing(most, lambda: first_poisoned(self._named(module)))
+        def named() -> list[tuple[str, Tensor]]:
+            names = {parameter: name for name, parameter in module.named_parameters()}  # buckets know no names
+            return [(names[p], w) for b in self._buckets for p, w in zip(b.parameters, b.wholes(), strict=True)]
 
-    def _named(self, module: nn.Module) -> list[tuple[str, Tensor]]:
-        names = {parameter: name for name, parameter in module.named_parameters()}  # buckets know no names
-        return [(names[p], w) for b in self._buckets for p, w in zip(b.parameters, b.wholes(), strict=True)]
+        return Healing(most, lambda: first_poisoned(named()))
 
     def mean_of(self, tensors: Sequence[Tensor], of_wholes: Mean) -> list[Tensor]:
         if not any(map(is_sharded, tensors)):
@@ -167,24 +162,58 @@ class ShardedHolding(Holding):
     def sums(self, of_devices: Sequence[Tensor]) -> list[Tensor]:
         found = [number.clone() for number in of_devices]  # scalars: the caller's stay what they are
         for number in found:
-            self._wire.world.all_reduce(number).wait()
+            self._world.all_reduce(number).wait()
         return found
 
 
-def holding(island: Island, device: torch.device, member: Participant, wire: Wire | None) -> Holding:
-    """Make the `Holding` of this device.
+class StagesHolding(PartHolding):
+    """Each stage of a pipeline has some parameters; one that stands on two is mixed twice, to the same bits.
 
-    Args:
-        wire: among the devices of the member; None: it is the only one.
+    What travels is on the hosts.
     """
-    if wire is None:
-        return Holding(device)
-    return (ShardedHolding if island.shards > 1 else CopiedHolding)(device, member, wire)
 
+    def __init__(self, device: torch.device, member: Participant, wire: Wire) -> None:
+        over = wire.hosts(None)  # takes tensors on the host
+        assert over is not None
+        super().__init__(device, member, over)
+        self._packed = False
 
-def mean_and_bytes(mean_of: Mean, tensors: Sequence[Tensor], carried: Sequence[Tensor]) -> list[Tensor]:
-    """The means of `tensors`, then `carried`, which have no mean: as bytes they are the oldest's."""
-    as_bytes = [t.detach().contiguous().view(-1).view(torch.uint8) for t in carried]  # integers have no mean
-    found = mean_of([*tensors, *as_bytes])  # one meeting for both
-    values = zip(found[len(tensors) :], carried, strict=True)  # (bytes,) each
-    return [*found[: len(tensors)], *(value.view(t.dtype).view(t.shape) for value, t in values)]
+    def pack(self, parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[Bucket]:
+        if self._packed:
+            raise ValueError(
+                "a parameter was unfrozen while training, and elastic pipelines mix the same ones from their first "
+                "step on: train it from the start, or with another strategy"
+            )
+        self._packed = True  # the stages' buckets are made once, in one order
+        make: Callable[..., Bucket] = self.bucket if self._member.leads else partial(OwnBucket, over=self._over)
+        own = pack(parameters, bucket_bytes, make)  # this stage's, of its own parameters
+        rows = gather_objects(self._over, [(b.flat.numel(), b.flat.dtype) for b in own])  # [stages][buckets]
+        sizes = [(stage, *of) for stage, row in enumerate(rows) if stage for of in row]
+        others: list[Bucket] = [StageBucket(self._over, *of) for of in sizes if self._member.leads]
+        for bucket in others if self._member.leads else own:
+            bucket.adopt()  # a rule may keep what it begins with
+        return [*own, *others]
+
+    def restore(self, mixers: Mixers, rule: Any, optimizers: Sequence[Any]) -> None:
+        # It is of the first one's buckets: the others keep nothing.
+        super().restore(mixers, rule if self._member.leads else None, optimizers)
+
+    def mean_of(self, tensors: Sequence[Tensor], of_wholes: Mean) -> list[Tensor]:
+        rows = collect_objects(self._over, [tensor.detach().cpu() for tensor in tensors])  # [stages][tensors]
+        means = self._member.of_first([tensor for row in rows for tensor in row], means_of)  # of all stages, in order
+        found = means[: len(tensors)] if self._member.leads else [torch.empty_like(t, device="cpu") for t in tensors]
+        if self._member.leads:
+            places = [stage for stage, row in enumerate(rows) for _ in row]
+            for stage, mean in zip(places, means, strict=True):
+                if stage:
+                    send(self._over, stage, mean.contiguous())  # the first one's own are the first of `means`
+        else:
+            for mean in found:
+                receive(self._over, 0, mean)  # in the order in which they are sent
+        return [mean.to(tensor.device) for mean, tensor in zip(found, tensors, strict=True)]
+
+    def sums(self, of_devices: Sequence[Tensor]) -> list[Tensor]:
+        found = [number.detach().cpu() for number in of_devices]  # scalars
+        for number in found:
+            self._over.all_reduce(number).wait()
+        return found

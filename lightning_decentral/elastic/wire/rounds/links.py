@@ -16,29 +16,25 @@ from torch import Tensor
 from lightning_decentral.elastic.plan.view import View, place_of
 from lightning_decentral.elastic.wire.endpoint import Endpoint
 from lightning_decentral.elastic.wire.sockets.frames import raw_bytes
-from lightning_decentral.elastic.wire.sockets.mesh import Mesh, Slot
+from lightning_decentral.elastic.wire.sockets.mesh import Slot
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Message, Transport
 
 
 @dataclass
 class IncomingMessage:
-    """A message under way to this member.
+    """A message under way to this member. Where nothing comes `tensor` keeps what it holds, and `lost` is called."""
 
-    Args:
-        tensor: keeps what it holds where nothing comes.
-        lost: called where nothing came.
-    """
-
-    mesh: Mesh
+    worker: Endpoint
+    view: View
     slot: Slot
     tensor: Tensor
-    expected: Callable[[], bool]
     lost: Callable[[], object]
     came: bool = False
 
     def wait(self) -> None:
-        found = self.mesh.take(self.slot, self.expected)
+        client, (sender, _, round, _) = self.worker.lobby_client, self.slot
+        found = self.worker.mesh.take(self.slot, lambda: client.state.expects(self.view, round, sender))
         if found is None or len(found) != self.tensor.numel() * self.tensor.element_size():  # lost, or another model's
             self.lost()
         else:
@@ -67,11 +63,8 @@ class Post(ABC):
 
 
 class ViewTransport(Transport, Post):
-    """Sends and receives among the members of a view. There are no collectives.
-
-    Args:
-        lost: called for each message that doesn't come.
-    """
+    """Sends and receives among the members of a view; `lost` is called for each message that doesn't come. There are
+    no collectives."""
 
     def __init__(self, worker: Endpoint, view: View, lost: Callable[[], object]) -> None:
         self.group = None  # no process group: connections of sockets
@@ -85,7 +78,10 @@ class ViewTransport(Transport, Post):
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
         """Exchange all messages of the round `self.round`."""
         leaving: list[Pending] = [self._send(m, slot) for m, slot in _numbered(sends)]
-        arriving: list[Pending] = [self._receive(m, slot) for m, slot in _numbered(receives)]
+        arriving = list[Pending]()
+        for m, nth in _numbered(receives):
+            slot = Slot(self._view.members[m.peer], self._view.key, self.round, nth)
+            arriving.append(IncomingMessage(self._worker, self._view, slot, m.tensor, self._lost))
         return leaving, arriving
 
     def post(self, sends: Sequence[Message]) -> int:
@@ -107,16 +103,6 @@ class ViewTransport(Transport, Post):
         to = self._view.members[message.peer]
         raw = raw_bytes(message.tensor)  # in place: nobody writes it until it has left
         return self._worker.mesh.send(to, place_of(to), self._view.key, self.round, slot, raw)
-
-    def _receive(self, message: Message, slot: int) -> Pending:
-        source, view, round = self._view.members[message.peer], self._view, self.round
-        return IncomingMessage(
-            self._worker.mesh,
-            Slot(source, view.key, round, slot),
-            message.tensor,
-            lambda: self._worker.lobby_client.state.expects(view, round, source),
-            self._lost,
-        )
 
 
 def _numbered(messages: Sequence[Message]) -> list[tuple[Message, int]]:

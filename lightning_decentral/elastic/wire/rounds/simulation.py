@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.elastic.plan.asynchronous import Asynchronous
-from lightning_decentral.elastic.wire.rounds.exchange import AsynchronousExchange
+from lightning_decentral.elastic.wire.rounds.exchange import CPU, AsynchronousExchange
 from lightning_decentral.elastic.wire.rounds.links import Post
 from lightning_decentral.elastic.wire.sockets.frames import raw_bytes
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
@@ -20,17 +20,6 @@ from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.deterministic import Plain
 from lightning_decentral.shared.plan.arguments import at_least
 from lightning_decentral.shared.wire.transport import Message
-
-CPU = torch.device("cpu")
-
-
-@dataclass
-class Letter:
-    """A round of one worker on its way to another."""
-
-    round: int
-    arrives: float
-    messages: list[bytearray]
 
 
 @dataclass
@@ -50,7 +39,7 @@ class VirtualLinks(Post):
     begun: int = 0
 
     def __post_init__(self) -> None:
-        self._coming: dict[int, list[Letter]] = {}
+        self._coming: dict[int, list[tuple[float, int, list[bytearray]]]] = {}  # {peer: (arrives, round, messages)}
         self._free_at: dict[int, float] = {}
 
     def post(self, sends: Sequence[Message]) -> int:
@@ -59,18 +48,18 @@ class VirtualLinks(Post):
             if self._free_at.get(peer, 0.0) <= self.now:
                 raw = [bytearray(raw_bytes(m.tensor)) for m in messages]
                 self._free_at[peer] = arrives = self.now + self.transit(self.rank, peer)
-                self.all[peer]._coming.setdefault(self.rank, []).append(Letter(self.round, arrives, raw))
+                self.all[peer]._coming.setdefault(self.rank, []).append((arrives, self.round, raw))
                 sent += sum(map(len, raw))
         return sent
 
     def newest(self, slots: int) -> dict[int, tuple[int, list[bytearray]]]:
         found = {}
-        for peer, letters in self._coming.items():
-            came = [letter for letter in letters if letter.arrives <= self.now]  # in the order in which they left
-            self._coming[peer] = letters[len(came) :]
+        for peer, rounds in self._coming.items():
+            came = [coming for coming in rounds if coming[0] <= self.now]  # in the order in which they left
+            self._coming[peer] = rounds[len(came) :]
             if came:
-                found[peer] = came[-1].round, came[-1].messages  # the newest counts, older ones are dropped
-                self.begun = max(self.begun, came[-1].round)
+                _, round, messages = came[-1]  # the newest counts, older ones are dropped
+                found[peer], self.begun = (round, messages), max(self.begun, round)
         return found
 
 
@@ -101,8 +90,7 @@ def simulate_asynchronous(
     """x_i <- x_i - learning_rate * gradient(i, x_i, round), then what has come is mixed; each worker at its own pace.
 
     Args:
-        gradient: (worker, x_i [dim], round) -> [dim].
-        x0: [size, dim], row i where worker i starts.
+        x0: row i is where worker i starts.
         seconds: of the virtual clock.
         pace: (worker, round) -> seconds of that step, above 0.
         transit: (source, target) -> seconds of a message between them; a link carries one at a time.

@@ -1,9 +1,10 @@
-"""Whole tensors on the host of an island's first device, put together of its devices' shards and cut into them again.
+"""Whole tensors on the host of a member's first device, put together of its devices' parts and cut into them again.
 
     gather    whole <- [rows of device 0, ..., rows of device L - 1]
     scatter   rows of device p <- whole, for every p
 
-Every byte of a shard travels once, inside the island, and the first device has room for one other's at a time.
+Every byte of a shard travels once, inside the island, and the first device has room for one other's at a time. A
+pipeline's stage has some parameters whole: they travel as they are (`OwnBucket`, `StageBucket`).
 """
 
 from collections.abc import Sequence
@@ -40,7 +41,7 @@ class Wholes:
     def gather(self, shards: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
         """The first device's wholes <- everybody's shards of them. Of one type."""
         if not self.first:
-            self._send(0, shards)  # (own rows, ...) each
+            send(self._over, 0, _flat(shards).to(self._device))  # (bytes,); NCCL sends from devices alone
             return
         for place in range(self._over.size):
             rows = [rows_of(whole, place, self._over.size) for whole in wholes]  # views: (that device's rows, ...)
@@ -57,7 +58,7 @@ class Wholes:
         for place in range(self._over.size):
             rows = [rows_of(whole, place, self._over.size) for whole in wholes]  # views: (that device's rows, ...)
             if place:
-                self._send(place, rows)
+                send(self._over, place, _flat(rows).to(self._device))
             else:
                 _copy(_flat(rows).to(self._device), shards)  # one copy to the device, however many tensors
 
@@ -80,17 +81,9 @@ class Wholes:
         self._over.broadcast(found).wait()
         return found
 
-    def _send(self, to: int, tensors: Sequence[Tensor]) -> None:
-        flat = _flat(tensors).to(self._device)  # (bytes,); NCCL sends from devices alone
-        if flat.numel():  # more devices than rows: some have none
-            outgoing, _ = self._over.exchange([Message(to, flat, 0)], [])
-            outgoing[0].wait()
-
     def _receive(self, source: int, into: Sequence[Tensor]) -> None:
         flat = torch.empty(sum(t.numel() * t.element_size() for t in into), dtype=torch.uint8, device=self._device)
-        if flat.numel():  # more devices than rows: some have none
-            _, incoming = self._over.exchange([], [Message(source, flat, 0)])
-            incoming[0].wait()
+        receive(self._over, source, flat)
         _copy(flat.to(into[0].device), into)  # (bytes,) -> the tensors
 
 
@@ -105,6 +98,20 @@ def _copy(flat: Tensor, into: Sequence[Tensor]) -> None:
     parts = flat.split([tensor.numel() * tensor.element_size() for tensor in into])
     for tensor, part in zip(into, parts, strict=True):
         tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
+
+
+def send(over: Transport, to: int, flat: Tensor) -> None:  # (elements,)
+    """Send a tensor, and wait until it has left."""
+    if flat.numel():  # more devices than rows: some have none
+        outgoing, _ = over.exchange([Message(to, flat, 0)], [])
+        outgoing[0].wait()
+
+
+def receive(over: Transport, source: int, flat: Tensor) -> None:  # (elements,)
+    """Wait for a tensor, to be written into this one."""
+    if flat.numel():
+        _, incoming = over.exchange([], [Message(source, flat, 0)])
+        incoming[0].wait()
 
 
 class WholeBucket(Bucket):
@@ -142,3 +149,42 @@ class WholeBucket(Bucket):
         """Views of `flat` for each parameter, in its shape."""
         pairs = zip(self.parameters, self._offsets, strict=True)
         return [self.flat[offset : offset + p.numel()].view(p.shape) for p, offset in pairs]
+
+
+class OwnBucket(Bucket):
+    """Bucket of a later stage than the first, on its device: `adopt` sends it to the first's host, `store` gets it."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], over: Transport) -> None:
+        self._over = over
+        self._made = False  # the base's constructor adopts
+        super().__init__(parameters)
+        self._made = True
+
+    def adopt(self) -> None:
+        super().adopt()
+        if self._made:  # not yet while the first one hasn't made its own
+            send(self._over, 0, self.flat.cpu())
+
+    def store(self) -> None:
+        host = self.flat if self.flat.device.type == "cpu" else cuda.host_like(self.flat)  # as many elements, pinned
+        receive(self._over, 0, host)
+        if host is not self.flat:
+            self.flat.copy_(host)
+
+
+class StageBucket(Bucket):
+    """The same on the first stage's host, in the order of the other's messages."""
+
+    def __init__(self, over: Transport, stage: int, elements: int, dtype: torch.dtype) -> None:
+        self.parameters, self._offsets, self.places, self._grain = (), [], [], elements
+        self._over, self._stage = over, stage
+        self.held = self.flat = torch.zeros(elements, dtype=dtype)  # (elements,), on the host
+
+    def adopt(self) -> None:
+        receive(self._over, self._stage, self.flat)
+
+    def store(self) -> None:
+        send(self._over, self._stage, self.flat)
+
+    def release(self) -> None:
+        """Do nothing: there are no parameters here."""

@@ -42,11 +42,7 @@ def warned(line: str) -> None:
 
 
 class Once:
-    """Prints a line for each cause, once, however often it comes.
-
-    Args:
-        say: prints it.
-    """
+    """Prints a line for each cause by `say`, once, however often it comes."""
 
     def __init__(self, say: Callable[[str], None] = warned) -> None:
         self._say, self._said = say, dict[str, None]()
@@ -63,26 +59,24 @@ class Greeting:
     def __init__(self, until: float) -> None:
         self.until, self._bytes = until, bytearray()
 
-    def more(self, connection: socket.socket) -> bool:
-        """Read on, and return whether it is whole now; nothing behind it is read.
+    def wants(self, connection: socket.socket, *known: str) -> str:
+        """Read on, and return what the guest wants; nothing behind the greeting is read.
 
         Raises:
+            BlockingIOError: it isn't whole yet.
             ValueError: this is no greeting.
             OSError: the connection has ended.
         """
-        came = connection.recv(self._needed() - len(self._bytes))
-        if not came:
-            raise ConnectionResetError("the connection has ended")
-        self._bytes += came
-        return len(self._bytes) == self._needed()
-
-    def _needed(self) -> int:
-        if len(self._bytes) < LENGTH_BYTES:
-            return LENGTH_BYTES
-        return LENGTH_BYTES + size_of(self._bytes[:LENGTH_BYTES], GREETING_BYTES)
-
-    def wants(self, *known: str) -> str:
+        self._read(connection, LENGTH_BYTES)
+        self._read(connection, LENGTH_BYTES + size_of(self._bytes[:LENGTH_BYTES], GREETING_BYTES))
         return wanted(message(self._bytes[LENGTH_BYTES:]), *known)
+
+    def _read(self, connection: socket.socket, end: int) -> None:
+        while len(self._bytes) < end:
+            came = connection.recv(end - len(self._bytes))
+            if not came:
+                raise ConnectionResetError("the connection has ended")
+            self._bytes += came
 
 
 class Door:
@@ -116,8 +110,8 @@ class Door:
         with selectors.PollSelector() as selector:
             selector.register(self._listening, selectors.EVENT_READ)
             while not self._closed:
-                ready = selector.select(self._patience())
-                for key, _ in ready:
+                first = min((greeting.until for greeting in self._waiting.values()), default=float("inf"))
+                for key, _ in selector.select(min(LOOK_SECONDS, max(0.0, first - time.monotonic()))):
                     if key.fileobj is self._listening:
                         self._accept(selector)
                     else:
@@ -127,10 +121,6 @@ class Door:
             for connection in list(self._waiting):
                 self._drop(selector, connection)
             self._listening.close()
-
-    def _patience(self) -> float:
-        first = min((greeting.until for greeting in self._waiting.values()), default=float("inf"))
-        return min(LOOK_SECONDS, max(0.0, first - time.monotonic()))
 
     def _accept(self, selector: selectors.BaseSelector) -> None:
         try:
@@ -154,9 +144,7 @@ class Door:
         if connection not in self._waiting:
             return
         try:
-            if not self._waiting[connection].more(connection):
-                return
-            wants = self._waiting[connection].wants(*self._serve)
+            wants = self._waiting[connection].wants(connection, *self._serve)
         except ValueError as error:
             self._refuse(selector, connection, str(error))
         except BlockingIOError:

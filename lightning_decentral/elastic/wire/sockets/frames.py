@@ -64,23 +64,14 @@ def size_of(length: bytes | bytearray, most: int = LARGEST_BYTES) -> int:
 
 
 class Frames:
-    """Bytes as they come, in frames.
-
-    Attributes:
-        most: bytes of a frame.
-    """
+    """Bytes as they come, in frames of `most` bytes at most."""
 
     def __init__(self, most: int = LARGEST_BYTES - LENGTH_BYTES) -> None:
         self.most = most
         self._bytes = bytearray()
 
     def feed(self, more: bytes) -> list[Any]:
-        """The messages that are complete now.
-
-        Raises:
-            ValueError: these are no frames.
-            Refused: this end isn't let in.
-        """
+        """The messages that are complete now. ValueError: these are no frames. Refused: this end isn't let in."""
         self._bytes += more
         found = []
         while len(self._bytes) >= LENGTH_BYTES:
@@ -93,25 +84,16 @@ class Frames:
 
 
 def receive(connection: socket.socket) -> Any:
-    """The next message, on a connection where bytes that aren't frames follow frames.
-
-    Raises:
-        ValueError: it is none.
-        Refused: this end isn't let in.
-        OSError: the connection has ended.
-    """
+    """The next message, on a connection where bytes that aren't frames follow frames. ValueError where it is none,
+    Refused where this end isn't let in, OSError where the connection has ended."""
     return message(receive_bytes(connection, size_of(receive_bytes(connection, LENGTH_BYTES))))
 
 
 def receive_bytes(connection: socket.socket, size: int, at_once: int = GROWTH_BYTES) -> bytearray:
-    """Receive `size` bytes.
+    """Receive `size` bytes. ValueError where nobody sends so many, OSError where the connection ends before.
 
     Args:
         at_once: for which there is room before they come: no more than was sent before.
-
-    Raises:
-        ValueError: nobody sends so many.
-        OSError: the connection ends before.
     """
     if not 0 <= size <= MOST_BYTES:
         raise ValueError(f"{size} bytes are announced: another program speaks here")
@@ -143,11 +125,7 @@ def refusal(why: str) -> bytes:
 
 
 def wanted(found: Any, *known: str) -> str:
-    """Read what a guest of the same job wants.
-
-    Raises:
-        ValueError: it is none, or wants something else.
-    """
+    """Read what a guest of the same job wants. ValueError where it is none, or wants something else."""
     job, wants = (str(found.get(key)) for key in ("job", "wants")) if type(found) is dict else ("", "")
     if not hmac.compare_digest(job, _job()):
         raise ValueError(f"a guest of another job, or with another {TOKEN}")
@@ -164,11 +142,7 @@ def _job() -> str:
 
 
 def address(place: str) -> tuple[str, int]:
-    """("host", 29400) of "host:29400".
-
-    Raises:
-        ValueError: it is no such place.
-    """
+    """("host", 29400) of "host:29400". ValueError where it is no such place."""
     host, _, port = place.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError(f"a place is HOST:PORT such as 10.0.0.1:29400, got {place!r}")

@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 from lightning_decentral.elastic.wire.sockets.door import Door, Serve, shut
@@ -66,7 +66,7 @@ class Mesh:
         begun: {sender: the newest round that was received from it}
     """
 
-    def __init__(self, host: str, name: str, serve: dict[str, Serve], changed: threading.Condition) -> None:
+    def __init__(self, host: str, name: str, serve: Mapping[str, Serve], changed: threading.Condition) -> None:
         self.name, self.changed = name, changed
         self.lost: set[str] = set()
         self.round = 0
@@ -93,11 +93,8 @@ class Mesh:
         return sent
 
     def take(self, slot: Slot, expected: Callable[[], bool]) -> bytearray | None:
-        """Wait for what was sent, and return it; None: it doesn't come any more.
-
-        Args:
-            expected: whether it may, as far as the views are known.
-        """
+        """Wait for what was sent, and return it; None: it doesn't come any more, or isn't `expected` to, as far as the
+        views are known."""
         with self.changed:
             while slot not in self._inbox:
                 gone = slot.sender in self.lost or (slot.round, slot.slot) < self._floor.get(slot.sender, (0, 0))

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lightning_decentral.elastic.wire.sockets.frames import frame, raw_bytes, receive, receive_bytes
 from lightning_decentral.shared.wire.plain import Serialized, lengths, pack, unpack
@@ -23,65 +22,42 @@ UNREAD_SECONDS = 60.0
 """Seconds for a piece: who doesn't read doesn't keep a thread."""
 
 
-class Sum:
-    """Against damage, not against forgery."""
-
-    def __init__(self) -> None:
-        self._state = hashlib.sha256()
-
-    def add(self, raw: memoryview | bytes | bytearray) -> None:
-        self._state.update(zlib.crc32(raw).to_bytes(4, "big"))  # cheaper than sha256 of all bytes
-
-    def text(self) -> str:
-        return self._state.hexdigest()
-
-
 def send_value(connection: socket.socket, header: dict[str, Any], value: Any) -> None:
-    """Send the value with these header fields.
-
-    Raises:
-        NotPlain: it can't be sent.
-        OSError: the connection has ended, or nobody reads.
-    """
-    packed, found = pack(value), Sum()  # refused here: nothing is sent yet
+    """Send the value with these header fields. NotPlain where it can't be sent, OSError where the connection has ended,
+    or nobody reads."""
+    packed, digest = pack(value), hashlib.sha256()  # refused here: nothing is sent yet
     connection.settimeout(UNREAD_SECONDS)
     connection.sendall(frame({**header, "head": len(packed.head)}))
     for raw in (memoryview(packed.head), *map(raw_bytes, packed.payload)):
-        for piece in _pieces(raw):
+        for piece, checksum in _pieces(raw):
             connection.sendall(piece)
-            found.add(piece)
-    connection.sendall(frame({"digest": found.text()}))
+            digest.update(checksum)
+    connection.sendall(frame({"digest": digest.hexdigest()}))
 
 
-def receive_value(connection: socket.socket) -> tuple[dict[str, Any], Any]:
-    """Receive (header fields, value).
-
-    Raises:
-        ValueError: what came isn't what was sent.
-        OSError: the connection has ended.
-    """
-    return received(connection, receive(connection))
-
-
-def received(connection: socket.socket, header: Any) -> tuple[dict[str, Any], Any]:
-    """`receive_value` for a header that was already received."""
+def receive_value(connection: socket.socket, header: Any = None) -> tuple[dict[str, Any], Any]:
+    """Receive (header fields, value), or what follows a header that was already received. ValueError where what came
+    isn't what was sent, OSError where the connection has ended."""
+    if header is None:
+        header = receive(connection)
     if type(header) is not dict or type(header.get("head")) is not int:
         raise ValueError("no value follows: give every worker the same version")
-    found = Sum()
+    digest = hashlib.sha256()
     head = receive_bytes(connection, header["head"])
     payload = [receive_bytes(connection, size) for size in lengths(bytes(head))]  # (bytes,) of each tensor
     for raw in (head, *payload):
-        for piece in _pieces(memoryview(raw)):
-            found.add(piece)
-    if receive(connection) != {"digest": found.text()}:
+        for _, checksum in _pieces(memoryview(raw)):
+            digest.update(checksum)
+    if receive(connection) != {"digest": digest.hexdigest()}:
         raise ValueError("what came isn't what was sent: its digest differs")
-    return header, unpack(Serialized(bytes(head), [_tensor(raw) for raw in payload]))
+    tensors = [
+        torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8) for raw in payload
+    ]
+    return header, unpack(Serialized(bytes(head), tensors))
 
 
-def _tensor(raw: bytearray) -> Tensor:
-    return torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
-
-
-def _pieces(raw: memoryview) -> Iterator[memoryview]:
+def _pieces(raw: memoryview) -> Iterator[tuple[memoryview, bytes]]:
+    """The pieces, and each's part of the digest: against damage, not against forgery, and cheaper than all bytes."""
     for start in range(0, len(raw), PIECE_BYTES):
-        yield raw[start : start + PIECE_BYTES]
+        piece = raw[start : start + PIECE_BYTES]
+        yield piece, zlib.crc32(piece).to_bytes(4, "big")
