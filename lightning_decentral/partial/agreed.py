@@ -15,7 +15,6 @@ from lightning_decentral.partial.plan.depth import DepthAssignment, top
 from lightning_decentral.partial.wire.depth_controller import DepthController
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.buckets import check_bucket_bytes
-from lightning_decentral.shared.plan.profile import BlockCost
 from lightning_decentral.shared.wire.meeting.notices import is_loss
 
 STEPS = 10_000  # looked at, to find what the assignment ever trains; it may be long before it changes
@@ -125,12 +124,8 @@ def described(driver: DepthController, network: str) -> str:
     if not plan.boundaries:
         return f"partial backprop trains {network} in full: it has one layer, nothing to cut"
     chain = f" of {plan.chain}" if plan.chain else ""
-    lines = [
-        f"partial backprop, {driver.assignment}: {plan.segments} segments{chain}",
-        f"  cut before {', '.join(plan.boundaries)}",
-        *_rows(driver),
-    ]
-    return "\n".join(lines)
+    head = f"partial backprop, {driver.assignment}: {plan.segments} segments{chain}"
+    return "\n".join([head, f"  cut before {', '.join(plan.boundaries)}", *_rows(driver)])
 
 
 def _rows(driver: DepthController) -> Iterator[str]:
@@ -139,20 +134,17 @@ def _rows(driver: DepthController) -> Iterator[str]:
     steps = {0, *(warm_up + step for step in (*range(100), *range(100, STEPS, 97)))}
     trained = {assignment.trained(rank, size, step, driver.plan.segments) for step in steps for rank in range(size)}
     kinds = sorted(trained, key=lambda own: (-len(own), own))
+    costs, sizes = driver.plan.costs, [cost.parameter_bytes for cost in driver.plan.costs]
     for own in kinds[:ROWS]:
-        yield _row(own, driver.lowest(own), driver.plan.costs)
+        depth = len(costs) - (lowest := driver.lowest(own))
+        passing = own != top(depth, len(costs))
+        some = f"segment{'s' * (len(own) > 1)} {', '.join(map(str, own))}"
+        # What passed segments keep depends on their layers: a matrix needs nothing to pass a gradient on.
+        yield (
+            f"  {some if passing else f'depth {depth} of {len(costs)}'}: compute "
+            f"{selected_fraction(costs, own, lowest):.2f}, saved activations {'at most ' * passing}"
+            f"{memory_fraction(costs, depth):.2f}, gradients {sum(sizes[s] for s in own) / max(1, sum(sizes)):.2f} "
+            "of full"
+        )
     if len(kinds) > ROWS:
         yield f"  and {len(kinds) - ROWS} more"
-
-
-def _row(own: tuple[int, ...], lowest: int, costs: tuple[BlockCost, ...]) -> str:
-    depth = len(costs) - lowest
-    sizes = [cost.parameter_bytes for cost in costs]
-    passing = own != top(depth, len(costs))
-    what = f"segment{'s' * (len(own) > 1)} {', '.join(map(str, own))}" if passing else f"depth {depth} of {len(costs)}"
-    # What passed segments keep depends on their layers: a matrix needs nothing to pass a gradient on.
-    most = "at most " if passing else ""
-    return (
-        f"  {what}: compute {selected_fraction(costs, own, lowest):.2f}, saved activations {most}"
-        f"{memory_fraction(costs, depth):.2f}, gradients {sum(sizes[s] for s in own) / max(1, sum(sizes)):.2f} of full"
-    )

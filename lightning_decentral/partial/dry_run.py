@@ -87,15 +87,13 @@ def step_of(trainer: Trainer, trial: Any, *args: Any, **kwargs: Any) -> Run:
     trial.__dict__["log"] = lambda *_, **__: None  # what a trial computes is nobody's metric
 
     def run() -> Tensor:
+        # Copies, as a step may write into its batch, which the next one reads.
+        copied = lambda t: t.detach().clone().requires_grad_(t.requires_grad)  # noqa: E731
+        own, named = tree_map_only(Tensor, copied, (args, kwargs))
         with trainer.strategy.precision_plugin.train_step_context():
-            return loss_of(trial.training_step(*_copies(args), **_copies(kwargs)))
+            return loss_of(trial.training_step(*own, **named))
 
     return run
-
-
-def _copies(batch: Any) -> Any:
-    """A step may write into its batch, which the next one reads."""
-    return tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), batch)
 
 
 def run_of(trainer: Trainer, *args: Any, **kwargs: Any) -> Callable[[torch.nn.Module], Run]:
@@ -116,17 +114,12 @@ def repeated(step_of: Callable[[Any], Run]) -> Callable[[torch.nn.Module], Run]:
 
         def run() -> Tensor:
             worker_state.set_random_state(random)
-            put_back(trial, before)
+            for name, buffer in trial.named_buffers():
+                if name in before:
+                    write_back(buffer, before[name])  # one may have been given its size by a step
             put_back_own()
             return step()
 
         return run
 
     return prepared
-
-
-def put_back(module: torch.nn.Module, before: Mapping[str, Tensor]) -> None:
-    """buffer <- what it was, by name; one may have been given its size by a step."""
-    for name, buffer in module.named_buffers():
-        if name in before:
-            write_back(buffer, before[name])

@@ -107,7 +107,9 @@ class PartialBackpropStrategy(ReplicaStrategy):
         run, wish = run_of(self._module.trainer, *batch, **kwargs), wished(self.cuts, self._saved)
         plan = found_together(self.gather, lambda decide: search(self._module, wish, self.balance, run, decide))
         depth = timed(self.depth, self._module.trainer, self._saved or {})
-        driver = DepthController(self._module, plan, depth, Rank(self.global_rank, self._shares()))
+        samples = self._samples or (1,) * self.world_size  # of a global batch, each worker's
+        place = Rank(self.global_rank, tuple(n / sum(samples) for n in samples))
+        driver = DepthController(self._module, plan, depth, place)
         self._steps.drive(driver, self.wire, self._equal, self.bucket_bytes)
         self._saved = None
         rank_zero_info(described(driver, type(self._module).__name__))
@@ -119,11 +121,6 @@ class PartialBackpropStrategy(ReplicaStrategy):
             return dataloader
         loader, self._samples = shared(dataloader, shares)
         return loader
-
-    def _shares(self) -> tuple[float, ...]:
-        """Shares of the workers in the samples of a global batch."""
-        samples = self._samples or (1,) * self.world_size
-        return tuple(n / sum(samples) for n in samples)
 
     # ---- one step ---------------------------------------------------------------------------------------------------
 

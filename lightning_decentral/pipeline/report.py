@@ -75,11 +75,9 @@ class PipelineReport(Callback):
         for name, value in rows.items():
             table.add_row(name, value)
         Console().print(table)
-        self._write()
-
-    def _write(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        found = _from_zero(self._found)
+        begin = min(span.start for span in self._found.values())
+        found = {name: Span(s.worker, s.start - begin, s.finish - begin) for name, s in self._found.items()}
         events = [*chrome_trace(found, "measured"), *chrome_trace(self._expected, "predicted")]
         write_chrome_trace(events, self.directory / "timeline.json")
         try:
@@ -100,11 +98,6 @@ def _alone(module: LightningModule, batch: Any) -> float:
             times.append(time.perf_counter() - begin)
             module.zero_grad()
     return statistics.median(times[1:])  # the first one warms up
-
-
-def _from_zero(spans: Mapping[str, Span]) -> dict[str, Span]:
-    begin = min(span.start for span in spans.values())
-    return {name: Span(s.worker, s.start - begin, s.finish - begin) for name, s in spans.items()}
 
 
 def draw(timelines: Mapping[str, Mapping[str, Span]], path: Path) -> None:

@@ -66,7 +66,11 @@ class Cutter:
             torch.compiler.reset()
         blocks = [root.get_submodule(name) for name in boundaries]
         self._hooks = [b.register_forward_pre_hook(self._crossing(j), with_kwargs=True) for j, b in enumerate(blocks)]
-        self._network = _enclosing(root, boundaries)
+        # The member of `root` that holds all boundaries; None where root's own forward passes them.
+        heads, nested = {name.partition(".")[0] for name in boundaries}, all("." in name for name in boundaries)
+        found = root.get_submodule(heads.pop()) if len(heads) == 1 and nested else None
+        # A list has no forward whose beginning could be hooked.
+        self._network = None if isinstance(found, (nn.ModuleList, nn.ModuleDict)) else found
         if self._network is not None:
             # It may run several times in a step, and each time its own bottom comes first.
             self._hooks.append(self._network.register_forward_pre_hook(self._enter))
@@ -149,13 +153,3 @@ class Bypass:
     def _require(self, gradient: bool) -> None:
         for parameter in self._parameters:
             parameter.requires_grad_(gradient)
-
-
-def _enclosing(root: nn.Module, names: Sequence[str]) -> nn.Module | None:
-    """The member of `root` that holds all the named ones; None where root's own forward passes the boundaries."""
-    heads = {name.partition(".")[0] for name in names}
-    nested = all("." in name for name in names)
-    found = next(iter(heads)) if len(heads) == 1 and nested else None
-    module = root.get_submodule(found) if found else None
-    # A list has no forward whose beginning could be hooked.
-    return None if isinstance(module, (nn.ModuleList, nn.ModuleDict)) else module

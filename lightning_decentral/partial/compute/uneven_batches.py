@@ -41,17 +41,16 @@ class SharedBatches(Sampler[list[int]]):
         return len(self.sampler) // self._batch_size  # an incomplete batch would have other shares
 
     def __iter__(self) -> Iterator[list[int]]:
-        rows = [list(self._of(rank)) for rank in range(len(self.sizes))]
+        rows = []
+        for rank in range(len(self.sizes)):
+            other = copy.copy(self.sampler)  # of the same seed and epoch: with another rank, another worker's samples
+            other.rank = rank
+            rows.append(list(other))
         first = sum(self.sizes[: self.sampler.rank])
         for index in range(len(self)):
             batch = slice(index * self._batch_size, (index + 1) * self._batch_size)
             together = [sample for row in rows for sample in row[batch]]
             yield together[first : first + self.sizes[self.sampler.rank]]
-
-    def _of(self, rank: int) -> Iterator[int]:
-        other = copy.copy(self.sampler)  # of the same seed and epoch: with another rank, another worker's samples
-        other.rank = rank
-        return iter(other)
 
 
 def shared(loader: object, shares: Sequence[float]) -> tuple[DataLoader[object], tuple[int, ...]]:

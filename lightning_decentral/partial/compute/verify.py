@@ -49,8 +49,9 @@ class Judged:
         """ValueError where the cut isn't one."""
         leaks = [name for name, verdict in self.verdicts.items() if verdict is Verdict.LEAK]
         if leaks:
+            more = f" and {len(leaks) - 1} more" if len(leaks) > 1 else ""
             raise ValueError(
-                f"no cut at {self.boundary}: gradient of {leaks[0]}{_and_more(leaks)} goes around the boundary "
+                f"no cut at {self.boundary}: gradient of {leaks[0]}{more} goes around the boundary "
                 "(a skip connection, or a parameter shared with another module), so it couldn't be averaged "
                 "exactly: cut elsewhere"
             )
@@ -70,7 +71,10 @@ def judge(root: nn.Module, boundaries: list[str], run: Run) -> list[Judged]:
     cutter = Cutter(root, boundaries)
     try:
         plain = gradients(root, run, cutter.at(None))
-        _check_order(cutter.met, boundaries)
+        met, passes = cutter.met, len(cutter.met) // len(boundaries)
+        if not met or met != list(range(len(boundaries))) * passes:
+            passed = [boundaries[j] for j in met]
+            raise ValueError(f"the forward doesn't pass the cuts {boundaries} in this order: it passes {passed}")
         return [_judged(root, cutter, j, boundaries, run, plain) for j in range(len(boundaries))]
     finally:
         cutter.remove()
@@ -88,12 +92,6 @@ def gradients(root: nn.Module, run: Run, cut: AbstractContextManager[None]) -> G
     found = {name: p.grad for name, p in root.named_parameters()}
     root.zero_grad(set_to_none=True)
     return found
-
-
-def _check_order(met: list[int], boundaries: list[str]) -> None:
-    if not met or met != list(range(len(boundaries))) * (len(met) // len(boundaries)):
-        passed = [boundaries[j] for j in met]
-        raise ValueError(f"the forward doesn't pass the cuts {boundaries} in this order: it passes {passed}")
 
 
 def _judged(root: nn.Module, cutter: Cutter, index: int, boundaries: list[str], run: Run, plain: Gradients) -> Judged:
@@ -122,7 +120,3 @@ def verdict(plain: Tensor | None, doubled: Tensor | None, left: Tensor | None, f
     if left is None:
         return Verdict.BELOW
     return Verdict.ABOVE if float(across.norm()) <= small else Verdict.TIED
-
-
-def _and_more(names: list[str]) -> str:
-    return f" and {len(names) - 1} more" if len(names) > 1 else ""

@@ -10,9 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import (
-    _disable_dynamo,  # what torch's optimizers use: unlike torch.compiler.disable, imports nothing
-)
+from torch._compile import _disable_dynamo  # as torch's optimizers; torch.compiler.disable imports much
 
 
 class LayerRows:

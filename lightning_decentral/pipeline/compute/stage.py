@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -96,11 +96,6 @@ class Recompute(Activations):
         return output
 
 
-class _Kept(NamedTuple):
-    incoming: Incoming
-    output: Tensor
-
-
 class Stage:
     """A stage at work.
 
@@ -128,7 +123,7 @@ class Stage:
         self._model, self._activations = model, activations
         self._weights, self.most_chunks_held = weights, 0
         self._memories = [KVCache(sum(slices)) for _ in calls]  # of each micro-batch: slices of others are others
-        self._kept: dict[tuple[int, int], _Kept] = {}
+        self._kept: dict[tuple[int, int], tuple[Incoming, Tensor]] = {}  # what came in, and the output
         self.outputs: dict[int, list[Tensor]] = {}
         """[micro-batch][slice]: outputs of the last stage, detached."""
 
@@ -145,7 +140,7 @@ class Stage:
 
         output = self._activations.run(compute, hidden)
         if output.requires_grad:
-            self._kept[microbatch, index] = _Kept(incoming, output)
+            self._kept[microbatch, index] = incoming, output
             self.most_chunks_held = max(self.most_chunks_held, self.chunks_held)
         if self.place.last:
             self.outputs.setdefault(microbatch, []).append(output.detach())
@@ -156,11 +151,11 @@ class Stage:
 
         None on the first stage.
         """
-        kept = self._kept.pop((microbatch, index), None)
-        if kept is None:  # nothing here or before it is trained
+        if (microbatch, index) not in self._kept:  # nothing here or before it is trained
             return None
-        torch.autograd.backward([kept.output], [grad])
-        return kept.incoming.grad()
+        incoming, output = self._kept.pop((microbatch, index))
+        torch.autograd.backward([output], [grad])
+        return incoming.grad()
 
     def weights(self, microbatch: int, index: int) -> None:
         """The second half of a backward, where it's split: gradients of weights are added to `.grad`."""

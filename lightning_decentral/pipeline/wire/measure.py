@@ -10,10 +10,9 @@ slices. On a device p is read from the clock.
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,17 +22,14 @@ from lightning_decentral.pipeline.compute.model import Call
 from lightning_decentral.pipeline.plan.cost import Link, Measured, StageCost, fit, message_seconds, through
 from lightning_decentral.pipeline.plan.schedule import Action, Costs, Kind, Schedule, tasks
 from lightning_decentral.pipeline.plan.slicing import equal
-from lightning_decentral.pipeline.wire.channel import Channel
 from lightning_decentral.pipeline.wire.executor import Clock
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.plan.timeline import makespan, run
-from lightning_decentral.shared.wire.objects import gather_objects
 
 ROUNDS = 3
 HALVINGS = 30  # a timeline grows with the factor: no other root
 COUNTS = (1, 2, 4, 8, 16)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -96,27 +92,27 @@ def profile(pipe: StageRunner, call: Call) -> StageCost:
     cut = [equal(length, n) for n in COUNTS]
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         measured = [RepeatedSteps(slices, _repeated(pipe, call, slices)) for slices in cut]
-        links = _everyones(pipe, ping(pipe, call))
+        links = pipe.gather(ping(pipe, call))
     return fitted(measured, pipe.schedule, pipe.rank, links)
 
 
 def _repeated(pipe: StageRunner, call: Call, slices: Sequence[int]) -> list[Step]:
-    """One after the other as in training, where a step finds the memory that one like it has left; the first one not
-    yet, nor does it count."""
-    return [_step(pipe, call, slices) for _ in range(1 + ROUNDS)][1:]
-
-
-def _step(pipe: StageRunner, call: Call, slices: Sequence[int]) -> Step:
+    """One step after the other as in training, where a step finds the memory that one like it has left; the first one
+    not yet, nor does it count."""
     now = clock(call.inputs.device)
-    begin = now()
     # Processor time leaves out other work on the machine, but sees nothing of what a device does.
-    executor = pipe.train([call], slices, _loss, time.thread_time if call.inputs.device.type == "cpu" else now)
-    seconds = now() - begin
-    for parameter in pipe.model.module.parameters():
-        parameter.grad = None
-    rows = _everyones(pipe, (seconds, executor.own_seconds, executor.loss_seconds))
-    own = {action: taken for _, stage, _ in rows for action, taken in stage.items()}
-    return Step(max(taken for taken, _, _ in rows), own, rows[-1][-1])
+    own = time.thread_time if call.inputs.device.type == "cpu" else now
+    steps = []
+    for _ in range(1 + ROUNDS):
+        begin = now()
+        executor = pipe.train([call], slices, _loss, own)
+        seconds = now() - begin
+        for parameter in pipe.model.module.parameters():
+            parameter.grad = None
+        rows = pipe.gather((seconds, executor.own_seconds, executor.loss_seconds))
+        actions = {action: taken for _, stage, _ in rows for action, taken in stage.items()}
+        steps.append(Step(max(taken for taken, _, _ in rows), actions, rows[-1][-1]))
+    return steps[1:]
 
 
 def _loss(_: int, logits: Tensor) -> Tensor:  # (batch, length, vocabulary)
@@ -126,32 +122,22 @@ def _loss(_: int, logits: Tensor) -> Tensor:  # (batch, length, vocabulary)
 
 
 def fitted(measured: Sequence[RepeatedSteps], schedule: Schedule, stage: int, links: Sequence[Link]) -> StageCost:
-    """A stage's costs from steps in several numbers of slices."""
+    """A stage's costs from steps in several numbers of slices; a split backward in one."""
     there, back, losses, stretches = [], [], [], []
     for steps in measured:
         actions = schedule.actions(len(links), 1, len(steps.slices))
-        stretches.append(steps.stretch(actions, links))
-        losses.append(stretches[-1] * steps.loss_seconds if stage == len(links) - 1 else 0.0)
-        for place, (forward, backward) in _chunks(steps, actions[stage]).items():
+        stretches.append(stretch := steps.stretch(actions, links))
+        losses.append(stretch * steps.loss_seconds if stage == len(links) - 1 else 0.0)
+        for index, tokens in enumerate(steps.slices):
+            own = [
+                (action.kind is Kind.FORWARD, steps.own(action)) for action in actions[stage] if action.slice == index
+            ]
+            place = tokens, sum(steps.slices[:index])
             # The loss ran inside the last forward, and has a number of its own.
-            closing = losses[-1] if sum(place) == sum(steps.slices) else 0.0
-            there.append(Measured(*place, stretches[-1] * forward - closing))
-            back.append(Measured(*place, stretches[-1] * backward))
+            closing = losses[-1] if index == len(steps.slices) - 1 else 0.0
+            there.append(Measured(*place, stretch * sum(t for forward, t in own if forward) - closing))
+            back.append(Measured(*place, stretch * sum(t for forward, t in own if not forward)))
     return StageCost(fit(there), fit(back), statistics.mean(losses), links[stage], max(stretches))
-
-
-def _chunks(steps: RepeatedSteps, actions: Sequence[Action]) -> dict[tuple[int, int], tuple[float, float]]:
-    """{(tokens, context): processor seconds (forward, backward)} of a stage; a split backward in one."""
-    found = {}
-    for index, tokens in enumerate(steps.slices):
-        own = [(action.kind is Kind.FORWARD, steps.own(action)) for action in actions if action.slice == index]
-        sums = sum(t for forward, t in own if forward), sum(t for forward, t in own if not forward)
-        found[tokens, sum(steps.slices[:index])] = sums
-    return found
-
-
-def _everyones(pipe: StageRunner, value: T) -> list[T]:
-    return [value] if pipe.over is None else gather_objects(pipe.over, value)
 
 
 TIMES = 7
@@ -170,32 +156,24 @@ def ping(pipe: StageRunner, call: Call) -> Link:
 
 def _one_way(pipe: StageRunner, call: Call, tokens: int, stage: int) -> float:
     """Half the median time there and back, without the first one; on the next stage a number without meaning."""
-    channel, now = pipe.channel(pipe.empty(call, (tokens,))), clock(call.inputs.device)
+    channel, now = pipe.channel([call], [(0, tokens)]), clock(call.inputs.device)
     known = pipe.model.shape(call, 0, tokens)
     assert known is not None
     message = torch.ones(known[0], dtype=known[1], device=call.inputs.device)
-    speak = _call if pipe.rank == stage else _answer
-    times = [_timed(lambda: speak(channel, pipe.rank, message), now) for _ in range(TIMES + 1)]
+    there, back, times = Action(Kind.FORWARD, pipe.rank, 0, 0), Action(Kind.BACKWARD, pipe.rank, 0, 0), list[float]()
+    for _ in range(TIMES + 1):
+        begin = now()
+        if pipe.rank == stage:
+            channel.send(there, message)
+            channel.expect(back)  # not before what it answers (`posting`)
+            channel.receive(back)
+        else:
+            channel.expect(there)
+            channel.receive(there)
+            channel.send(back, message)
+            channel.close()
+        times.append(now() - begin)
     return statistics.median(times[1:]) / 2
-
-
-def _timed(work: Callable[[], None], now: Clock) -> float:
-    begin = now()
-    work()
-    return now() - begin
-
-
-def _call(channel: Channel, stage: int, message: torch.Tensor) -> None:
-    channel.send(Action(Kind.FORWARD, stage, 0, 0), message)
-    channel.expect(back := Action(Kind.BACKWARD, stage, 0, 0))  # not before what it answers (`executor`)
-    channel.receive(back)
-
-
-def _answer(channel: Channel, stage: int, message: torch.Tensor) -> None:
-    channel.expect(there := Action(Kind.FORWARD, stage, 0, 0))
-    channel.receive(there)
-    channel.send(Action(Kind.BACKWARD, stage, 0, 0), message)
-    channel.close()
 
 
 def clock(device: torch.device) -> Clock:

@@ -45,8 +45,11 @@ class SlicePlanner:
         length = pipe.model.length(call)
         if slicing.measures:
             # The first pipeline's call decides: others may be longer or shorter, but all must measure in the same step.
-            own = call.inputs.shape[0], length, int(call.attention_mask is not None)
-            batch, longest, masked = _firsts(own, pipe, world)
+            batch, longest, masked = call.inputs.shape[0], length, int(call.attention_mask is not None)
+            if world is not None and world.size > pipe.size:
+                pending, rows = world.all_gather(torch.tensor((batch, longest, masked)))
+                pending.wait()
+                batch, longest, masked = rows[0].tolist()
             if batch != self._measured[0] or longest > self._measured[1] or masked > self._measured[2]:
                 cost = profile(pipe, call)
                 # The first pipeline's, so that a length has one plan.
@@ -80,14 +83,11 @@ class SlicePlanner:
         """Forecast of a step with the latest plan by its timeline; None where nothing was measured."""
         if not self.slices or not self.profiles:
             return None
-        return expected(self.profiles, self._schedule, self._microbatches, self._latest())
-
-    def _latest(self) -> list[int]:
-        return list(self.slices.values())[-1] if self.slices else []
+        return expected(self.profiles, self._schedule, self._microbatches, [*self.slices.values()][-1])
 
     def summary(self) -> dict[str, str]:
         """Stages, slices, bubble and memory, as text."""
-        slices, found = self._latest(), self.expected()
+        slices, found = ([*self.slices.values()] or [[]])[-1], self.expected()
         sizes = len(self.stages), self._microbatches, max(1, len(slices))
         equal = forecast(self._schedule, *sizes, lambda action: 1.0)
         measured = f"; {found.bubble:.1%} and {found.seconds:.4g} s a step by measured costs" if found else ""
@@ -107,13 +107,3 @@ class SlicePlanner:
             **fitted,
             "memory": f"at most {held} slices of a sequence at once on stages 0, 1, ..",
         }
-
-
-def _firsts(own: tuple[int, int, int], pipe: StageRunner, world: Transport | None) -> tuple[int, int, int]:
-    """Batch size, length and mask flag of the first pipeline."""
-    if world is None or world.size == pipe.size:
-        return own
-    pending, rows = world.all_gather(torch.tensor(own))
-    pending.wait()
-    batch, length, masked = rows[0].tolist()
-    return batch, length, masked

@@ -89,7 +89,12 @@ class Engine:
             inside = set((module := self._module.get_submodule(name)).modules())
             own = tuple(place for place in found if place.module in inside)
             self._spilling.append(Spilling(index, name, module, own))
-        self._refuse_compiled()
+        for name, part in self._module.named_modules():
+            if part._compiled_call_impl is not None or "_orig_mod" in part._modules:
+                raise ValueError(
+                    f"{name or type(part).__name__} is compiled, and compiled code doesn't see that its parameters "
+                    "come and go: train the module without torch.compile"
+                )
         self._loader = Loader(self.device, [block.parameters for block in self._spilling])
         self._standing = Standing(found, self._spilling, self.device.place)
         self._look()
@@ -117,14 +122,6 @@ class Engine:
             return (within if again is call else again or module._call_impl)(*args, **kwargs)  # outside of a step
 
         return call
-
-    def _refuse_compiled(self) -> None:
-        for name, module in self._module.named_modules():
-            if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
-                raise ValueError(
-                    f"{name or type(module).__name__} is compiled, and compiled code doesn't see that its parameters "
-                    "come and go: train the module without torch.compile"
-                )
 
     def _release(self) -> None:
         for block in self._spilling:

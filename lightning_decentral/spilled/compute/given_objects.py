@@ -48,7 +48,12 @@ class _Held:
     def changed(self) -> bool:
         now, former = _parts(self.holder), _parts(self.former)
         keys_differ = isinstance(self.holder, dict) and list(self.holder) != list(self.former)
-        return keys_differ or len(now) != len(former) or not all(map(_same, now, former))
+        # The same objects, or equal numbers and texts.
+        same = (
+            a is b or (isinstance(a, NUMBERS) and isinstance(b, NUMBERS) and a == b)
+            for a, b in zip(now, former, strict=False)
+        )
+        return keys_differ or len(now) != len(former) or not all(same)
 
 
 class GivenObjects:
@@ -106,10 +111,6 @@ class GivenObjects:
         finally:
             for held, values in zip(self._held, now, strict=True):
                 _put(held.holder, values)
-
-
-def _same(a: Any, b: Any) -> bool:
-    return a is b or (isinstance(a, NUMBERS) and isinstance(b, NUMBERS) and a == b)
 
 
 def _version(tensor: Tensor) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 from weakref import WeakValueDictionary
 
@@ -132,8 +133,7 @@ class Run:
         with placed(self._block.places, leaves), graph_dropped(self._block.name, leaves.values()):
             self._answer = Taken(self._block.module._call_impl(*args, **kwargs))
         self._refuse_written(copies, before)
-        self._put_back()
-        self._refuse_opaque()
+        self._check_objects()
         if any(tensor._version != version for tensor, version in zip(inputs, came, strict=True)):
             raise ValueError(
                 f"block {self._block.name} changes its input in place, which its backward needs as it was: "
@@ -149,8 +149,9 @@ class Run:
         """Return the block's output with these tensors in it."""
         return self._answer.with_tensors(results)
 
-    def _put_back(self) -> None:
-        """Restore caches to before the call: what it wrote has no graph, and the device needn't hold it."""
+    def _check_objects(self) -> None:
+        """Restore caches to before the call: what it wrote has no graph, and the device needn't hold it. ValueError for
+        what else it wrote into, and for what it returns in which gradients aren't found."""
         caches, others = self._objects.put_back()
         self._block.emptied.update((id(cache), cache) for cache in caches)
         if others:
@@ -158,8 +159,6 @@ class Run:
                 f"block {self._block.name} writes into a {others[0]} that it is given, which its backward needs as it "
                 "was: return what it writes as tensors, and pass no cache (use_cache=False)"
             )
-
-    def _refuse_opaque(self) -> None:
         wrong = [other for other in self._answer.others if not isinstance(other, PLAIN)]
         if wrong:
             raise ValueError(
@@ -217,8 +216,11 @@ class Run:
         except RuntimeError as error:
             raise self._unlike(f" ({error})") from error
         self._loader.log.ran_again()
-        results = answer.drop()
-        if self._loader.checks and not _alike(self._seen, self._loader.device.send(results).land()):
+        results, seen = answer.drop(), self._seen
+        again = self._loader.device.send(results).land() if self._loader.checks else []
+        # Equal, up to rounding where a device adds in no fixed order.
+        alike = partial(torch.allclose, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
+        if [a.shape for a in seen] != [b.shape for b in again] or not all(map(alike, seen, again)):
             raise self._unlike("")
         self._seen = []
         return results
@@ -269,11 +271,3 @@ class _Computed(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         return None, torch.zeros(()), *ctx.run.backward(gradients)
-
-
-def _alike(seen: Sequence[Tensor], again: Sequence[Tensor]) -> bool:
-    """Equal, up to rounding where a device adds in no fixed order."""
-    return len(seen) == len(again) and all(
-        a.shape == b.shape and bool(torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True))
-        for a, b in zip(seen, again, strict=True)
-    )

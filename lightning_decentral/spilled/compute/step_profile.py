@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -29,20 +29,6 @@ class Unmeasured:
         """The forward of a visit of a backward has run."""
 
 
-@dataclass
-class _Open:
-    """A visit that hasn't ended."""
-
-    block: int
-    backward: bool
-    began: float
-    loaded_bytes: int
-    before_bytes: int
-    sent_bytes: int = 0
-    again_seconds: float = 0.0
-    saved_bytes: int = 0
-
-
 class Log:
     """Measures a step's visits while every block is loaded alone, and all copying is waited for.
 
@@ -58,8 +44,9 @@ class Log:
         self.opening_bytes = 0
         self._device = device
         self._load_bytes, self._load_seconds = 0, 0.0
-        self._open: _Open | None = None
-        self._closed = 0.0
+        self._open: Visit | None = None  # one that hasn't ended
+        self._began = self._closed = 0.0
+        self._loaded_bytes = self._before_bytes = 0  # when it began: of parameters, and of everything
         device.forget_peak()
 
     def close(self) -> None:
@@ -68,28 +55,29 @@ class Log:
         if visit is None:
             self.opening_bytes = max(peak, self.opening_bytes)
             return
-        seconds = self._closed - visit.began
-        other = peak - visit.loaded_bytes
-        done = Visit(visit.block, visit.backward, seconds, other, visit.sent_bytes)
-        self.visits.append(replace(done, again_seconds=visit.again_seconds, saved_bytes=visit.saved_bytes))
+        seconds, other = self._closed - self._began, peak - self._loaded_bytes
+        self.visits.append(replace(visit, seconds=seconds, other_bytes=other))
         self._open = None
 
     def open(self, block: int, backward: bool, loaded_bytes: int, came_bytes: int) -> None:
-        began = self._device.now()
+        self._began = self._device.now()
         self._load_bytes += came_bytes  # over all visits: the rate of the link is one number
         # Since `close`, loads alone were waited for.
-        self._load_seconds += began - self._closed if came_bytes else 0.0
+        self._load_seconds += self._began - self._closed if came_bytes else 0.0
         self._device.forget_peak()
-        self._open = _Open(block, backward, began, loaded_bytes, self._device.present_bytes())
+        self._loaded_bytes, self._before_bytes = loaded_bytes, self._device.present_bytes()
+        self._open = Visit(block, backward, 0.0, 0)
 
     def sends(self, tensors: Sequence[Tensor]) -> None:
         if self._open is not None:
-            self._open.sent_bytes += sum(t.numel() * t.element_size() for t in tensors)
+            sent_bytes = self._open.sent_bytes + sum(t.numel() * t.element_size() for t in tensors)
+            self._open = replace(self._open, sent_bytes=sent_bytes)
 
     def ran_again(self) -> None:
         if self._open is not None:
-            self._open.again_seconds = self._device.now() - self._open.began
-            self._open.saved_bytes = self._device.present_bytes() - self._open.before_bytes
+            again_seconds, saved_bytes = self._device.now() - self._began, self._device.present_bytes()
+            saved_bytes -= self._before_bytes
+            self._open = replace(self._open, again_seconds=again_seconds, saved_bytes=saved_bytes)
 
     def footprint(self, blocks: Sequence[BlockFootprint]) -> Footprint:
         rate = self._load_bytes / max(self._load_seconds, 1e-9)

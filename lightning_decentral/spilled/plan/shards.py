@@ -126,18 +126,13 @@ def plan(footprint: Footprint, budget_bytes: int) -> ShardPlan:
     """
     finest = ShardPlan(footprint, tuple((block,) for block in footprint.order))
     _refuse(finest, budget_bytes)  # shards of one block need the least: what is too small for them is too small
-    packed = {_packed(footprint, cap) for cap in _caps(footprint, budget_bytes)}
+    sizes = [footprint.blocks[block].parameter_bytes for block in footprint.order]
+    sums = {total for start in range(len(sizes)) for total in accumulate(sizes[start:]) if total <= budget_bytes}
+    caps = sorted(sums)[:: max(1, len(sums) // MOST_CAPS)]  # sizes that consecutive blocks have together
+    packed = {_packed(footprint, cap) for cap in caps}
     others = [ShardPlan(footprint, shards) for shards in packed if shards != finest.shards]
     fitting = [finest, *(other for other in others if other.peak_bytes <= budget_bytes)]
     return min(fitting, key=lambda found: (found.seconds, len(found.shards), found.shards))
-
-
-def _caps(footprint: Footprint, budget_bytes: int) -> list[int]:
-    """Sizes that consecutive blocks have together."""
-    sizes = [footprint.blocks[block].parameter_bytes for block in footprint.order]
-    sums = {total for start in range(len(sizes)) for total in accumulate(sizes[start:]) if total <= budget_bytes}
-    found = sorted(sums)
-    return found[:: max(1, len(found) // MOST_CAPS)]
 
 
 def _packed(footprint: Footprint, cap_bytes: int) -> Shards:
@@ -180,28 +175,20 @@ def summary(plan: ShardPlan, budget_bytes: int | None) -> dict[str, str]:
     footprint, limit = plan.footprint, "no limit" if budget_bytes is None else size(budget_bytes)
     lost = max(0.0, plan.seconds - footprint.plain_seconds)
     names = [[footprint.blocks[block].name for block in blocks] for blocks in plan.shards]
+    spans = [row[0] if len(row) == 1 else f"{row[0]} ... {row[-1]} ({len(row)} blocks)" for row in names]
     lines = {
         "shards": f"{len(plan.shards)} of {len(footprint.order)} blocks, parameters {size(footprint.parameter_bytes)}",
-        **{f"shard {i}": f"{_span(row)}, {size(plan.shard_bytes[i])}" for i, row in enumerate(names)},
+        **{f"shard {i}": f"{spans[i]}, {size(plan.shard_bytes[i])}" for i in range(len(names))},
         "peak": f"{size(plan.peak_bytes)} on the device, predicted, of {limit}",
         "seconds": f"{plan.seconds:.3g} a step, predicted, without the update; {lost:.3g} of them lost to "
         "loading and to computing forwards twice",
     }
-    if fits(plan, budget_bytes):
+    # Whether everything would fit at once, with an optimizer's state like Adam's.
+    if budget_bytes is None or footprint.plain_bytes + STATES * footprint.parameter_bytes <= budget_bytes:
         lines["advice"] = "the model fits: use the plain strategy"
     return lines
-
-
-def fits(plan: ShardPlan, budget_bytes: int | None) -> bool:
-    """Return whether everything would fit at once, with an optimizer's state like Adam's."""
-    needed = plan.footprint.plain_bytes + STATES * plan.footprint.parameter_bytes
-    return budget_bytes is None or needed <= budget_bytes
 
 
 def size(number_bytes: float) -> str:
     """Format bytes in MiB."""
     return f"{number_bytes / 2**20:.4g} MiB"
-
-
-def _span(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)} blocks)"

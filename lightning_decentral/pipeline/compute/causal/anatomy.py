@@ -70,13 +70,20 @@ def dissect(module: Any, run: Callable[[KVCache], Any], length: int) -> Anatomy:
     Raises:
         Unfit: it isn't made of blocks in one list.
     """
-    blocks, head = _blocks(module), _path(module, module.get_output_embeddings())
+    blocks, to_logits = _blocks(module), module.get_output_embeddings()
+    head = next((name for name, part in module.named_modules() if part is to_logits), None)
     if head is None:
         raise Unfit("has no map from hidden states to logits of its own (get_output_embeddings)")
-    parts = _parts(module, blocks)
+    names = blocks.split(".")
+    way = [".".join(names[:i]) for i in range(len(names) + 1)]  # from the model down to its blocks
+    beside = [
+        ".".join(filter(None, (up, name))) for up in way[:-1] for name, _ in module.get_submodule(up).named_children()
+    ]
+    parts = [p for p in beside if p not in way and any(True for _ in module.get_submodule(p).parameters())]
     layers = [f"{blocks}.{i}" for i in range(len(module.get_submodule(blocks)))]
     around = [*parts, *layers, blocks.rpartition(".")[0]]
-    with watched(module, around) as (met, results), watched(module, _inside(module, layers)) as (_, inside):
+    within = [f"{path}.{name}" for path in layers for name, _ in module.get_submodule(path).named_modules() if name]
+    with watched(module, around) as (met, results), watched(module, within) as (_, inside):
         output = run(memory := KVCache(length))
     order = [path for path in met if path in layers]
     if order != layers:
@@ -92,7 +99,7 @@ def dissect(module: Any, run: Callable[[KVCache], Any], length: int) -> Anatomy:
     block, model = results[layers[0]], results[around[-1]]
     returned = len(block) - 1 if isinstance(block, tuple) else None
     routers = _routers(module, layers, inside, output)
-    return Anatomy(blocks, head, before, after, returned, routers, type(model), len(memory.layers) == len(layers))
+    return Anatomy(blocks, head, before, after, returned, routers, type(model), len(memory.stores) == len(layers))
 
 
 def _blocks(module: Any) -> str:
@@ -105,24 +112,6 @@ def _blocks(module: Any) -> str:
     if "." not in outer[0]:
         raise Unfit("has its blocks next to its head, not in a model of their own")
     return outer[0]
-
-
-def _parts(module: nn.Module, blocks: str) -> list[str]:
-    """Paths of the modules with parameters next to those on the path from the model down to its blocks."""
-    names = blocks.split(".")
-    way = [".".join(names[:i]) for i in range(len(names) + 1)]
-    around = [
-        ".".join(filter(None, (up, name))) for up in way[:-1] for name, _ in module.get_submodule(up).named_children()
-    ]
-    return [path for path in around if path not in way and any(True for _ in module.get_submodule(path).parameters())]
-
-
-def _inside(module: nn.Module, layers: list[str]) -> list[str]:
-    return [f"{path}.{name}" for path in layers for name, _ in module.get_submodule(path).named_modules() if name]
-
-
-def _path(module: nn.Module, part: nn.Module | None) -> str | None:
-    return next((name for name, found in module.named_modules() if found is part), None)
 
 
 @contextmanager
