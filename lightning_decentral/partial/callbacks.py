@@ -12,10 +12,9 @@ from rich.table import Table
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_decentral.partial.agreed import described, options
+from lightning_decentral.partial.agreed import described, options, refuse_unserved, run_of, timed, warm_up_state
 from lightning_decentral.partial.compute.frozen_update import Absent, settle
 from lightning_decentral.partial.compute.search import Cuts, search
-from lightning_decentral.partial.dry_run import refuse_unserved, run_of, timed, warm_up_state
 from lightning_decentral.partial.plan.cost import Balance, compute_fraction, memory_fraction, saved_bytes
 from lightning_decentral.partial.plan.depth import DepthAssignment, Temporal
 from lightning_decentral.partial.wire.depth_controller import DepthController

@@ -10,11 +10,20 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_decentral.partial.agreed import described, found_together, options, remembered, wished
+from lightning_decentral.partial.agreed import (
+    described,
+    found_together,
+    options,
+    refuse_unserved,
+    remembered,
+    run_of,
+    timed,
+    warm_up_state,
+    wished,
+)
 from lightning_decentral.partial.compute.frozen_update import Absent
 from lightning_decentral.partial.compute.search import Cuts, search
 from lightning_decentral.partial.compute.uneven_batches import shared
-from lightning_decentral.partial.dry_run import refuse_unserved, run_of, timed, warm_up_state
 from lightning_decentral.partial.plan.cost import Balance
 from lightning_decentral.partial.plan.depth import DepthAssignment, Temporal
 from lightning_decentral.partial.wire.depth_controller import CutSteps, DepthController

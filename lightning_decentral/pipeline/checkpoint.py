@@ -15,15 +15,8 @@ import torch
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from torch.optim import Optimizer
 
-from lightning_decentral.pipeline.wire.ownership import (
-    Ownership,
-    check_same_groups,
-    joined_names,
-    optimizer_own,
-    optimizer_part,
-    optimizer_whole,
-    settings_of,
-)
+from lightning_decentral.pipeline.wire import ownership
+from lightning_decentral.pipeline.wire.ownership import Ownership
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
 from lightning_decentral.shared.checkpoint.reading import refuse_other_number
 from lightning_decentral.shared.checkpoint.saving import CheckpointedStrategy
@@ -102,25 +95,25 @@ class PipelineCheckpoints(Checkpoints):
             states = zip(self._stage.optimizers, checkpoint.get(STATES, ()), strict=False)  # none: weights only
             # On the host: no device need have room for the whole model.
             mine["state_dict"] = {key: value.detach().cpu() for key, value in checkpoint["state_dict"].items()}
-            mine["optimizers"] = [optimizer_part(o, state, self.layout.order) for o, state in states]
+            order = self.layout.order
+            mine["optimizers"] = [ownership.optimizer_part(o, state, order) for o, state in states]
         wire = self._join_groups()  # again, after the fit
         if STATES in checkpoint and wire is not None:
-            every = gather_objects(wire.roll, [settings_of(o) for o in self._stage.optimizers])
-            check_same_groups(every[: self._stage.num_stages])  # the others' pipelines may have rates of their own
+            every = gather_objects(wire.roll, [ownership.settings_of(o) for o in self._stage.optimizers])
+            # The others' pipelines may have rates of their own.
+            ownership.check_same_groups(every[: self._stage.num_stages])
         parts = [mine] if wire is None else collect_objects(wire.roll, mine)
-        return self._joined(checkpoint, parts, mark, self.layout) if parts else {}
-
-    def _joined(
-        self, checkpoint: Mapping[str, Any], parts: list[dict[str, Any]], mark: dict[str, Any], layout: Ownership
-    ) -> dict[str, Any]:
+        if not parts:
+            return {}
         stages = parts[: self._stage.num_stages]
-        order = list(layout.order.values())
+        names = list(self.layout.order.values())
         # Of what stands on several stages the last one's is taken, which runs all of the user's step.
         union = {key: value for part in stages for key, value in part["state_dict"].items()}
-        joined = {**checkpoint, "state_dict": {key: union[key] for key in dict.fromkeys([*layout.state_keys, *union])}}
+        keys = dict.fromkeys([*self.layout.state_keys, *union])
+        joined = {**checkpoint, "state_dict": {key: union[key] for key in keys}}
         if STATES in checkpoint:
-            states = zip(*(part["optimizers"] for part in stages), strict=True)
-            joined[STATES] = [optimizer_whole(rows, order) for rows in states]
+            optimizers = zip(*(part["optimizers"] for part in stages), strict=True)
+            joined[STATES] = [ownership.optimizer_whole(rows, names) for rows in optimizers]
             joined[KEY] = {
                 **mark,
                 "stages": self._stage.num_stages,
@@ -151,8 +144,8 @@ class PipelineCheckpoints(Checkpoints):
         for optimizer, whole in zip(self._stage.optimizers, checkpoint[STATES], strict=True):
             own = [[order[p] for p in group["params"]] for group in optimizer.param_groups]
             rows = [own] if wire is None else gather_objects(wire.roll, own)
-            groups = joined_names(rows, list(order.values()))
-            optimizer.load_state_dict(optimizer_own(whole, groups, own))
+            groups = ownership.joined_names(rows, list(order.values()))
+            optimizer.load_state_dict(ownership.optimizer_own(whole, groups, own))
             _optimizer_to_device(optimizer, self._stage.root_device)
 
     def resume(self) -> None:

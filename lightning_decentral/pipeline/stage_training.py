@@ -115,7 +115,10 @@ class StageTraining:
                 begin = time.perf_counter()
                 self.spans = self.pipe.train(step.calls, slices, step.finish).spans
             except torch.OutOfMemoryError as error:
-                raise self._plans.out_of_memory(self.pipe.rank) from error
+                raise RuntimeError(
+                    f"stage {self.pipe.rank} ran out of memory: take more slices or microbatches, "
+                    f"activations=Recompute(), or fewer blocks on this stage ({'; '.join(self._plans.stages)})"
+                ) from error
             self.seconds = time.perf_counter() - begin
         trained = [p for p in every if p.requires_grad]  # only now: the step may have thawed some before its call
         own = [p.grad for p in trained if p.grad is not None]

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -162,11 +162,6 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
             check_same_model(module, wire.roll)
             built = [t for t in (*module.parameters(), *module.buffers()) if not t.is_meta]  # the others: drawn alike
             start_from_worker_0(built, wire.flags, torch.device("cpu"))
-        self._take_part(module)
-        self.health.look(module.buffers())
-        self.model_to_device()  # only now: a device need only have room for its stage
-
-    def _take_part(self, module: LightningModule) -> None:
         model = pipelined(module, self.slicing, self.root_device)
         counts = self.partition.counts(*model.loads(), self.num_stages)
         place = place_of(counts, self.stage)
@@ -178,6 +173,8 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
         options: Any = {"schedule": self.schedule, "activations": self.activations, "boundary": self.boundary}
         pipe = StageRunner(model, place, over, edges, device=self.root_device, hosts=hosts, **options)
         self._stage = StageTraining(module, pipe, holdings, self.plans, slicing=self.slicing, summary=self.summary)
+        self.health.look(module.buffers())
+        self.model_to_device()  # only now: a device need only have room for its stage
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         refuse_replaced(self._totals is not None and self.drifts)

@@ -58,10 +58,10 @@ class StageTotals:
     def _clip(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """g <- g min(1, clip_val / (norm + 1e-6)), the norm over all stages, tied parameters once. Collective."""
         gradients = {p: p.grad for p in self._precision.main_params(optimizer) if p.grad is not None}
-        counted = set(self._holdings.counted)
+        counted = self._holdings.counted
         # With a zero: a stage without gradients takes part in the sum all the same.
         zero = torch.zeros((), device=self._pipe.device)
-        mine = [zero, *(gradient.detach() for p, gradient in gradients.items() if p in counted)]
+        mine = [zero, *(gradient.detach() for p, gradient in gradients.items() if p in counted and p.requires_grad)]
         # No `if norm > clip_val`, which would wait for the device.
         factor = (clip_val / (self._pipe.total(squared_norm(mine)).sqrt() + 1e-6)).clamp(max=1.0)
         for gradient in gradients.values():

@@ -196,13 +196,7 @@ class SpilledStrategy(SingleDeviceStrategy):
 
 def host_scaler(scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
     """The same, for gradients on the host: its scale is there, too, and nothing is copied asynchronously to be read."""
-    settings = scaler.state_dict()
-    own = torch.amp.GradScaler(
-        "cpu",
-        init_scale=settings.get("scale", 2.0**16),
-        growth_factor=scaler.get_growth_factor(),
-        backoff_factor=scaler.get_backoff_factor(),
-        growth_interval=scaler.get_growth_interval(),
-    )
+    own = torch.amp.GradScaler("cpu")
+    own.load_state_dict(scaler.state_dict())
     own.scale(torch.zeros(()))  # the scale is made where the first loss lies
     return own

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from lightning_decentral.partial.compute.cut import Judged, Verdict
 from lightning_decentral.partial.compute.trial import Decide, Trial, by_itself, trial_copy, untouched
-from lightning_decentral.partial.compute.verify import Judged, Verdict
 from lightning_decentral.partial.plan.cost import Balance, partition
 from lightning_decentral.shared.compute.block_cost import Run, parameter_bytes
 from lightning_decentral.shared.compute.modules import BlockSequence, candidates, uncompiled
@@ -79,22 +79,18 @@ def search(
     check_wish(cuts)
     copied = trial_copy(module)
     with uncompiled(), untouched(module):
-        return _found(Trial(copied, run_of(copied), decide), _likeliest(module), cuts, balance)
-
-
-def _found(trial: Trial, chains: Sequence[BlockSequence], cuts: Cuts, balance: Balance) -> CutPlan:
-    match cuts:
-        case "blocks":
-            return _between_all(trial, chains)
-        case int() | str():
-            return _along_a_chain(trial, chains, None if isinstance(cuts, str) else cuts, balance)
-    modules = dict(trial.module.named_modules())
-    unknown = [name for name in cuts if name not in modules or not name]
-    if unknown:
-        names = [name for chain in candidates(trial.module)[:1] for name in chain.names]
-        some = f"there are {', '.join(names[:4])}, ..." if names else "it has no chain of blocks"
-        raise ValueError(f"no module named {unknown[0]!r} to cut at: {some}")
-    return plan(trial, list(cuts))
+        trial, chains = Trial(copied, run_of(copied), decide), _likeliest(module)
+        match cuts:
+            case "blocks":
+                return _between_all(trial, chains)
+            case int() | str():
+                return _along_a_chain(trial, chains, None if isinstance(cuts, str) else cuts, balance)
+        unknown = [name for name in cuts if name not in dict(copied.named_modules()) or not name]
+        if unknown:
+            names = [name for chain in candidates(copied)[:1] for name in chain.names]
+            some = f"there are {', '.join(names[:4])}, ..." if names else "it has no chain of blocks"
+            raise ValueError(f"no module named {unknown[0]!r} to cut at: {some}")
+        return plan(trial, list(cuts))
 
 
 def _likeliest(module: nn.Module) -> list[BlockSequence]:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_decentral.partial.compute.verify import Judged, judge
+from lightning_decentral.partial.compute.cut import Judged, judge
 from lightning_decentral.shared.compute.around.rerun import Remembered
 from lightning_decentral.shared.compute.block_cost import Run, measure
 from lightning_decentral.shared.plan.profile import BlockCost

@@ -6,6 +6,12 @@ from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
+KEPT = (
+    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
+    *("generator", "prefetch_factor", "persistent_workers"),
+)
+"""Options that a loader keeps when its batches are shared out."""
+
 
 def counts(shares: Sequence[float], samples: int) -> list[int]:
     """Whole numbers in proportion to the shares that add up to `samples`: one each, the rest by largest remainders.
@@ -68,16 +74,5 @@ def shared(loader: object, shares: Sequence[float]) -> tuple[DataLoader[object],
         raise ValueError("unequal shares need a DataLoader with a batch_size: give one, or use Staircase()")
     sizes = counts(shares, len(shares) * loader.batch_size)
     batches = SharedBatches(loader.sampler, loader.batch_size, sizes)
-    return DataLoader(
-        loader.dataset,
-        batch_sampler=batches,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-    ), tuple(sizes)
+    options: dict[str, Any] = {name: getattr(loader, name) for name in KEPT}
+    return DataLoader(loader.dataset, batch_sampler=batches, **options), tuple(sizes)

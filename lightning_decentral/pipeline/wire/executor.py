@@ -31,9 +31,9 @@ from lightning_decentral.shared.wire.transport import Message, Transport
 class Boundary(ABC):
     """Shapes and types of messages are known on both sides before they are sent."""
 
-    @abstractmethod
     def buffer(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate the tensor that a message for a tensor of this shape and dtype is received into."""
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
 
     @abstractmethod
     def encode(self, tensor: Tensor) -> Tensor:  # (batch, tokens, width)
@@ -47,9 +47,6 @@ class Boundary(ABC):
 @dataclass(frozen=True)
 class ExactActivations(Boundary):
     """Hidden states and gradients sent as they are, without compression."""
-
-    def buffer(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, device=device)
 
     def encode(self, tensor: Tensor) -> Tensor:
         return tensor.contiguous()

@@ -54,30 +54,18 @@ class Ownership:
         """Names of parameters that stand on several stages, the same list on all."""
         self._names = _named(module)
         rank, kept = 0 if over is None else over.rank, [p for p in self.order if p in self.kept]
-        self._tied = {p: holders[self.order[p]] for p in kept if p in inside and len(holders[self.order[p]]) > 1}
-        self._outside = [p for p in kept if p not in inside]
-        self._counted = [p for p in kept if holders[self.order[p]][0] == rank]
+        self.tied = {p: holders[self.order[p]] for p in kept if p in inside and len(holders[self.order[p]]) > 1}
+        """Parameters of the model that stand on several stages, and on which."""
+        self.outside = [p for p in kept if p not in inside]
+        """Parameters outside the model; every stage has them, the last one uses them."""
+        self.counted = {p for p in kept if holders[self.order[p]][0] == rank}
+        """Parameters that a sum over the stages takes from this one."""
 
     # ---- what is trained now: freezing and thawing come at any time ---------------------------------------------
 
-    @property
-    def tied(self) -> dict[nn.Parameter, list[int]]:
-        """Parameters of the model that stand on several stages, and on which."""
-        return {p: stages for p, stages in self._tied.items() if p.requires_grad}
-
-    @property
-    def outside(self) -> list[nn.Parameter]:
-        """Parameters outside the model; every stage has them, the last one uses them."""
-        return [p for p in self._outside if p.requires_grad]
-
-    @property
-    def counted(self) -> list[nn.Parameter]:
-        """Parameters that a sum over the stages takes from this one."""
-        return [p for p in self._counted if p.requires_grad]
-
     def flags(self) -> Tensor:
         """[several]: 1 where this stage trains it, 0 where it's frozen here, -1 where it isn't here."""
-        here = {self.order[p]: float(p.requires_grad) for p in (*self._tied, *self._outside)}
+        here = {self.order[p]: float(p.requires_grad) for p in (*self.tied, *self.outside)}
         return torch.tensor([here.get(name, -1.0) for name in self.several], dtype=torch.float64)
 
     def refuse_uneven(self, flags: Tensor) -> None:  # (stages, several)

@@ -176,10 +176,10 @@ class StageRunner:
         return number
 
     def tie(self, tied: Mapping[nn.Parameter, Sequence[int]], outside: Sequence[nn.Parameter]) -> None:
-        """Sum the gradients of what stands on several stages. Collective."""
+        """Sum the gradients of what stands on several stages and is trained. Collective."""
         if self.over is None:
             return
-        for parameter, stages in tied.items():
+        for parameter, stages in ((p, stages) for p, stages in tied.items() if p.requires_grad):
             mine = _gradient(parameter)
             rows = {r: mine if r == self.rank else torch.empty_like(mine) for r in stages}
             sends = [Message(r, mine, TIED) for r in stages if r != self.rank]
@@ -188,7 +188,7 @@ class StageRunner:
                 pending.wait()
             # In one order, to the same bits: all holders make the same update.
             parameter.grad = reduce(torch.add, [rows[r] for r in stages])
-        for parameter in outside:
+        for parameter in (p for p in outside if p.requires_grad):
             parameter.grad = self.total(_gradient(parameter))
 
 

@@ -17,17 +17,11 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from lightning_decentral.spilled.compute.blocks import (
-    ParameterPlace,
-    as_standing,
-    placed,
-    refuse_unlike,
-    refuse_written,
-    versions,
-)
-from lightning_decentral.spilled.compute.given_objects import GivenObjects
+from lightning_decentral.spilled.compute import blocks as block_places
+from lightning_decentral.spilled.compute.blocks import ParameterPlace, placed
 from lightning_decentral.spilled.compute.prefetch import Loader
 from lightning_decentral.spilled.compute.recompute import (
+    GivenObjects,
     Moment,
     Taken,
     as_trained,
@@ -74,7 +68,7 @@ def spilled(block: Spilling, loader: Loader) -> Callable[..., Any]:
                 "before the training step: pass no cache (use_cache=False)"
             )
         run = Run(block, loader, given)
-        as_standing(block.places, loader.hosts)
+        block_places.as_standing(block.places, loader.hosts)
         hosts = [loader.hosts[name] for name in block.parameters]
         inputs = given.drop()
         if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*hosts, *inputs)):
@@ -105,7 +99,7 @@ class Run:
     def once(self, *args: Any, **kwargs: Any) -> Any:
         """The call, when no backward follows: what it is given it may change."""
         copies = self._loader.enter(self._block.index)
-        before = versions(copies)
+        before = block_places.versions(copies)
         with placed(self._block.places, copies):
             answer = self._block.module._call_impl(*args, **kwargs)
         self._refuse_written(copies, before)
@@ -129,7 +123,7 @@ class Run:
                 "gradients, and get none there: pass them in lists or dictionaries, and no cache (use_cache=False)"
             )
         self._trained = {name: loader.hosts[name].requires_grad for name in copies}
-        leaves, before = as_trained(copies, self._trained), versions(copies)
+        leaves, before = as_trained(copies, self._trained), block_places.versions(copies)
         with placed(self._block.places, leaves), graph_dropped(self._block.name, leaves.values()):
             self._answer = Taken(self._block.module._call_impl(*args, **kwargs))
         self._refuse_written(copies, before)
@@ -167,9 +161,9 @@ class Run:
             )
 
     def _refuse_written(self, copies: Mapping[str, Tensor], before: Mapping[str, int]) -> None:
-        refuse_written(f"block {self._block.name}", copies, before)
+        block_places.refuse_written(f"block {self._block.name}", copies, before)
         if self._loader.checks:
-            refuse_unlike(f"block {self._block.name}", copies, self._loader.hosts)
+            block_places.refuse_unlike(f"block {self._block.name}", copies, self._loader.hosts)
 
     # ---- backward -----------------------------------------------------------------------------------------------
 
@@ -215,7 +209,8 @@ class Run:
             raise
         except RuntimeError as error:
             raise self._unlike(f" ({error})") from error
-        self._loader.log.ran_again()
+        if self._loader.log is not None:
+            self._loader.log.ran_again()
         results, seen = answer.drop(), self._seen
         again = self._loader.device.send(results).land() if self._loader.checks else []
         # Equal, up to rounding where a device adds in no fixed order.

@@ -192,16 +192,13 @@ class CausalModel(Pipelined):
 
     def _run(self, place: StagePlace, given: Mapping[str, Any]) -> Tensor:
         """The model's own forward, up to this stage's end."""
-        ends = [self.module.get_submodule(self._anatomy.head)] if place.last else []
-        hooks = [end.register_forward_hook(lambda _, __, result: take_out(result)) for end in ends]
-        forward: Any = type(self.module).forward
+        head, forward = self.module.get_submodule(self._anatomy.head), type(self.module).forward
+        end = head.register_forward_hook(lambda _, __, result: take_out(result)) if place.last else nullcontext()
         try:
-            forward(self.module, **given)
+            with end:
+                forward(self.module, **given)
         except Out as out:
             return out.result
-        finally:
-            for hook in hooks:
-                hook.remove()
         raise AssertionError(f"{type(self.module).__name__} didn't reach its stage's end")
 
     def shape(self, call: Call, start: int, stop: int) -> Shape | None:

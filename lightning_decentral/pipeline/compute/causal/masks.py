@@ -16,9 +16,10 @@ Flex attention, softmax(mask(b, h, q, k) ? score(s * <query_q, key_k>, b, h, q, 
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -116,22 +117,13 @@ class _OfSlices:
         if not limits:
             bias = lower_right(options) if self._kind == "sdpa" and of.aligned else None
             return self._build(*args, **options) if bias is None else bias
-        rule = _all([options["mask_function"], *limits])
+        rules = [options["mask_function"], *limits]
+        rule: Rule = lambda b, h, q, k: reduce(torch.logical_and, (one(b, h, q, k) for one in rules))  # noqa: E731
         return self._build(*args, **{**options, "mask_function": rule, "allow_is_causal_skip": False})
 
 
 Rule = Callable[[Any, Any, Any, Any], Any]
 """(row, head, query, key) -> whether the query sees the key."""
-
-
-def _all(rules: Sequence[Rule]) -> Rule:
-    def rule(batch: Any, head: Any, query: Any, key: Any) -> Any:
-        first, *others = (one(batch, head, query, key) for one in rules)
-        for other in others:
-            first = torch.logical_and(first, other)
-        return first
-
-    return rule
 
 
 def lower_right(options: Mapping[str, Any]) -> CausalBias | None:

@@ -179,11 +179,7 @@ def cut(copy: nn.Module, anatomy: Anatomy, call: Mapping[str, Any], aligned: boo
         for stage in reversed(stages):
             towards = stage.backward(0, index, grad)
             grad = grad if towards is None else towards
-    return loss.detach(), _summed(copy, models)
-
-
-def _summed(copy: nn.Module, models: list[CausalModel]) -> Gradients:
-    """Sum the stages' gradients by the first name that a parameter has in the whole model."""
+    # By the first name that a parameter has in the whole model.
     firsts = dict(copy.named_parameters(remove_duplicate=False))
     first = {parameter: name for name, parameter in copy.named_parameters()}
     total: Gradients = {}
@@ -191,7 +187,7 @@ def _summed(copy: nn.Module, models: list[CausalModel]) -> Gradients:
         for name, grad in _taken(model.module).items():
             known = first[firsts[name]]
             total[known] = total[known] + grad if known in total else grad
-    return total
+    return loss.detach(), total
 
 
 def compared(wanted: tuple[Tensor, Gradients], found: tuple[Tensor, Gradients]) -> str | None:
