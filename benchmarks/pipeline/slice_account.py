@@ -23,8 +23,7 @@ from lightning_decentral.pipeline import Keep, OneForwardOneBackward
 from lightning_decentral.pipeline.compute.causal.trial import adapted
 from lightning_decentral.pipeline.compute.model import Call, StagePlace
 from lightning_decentral.pipeline.compute.stage import Stage
-from lightning_decentral.pipeline.wire.channel import Nowhere
-from lightning_decentral.pipeline.wire.executor import Executor
+from lightning_decentral.pipeline.wire.executor import Channel, Executor
 from pipeline.stages import Size, token_mean
 
 Step = Callable[[], None]
@@ -48,7 +47,7 @@ def sliced(size: Size, ids: torch.Tensor, count: int) -> Step:
 
     def step() -> None:
         stage = Stage(model, StagePlace(0, size.blocks, True, True), [Call(ids)], [tokens // count] * count, Keep())
-        Executor(stage, Nowhere(), lambda m, logits: token_mean(logits, ids)).run(actions)
+        Executor(stage, Channel({}, {}, torch.device("cpu")), lambda m, logits: token_mean(logits, ids)).run(actions)
         model.module.zero_grad()
 
     return step

@@ -29,8 +29,7 @@ from lightning_decentral.pipeline import Keep, OneForwardOneBackward
 from lightning_decentral.pipeline.compute.causal.trial import adapted
 from lightning_decentral.pipeline.compute.model import Call, StagePlace
 from lightning_decentral.pipeline.compute.stage import Stage
-from lightning_decentral.pipeline.wire.channel import Nowhere
-from lightning_decentral.pipeline.wire.executor import Executor
+from lightning_decentral.pipeline.wire.executor import Channel, Executor
 from pipeline.slice_account import token_mean
 
 BLOCKS, SLICES, TOKENS = 4, 8, 64
@@ -63,7 +62,7 @@ def step(model: nn.Module, ids: Tensor) -> None:
     parts = adapted(model)
     stage = Stage(parts, StagePlace(0, BLOCKS, True, True), [Call(ids)], [TOKENS // SLICES] * SLICES, Keep())
     actions = OneForwardOneBackward().actions(1, 1, SLICES)[0]
-    Executor(stage, Nowhere(), lambda _, logits: token_mean(logits, ids)).run(actions)
+    Executor(stage, Channel({}, {}, torch.device("cpu")), lambda _, logits: token_mean(logits, ids)).run(actions)
 
 
 def launched(model: nn.Module, ids: Tensor) -> Counter[str]:

@@ -21,7 +21,7 @@ from lightning_decentral.pipeline.compute.causal.trial import adapted
 from lightning_decentral.pipeline.compute.kv_cache import KVCache
 from lightning_decentral.pipeline.compute.model import Call, StagePlace
 from lightning_decentral.pipeline.plan.schedule import Kind
-from lightning_decentral.pipeline.wire.channel import Edge
+from lightning_decentral.pipeline.wire.executor import Edge
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
 from lightning_decentral.shared.wire.transport import GlooTransport
 

@@ -48,7 +48,7 @@ from lightning_decentral.pipeline.compute.model import Call
 from lightning_decentral.pipeline.plan.cost import Priced, expected, priced
 from lightning_decentral.pipeline.plan.schedule import forecast, in_flight
 from lightning_decentral.pipeline.plan.slicing import equal
-from lightning_decentral.pipeline.wire.measure import profile
+from lightning_decentral.pipeline.wire.slice_planner import profile
 from lightning_decentral.shared.wire.objects import gather_objects
 from pipeline.stages import STAGES, Bench, Size, Step, Taken, saved_bytes
 

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_decentral.cli.console import answer
+from lightning_decentral.partial.agreed import refuse_unserved, run_of
 from lightning_decentral.partial.compute.search import CutPlan, search
-from lightning_decentral.partial.dry_run import refuse_unserved, run_of
 from lightning_decentral.partial.plan.cost import compute_fraction, memory_fraction
 from lightning_decentral.partial.strategy import PartialBackpropStrategy
 from lightning_decentral.shared.application import Application

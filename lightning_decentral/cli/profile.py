@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_decentral.cli.console import answer, whole
 from lightning_decentral.gossip.round_cost import ROUNDS, round_works
+from lightning_decentral.partial.agreed import run_of, step_of
 from lightning_decentral.partial.compute.search import joints
-from lightning_decentral.partial.dry_run import run_of, step_of
 from lightning_decentral.planner.block_profile import (
     REPEATS,
     WARM_UP,

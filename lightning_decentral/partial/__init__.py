@@ -1,7 +1,7 @@
 """Structured partial backpropagation: the backward stops at a cut, its depth planned for each worker and step.
 
-`strategy` binds it to Lightning, `callbacks` are what users watch, `dry_run` is a training step without a trace,
-`agreed` what all workers cut and how it is described; `fabric` binds it to loops with Fabric.
+`strategy` binds it to Lightning, `callbacks` are what users watch, `agreed` is what all workers cut, by a dry run
+without a trace, and how it is described; `fabric` binds it to loops with Fabric.
 Below: `plan` (depths: values without torch), `compute` (cuts), `wire` (gradients). Public: all names below.
 """
 

@@ -1,21 +1,30 @@
-"""Cuts and depths that all workers agree on at the first batch, and their description as text.
+"""Cuts and depths that all workers agree on at the first batch, by a dry run, and their description as text.
 
 They are worker 0's, or those of the checkpoint that is resumed. Every binding (a Trainer's, Fabric's) states in its own
-way when a step begins; what it cuts is decided here.
+way when a step begins; what it cuts is decided here. The dry run is a training step of a copy of the LightningModule,
+repeatable and without a trace in the run.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from lightning_decentral.partial.compute.frozen_update import Absent, Skip
 from lightning_decentral.partial.compute.search import CutPlan, Cuts, check_wish
-from lightning_decentral.partial.compute.trial import Decide, Found
+from lightning_decentral.partial.compute.trial import Decide, Found, own_state, write_back
 from lightning_decentral.partial.plan.cost import Balance, SavedBytes, memory_fraction, selected_fraction
-from lightning_decentral.partial.plan.depth import DepthAssignment, top
+from lightning_decentral.partial.plan.depth import DepthAssignment, ended, top
 from lightning_decentral.partial.wire.depth_controller import DepthController
 from lightning_decentral.shared.compute import worker_state
+from lightning_decentral.shared.compute.block_cost import Run
 from lightning_decentral.shared.compute.buckets import check_bucket_bytes
-from lightning_decentral.shared.plan.profile import BlockCost
 from lightning_decentral.shared.wire.meeting.notices import is_loss
 
 STEPS = 10_000  # looked at, to find what the assignment ever trains; it may be long before it changes
@@ -125,12 +134,8 @@ def described(driver: DepthController, network: str) -> str:
     if not plan.boundaries:
         return f"partial backprop trains {network} in full: it has one layer, nothing to cut"
     chain = f" of {plan.chain}" if plan.chain else ""
-    lines = [
-        f"partial backprop, {driver.assignment}: {plan.segments} segments{chain}",
-        f"  cut before {', '.join(plan.boundaries)}",
-        *_rows(driver),
-    ]
-    return "\n".join(lines)
+    head = f"partial backprop, {driver.assignment}: {plan.segments} segments{chain}"
+    return "\n".join([head, f"  cut before {', '.join(plan.boundaries)}", *_rows(driver)])
 
 
 def _rows(driver: DepthController) -> Iterator[str]:
@@ -139,20 +144,128 @@ def _rows(driver: DepthController) -> Iterator[str]:
     steps = {0, *(warm_up + step for step in (*range(100), *range(100, STEPS, 97)))}
     trained = {assignment.trained(rank, size, step, driver.plan.segments) for step in steps for rank in range(size)}
     kinds = sorted(trained, key=lambda own: (-len(own), own))
+    costs, sizes = driver.plan.costs, [cost.parameter_bytes for cost in driver.plan.costs]
     for own in kinds[:ROWS]:
-        yield _row(own, driver.lowest(own), driver.plan.costs)
+        depth = len(costs) - (lowest := driver.lowest(own))
+        passing = own != top(depth, len(costs))
+        some = f"segment{'s' * (len(own) > 1)} {', '.join(map(str, own))}"
+        # What passed segments keep depends on their layers: a matrix needs nothing to pass a gradient on.
+        yield (
+            f"  {some if passing else f'depth {depth} of {len(costs)}'}: compute "
+            f"{selected_fraction(costs, own, lowest):.2f}, saved activations {'at most ' * passing}"
+            f"{memory_fraction(costs, depth):.2f}, gradients {sum(sizes[s] for s in own) / max(1, sum(sizes)):.2f} "
+            "of full"
+        )
     if len(kinds) > ROWS:
         yield f"  and {len(kinds) - ROWS} more"
 
 
-def _row(own: tuple[int, ...], lowest: int, costs: tuple[BlockCost, ...]) -> str:
-    depth = len(costs) - lowest
-    sizes = [cost.parameter_bytes for cost in costs]
-    passing = own != top(depth, len(costs))
-    what = f"segment{'s' * (len(own) > 1)} {', '.join(map(str, own))}" if passing else f"depth {depth} of {len(costs)}"
-    # What passed segments keep depends on their layers: a matrix needs nothing to pass a gradient on.
-    most = "at most " if passing else ""
-    return (
-        f"  {what}: compute {selected_fraction(costs, own, lowest):.2f}, saved activations {most}"
-        f"{memory_fraction(costs, depth):.2f}, gradients {sum(sizes[s] for s in own) / max(1, sum(sizes)):.2f} of full"
-    )
+# ---- the dry run -------------------------------------------------------------------------------------
+
+
+def refuse_unserved(module: LightningModule) -> None:
+    """ValueError for modules whose backward isn't Lightning's: nobody knows when their gradients are complete."""
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        raise ValueError(
+            f"{name} optimizes manually, so nobody knows which backward completes its gradients: "
+            "use automatic optimization, or strategy='ddp'"
+        )
+    if type(module).backward is not LightningModule.backward:
+        raise ValueError(
+            f"{name} overrides backward by hand, which may run none or several: "
+            "remove LightningModule.backward, or use strategy='ddp'"
+        )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise ValueError(
+            f"{name}'s training_step draws its own batches (dataloader_iter), and the search for cuts repeats the "
+            "first one: take a batch, or use strategy='ddp'"
+        )
+    if module._compiler_ctx is not None:
+        raise ValueError(
+            f"{name} was compiled as a whole, the cut changes what runs: compile its blocks instead (block.compile())"
+        )
+
+
+def timed(depth: DepthAssignment, trainer: Trainer, saved: Mapping[str, Any]) -> DepthAssignment:
+    """The assignment with its warm-up in steps of this run. Every worker calls it at the same point.
+
+    Those of the checkpoint that is resumed (`warm_up_state`) where it had the same assignment; otherwise worker 0's
+    estimate.
+    """
+    if saved.get("assignment") == repr(depth):  # a longer run goes on where the shorter one was
+        return replace(depth, warm_up=saved["warm_up"])
+    total_steps = trainer.estimated_stepping_batches
+    if 0 < depth.warm_up < 1 and not ended(total_steps):
+        rank_zero_warn(
+            f"partial backprop begins at once: a warm_up of {depth.warm_up} is a part of the run, and this run has no "
+            "known end; give warm_up in steps, or max_steps to the Trainer"
+        )
+    return replace(depth, warm_up=trainer.strategy.broadcast(depth.timed(total_steps).warm_up))
+
+
+def warm_up_state(depth: DepthAssignment, in_steps: DepthAssignment) -> dict[str, Any]:
+    """State for a checkpoint: the assignment as it was asked for, and its warm-up in steps."""
+    return {"assignment": repr(depth), "warm_up": in_steps.warm_up}
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss in what a training step returned.
+
+    Raises:
+        ValueError: there is none.
+    """
+    match output:
+        case Tensor() as loss:
+            return loss
+        case {"loss": Tensor() as loss}:
+            return loss
+        case _:
+            raise ValueError(
+                "the first training_step returned no loss, and cuts are verified by its gradients: return one"
+            )
+
+
+def step_of(trainer: Trainer, trial: Any, *args: Any, **kwargs: Any) -> Run:
+    """A function that runs `trial.training_step(*args)` and returns its loss; logs nothing as long as the entry `log`
+    stays in the module's `__dict__`."""
+    trial.trainer = trainer
+    trial.__dict__["log"] = lambda *_, **__: None  # what a trial computes is nobody's metric
+
+    def run() -> Tensor:
+        # Copies, as a step may write into its batch, which the next one reads.
+        copied = lambda t: t.detach().clone().requires_grad_(t.requires_grad)  # noqa: E731
+        own, named = tree_map_only(Tensor, copied, (args, kwargs))
+        with trainer.strategy.precision_plugin.train_step_context():
+            return loss_of(trial.training_step(*own, **named))
+
+    return run
+
+
+def run_of(trainer: Trainer, *args: Any, **kwargs: Any) -> Callable[[torch.nn.Module], Run]:
+    """Return f: f(copy) is a function that runs `copy.training_step(*args)`, each time alike."""
+    return repeated(lambda trial: step_of(trainer, trial, *args, **kwargs))
+
+
+def repeated(step_of: Callable[[Any], Run]) -> Callable[[torch.nn.Module], Run]:
+    """Function from a copy of the module to one that repeats its step: the same random numbers, buffers and plain
+    attributes. A step changes these: ranges that fake quantization has seen, the iterates of a spectral norm, counters.
+    """
+    random = worker_state.random_state()
+
+    def prepared(trial: Any) -> Run:
+        step = step_of(trial)
+        before = {name: buffer.detach().clone() for name, buffer in trial.named_buffers()}
+        put_back_own = own_state(trial)
+
+        def run() -> Tensor:
+            worker_state.set_random_state(random)
+            for name, buffer in trial.named_buffers():
+                if name in before:
+                    write_back(buffer, before[name])  # one may have been given its size by a step
+            put_back_own()
+            return step()
+
+        return run
+
+    return prepared

@@ -12,17 +12,16 @@ from rich.table import Table
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_decentral.partial.agreed import described, options
+from lightning_decentral.partial.agreed import described, options, refuse_unserved, run_of, timed, warm_up_state
 from lightning_decentral.partial.compute.frozen_update import Absent, settle
 from lightning_decentral.partial.compute.search import Cuts, search
-from lightning_decentral.partial.dry_run import refuse_unserved, run_of, timed, warm_up_state
 from lightning_decentral.partial.plan.cost import Balance, compute_fraction, memory_fraction, saved_bytes
 from lightning_decentral.partial.plan.depth import DepthAssignment, Temporal
 from lightning_decentral.partial.wire.depth_controller import DepthController
 from lightning_decentral.partial.wire.reducer import Rank
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.device import DeviceStopwatch, HostStopwatch, stopwatch
-from lightning_decentral.shared.plan.arguments import checked
+from lightning_decentral.shared.plan.arguments import at_least, checked
 
 
 @runtime_checkable
@@ -53,10 +52,7 @@ class PartialBackpropMonitor(Callback):
     """
 
     def __init__(self, *, every_n_steps: int = 1) -> None:
-        if every_n_steps < 1:
-            raise ValueError(
-                f"every_n_steps must be at least 1, got {every_n_steps}: leave the callback out to measure never"
-            )
+        at_least(1, "leave the callback out to measure never", every_n_steps=every_n_steps)
         self.every_n_steps = every_n_steps
         self._watch: HostStopwatch | DeviceStopwatch = HostStopwatch()
         self._step, self._depth = 0, 0
@@ -114,12 +110,12 @@ class PartialBackpropTable(PartialBackpropMonitor):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         strategy = trainer.strategy
-        if trainer.is_global_zero and isinstance(strategy, Partial) and strategy.driver is not None and self._rows:
-            Console().print(self._table(strategy.driver))
-
-    def _table(self, driver: DepthController) -> Table:
+        if not (
+            trainer.is_global_zero and isinstance(strategy, Partial) and strategy.driver is not None and self._rows
+        ):
+            return
         table = Table("depth", "steps", "backward", "saved", "sent", "compute, predicted")
-        costs = driver.plan.costs
+        costs = strategy.driver.plan.costs
         for depth, rows in sorted(self._rows.items(), reverse=True):
             seconds, sent = (statistics.median(column) for column in zip(*rows, strict=True))
             table.add_row(
@@ -130,7 +126,7 @@ class PartialBackpropTable(PartialBackpropMonitor):
                 f"{sent / 2**10:,.0f} KiB",
                 f"{compute_fraction(costs, depth):.2f}",
             )
-        return table
+        Console().print(table)
 
 
 @checked

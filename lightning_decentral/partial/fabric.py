@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_decentral.partial.agreed import described, found_together, options, remembered, wished
+from lightning_decentral.partial.agreed import described, found_together, options, remembered, repeated, wished
 from lightning_decentral.partial.compute.frozen_update import Absent
 from lightning_decentral.partial.compute.search import CutPlan, Cuts, search
 from lightning_decentral.partial.compute.trial import Decide
-from lightning_decentral.partial.dry_run import repeated
 from lightning_decentral.partial.plan.cost import Balance
 from lightning_decentral.partial.plan.depth import DepthAssignment, Temporal
 from lightning_decentral.partial.wire.depth_controller import CutSteps, DepthController

@@ -10,11 +10,20 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_decentral.partial.agreed import described, found_together, options, remembered, wished
+from lightning_decentral.partial.agreed import (
+    described,
+    found_together,
+    options,
+    refuse_unserved,
+    remembered,
+    run_of,
+    timed,
+    warm_up_state,
+    wished,
+)
 from lightning_decentral.partial.compute.frozen_update import Absent
 from lightning_decentral.partial.compute.search import Cuts, search
 from lightning_decentral.partial.compute.uneven_batches import shared
-from lightning_decentral.partial.dry_run import refuse_unserved, run_of, timed, warm_up_state
 from lightning_decentral.partial.plan.cost import Balance
 from lightning_decentral.partial.plan.depth import DepthAssignment, Temporal
 from lightning_decentral.partial.wire.depth_controller import CutSteps, DepthController
@@ -107,7 +116,9 @@ class PartialBackpropStrategy(ReplicaStrategy):
         run, wish = run_of(self._module.trainer, *batch, **kwargs), wished(self.cuts, self._saved)
         plan = found_together(self.gather, lambda decide: search(self._module, wish, self.balance, run, decide))
         depth = timed(self.depth, self._module.trainer, self._saved or {})
-        driver = DepthController(self._module, plan, depth, Rank(self.global_rank, self._shares()))
+        samples = self._samples or (1,) * self.world_size  # of a global batch, each worker's
+        place = Rank(self.global_rank, tuple(n / sum(samples) for n in samples))
+        driver = DepthController(self._module, plan, depth, place)
         self._steps.drive(driver, self.wire, self._equal, self.bucket_bytes)
         self._saved = None
         rank_zero_info(described(driver, type(self._module).__name__))
@@ -119,11 +130,6 @@ class PartialBackpropStrategy(ReplicaStrategy):
             return dataloader
         loader, self._samples = shared(dataloader, shares)
         return loader
-
-    def _shares(self) -> tuple[float, ...]:
-        """Shares of the workers in the samples of a global batch."""
-        samples = self._samples or (1,) * self.world_size
-        return tuple(n / sum(samples) for n in samples)
 
     # ---- one step ---------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@
 (what a stage does), `wire` (what stages send). Public: all names below.
 
 A stage with a wrong gradient: `compute.stage` and `compute.weight_grad`, then `compute.kv_cache` (slices),
-`wire.stage_runner` (tied weights), `wire.channel` (what arrives), `training_step` (the loss).
+`wire.stage_runner` (tied weights), `wire.executor` (what arrives), `training_step` (the loss).
 """
 
 from typing import TYPE_CHECKING
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from lightning_decentral.pipeline.plan.slicing import Uniform as Uniform
     from lightning_decentral.pipeline.report import PipelineReport as PipelineReport
     from lightning_decentral.pipeline.strategy import TokenPipelineStrategy as TokenPipelineStrategy
-    from lightning_decentral.pipeline.wire.channel import Bfloat16Activations as Bfloat16Activations
-    from lightning_decentral.pipeline.wire.channel import Boundary as Boundary
-    from lightning_decentral.pipeline.wire.channel import ExactActivations as ExactActivations
-    from lightning_decentral.pipeline.wire.channel import Int8Activations as Int8Activations
+    from lightning_decentral.pipeline.wire.executor import Bfloat16Activations as Bfloat16Activations
+    from lightning_decentral.pipeline.wire.executor import Boundary as Boundary
+    from lightning_decentral.pipeline.wire.executor import ExactActivations as ExactActivations
+    from lightning_decentral.pipeline.wire.executor import Int8Activations as Int8Activations
     from lightning_decentral.shared.wire.pipeline_replicas import AverageGradients as AverageGradients
     from lightning_decentral.shared.wire.pipeline_replicas import Replicas as Replicas
 

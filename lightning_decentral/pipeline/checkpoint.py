@@ -15,15 +15,8 @@ import torch
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from torch.optim import Optimizer
 
-from lightning_decentral.pipeline.wire.ownership import (
-    Ownership,
-    check_same_groups,
-    joined_names,
-    optimizer_own,
-    optimizer_part,
-    optimizer_whole,
-    settings_of,
-)
+from lightning_decentral.pipeline.wire import ownership
+from lightning_decentral.pipeline.wire.ownership import Ownership
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
 from lightning_decentral.shared.checkpoint.reading import refuse_other_number
 from lightning_decentral.shared.checkpoint.saving import CheckpointedStrategy
@@ -88,7 +81,8 @@ class PipelineCheckpoints(Checkpoints):
         keeps = (diverged or bond.keeps) and STATES in checkpoint
         path, identity = self._saving.agree(filepath, storage_options)
         mark = self._saving.mark(identity if keeps else "", path)
-        whole = self.whole(self._of_mean(checkpoint), mark)
+        of_mean = self._means({"state_dict": checkpoint["state_dict"]}) if diverged else {}
+        whole = self.whole({**checkpoint, **of_mean}, mark)
         tied = {**mark, "rank": self._worker.global_rank, "bond": bond.state_dict()} if keeps else {}
         own = {**(checkpoint if diverged else {}), KEY: tied} if keeps else None
         self._saving.commit(whole, own, path, identity, storage_options)
@@ -96,42 +90,30 @@ class PipelineCheckpoints(Checkpoints):
     def whole(self, checkpoint: Mapping[str, Any], mark: dict[str, Any]) -> dict[str, Any]:
         """Merge the stages' checkpoints into the unsliced model's, on worker 0; {} on the others. Collective."""
         assert self.layout is not None
-        mine = self._part(checkpoint, self.layout)
+        mine: dict[str, Any] = {"random": worker_state.random_state() if STATES in checkpoint else None}
+        if self._stage.pipeline == 0:  # the rest is the first pipeline's
+            states = zip(self._stage.optimizers, checkpoint.get(STATES, ()), strict=False)  # none: weights only
+            # On the host: no device need have room for the whole model.
+            mine["state_dict"] = {key: value.detach().cpu() for key, value in checkpoint["state_dict"].items()}
+            order = self.layout.order
+            mine["optimizers"] = [ownership.optimizer_part(o, state, order) for o, state in states]
         wire = self._join_groups()  # again, after the fit
         if STATES in checkpoint and wire is not None:
-            every = gather_objects(wire.roll, [settings_of(o) for o in self._stage.optimizers])
-            check_same_groups(every[: self._stage.num_stages])  # the others' pipelines may have rates of their own
+            every = gather_objects(wire.roll, [ownership.settings_of(o) for o in self._stage.optimizers])
+            # The others' pipelines may have rates of their own.
+            ownership.check_same_groups(every[: self._stage.num_stages])
         parts = [mine] if wire is None else collect_objects(wire.roll, mine)
-        return self._joined(checkpoint, parts, mark, self.layout) if parts else {}
-
-    def _of_mean(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-        if not self._mean_model.diverged:
-            return checkpoint
-        return {**checkpoint, **self._means({"state_dict": checkpoint["state_dict"]})}
-
-    def _part(self, checkpoint: Mapping[str, Any], layout: Ownership) -> dict[str, Any]:
-        random = worker_state.random_state() if STATES in checkpoint else None
-        if self._stage.pipeline > 0:
-            return {"random": random}  # the rest is the first pipeline's
-        states = zip(self._stage.optimizers, checkpoint.get(STATES, ()), strict=False)  # none: weights only
-        return {
-            # On the host: no device need have room for the whole model.
-            "state_dict": {key: value.detach().cpu() for key, value in checkpoint["state_dict"].items()},
-            "optimizers": [optimizer_part(o, state, layout.order) for o, state in states],
-            "random": random,
-        }
-
-    def _joined(
-        self, checkpoint: Mapping[str, Any], parts: list[dict[str, Any]], mark: dict[str, Any], layout: Ownership
-    ) -> dict[str, Any]:
+        if not parts:
+            return {}
         stages = parts[: self._stage.num_stages]
-        order = list(layout.order.values())
+        names = list(self.layout.order.values())
         # Of what stands on several stages the last one's is taken, which runs all of the user's step.
         union = {key: value for part in stages for key, value in part["state_dict"].items()}
-        joined = {**checkpoint, "state_dict": {key: union[key] for key in dict.fromkeys([*layout.state_keys, *union])}}
+        keys = dict.fromkeys([*self.layout.state_keys, *union])
+        joined = {**checkpoint, "state_dict": {key: union[key] for key in keys}}
         if STATES in checkpoint:
-            states = zip(*(part["optimizers"] for part in stages), strict=True)
-            joined[STATES] = [optimizer_whole(rows, order) for rows in states]
+            optimizers = zip(*(part["optimizers"] for part in stages), strict=True)
+            joined[STATES] = [ownership.optimizer_whole(rows, names) for rows in optimizers]
             joined[KEY] = {
                 **mark,
                 "stages": self._stage.num_stages,
@@ -155,18 +137,6 @@ class PipelineCheckpoints(Checkpoints):
         # States of the whole model, which Lightning restores from; this stage's own ones follow at `start`.
         return {**checkpoint, **(self._own or {}), **{key: checkpoint[key] for key in WHOLE if key in checkpoint}}
 
-    def _go_on_diverged(self) -> None:
-        if self._own is None:
-            return
-        own, self._own = self._own, None
-        if "state_dict" in own:  # otherwise replicas are equal
-            self._module.load_state_dict(own["state_dict"])
-            for optimizer, state in zip(self._stage.optimizers, own[STATES], strict=True):
-                optimizer.load_state_dict(state)
-                _optimizer_to_device(optimizer, self._stage.root_device)
-            self._mean_model.diverged = True
-        self._stage.bond.load_state_dict(own[KEY]["bond"])
-
     def load_optimizers(self, checkpoint: Mapping[str, Any], layout: Ownership) -> None:
         """Load this stage's part of each optimizer's state. Collective."""
         refuse_other_number(checkpoint, self._stage.optimizers)
@@ -174,8 +144,8 @@ class PipelineCheckpoints(Checkpoints):
         for optimizer, whole in zip(self._stage.optimizers, checkpoint[STATES], strict=True):
             own = [[order[p] for p in group["params"]] for group in optimizer.param_groups]
             rows = [own] if wire is None else gather_objects(wire.roll, own)
-            groups = joined_names(rows, list(order.values()))
-            optimizer.load_state_dict(optimizer_own(whole, groups, own))
+            groups = ownership.joined_names(rows, list(order.values()))
+            optimizer.load_state_dict(ownership.optimizer_own(whole, groups, own))
             _optimizer_to_device(optimizer, self._stage.root_device)
 
     def resume(self) -> None:
@@ -186,6 +156,14 @@ class PipelineCheckpoints(Checkpoints):
 
     def start(self) -> None:
         # Not before: Lightning has now restored the mean and the first pipeline's optimizer.
-        self._go_on_diverged()
+        own, self._own = self._own, None
+        if own is not None and "state_dict" in own:  # otherwise replicas are equal
+            self._module.load_state_dict(own["state_dict"])
+            for optimizer, state in zip(self._stage.optimizers, own[STATES], strict=True):
+                optimizer.load_state_dict(state)
+                _optimizer_to_device(optimizer, self._stage.root_device)
+            self._mean_model.diverged = True
+        if own is not None:
+            self._stage.bond.load_state_dict(own[KEY]["bond"])
         self._start_random()
         self._restored = None

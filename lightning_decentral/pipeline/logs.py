@@ -2,7 +2,8 @@
 
 import inspect
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,7 +14,6 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
-from lightning_decentral.shared.wire.objects import gather_objects
 
 CALL = inspect.signature(LightningModule.log)
 
@@ -40,9 +40,14 @@ class Logs:
         self._calls, self._others = [[] for _ in range(microbatches)], []
         self.values = [[] for _ in range(microbatches)]
 
-    def recording(self, microbatch: int | None) -> "_Recording":
+    @contextmanager
+    def recording(self, microbatch: int | None) -> Iterator[None]:
         """Context manager in which the module's `self.log` records for this micro-batch; None: discards."""
-        return _Recording(self._module, _drop if microbatch is None else partial(self._take, microbatch))
+        self._module.log = (lambda *_, **__: None) if microbatch is None else partial(self._take, microbatch)
+        try:
+            yield
+        finally:
+            del self._module.log  # the class's own again
 
     def returned(self, result: Any) -> Any:
         """The loss of what the step returned for a micro-batch; its other values are kept."""
@@ -53,12 +58,14 @@ class Logs:
         return result["loss"]
 
     def _take(self, microbatch: int, *args: Any, **kwargs: Any) -> None:
-        name, value, options = _read(*args, **kwargs)
+        given = CALL.bind(None, *args, **kwargs).arguments  # whatever is given by position
+        name, value = given["name"], given["value"]
         if isinstance(value, Metric):
             raise ValueError(
                 f"self.log({name!r}, ...) got a {type(value).__name__} in training_step, which only the last stage of "
                 "a pipeline updates: log its value instead"
             )
+        options = {key: option for key, option in given.items() if key not in ("self", "name", "value")}
         self._calls[microbatch].append(Logged(name, options))
         # A copy: the user may go on to change it.
         self.values[microbatch].append(torch.as_tensor(value).detach().clone().reshape(()))
@@ -97,7 +104,7 @@ class Logs:
         """
         if signature not in self._known:
             mine = self._calls[-1] if self._calls else [], self._keys
-            self._known[signature] = mine if pipe.over is None else gather_objects(pipe.over, mine)[-1]
+            self._known[signature] = pipe.gather(mine)[-1]
         calls, keys = self._known[signature]
         for (name, options), value in zip(calls, values, strict=True):
             self._module.log(name, value, **options)
@@ -105,24 +112,3 @@ class Logs:
         if len(rows) > 1:
             return {key: [row.get(key) for row in rows] for key in keys}
         return rows[0] if rows else dict.fromkeys(keys)
-
-
-def _read(*args: Any, **kwargs: Any) -> tuple[str, Any, dict[str, Any]]:
-    """(name, value, options) of a call of `self.log`, whatever is given by position."""
-    given = CALL.bind(None, *args, **kwargs).arguments
-    return given["name"], given["value"], {k: v for k, v in given.items() if k not in ("self", "name", "value")}
-
-
-def _drop(*_: Any, **__: Any) -> None:
-    pass
-
-
-class _Recording:
-    def __init__(self, module: Any, take: Callable[..., None]) -> None:
-        self._module, self._take = module, take
-
-    def __enter__(self) -> None:
-        self._module.log = self._take
-
-    def __exit__(self, *_: object) -> None:
-        del self._module.log  # the class's own again

@@ -75,11 +75,9 @@ class PipelineReport(Callback):
         for name, value in rows.items():
             table.add_row(name, value)
         Console().print(table)
-        self._write()
-
-    def _write(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        found = _from_zero(self._found)
+        begin = min(span.start for span in self._found.values())
+        found = {name: Span(s.worker, s.start - begin, s.finish - begin) for name, s in self._found.items()}
         events = [*chrome_trace(found, "measured"), *chrome_trace(self._expected, "predicted")]
         write_chrome_trace(events, self.directory / "timeline.json")
         try:
@@ -102,20 +100,13 @@ def _alone(module: LightningModule, batch: Any) -> float:
     return statistics.median(times[1:])  # the first one warms up
 
 
-def _from_zero(spans: Mapping[str, Span]) -> dict[str, Span]:
-    begin = min(span.start for span in spans.values())
-    return {name: Span(s.worker, s.start - begin, s.finish - begin) for name, s in spans.items()}
-
-
 def draw(timelines: Mapping[str, Mapping[str, Span]], path: Path) -> None:
     """One row per stage and timeline; forwards light, backwards dark, weights green, the slice's number inside."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure  # needs no display and leaves the user's pyplot state alone
 
     shown = {title: spans for title, spans in timelines.items() if spans}
-    figure, axes = pyplot.subplots(len(shown), 1, sharex=True, squeeze=False, figsize=(10, 1.2 + 1.3 * len(shown)))
+    figure = Figure(figsize=(10, 1.2 + 1.3 * len(shown)), layout="tight")
+    axes = figure.subplots(len(shown), 1, sharex=True, squeeze=False)
     for axis, (title, spans) in zip(axes[:, 0], shown.items(), strict=True):
         stages = sorted({span.worker for span in spans.values()})
         for name, span in spans.items():
@@ -127,6 +118,4 @@ def draw(timelines: Mapping[str, Mapping[str, Span]], path: Path) -> None:
         axis.invert_yaxis()
         axis.set_title(f"{title}: {1e3 * makespan(spans):.0f} ms", fontsize=9, loc="left")
     axes[-1, 0].set_xlabel("milliseconds")
-    figure.tight_layout()
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)

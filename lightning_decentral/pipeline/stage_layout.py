@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from lightning_decentral.pipeline.compute.model import StagePlace
 from lightning_decentral.pipeline.plan.schedule import Kind
-from lightning_decentral.pipeline.wire.channel import Edge, connect
+from lightning_decentral.pipeline.wire.executor import Edge
 from lightning_decentral.shared.wire.pipeline_replicas import Bond, Replicas
-from lightning_decentral.shared.wire.transport import Disjoint, Transport, Wire
+from lightning_decentral.shared.wire.transport import Disjoint, Message, Transport, Wire
 
 
 @dataclass(frozen=True)
@@ -78,33 +79,34 @@ class StageGroups:
         self.hosts: Transport = hosts
         for lower in range(layout.stages - 1):
             pairs = [range(first + lower, first + lower + 2) for first in firsts]
-            self._join(Kind.FORWARD, lower, pairs)
-            self._join(Kind.BACKWARD, lower, pairs)
+            for kind in (Kind.FORWARD, Kind.BACKWARD):
+                if (pair := wire.group(pairs)) is not None:
+                    self.edges[kind, lower + 1 - pair.rank] = edge = Edge(pair, 1 - pair.rank)
+                    connect(edge, sends=pair.rank == (kind is Kind.BACKWARD), device=device)
         self.replicas = self.replica_group() if layout.pipelines > 1 else None
-
-    def _join(self, kind: Kind, lower: int, pairs: Sequence[range]) -> None:
-        """The edges of this direction between stage `lower` and the next, one for each pipeline. Collective."""
-        over = self._wire.group(pairs)
-        if over is None:
-            return
-        peer = 1 - over.rank
-        self.edges[kind, lower + peer] = edge = Edge(over, peer)
-        connect(edge, sends=over.rank == (kind is Kind.BACKWARD), device=self._device)
 
     def bond(self, replicas: Replicas) -> Bond:
         """This worker's tie to the other pipelines. Collective."""
-        return replicas.join(self.replica_group, self.replica_hosts, self._device, self._layout.pipelines_per_node)
+        hosts = partial(self._of_this_stage, self._wire.hosts)
+        return replicas.join(self.replica_group, hosts, self._device, self._layout.pipelines_per_node)
 
     def replica_group(self) -> Transport:
         """A new group of the workers that are this stage. Collective."""
         return self._of_this_stage(self._wire.group)
-
-    def replica_hosts(self) -> Transport:
-        """The same between their hosts."""
-        return self._of_this_stage(self._wire.hosts)
 
     def _of_this_stage(self, make: Callable[[Disjoint | None], Transport | None]) -> Transport:
         workers = range(self._layout.workers)
         own = make([workers[stage :: self._layout.stages] for stage in range(self._layout.stages)])
         assert own is not None
         return own
+
+
+def connect(edge: Edge, sends: bool, device: torch.device) -> None:
+    """Send one number over a new edge. Both ends call it, for all edges in one order.
+
+    With NCCL's first message of a pair the hosts wait for each other, and memory is taken: not in a step.
+    """
+    messages = [Message(edge.peer, torch.zeros(1, device=device), 0)]
+    outgoing, incoming = edge.over.exchange(messages, []) if sends else edge.over.exchange([], messages)
+    for pending in (*outgoing, *incoming):
+        pending.wait()

@@ -1,9 +1,12 @@
-"""A stage's training step: gradients unscaled, averaged over replicas, summed where tied, given to Lightning."""
+"""A stage's training step: gradients unscaled, averaged over replicas, summed where tied, given to Lightning.
+
+In an evaluation every stage gets the model's output, and before it the last stage's buffers.
+"""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import LightningModule
@@ -12,7 +15,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_decentral.pipeline.compute.adapters import find
-from lightning_decentral.pipeline.compute.model import Pipelined
+from lightning_decentral.pipeline.compute.intercept import answering
+from lightning_decentral.pipeline.compute.model import Call, Pipelined
 from lightning_decentral.pipeline.compute.stage import deliver
 from lightning_decentral.pipeline.logs import Logs
 from lightning_decentral.pipeline.plan.schedule import Action
@@ -21,10 +25,13 @@ from lightning_decentral.pipeline.training_step import TrainingStep
 from lightning_decentral.pipeline.wire.ownership import Ownership
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
+from lightning_decentral.shared.evaluation import Evaluation
 from lightning_decentral.shared.plan.timeline import Span
-from lightning_decentral.shared.wire.objects import gather_objects
 from lightning_decentral.shared.wire.pipeline_replicas import Bond
 from lightning_decentral.shared.wire.transport import Wire
+
+if TYPE_CHECKING:
+    from lightning_decentral.shared.workers import WorkersStrategy
 
 Gradients = list[Tensor | None]
 
@@ -85,15 +92,10 @@ class StageTraining:
         self.seconds = 0.0
         blocks = pipe.place.stop_block - pipe.place.first_block
         held = f"{blocks} blocks, {sum(p.numel() for p in holdings.kept):,} parameters"
-        plans.stages = [held] if pipe.over is None else gather_objects(pipe.over, held)
+        plans.stages = pipe.gather(held)
 
     def step(
-        self,
-        precision: Precision,
-        microbatches: int,
-        wire: Wire | None,
-        args: Any,
-        kwargs: Any,
+        self, precision: Precision, microbatches: int, wire: Wire | None, args: Any, kwargs: Any
     ) -> Tensor | dict[Any, Any]:
         """The whole of forward and backward; the loss it returns hands the gradients to Lightning's own backward.
 
@@ -106,28 +108,34 @@ class StageTraining:
         step = TrainingStep(self.pipe, self._module, self._logs, microbatches, scale)
         every = [p for p in self.holdings.order if p in self.holdings.kept]
         before = [p.grad for p in every]  # of batches whose gradients are accumulated, put back below
-        _set(every, [None] * len(every))  # so that only this batch's are divided and averaged
+        for parameter in every:
+            parameter.grad = None  # so that only this batch's are divided and averaged
         with precision.train_step_context(), closing(step):
             step.read(*args, **kwargs)
             self.holdings.refuse_changed()
             try:
                 slices = self._plans.plan(self._slicing, step.calls[0], self.pipe, roll, self._log_plan)
                 begin = time.perf_counter()
-                self.spans = step.run(slices)
+                self.spans = self.pipe.train(step.calls, slices, step.finish).spans
             except torch.OutOfMemoryError as error:
-                raise self._plans.out_of_memory(self.pipe.rank) from error
+                raise RuntimeError(
+                    f"stage {self.pipe.rank} ran out of memory: take more slices or microbatches, "
+                    f"activations=Recompute(), or fewer blocks on this stage ({'; '.join(self._plans.stages)})"
+                ) from error
             self.seconds = time.perf_counter() - begin
         trained = [p for p in every if p.requires_grad]  # only now: the step may have thawed some before its call
         own = [p.grad for p in trained if p.grad is not None]
-        outcome = step.conclude(finite(own, self.pipe.device), self.holdings)
+        outcome = step.conclude(own, self.holdings)
         # Lightning's own backward multiplies by `scale` again. Infinite on all where one isn't finite: every stage must
         # skip the step or stop; a scaler, back off.
         multiply(own, torch.where(outcome.finite, outcome.factor / scale, torch.inf))
-        _set(trained, self.average([p.grad for p in trained], trained))
+        for parameter, gradient in zip(trained, self.average([p.grad for p in trained], trained), strict=True):
+            parameter.grad = gradient
         # Last: replicas of another stage add up in another order, a sum of two means is the same at both holders.
         self.pipe.tie(self.holdings.tied, self.holdings.outside)
         gradients = [p.grad for p in trained]
-        _set(every, before)
+        for parameter, gradient in zip(every, before, strict=True):
+            parameter.grad = gradient
         exact = torch.float64 if any(p.dtype == torch.float64 for p in trained) else torch.float32
         loss = deliver(outcome.loss.to(exact), gradients, trained)
         return {"loss": loss, **outcome.others} if outcome.others else loss
@@ -137,8 +145,7 @@ class StageTraining:
 
     def measured(self) -> dict[str, Span]:
         """Span of each action of the latest step, on all stages, by their hosts' clocks. Collective."""
-        rows = [self.spans] if self.pipe.over is None else gather_objects(self.pipe.over, self.spans)
-        return {str(action): span for row in rows for action, span in row.items()}
+        return {str(action): span for row in self.pipe.gather(self.spans) for action, span in row.items()}
 
 
 @contextmanager
@@ -149,11 +156,6 @@ def drawn_alike(broadcast: Callable[[Tensor], Tensor]) -> Iterator[None]:
     yield
     if not torch.equal(own, first):
         torch.set_rng_state(own)
-
-
-def _set(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
 
 
 def multiply(tensors: Sequence[Tensor], by: Tensor) -> None:
@@ -167,8 +169,38 @@ def multiply(tensors: Sequence[Tensor], by: Tensor) -> None:
                 tensor.copy_(tensor.to(exact).mul_(by))
 
 
-def finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """A scalar on the device: no element of any is NaN or infinite. The host doesn't wait."""
-    filled = [tensor for tensor in tensors if tensor.numel()]  # an empty one has no largest element
-    norms = torch._foreach_norm(filled, torch.inf) if filled else ()
-    return torch.stack([torch.zeros((), device=device), *norms]).isfinite().all()
+class StageEvaluation(Evaluation):
+    """Evaluation through a pipeline.
+
+    Args:
+        share: gives all stages the last one's buffers, before it and before a mean is taken; collective.
+    """
+
+    def __init__(self, of: "WorkersStrategy", share: Callable[[], None]) -> None:
+        super().__init__(of)
+        self._last_stages = share  # by another name, as of `Evaluation`
+
+    def _begin(self) -> None:
+        self._last_stages()
+        super()._begin()
+
+    def arrive(self) -> None:
+        self._last_stages()
+        super().arrive()
+
+
+def evaluated(pipe: StageRunner, plans: SlicePlanner, step: Callable[[], Any]) -> Any:
+    """Run a validation, test or predict step of the user's, its model calls answered by the pipeline.
+
+    The same step with the same answers on every stage, so that whatever it logs or gathers is whole. It may call the
+    model any number of times.
+    """
+
+    def answer(call: Call) -> Any:
+        length = pipe.model.length(call)
+        # Nothing is measured for an evaluation: with 2 P equal slices the bubble is below a third.
+        slices = Uniform(min(length, 2 * pipe.size)).slices(length, plans.situation(pipe.size))
+        return pipe.model.answer(call, pipe.evaluate(call, slices))
+
+    with answering(pipe.model, answer):
+        return step()

@@ -6,23 +6,28 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_decentral.pipeline.checkpoint import PipelineCheckpoints
 from lightning_decentral.pipeline.compute.deferred_init import Deferred, materialized
 from lightning_decentral.pipeline.compute.stage import Activations, Keep
-from lightning_decentral.pipeline.evaluation import StageEvaluation, evaluated
 from lightning_decentral.pipeline.plan.partition import Even, Partition
 from lightning_decentral.pipeline.plan.schedule import OneForwardOneBackward, Schedule, ScheduleForecast
 from lightning_decentral.pipeline.plan.slicing import Slicing
 from lightning_decentral.pipeline.refusals import nothing_to_train, refuse_replaced, refuse_unserved
 from lightning_decentral.pipeline.stage_layout import StageGroups, StageLayout, place_of
-from lightning_decentral.pipeline.stage_training import StageTraining, drawn_alike, pipelined
+from lightning_decentral.pipeline.stage_training import (
+    StageEvaluation,
+    StageTraining,
+    drawn_alike,
+    evaluated,
+    pipelined,
+)
 from lightning_decentral.pipeline.totals import StageTotals
 from lightning_decentral.pipeline.training_step import moved
-from lightning_decentral.pipeline.wire.channel import Boundary, ExactActivations
+from lightning_decentral.pipeline.wire.executor import Boundary, ExactActivations
 from lightning_decentral.pipeline.wire.ownership import Ownership
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
@@ -91,7 +96,8 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
         self.nonfinite, self.gradient_check = nonfinite, GradientCheck(nonfinite)
         self.plans = SlicePlanner(self.schedule, microbatches)  # by what was measured
         self.checkpoints = PipelineCheckpoints(self, self.mean_model, self._group.join_groups)
-        self.evaluation, self.followed = StageEvaluation(self), Unfollowed(self._replaced)
+        self.evaluation = StageEvaluation(self, self._share_buffers)
+        self.followed = Unfollowed(self._replaced)
         self._deferred, self._updates, self._wanted = Deferred(), 0, 0
         self._groups: StageGroups | None = None
         self._stage: StageTraining | None = None
@@ -156,11 +162,6 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
             check_same_model(module, wire.roll)
             built = [t for t in (*module.parameters(), *module.buffers()) if not t.is_meta]  # the others: drawn alike
             start_from_worker_0(built, wire.flags, torch.device("cpu"))
-        self._take_part(module)
-        self.health.look(module.buffers())
-        self.model_to_device()  # only now: a device need only have room for its stage
-
-    def _take_part(self, module: LightningModule) -> None:
         model = pipelined(module, self.slicing, self.root_device)
         counts = self.partition.counts(*model.loads(), self.num_stages)
         place = place_of(counts, self.stage)
@@ -172,6 +173,8 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
         options: Any = {"schedule": self.schedule, "activations": self.activations, "boundary": self.boundary}
         pipe = StageRunner(model, place, over, edges, device=self.root_device, hosts=hosts, **options)
         self._stage = StageTraining(module, pipe, holdings, self.plans, slicing=self.slicing, summary=self.summary)
+        self.health.look(module.buffers())
+        self.model_to_device()  # only now: a device need only have room for its stage
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         refuse_replaced(self._totals is not None and self.drifts)
@@ -232,6 +235,10 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
         return [self._wanted]
 
     # ---- the mean of the pipelines, checkpoints, the end ------------------------------------------------------------
+
+    def _share_buffers(self) -> None:
+        if (layout := self.checkpoints.layout) is not None:
+            self.meet(lambda: layout.share_buffers(self.root_device))
 
     def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         over = self.replica_group()  # other stages have other tensors

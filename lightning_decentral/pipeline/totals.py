@@ -20,7 +20,6 @@ from lightning_decentral.pipeline.wire.ownership import Ownership
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner, rows_of
 from lightning_decentral.shared.compute.around import Redirected
 from lightning_decentral.shared.compute.health import squared_norm
-from lightning_decentral.shared.wire.objects import gather_objects
 
 OWN = (
     *("lightning_decentral", "torch.nn.modules", "torch.nn.utils", "torch.optim.optimizer"),
@@ -42,7 +41,7 @@ class StageTotals:
         precision.clip_grad_by_norm = self._clip  # type: ignore[method-assign]
         cut = pipe.model.module
         self._cut = {part for part in module.modules() if any(part_inside is cut for part_inside in part.modules())}
-        self._told = False
+        self._warned = False
         pairs: Sequence[tuple[Callable[..., Any], Callable[..., Any]]] = (
             (get_total_norm, self._total_norm),
             (grads.grad_norm, self._grad_norm),
@@ -59,10 +58,10 @@ class StageTotals:
     def _clip(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """g <- g min(1, clip_val / (norm + 1e-6)), the norm over all stages, tied parameters once. Collective."""
         gradients = {p: p.grad for p in self._precision.main_params(optimizer) if p.grad is not None}
-        counted = set(self._holdings.counted)
+        counted = self._holdings.counted
         # With a zero: a stage without gradients takes part in the sum all the same.
         zero = torch.zeros((), device=self._pipe.device)
-        mine = [zero, *(gradient.detach() for p, gradient in gradients.items() if p in counted)]
+        mine = [zero, *(gradient.detach() for p, gradient in gradients.items() if p in counted and p.requires_grad)]
         # No `if norm > clip_val`, which would wait for the device.
         factor = (clip_val / (self._pipe.total(squared_norm(mine)).sqrt() + 1e-6)).clamp(max=1.0)
         for gradient in gradients.values():
@@ -100,37 +99,29 @@ class StageTotals:
             for name, parameter in module.named_parameters()
             if parameter.grad is not None
         }
-        assert self._pipe.over is not None
         found: dict[str, tuple[str, float]] = {}
-        for row in reversed(gather_objects(self._pipe.over, mine)):
+        for row in reversed(self._pipe.gather(mine)):
             found.update(row)
         norms = {name: torch.tensor(value) for name, value in found.values()}
         total = {f"grad_{p}_norm_total": torch.stack(list(norms.values())).norm(p)} if norms else {}
         return {**norms, **total}
 
-    def _named_parameters(self, original: Callable[..., Iterator[Any]], part: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._told or part not in self._cut:
-            return original(part, *args, **kwargs)
-        return self._watched(original(part, *args, **kwargs))
-
-    def _watched(self, named: Iterator[Any]) -> Iterator[Any]:
-        yield from named
+    def _named_parameters(
+        self, original: Callable[..., Iterator[Any]], part: Any, *args: Any, **kwargs: Any
+    ) -> Iterator[Any]:
+        yield from original(part, *args, **kwargs)
         # Behind the last one: `next(self.parameters()).device` asks for no total.
-        reader = _reader(sys._getframe(1))
-        if reader is not None and not self._told:
-            self._told = True
+        if self._warned or part not in self._cut:
+            return
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and str(frame.f_globals.get("__name__")).startswith("torch.nn.modules"):
+            frame = frame.f_back  # to the caller who reads, behind torch's own functions
+        if frame is not None and not (reader := str(frame.f_globals.get("__name__"))).startswith(OWN):
+            self._warned = True
             stage = f"stage {self._pipe.rank} of {self._pipe.size}"
             warnings.warn(
-                f"{reader} reads all parameters, which are those of {stage} alone: a norm, a number or an average over "
-                "them is this stage's. Lightning's grad_norm, torch's get_total_norm and clip_grad_norm_ are over all "
-                "stages; for others sum over trainer.strategy.total(number)",
+                f"{reader}, line {frame.f_lineno}, reads all parameters, which are those of {stage} alone: a norm, a "
+                "number or an average over them is this stage's. Lightning's grad_norm, torch's get_total_norm and "
+                "clip_grad_norm_ are over all stages; for others sum over trainer.strategy.total(number)",
                 stacklevel=2,
             )
-
-
-def _reader(frame: FrameType | None) -> str | None:
-    """Name the caller who reads, behind torch's own functions; None for one that needs no warning."""
-    while frame is not None and str(frame.f_globals.get("__name__")).startswith("torch.nn.modules"):
-        frame = frame.f_back
-    name = "" if frame is None else str(frame.f_globals.get("__name__"))
-    return None if frame is None or name.startswith(OWN) else f"{name}, line {frame.f_lineno},"

@@ -16,13 +16,11 @@ from torch import Tensor
 
 from lightning_decentral.pipeline.compute.intercept import Suspended, called
 from lightning_decentral.pipeline.compute.loss import TargetCount, total, weighed
-from lightning_decentral.pipeline.compute.model import Call, Pipelined, part_of, remember, tensors_in
+from lightning_decentral.pipeline.compute.model import Call, part_of, remember, tensors_in
 from lightning_decentral.pipeline.logs import Logs
-from lightning_decentral.pipeline.plan.schedule import Action
 from lightning_decentral.pipeline.wire.ownership import Ownership
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner, checksum, rows_of
 from lightning_decentral.shared.compute.device import AsyncRead
-from lightning_decentral.shared.plan.timeline import Span
 
 KNOWN, FIXED, LOGGED = 3, 3, 120
 MOVING = ("transfer_batch_to_device", "on_after_batch_transfer")
@@ -56,50 +54,39 @@ class TrainingStep:
         self._microbatches, self._scale = microbatches, scale
         self._losses: list[tuple[Tensor, Tensor]] = []
         self._parts: list[Any] = []
-        self._rest: tuple[Any, ...] = ()
         self.calls: list[Call] = []
         self._waiting: list[Suspended] = []
         self._counts: list[TargetCount] = []
         self._inputs: list[AsyncRead] = []
 
     def read(self, batch: Any, *rest: Any) -> None:
-        """Cut the batch into micro-batches and see what the step asks of the model for each."""
-        self._parts, self._rest = split(batch, self._microbatches), rest
+        """Cut the batch into micro-batches and see what the step asks of the model for each: run the step as far as its
+        call of the model. On the last stage it waits there."""
+        model, place = self._pipe.model, self._pipe.place
+        self._parts = split(batch, self._microbatches)
         self._logs.begin(self._microbatches)
-        self.calls = [self._read(microbatch) for microbatch in range(self._microbatches)]
+        for microbatch, part in enumerate(self._parts):
+            step = partial(self._module.training_step, part, *rest)
+            with self._logs.recording(microbatch if place.last else None):
+                if place.last:
+                    self._counts.append(count := TargetCount())
+                    self._waiting.append(Suspended(model, partial(_counted, count, step), self._pipe.device))
+                call = self._waiting[-1].call if place.last else called(model, step)
+            if call.inputs.requires_grad:  # they would get none
+                raise ValueError(
+                    f"training_step gives {type(model.module).__name__} inputs that need gradients, which no pipeline "
+                    "carries back: put the layers that make them into the model, detach them, or use strategy='spilled'"
+                )
+            self.calls.append(call)
         self._inputs = [AsyncRead(call.inputs.detach()) for call in self.calls]  # on their way before the step begins
-
-    def _read(self, microbatch: int) -> Call:
-        """Run the step as far as its call of the model. On the last stage it waits there."""
-        if self._pipe.place.last:
-            self._counts.append(TargetCount())
-            with self._logs.recording(microbatch):
-                step = partial(self._counted, microbatch)
-                self._waiting.append(Suspended(self._pipe.model, step, self._pipe.device))
-            call = self._waiting[-1].call
-        else:
-            with self._logs.recording(None):
-                call = called(self._pipe.model, partial(self._step, microbatch))
-        _refuse_differentiable(self._pipe.model, call)
-        return call
-
-    def _step(self, microbatch: int) -> Any:
-        return self._module.training_step(self._parts[microbatch], *self._rest)
-
-    def _counted(self, microbatch: int) -> Any:
-        with self._counts[microbatch]:
-            return self._step(microbatch)
 
     def close(self) -> None:
         """End all steps that still wait, whatever has happened."""
         for step in self._waiting:
             step.end()
 
-    def run(self, slices: Sequence[int]) -> dict[Action, Span]:
-        """Run all chunks forward and backward; when each action computed."""
-        return self._pipe.train(self.calls, slices, self._close).spans
-
-    def _close(self, microbatch: int, output: Tensor) -> Tensor:
+    def finish(self, microbatch: int, output: Tensor) -> Tensor:  # (batch, length, vocabulary)
+        """Go on with a step behind its call, which the model's output answers: its weighed loss, a scalar."""
         model, step = self._pipe.model, self._waiting[microbatch]
         before = self._seen()
         with self._logs.recording(microbatch):
@@ -137,14 +124,14 @@ class TrainingStep:
         # weight exceeds 1, so no half-precision gradient exceeds that of the loss itself.
         return targets.double() / sum(call.inputs.shape[0] * self._pipe.model.length(call) for call in self.calls)
 
-    def conclude(self, finite: Tensor, holdings: Ownership) -> Outcome:
+    def conclude(self, gradients: Sequence[Tensor], holdings: Ownership) -> Outcome:
         """Send all stages how the step went, and log what it logged. Collective.
 
         Hosts exchange what they know, devices what they have computed: none waits for its own, but for the
         batch that this step began with.
 
         Args:
-            finite: a scalar on the device: this stage's gradients are.
+            gradients: this stage's.
 
         Raises:
             ValueError: the stages read different batches, or a step gave the model other inputs on one than on another.
@@ -159,25 +146,25 @@ class TrainingStep:
             computed = self._computed()
             known[1], known[2] = logs.signature, len(computed) - 2
             row[:2], row[FIXED : FIXED + len(computed) - 2] = computed[:2], computed[2:]
-        row[2] = finite
+        row[2] = finite(gradients, pipe.device)
         all_known, rows = rows_of(known, pipe.hosts), rows_of(row, pipe.over)
         if len(set(all_known[:, 0].tolist())) > 1:
-            raise self._unlike()
+            self._refuse_unlike()
         holdings.refuse_uneven(all_known[:, KNOWN:])
         last, (_, signature, count) = rows[-1], all_known[-1, :KNOWN].tolist()
         others = logs.publish(int(signature), last[FIXED : FIXED + int(count)].unbind(), pipe)
         return Outcome(last[0], last[1], rows[:, 2].all(), others)
 
-    def _unlike(self) -> ValueError:
-        """Error that states why the model's inputs differ between the stages. Collective."""
+    def _refuse_unlike(self) -> None:
+        """ValueError that states why the model's inputs differ between the stages. Collective."""
         batch = [tensor.detach().cpu() for tensor in tensors_in(self._parts)]
         batches = rows_of(torch.tensor([checksum(batch)], dtype=torch.float64), self._pipe.hosts)
         if len(set(batches[:, 0].tolist())) > 1:
-            return ValueError(
+            raise ValueError(
                 "the stages of one pipeline read different batches: let Lightning place its sampler "
                 "(use_distributed_sampler=True), or give every stage the same batches"
             )
-        return ValueError(
+        raise ValueError(
             f"training_step gives {type(self._pipe.model.module).__name__} other inputs on one stage than on another, "
             "from the same batch: behind its call of the model it runs on the last stage alone, so let nothing before "
             "the call depend on what was drawn or counted behind it, nor on the rank"
@@ -190,7 +177,13 @@ class TrainingStep:
         if len(columns) > LOGGED:
             raise ValueError(f"training_step logs {len(columns)} values: a token pipeline carries at most {LOGGED}")
         weights, losses = zip(*self._losses, strict=True)
-        flat = [_scalar(value, losses[0]) for column in (weights, losses, *columns) for value in column]
+        place = losses[0].device
+        flat = [
+            value.double() if value.device.type == place.type
+            # One of the host is filled in, as a copy would be waited for.
+            else torch.full((), float(value), dtype=torch.float64, device=place)
+            for column in (weights, losses, *columns) for value in column
+        ]  # fmt: skip
         weighing, *values = torch.stack(flat).view(-1, len(losses)).unbind()
         means, factor = total(weighing, torch.stack(values))
         # Without targets there is no mean of what was logged, and the last micro-batch's stands for it.
@@ -198,19 +191,16 @@ class TrainingStep:
         return torch.cat([means[:1], factor[None], shown[1:]])
 
 
-def _refuse_differentiable(model: Pipelined, call: Call) -> None:
-    """ValueError for inputs that need gradients, which would get none."""
-    if call.inputs.requires_grad:
-        raise ValueError(
-            f"training_step gives {type(model.module).__name__} inputs that need gradients, which no pipeline carries "
-            "back: put the layers that make them into the model, detach them, or use strategy='spilled'"
-        )
+def _counted(count: TargetCount, step: Callable[[], Any]) -> Any:
+    with count:
+        return step()
 
 
-def _scalar(value: Tensor, other: Tensor) -> Tensor:
-    """The scalar in float64 on the other's device; one of the host is filled in, as a copy would be waited for."""
-    there = value.device.type == other.device.type
-    return value.double() if there else torch.full((), float(value), dtype=torch.float64, device=other.device)
+def finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """A scalar on the device: no element of any is NaN or infinite. The host doesn't wait."""
+    filled = [tensor for tensor in tensors if tensor.numel()]  # an empty one has no largest element
+    norms = torch._foreach_norm(filled, torch.inf) if filled else ()
+    return torch.stack([torch.zeros((), device=device), *norms]).isfinite().all()
 
 
 def moved(module: LightningModule, batch: Any, move: Callable[[], Any]) -> Any:

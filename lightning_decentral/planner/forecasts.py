@@ -35,7 +35,7 @@ from lightning_decentral.pipeline.compute.stage import Keep
 from lightning_decentral.pipeline.plan.forecast import Pipelining
 from lightning_decentral.pipeline.plan.slicing import Balanced, Planned, Uniform
 from lightning_decentral.pipeline.strategy import TokenPipelineStrategy
-from lightning_decentral.pipeline.wire.channel import ExactActivations
+from lightning_decentral.pipeline.wire.executor import ExactActivations
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.deterministic import BFloat16, DifferenceCompression, Float16, Plain
 from lightning_decentral.shared.compute.codec.quantize import Int2, Int4, Int8

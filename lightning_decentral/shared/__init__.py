@@ -73,7 +73,7 @@ MOVED = {
     "gossip.plan.topology.nodes": "gossip.plan.topology.combined",
     "gossip.wire.island": "gossip.island",
     "partial.plan.depth_order": "partial.plan.depth",
-    "pipeline.compute.activation_codec": "pipeline.wire.channel",
+    "pipeline.compute.activation_codec": "pipeline.wire.executor",
     "shared.compute.codec.difference": "shared.compute.codec.deterministic",
     "shared.compute.codec.packed": "shared.compute.codec.quantize",
 }

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
-from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -100,8 +99,20 @@ class SpilledStrategy(SingleDeviceStrategy):
     # ---- set-up -------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any) -> None:
-        assert self.lightning_module is not None
-        _refuse_unserved(self.lightning_module)
+        module = self.lightning_module
+        assert module is not None
+        name = type(module).__name__
+        refuse_lazy(module.parameters())
+        if not module.automatic_optimization:
+            raise ValueError(
+                f"{name} optimizes manually, and parameters that are on the device within its step would miss the "
+                "update: use automatic optimization"
+            )
+        if module._compiler_ctx is not None:
+            raise ValueError(
+                f"{name} is compiled, and compiled code doesn't see that its parameters come and go: "
+                "train the module without torch.compile"
+            )
         super().setup(trainer)
         if isinstance(self.precision_plugin, MixedPrecision) and self.precision_plugin.scaler is not None:
             self.precision_plugin.scaler = host_scaler(self.precision_plugin.scaler)
@@ -185,28 +196,7 @@ class SpilledStrategy(SingleDeviceStrategy):
 
 def host_scaler(scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
     """The same, for gradients on the host: its scale is there, too, and nothing is copied asynchronously to be read."""
-    settings = scaler.state_dict()
-    own = torch.amp.GradScaler(
-        "cpu",
-        init_scale=settings.get("scale", 2.0**16),
-        growth_factor=scaler.get_growth_factor(),
-        backoff_factor=scaler.get_backoff_factor(),
-        growth_interval=scaler.get_growth_interval(),
-    )
+    own = torch.amp.GradScaler("cpu")
+    own.load_state_dict(scaler.state_dict())
     own.scale(torch.zeros(()))  # the scale is made where the first loss lies
     return own
-
-
-def _refuse_unserved(module: LightningModule) -> None:
-    name = type(module).__name__
-    refuse_lazy(module.parameters())
-    if not module.automatic_optimization:
-        raise ValueError(
-            f"{name} optimizes manually, and parameters that are on the device within its step would miss the update: "
-            "use automatic optimization"
-        )
-    if module._compiler_ctx is not None:
-        raise ValueError(
-            f"{name} is compiled, and compiled code doesn't see that its parameters come and go: "
-            "train the module without torch.compile"
-        )

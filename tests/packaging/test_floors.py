@@ -20,7 +20,7 @@ CONTRACTS = PYPROJECT["tool"]["importlinter"]["contracts"]
 
 # (the contract, where a line is added, the line): each is broken once for every way in which it can be.
 BREACHES = [
-    ("Methods don't know each other", "pipeline/wire/channel.py", "import lightning_decentral.gossip.plan.weights"),
+    ("Methods don't know each other", "pipeline/wire/executor.py", "import lightning_decentral.gossip.plan.weights"),
     ("Methods don't know each other", "gossip/wire/mixer.py", "import lightning_decentral.elastic.plan.view"),
     ("Methods don't know each other", "shared/wire/mean.py", "import lightning_decentral.gossip.plan.weights"),
     ("Plans are values", "gossip/plan/weights.py", "import torch"),

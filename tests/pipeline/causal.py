@@ -15,8 +15,7 @@ from lightning_decentral.pipeline.compute.model import Call, StagePlace
 from lightning_decentral.pipeline.compute.stage import Stage
 from lightning_decentral.pipeline.compute.weight_grad import SplitWeights
 from lightning_decentral.pipeline.plan.schedule import Kind
-from lightning_decentral.pipeline.wire.channel import Edge, EdgeChannel, Edges, Nowhere
-from lightning_decentral.pipeline.wire.executor import Executor
+from lightning_decentral.pipeline.wire.executor import Channel, Edge, Edges, Executor
 from lightning_decentral.shared.wire.transport import GlooTransport, Transport
 from tests.pipeline.nccl_order import Posting, ahead
 from tests.world import world
@@ -145,7 +144,7 @@ def sliced(
             (m, s, r): model.shape(call, *bounds)
             for m, call in enumerate(calls) for s, bounds in enumerate(stage.bounds) for r in range(num_stages)
         }  # fmt: skip
-        channel = Nowhere() if edges is None else EdgeChannel(edges, shapes, device, boundary)
+        channel = Channel(edges or {}, shapes, device, boundary)
         shares: list[Shares] = []
 
         def close(microbatch: int, logits: Tensor) -> Tensor:

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.pipeline import OneForwardOneBackward, TeraPipe, ZeroBubble
+from lightning_decentral.pipeline.plan.posting import Posts, in_step, two_ahead
 from lightning_decentral.pipeline.plan.schedule import Action, Costs, Kind, Schedule, halved
 from lightning_decentral.pipeline.stage_layout import StageGroups, StageLayout
-from lightning_decentral.pipeline.wire.channel import EdgeChannel
-from lightning_decentral.pipeline.wire.executor import Executor, Posts, in_step, two_ahead
+from lightning_decentral.pipeline.wire.executor import Channel, Executor
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Message, Transport
 
@@ -155,7 +155,7 @@ def _program(actions: list[list[Action]], rank: int, slices: int, name: Name, po
     wire: Any = SimpleNamespace(group=group, hosts=lambda groups: SimpleNamespace())
     stages = len(actions)
     edges = StageGroups(wire, StageLayout(stages, stages, stages), torch.device("cpu")).edges
-    links = EdgeChannel(edges, defaultdict(lambda: ((0,), torch.float32)), torch.device("cpu"))
+    links = Channel(edges, defaultdict(lambda: ((0,), torch.float32)), torch.device("cpu"))
     stage: Any = Nothing(rank, stages, slices)
     executor = Noted(stage, links, lambda microbatch, output: output.sum(), own=lambda: 0.0)
     executor.program = program

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from lightning_decentral.pipeline import ExactActivations, OneForwardOneBackward, ZeroBubble
 from lightning_decentral.pipeline.compute.stage import Stage
+from lightning_decentral.pipeline.plan.posting import in_step
 from lightning_decentral.pipeline.plan.schedule import Schedule
 from lightning_decentral.pipeline.stage_layout import StageGroups, StageLayout
-from lightning_decentral.pipeline.wire.executor import in_step
 from tests.pipeline.causal import apart, batch, sliced, whole
 from tests.pipeline.nccl_order import ahead
 from tests.simulated import CUDA, Engine, here

@@ -16,8 +16,8 @@ from lightning_decentral.pipeline.compute.loss import TargetCount, total, weighe
 from lightning_decentral.pipeline.compute.model import Call, StagePlace
 from lightning_decentral.pipeline.compute.stage import deliver
 from lightning_decentral.pipeline.logs import Logs
-from lightning_decentral.pipeline.stage_training import finite, multiply
-from lightning_decentral.pipeline.training_step import TrainingStep, split
+from lightning_decentral.pipeline.stage_training import multiply
+from lightning_decentral.pipeline.training_step import TrainingStep, finite, split
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner, checksum
 from tests.pipeline.causal import batch, built, token_mean
@@ -211,7 +211,7 @@ def test_a_stage_closes_its_micro_batch_without_waiting():
     pipe = SimpleNamespace(model=model, place=StagePlace(0, 1, True, True), device=CPU)
     step = TrainingStep(pipe, module, Logs(module), 1, 1.0)
     step.read(torch.zeros(6, 4))
-    loss = step._close(0, output)
+    loss = step.finish(0, output)
     loss.backward()
     assert output.grad.is_meta
     with step._logs.recording(0):
@@ -259,7 +259,9 @@ def test_options_may_be_given_by_position():
             module.log(name="other", value=2.0)
     logged = []
     module.log = lambda name, value, **options: logged.append((name, float(value), options))
-    logs.publish(logs.signature, [row[0] for row in zip(*logs.values, strict=True)], SimpleNamespace(over=None))
+    logs.publish(
+        logs.signature, [row[0] for row in zip(*logs.values, strict=True)], SimpleNamespace(gather=lambda mine: [mine])
+    )
     assert logged == [("loss", 3.0, {"prog_bar": True, "on_epoch": True}), ("other", 2.0, {})]
 
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from lightning_decentral.partial.compute.cut import Judged, Verdict
 from lightning_decentral.partial.compute.trial import Decide, Trial, by_itself, trial_copy, untouched
-from lightning_decentral.partial.compute.verify import Judged, Verdict
 from lightning_decentral.partial.plan.cost import Balance, partition
 from lightning_decentral.shared.compute.block_cost import Run, parameter_bytes
 from lightning_decentral.shared.compute.modules import BlockSequence, candidates, uncompiled
@@ -79,20 +79,18 @@ def search(
     check_wish(cuts)
     copied = trial_copy(module)
     with uncompiled(), untouched(module):
-        return _found(Trial(copied, run_of(copied), decide), _likeliest(module), cuts, balance)
-
-
-def _found(trial: Trial, chains: Sequence[BlockSequence], cuts: Cuts, balance: Balance) -> CutPlan:
-    match cuts:
-        case "blocks":
-            return _between_all(trial, chains)
-        case int() | str():
-            return _along_a_chain(trial, chains, None if isinstance(cuts, str) else cuts, balance)
-    modules = dict(trial.module.named_modules())
-    unknown = [name for name in cuts if name not in modules or not name]
-    if unknown:
-        raise ValueError(f"no module named {unknown[0]!r} to cut at: {_some_names(trial.module)}")
-    return plan(trial, list(cuts))
+        trial, chains = Trial(copied, run_of(copied), decide), _likeliest(module)
+        match cuts:
+            case "blocks":
+                return _between_all(trial, chains)
+            case int() | str():
+                return _along_a_chain(trial, chains, None if isinstance(cuts, str) else cuts, balance)
+        unknown = [name for name in cuts if name not in dict(copied.named_modules()) or not name]
+        if unknown:
+            names = [name for chain in candidates(copied)[:1] for name in chain.names]
+            some = f"there are {', '.join(names[:4])}, ..." if names else "it has no chain of blocks"
+            raise ValueError(f"no module named {unknown[0]!r} to cut at: {some}")
+        return plan(trial, list(cuts))
 
 
 def _likeliest(module: nn.Module) -> list[BlockSequence]:
@@ -106,8 +104,10 @@ def _likeliest(module: nn.Module) -> list[BlockSequence]:
 
 def _along_a_chain(trial: Trial, chains: Sequence[BlockSequence], number: int | None, balance: Balance) -> CutPlan:
     trial.try_out()  # what is wrong with the step itself is not the chains' fault
-    if number is None and _layers(trial.module) < 2:
-        return _whole(trial)
+    layers = [part for part in trial.module.modules() if any(True for _ in part.parameters(recurse=False))]
+    if number is None and len(layers) < 2:  # nothing to cut
+        costs = trial.measure([], [parameter_bytes(trial.module.parameters())])
+        return CutPlan((), {name: 0 for name, _ in trial.module.named_parameters()}, costs, ())
     reasons = []
     for chain in chains:
         try:
@@ -118,16 +118,6 @@ def _along_a_chain(trial: Trial, chains: Sequence[BlockSequence], number: int | 
             reasons.append(f"{chain}: {error}")
     tried = "; ".join(reasons[:3]) or "no Sequential or ModuleList holds two modules of one class with parameters"
     raise ValueError(f"no chain of blocks to cut in {trial.name} ({tried}): give cuts=[names] yourself")
-
-
-def _layers(trial: nn.Module) -> int:
-    """Modules with parameters of their own."""
-    return sum(any(True for _ in part.parameters(recurse=False)) for part in trial.modules())
-
-
-def _whole(trial: Trial) -> CutPlan:
-    costs = trial.measure([], [parameter_bytes(trial.module.parameters())])
-    return CutPlan((), {name: 0 for name, _ in trial.module.named_parameters()}, costs, ())
 
 
 class TooFewBlocks(ValueError):
@@ -151,25 +141,15 @@ def plan(trial: Trial, boundaries: list[str]) -> CutPlan:
     judged = trial.judge(boundaries)
     for verdicts in judged:
         verdicts.refuse()
-    segment_of = {name: _segment(name, judged) for name, _ in trial.module.named_parameters()}
     members: list[list[nn.Parameter]] = [[] for _ in range(len(boundaries) + 1)]
+    segment_of = {}
     for name, parameter in trial.module.named_parameters():
+        # Boundaries that lie below it. Tied and unused ones count as above: what they contribute later is then averaged
+        # over all contributors of the segment above, for unused ones of the loss, which is exact.
+        segment_of[name] = len(judged) - [j.verdicts[name] for j in judged].count(Verdict.BELOW)
         members[segment_of[name]].append(parameter)
     costs = trial.measure(boundaries, [parameter_bytes(m) for m in members])
     return CutPlan(tuple(boundaries), segment_of, costs, tuple(judged))
-
-
-def _segment(name: str, judged: Sequence[Judged]) -> int:
-    """Number of boundaries that lie below a parameter: the index of its segment."""
-    verdicts = [j.verdicts[name] for j in judged]
-    # Tied and unused ones count as above: what they contribute later is then averaged over all contributors of the
-    # segment above, for unused ones of the loss, which is exact.
-    return len(judged) - verdicts.count(Verdict.BELOW)
-
-
-def _some_names(module: nn.Module) -> str:
-    names = [name for chain in candidates(module)[:1] for name in chain.names]
-    return f"there are {', '.join(names[:4])}, ..." if names else "it has no chain of blocks"
 
 
 def joints(module: nn.Module, run_of: Callable[[nn.Module], Run]) -> tuple[str, ...]:
@@ -199,7 +179,9 @@ def _joints(trial: Trial, chains: Sequence[BlockSequence]) -> tuple[str, ...]:
     for chain in chains:
         if set(chain.names) <= set(entered) and _comes_apart(trial, chain.names[1:]):
             first, *inner = chain.names
-            behind = next((n for n in _after(entered, chain.names[-1]) if _comes_apart(trial, [n])), None)
+            last = chain.names[-1]
+            later = [n for n in entered[entered.index(last) + 1 :] if not n.startswith(f"{last}.")]
+            behind = next((n for n in later[:2] if _comes_apart(trial, [n])), None)  # each costs a verification
             before = [first] if _comes_apart(trial, [first]) else []
             return (*before, *inner, *([behind] if behind else []))
     return ()
@@ -212,9 +194,3 @@ def _comes_apart(trial: Trial, names: Sequence[str]) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _after(entered: Sequence[str], last: str) -> list[str]:
-    """Modules entered after `last` that aren't a part of it; the likeliest few."""
-    later = entered[entered.index(last) + 1 :]
-    return [name for name in later if not name.startswith(f"{last}.")][:2]  # each costs a verification

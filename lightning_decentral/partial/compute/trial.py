@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_decentral.partial.compute.verify import Judged, judge
+from lightning_decentral.partial.compute.cut import Judged, judge
 from lightning_decentral.shared.compute.around import Remembered
 from lightning_decentral.shared.compute.block_cost import Run, measure
 from lightning_decentral.shared.plan.profile import BlockCost
@@ -68,7 +68,20 @@ class Trial:
         return self.decide(lambda: measure(self.module, names, sizes, self.run))
 
     def entered(self) -> list[str]:
-        return self.decide(lambda: _entered(self.module, self.run))
+        """Modules in the order in which a forward enters them, but for those entered twice."""
+
+        def watched() -> list[str]:
+            names: list[str] = []
+            note = lambda name, *_: names.append(name)  # noqa: E731
+            hooks = [m.register_forward_pre_hook(partial(note, name)) for name, m in self.module.named_modules()]
+            try:
+                self.run()
+            finally:
+                for hook in hooks:
+                    hook.remove()
+            return [name for name in names if names.count(name) == 1]  # a boundary is met once in a pass
+
+        return self.decide(watched)
 
 
 def trial_copy(module: nn.Module) -> nn.Module:
@@ -132,27 +145,12 @@ def _state_of(gradient: Tensor | None) -> tuple[int, int]:
     return (0, 0) if gradient is None else (id(gradient), gradient._version)
 
 
-def _entered(trial: nn.Module, run: Run) -> list[str]:
-    """Modules in the order in which a forward enters them, but for those entered twice."""
-    names: list[str] = []
-
-    def enter(name: str, *_: Any) -> None:
-        names.append(name)
-
-    hooks = [m.register_forward_pre_hook(partial(enter, name)) for name, m in trial.named_modules()]
-    try:
-        run()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return [name for name in names if names.count(name) == 1]  # a boundary is met once in a pass
-
-
 def own_state(module: nn.Module) -> Callable[[], None]:
     """A function that gives every part of the module the plain attributes that it has now."""
     # Tensors and modules that a list refers to are put back as what they are, not as copies.
     held = {id(one): one for one in (*module.modules(), *module.parameters(), *module.buffers())}
-    saved = [(vars(part), _copied(_state(part), held)) for part in module.modules()]
+    parts = [vars(part) for part in module.modules()]
+    saved = [(own, _copied({n: v for n, v in own.items() if _is_state(n, v)}, held)) for own in parts]
 
     def put_back() -> None:
         for attributes, before in saved:
@@ -161,10 +159,6 @@ def own_state(module: nn.Module) -> Callable[[], None]:
             attributes.update(_copied(before, held))
 
     return put_back
-
-
-def _state(part: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(part).items() if _is_state(name, value)}
 
 
 def _is_state(name: str, value: Any) -> bool:

@@ -6,6 +6,12 @@ from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
+KEPT = (
+    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
+    *("generator", "prefetch_factor", "persistent_workers"),
+)
+"""Options that a loader keeps when its batches are shared out."""
+
 
 def counts(shares: Sequence[float], samples: int) -> list[int]:
     """Whole numbers in proportion to the shares that add up to `samples`: one each, the rest by largest remainders.
@@ -41,17 +47,16 @@ class SharedBatches(Sampler[list[int]]):
         return len(self.sampler) // self._batch_size  # an incomplete batch would have other shares
 
     def __iter__(self) -> Iterator[list[int]]:
-        rows = [list(self._of(rank)) for rank in range(len(self.sizes))]
+        rows = []
+        for rank in range(len(self.sizes)):
+            other = copy.copy(self.sampler)  # of the same seed and epoch: with another rank, another worker's samples
+            other.rank = rank
+            rows.append(list(other))
         first = sum(self.sizes[: self.sampler.rank])
         for index in range(len(self)):
             batch = slice(index * self._batch_size, (index + 1) * self._batch_size)
             together = [sample for row in rows for sample in row[batch]]
             yield together[first : first + self.sizes[self.sampler.rank]]
-
-    def _of(self, rank: int) -> Iterator[int]:
-        other = copy.copy(self.sampler)  # of the same seed and epoch: with another rank, another worker's samples
-        other.rank = rank
-        return iter(other)
 
 
 def shared(loader: object, shares: Sequence[float]) -> tuple[DataLoader[object], tuple[int, ...]]:
@@ -69,16 +74,5 @@ def shared(loader: object, shares: Sequence[float]) -> tuple[DataLoader[object],
         raise ValueError("unequal shares need a DataLoader with a batch_size: give one, or use Staircase()")
     sizes = counts(shares, len(shares) * loader.batch_size)
     batches = SharedBatches(loader.sampler, loader.batch_size, sizes)
-    return DataLoader(
-        loader.dataset,
-        batch_sampler=batches,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-    ), tuple(sizes)
+    options: dict[str, Any] = {name: getattr(loader, name) for name in KEPT}
+    return DataLoader(loader.dataset, batch_sampler=batches, **options), tuple(sizes)

@@ -29,12 +29,11 @@ Trained = tuple[int, ...]  # segments, from the bottom
 
 def cut(blocks: Sequence[BlockCost], trained: Trained) -> tuple[BlockCost, ...]:
     """The trained blocks as they are, below them the forward only; between them half of the backward, the inputs'."""
-    return tuple(block if b in trained else _bare(block, b > trained[0]) for b, block in enumerate(blocks))
-
-
-def _bare(block: BlockCost, passed: bool) -> BlockCost:
-    backward = block.backward_seconds / 2 if passed else 0.0
-    return replace(block, backward_seconds=backward, update_seconds=0.0, parameter_bytes=0)
+    passed = [block.backward_seconds / 2 if b > trained[0] else 0.0 for b, block in enumerate(blocks)]
+    return tuple(
+        block if b in trained else replace(block, backward_seconds=passed[b], update_seconds=0.0, parameter_bytes=0)
+        for b, block in enumerate(blocks)
+    )
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,9 @@ class PartialForecast(Method):
     def _steady(self, setting: Setting, factors: Floats) -> Floats:
         runs, steps, workers = factors.shape
         trained = [self._trained(setting, step) for step in range(steps)]
-        table = {segments: self._at(setting, segments, factors) for segments in set().union(*trained)}
+        table: dict[Trained, Floats] = {}
+        for own in set().union(*trained):
+            table[own] = at_factors(lambda factor: makespan(run(self._step(setting, own, factor))), factors)  # noqa: B023
         last = np.zeros((runs, steps))
         for step in range(WARM_STEPS, steps):
             by_worker = [table[trained[step][rank]][:, step, rank] for rank in range(workers)]
@@ -99,9 +100,6 @@ class PartialForecast(Method):
         workers, segments = setting.cluster.workers, len(setting.model.blocks)
         steady = replace(self.depth, warm_up=0)
         return [steady.trained(r, workers, step, segments) for r in range(workers)]
-
-    def _at(self, setting: Setting, trained: Trained, factors: Floats) -> Floats:
-        return at_factors(lambda factor: makespan(run(self._step(setting, trained, factor))), factors)
 
     def _step(self, setting: Setting, trained: Trained, factor: float) -> list[Task[str]]:
         return data_parallel.step(cut(setting.model.step_blocks, trained), self.prices(setting)[0], factor)

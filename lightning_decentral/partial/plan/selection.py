@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lightning_decentral.partial.plan.depth import DepthAssignment, top
-from lightning_decentral.shared.plan.arguments import checked
+from lightning_decentral.shared.plan.arguments import at_least, checked
 
 
 @checked
@@ -30,11 +30,6 @@ class Selection(DepthAssignment):
     def trained(self, rank: int, size: int, step: int, segments: int) -> tuple[int, ...]:
         begun = step >= self.warm_up
         return self.chosen(step - int(self.warm_up), segments) if begun else top(segments, segments)
-
-
-def _at_least_one(name: str, value: int, remedy: str) -> None:
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}: {remedy}")
 
 
 @checked
@@ -62,8 +57,8 @@ class Lisa(Selection):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _at_least_one("every", self.every, "give the optimizer steps of a draw")
-        _at_least_one("blocks", self.blocks, "the paper trains 2 at a time")
+        at_least(1, "give the optimizer steps of a draw", every=self.every)
+        at_least(1, "the paper trains 2 at a time", blocks=self.blocks)
 
     def chosen(self, step: int, segments: int) -> tuple[int, ...]:
         between = range(1, segments - 1)
@@ -95,7 +90,7 @@ class BlockCoordinate(Selection):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _at_least_one("every", self.every, "the paper takes 50 to 100")
+        at_least(1, "the paper takes 50 to 100", every=self.every)
 
     def chosen(self, step: int, segments: int) -> tuple[int, ...]:
         sweep, place = divmod(step // self.every, segments)

@@ -64,9 +64,6 @@ class DepthController:
         """The segment where the backward ends that trains these."""
         return min(map(self.plan.lowest_use, trained)) if self.assignment.whole else trained[0]
 
-    def contributors(self, step: int) -> list[tuple[int, ...]]:
-        return self.at(step).contributors
-
     def alone(self, step: int) -> AbstractContextManager[None]:
         """Cut for a worker whose gradients stay its own."""
         return self._cut(self.at(step).own, None)

@@ -64,16 +64,6 @@ class ContributorBucket(GradientBucket):
         self.bytes = flat.numel() * flat.element_size()
 
 
-@dataclass
-class _Row:
-    """Parameters that will share a bucket, and the place of the last of them in backward."""
-
-    ranks: Ranks
-    place: int
-    parameters: list[nn.Parameter]
-    elements: int
-
-
 class Packing:
     """Bucket layout: which gradients travel together. Each has its place in one tensor for each type and device.
 
@@ -93,28 +83,27 @@ class Packing:
 
     def buckets(self, contributors: Sequence[Ranks]) -> list[ContributorBucket]:
         """Buckets in the order in which backward completes them; what nobody contributes to is in none."""
-        kinds: dict[tuple[torch.dtype, torch.device], list[_Row]] = {}
+        # Parameters that will share a bucket: (their contributors, place of the last of them, they, their elements)
+        kinds: dict[tuple[torch.dtype, torch.device], list[tuple[Ranks, int, list[nn.Parameter], int]]] = {}
         for place, (segment, members, elements) in enumerate(self._pieces):
             ranks, size = contributors[segment], members[0].element_size()
             if not ranks:
                 continue
             rows = kinds.setdefault((members[0].dtype, members[0].device), [])
             # Segments share a bucket: a message for each would cost a worker more than its bytes do.
-            if rows and rows[-1].ranks == ranks and (rows[-1].elements + elements) * size <= self._most:
-                last = rows.pop()
-                members, elements = last.parameters + members, last.elements + elements
-            rows.append(_Row(ranks, place, members, elements))
+            if rows and rows[-1][0] == ranks and (rows[-1][3] + elements) * size <= self._most:
+                _, _, former, count = rows.pop()
+                members, elements = former + members, count + elements
+            rows.append((ranks, place, members, elements))
         found: list[ContributorBucket] = []
         for (dtype, device), rows in kinds.items():
-            sizes = [row.elements for row in rows]
+            sizes = [elements for *_, elements in rows]
             # As large as was needed so far: contributors, and with them the sizes, change from step to step.
             store = self._stores.get((dtype, device))
             if store is None or store.numel() < sum(sizes):
                 store = self._stores[dtype, device] = torch.empty(sum(sizes), dtype=dtype, device=device)
             flats = store[: sum(sizes)].split(sizes)
-            found += [
-                ContributorBucket(r.ranks, r.parameters, flat, r.place) for r, flat in zip(rows, flats, strict=True)
-            ]
+            found += [ContributorBucket(r, ps, flat, at) for (r, at, ps, _), flat in zip(rows, flats, strict=True)]
         return sorted(found, key=attrgetter("place"))
 
 

@@ -61,8 +61,14 @@ class Chain(Pipelined):
         return [weighed(size) for size in sizes], NOTHING, NOTHING
 
     def keep(self, place: StagePlace) -> None:
-        if len(self._own(place)) < len(self._blocks):
-            self._refuse_shared_statistics()
+        each = [{part for whole in block.parts for part in whole.modules()} for block in self._blocks]
+        for part, times in Counter(part for parts in each for part in parts).items():
+            norm = isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats
+            if len(self._own(place)) < len(self._blocks) and times > 1 and norm:
+                raise ValueError(
+                    f"several blocks of the Chain share one {type(part).__name__}, whose running statistics would be "
+                    "other ones on each stage: give each block its own, or set track_running_stats=False"
+                )
         own = {part for block in self._own(place) for whole in block.parts for part in whole.modules()}
         others = {part for block in self._blocks for part in block.parts} - own
         for parent in list(self.module.modules()):
@@ -73,15 +79,6 @@ class Chain(Pipelined):
 
     def _own(self, place: StagePlace) -> list[Block]:
         return self._blocks[place.first_block : place.stop_block]
-
-    def _refuse_shared_statistics(self) -> None:
-        each = [{part for whole in block.parts for part in whole.modules()} for block in self._blocks]
-        for part, times in Counter(part for parts in each for part in parts).items():
-            if times > 1 and isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats:
-                raise ValueError(
-                    f"several blocks of the Chain share one {type(part).__name__}, whose running statistics would be "
-                    "other ones on each stage: give each block its own, or set track_running_stats=False"
-                )
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         given = [*args, *(value for value in kwargs.values() if value is not None)]
@@ -153,7 +150,8 @@ def find(module: nn.Module, device: torch.device = HOST) -> Pipelined:
     Raises:
         ValueError: there is none, or several, or it can't be cut.
     """
-    found = [(part, kind) for part in module.modules() if (kind := _kind(part)) is not None]
+    kinds = {part: [c.__name__ for c in type(part).__mro__ if c.__name__ in KNOWN] for part in module.modules()}
+    found = [(part, names[0]) for part, names in kinds.items() if names]
     if len(found) != 1:
         names = ", ".join(type(part).__name__ for part, _ in found) or "none"
         raise ValueError(
@@ -164,7 +162,3 @@ def find(module: nn.Module, device: torch.device = HOST) -> Pipelined:
     part, kind = found[0]
     refuse_compiled_around(module, part)
     return KNOWN[kind](part, device)
-
-
-def _kind(module: nn.Module) -> str | None:
-    return next((c.__name__ for c in type(module).__mro__ if c.__name__ in KNOWN), None)

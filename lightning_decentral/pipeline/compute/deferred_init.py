@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 Key = int
 COPIED_BYTES = 2**16
+READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)  # `.item()`, `equal`
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,12 @@ class _Done:
         before = generator.get_state()
         if self.state is not None:
             generator.set_state(self.state)
-        with _default(self.default):
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(self.default)
+        try:
             found = tree_leaves(self.function(*args, **kwargs))
+        finally:
+            torch.set_default_dtype(default)
         generator.set_state(before)  # what is drawn afterwards knows nothing of the repetition
         for mine, view in zip(found, tree_leaves(self.result), strict=True):
             if isinstance(view, _View) and view.key not in storages:
@@ -133,12 +138,16 @@ class Deferred(TorchDispatchMode):
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if given and not _metas(given):
             return func(*args, **kwargs)
-        if _reads(func, kwargs) or _writes_memory(func, args, kwargs):
+        leaves = func is torch.ops.aten._to_copy.default and torch.device(kwargs.get("device") or "meta").type != "meta"
+        # It needs the values themselves, as a copy to a real device does, or writes to a tensor that has memory.
+        if leaves or func in READS or len(written := _written(func, args, kwargs)) > len(_metas(written)):
             args, kwargs = tree_map_only(Tensor, self.made, (args, kwargs))
             return func(*args, **kwargs)
         drawn = torch.Tag.nondeterministic_seeded in func.tags
         state = _generator(args, kwargs).get_state() if drawn else None
-        result = self._draw(func, args, kwargs) if drawn else func(*args, **_on_meta(func, given, kwargs))
+        makes = not given and any(argument.name == "device" for argument in func._schema.arguments)
+        on_meta = {**kwargs, "device": torch.device("meta")} if makes else kwargs
+        result = self._draw(func, args, kwargs) if drawn else func(*args, **on_meta)
         done = _Done(func, _views((args, kwargs)), _views(result), state, torch.get_default_dtype())
         for key in done.touched():
             self._of[key].append(len(self._done))
@@ -148,7 +157,11 @@ class Deferred(TorchDispatchMode):
     def _draw(self, function: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Draw into memory that is given back at once, so that the generator goes on as it would."""
         # What is only read (means, rates) has its values: some draws take more or fewer numbers for other ones.
-        blank = {id(t): _blank(t) for t in _metas(_written(function, args, kwargs))}
+        blank: dict[int, Tensor] = {}
+        for t in _metas(_written(function, args, kwargs)):
+            # Memory of the same layout: how many numbers a draw takes depends on it.
+            memory = torch.empty(t.untyped_storage().nbytes(), dtype=torch.uint8)
+            blank[id(t)] = torch.empty(0, dtype=t.dtype).set_(memory.untyped_storage(), *_place(t))
         stand_in = lambda t: blank[id(t)] if id(t) in blank else self.made(t)  # noqa: E731
         drawn = function(*tree_map_only(Tensor, stand_in, args), **tree_map_only(Tensor, stand_in, dict(kwargs)))
         own = {id(blank[id(t)]): t for t in _metas((args, kwargs)) if id(t) in blank}
@@ -201,16 +214,6 @@ class Deferred(TorchDispatchMode):
         self._of.clear()
 
 
-@contextmanager
-def _default(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 def _place(tensor: Tensor) -> tuple[Any, ...]:
     """Storage offset, size and stride of a tensor."""
     return tensor.storage_offset(), tensor.size(), tensor.stride()
@@ -228,39 +231,17 @@ def _views(tree: Any) -> Any:
     return tree_map_only(Tensor, lambda t: _View.of(t) if _deferred(t) else _Given.of(t), tree)
 
 
-def _reads(function: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether the operation needs the values themselves: a copy to a real device, `.item()`, `equal`."""
-    leaves = function is torch.ops.aten._to_copy.default and torch.device(kwargs.get("device") or "meta").type != "meta"
-    return leaves or function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
-
-
-def _written(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Arguments that the operation writes."""
+def _written(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Tensors among the arguments that the operation writes."""
     arguments = function._schema.arguments
     pairs = [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
-    return [value for argument, value in pairs if argument.alias_info is not None and argument.alias_info.is_write]
-
-
-def _writes_memory(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether the operation writes to a tensor that has memory."""
-    written = tree_leaves(_written(function, args, kwargs))
-    return any(isinstance(leaf, Tensor) and not _deferred(leaf) for leaf in written)
-
-
-def _on_meta(function: Any, given: Sequence[Tensor], kwargs: dict[str, Any]) -> dict[str, Any]:
-    makes = not given and any(argument.name == "device" for argument in function._schema.arguments)
-    return {**kwargs, "device": torch.device("meta")} if makes else kwargs
+    values = [value for argument, value in pairs if argument.alias_info is not None and argument.alias_info.is_write]
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _generator(args: Any, kwargs: Mapping[str, Any]) -> torch.Generator:
     named = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)]
     return named[0] if named else torch.default_generator
-
-
-def _blank(tensor: Tensor) -> Tensor:
-    """Memory of the same layout: how many numbers a draw takes depends on it."""
-    memory = torch.empty(tensor.untyped_storage().nbytes(), dtype=torch.uint8)
-    return torch.empty(0, dtype=tensor.dtype).set_(memory.untyped_storage(), *_place(tensor))
 
 
 def _become(tensor: Tensor, values: Tensor) -> None:

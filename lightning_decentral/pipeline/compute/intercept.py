@@ -40,12 +40,8 @@ def called(model: Pipelined, step: Callable[[], Any]) -> Call:
     Raises:
         ValueError: it returned without a call.
     """
-
-    def reach(call: Call) -> Any:
-        raise _Reached(call)
-
     try:
-        with answering(model, reach):
+        with answering(model, _reach):
             step()
     except _Reached as reached:
         return reached.call
@@ -96,7 +92,7 @@ class Suspended:
     def end(self) -> None:
         """End the step's thread: it leaves its call by an exception that is no `Exception`."""
         if self._answer is None:
-            self._proceed(_end)
+            self._proceed(_reach)
 
     def _proceed(self, answer: Callable[[Call], Any]) -> None:
         self._answer = answer
@@ -134,7 +130,7 @@ class Suspended:
         return self._answer(call)
 
 
-def _end(call: Call) -> Any:
+def _reach(call: Call) -> Any:
     raise _Reached(call)
 
 

@@ -10,9 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import (
-    _disable_dynamo,  # what torch's optimizers use: unlike torch.compiler.disable, imports nothing
-)
+from torch._compile import _disable_dynamo  # as torch's optimizers; torch.compiler.disable imports much
 
 
 class LayerRows:
@@ -107,9 +105,7 @@ class KVCache:
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._start
 
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Position of the slice's first token."""
-        return self._start
+    get_query_offset = get_seq_length  # the position of the slice's first token
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """(keys that the slice sees, position of the first)."""
@@ -117,11 +113,6 @@ class KVCache:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"keys and values are all that is kept between slices, there is no {name}")
-
-    @property
-    def layers(self) -> set[int]:
-        """Indices of the layers that have stored keys and values."""
-        return set(self.stores)
 
     @property
     def bytes(self) -> int:

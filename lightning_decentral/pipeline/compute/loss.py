@@ -5,7 +5,6 @@
 Averaging the micro-batches' means instead would weigh a padded one too much.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,26 +15,12 @@ from torch.overrides import TorchFunctionMode
 COUNTED = {functional.cross_entropy, functional.nll_loss}
 
 
-@dataclass(frozen=True)
-class TargetMean:
-    """A mean over the targets that aren't ignored."""
-
-    value: Tensor
-    target: Tensor
-    ignore_index: int
-
-    def count(self) -> Tensor:
-        """Number of targets that aren't ignored: a scalar on their device, for which no host waits."""
-        return (self.target != self.ignore_index).sum()
-
-
 class TargetCount(TorchFunctionMode):
     """While active, notices means of cross-entropy or negative log-likelihood, and over how many targets each goes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.means: list[TargetMean] = []
-        self._depth = 0
+        self._means: list[tuple[Tensor, Tensor, int]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -57,15 +42,15 @@ class TargetCount(TorchFunctionMode):
     ) -> None:
         # Classes with weights and soft targets have means over something else than a number of targets.
         if reduction == "mean" and weight is None and not target.is_floating_point():
-            self.means.append(TargetMean(result, target, ignore_index))
+            self._means.append((result, target, ignore_index))
 
     def targets(self, loss: Tensor) -> Tensor | None:  # ()
-        """Number of targets that `loss` is the mean over, a scalar; None where it isn't known to be one."""
-        return next((mean.count() for mean in self.means if mean.value is loss or _same(mean.value, loss)), None)
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.grad_fn is not None and a.grad_fn is b.grad_fn
+        """Number of targets, those that aren't ignored, that `loss` is the mean over: a scalar on their device, for
+        which no host waits. None where it isn't known to be a mean."""
+        for value, target, ignore_index in self._means:
+            if value is loss or (value.grad_fn is not None and value.grad_fn is loss.grad_fn):
+                return (target != ignore_index).sum()
+        return None
 
 
 def weighed(loss: Tensor, weight: Tensor) -> Tensor:  # (..), broadcast

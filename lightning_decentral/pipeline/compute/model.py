@@ -139,15 +139,10 @@ def remember(before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
     """Remember which of the host's tensors are masks that hide nothing, by what each became on the device."""
     if [tensor.shape for tensor in before] == [tensor.shape for tensor in after]:
         for there, here in zip(before, after, strict=True):
+            may_be = there.device.type == "cpu" and there.dim() == 2 and not there.is_floating_point()
             # A tensor of inference mode doesn't show whether it was changed.
-            if here.device.type != "cpu" and not here.is_inference() and _is_full(there):
+            if here.device.type != "cpu" and not here.is_inference() and may_be and bool((there == 1).all()):
                 _full[here] = here._version
-
-
-def _is_full(tensor: Tensor) -> bool:  # (batch, length)
-    """Return whether this may be a mask [batch, length] on the host, all ones."""
-    number = tensor.device.type == "cpu" and tensor.dim() == 2 and not tensor.is_floating_point()
-    return number and bool((tensor == 1).all())
 
 
 def part_of(tensor: Tensor, parts: int, index: int) -> Tensor:  # (batch, ..)

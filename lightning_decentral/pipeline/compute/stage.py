@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -96,11 +96,6 @@ class Recompute(Activations):
         return output
 
 
-class _Kept(NamedTuple):
-    incoming: Incoming
-    output: Tensor
-
-
 class Stage:
     """A stage at work.
 
@@ -128,7 +123,7 @@ class Stage:
         self._model, self._activations = model, activations
         self._weights, self.most_chunks_held = weights, 0
         self._memories = [KVCache(sum(slices)) for _ in calls]  # of each micro-batch: slices of others are others
-        self._kept: dict[tuple[int, int], _Kept] = {}
+        self._kept: dict[tuple[int, int], tuple[Incoming, Tensor]] = {}  # what came in, and the output
         self.outputs: dict[int, list[Tensor]] = {}
         """[micro-batch][slice]: outputs of the last stage, detached."""
 
@@ -145,7 +140,7 @@ class Stage:
 
         output = self._activations.run(compute, hidden)
         if output.requires_grad:
-            self._kept[microbatch, index] = _Kept(incoming, output)
+            self._kept[microbatch, index] = incoming, output
             self.most_chunks_held = max(self.most_chunks_held, self.chunks_held)
         if self.place.last:
             self.outputs.setdefault(microbatch, []).append(output.detach())
@@ -156,11 +151,11 @@ class Stage:
 
         None on the first stage.
         """
-        kept = self._kept.pop((microbatch, index), None)
-        if kept is None:  # nothing here or before it is trained
+        if (microbatch, index) not in self._kept:  # nothing here or before it is trained
             return None
-        torch.autograd.backward([kept.output], [grad])
-        return kept.incoming.grad()
+        incoming, output = self._kept.pop((microbatch, index))
+        torch.autograd.backward([output], [grad])
+        return incoming.grad()
 
     def weights(self, microbatch: int, index: int) -> None:
         """The second half of a backward, where it's split: gradients of weights are added to `.grad`."""
@@ -187,7 +182,10 @@ def unchanged(module: nn.Module, among: str, remedy: str) -> Iterator[None]:
     before = {name: buffer.detach().clone() for name, buffer in _read_buffers(module)}
     yield
     for name, buffer in _read_buffers(module):
-        if name not in before or not _same(before[name], buffer):
+        was = before.get(name)
+        # By value, NaN being NaN, since fused observers write without a trace in `_version`.
+        alike = was is not None and was.shape == buffer.shape and (was == buffer) | ((was != was) & (buffer != buffer))
+        if not isinstance(alike, Tensor) or not alike.all():
             kind = type(module.get_submodule(name.rpartition(".")[0])).__name__
             raise ValueError(
                 f"every forward changes {name} ({kind}), so {among} would each meet another model: {remedy}, or fix it "
@@ -212,13 +210,6 @@ def _read_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if not isinstance(part, nn.modules.batchnorm._NormBase):
             for name, buffer in part.named_buffers(recurse=False):
                 yield (f"{path}.{name}" if path else name), buffer
-
-
-def _same(before: Tensor, after: Tensor) -> bool:
-    """Value by value, NaN being NaN. By value, since fused observers write without a trace in `_version`."""
-    if before.shape != after.shape:
-        return False
-    return bool(((before == after) | ((before != before) & (after != after))).all())
 
 
 class _Deliver(torch.autograd.Function):

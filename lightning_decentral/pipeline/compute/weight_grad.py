@@ -64,7 +64,10 @@ class _Cutting(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READ and torch.is_grad_enabled():
             kind, x, weight, bias, more = _READ[func](*args, **(kwargs or {}))
-            if not more and _in_two(x, weight, bias):
+            plain = bias is None or (isinstance(bias, nn.Parameter) and bias.dim() == 1)
+            trained = isinstance(weight, nn.Parameter) and weight.requires_grad and weight.dim() == 2
+            # Not where a weight or bias was computed: its gradient is handed on, and can't wait.
+            if not more and plain and trained and x.requires_grad and x.dim() > 1:
                 return _Cut.apply(x, weight, bias, kind, self._halves)  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
@@ -73,13 +76,6 @@ _READ: dict[Any, Callable[..., tuple[_Map, Tensor, Tensor, Tensor | None, Any]]]
     functional.linear: lambda input, weight, bias=None: (LINEAR, input, weight, bias, ()),
     torch.addmm: lambda input, mat1, mat2, *old, **scales: (ADDMM, mat1, mat2, input, (*old, *scales)),
 }
-
-
-def _in_two(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:  # (.., in), (out, in) or (in, out), (out,)
-    """Return whether the weight's gradient can wait: not where a weight or bias was computed, and hands it on."""
-    plain = bias is None or (isinstance(bias, nn.Parameter) and bias.dim() == 1)
-    trained = isinstance(weight, nn.Parameter) and weight.requires_grad and weight.dim() == 2
-    return plain and trained and x.requires_grad and x.dim() > 1
 
 
 class _Cut(torch.autograd.Function):

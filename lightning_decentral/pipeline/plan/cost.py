@@ -9,12 +9,12 @@ Source: TeraPipe 2102.07988, section 3.3.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import combinations
 
 import numpy as np
 
-from lightning_decentral.pipeline.plan.schedule import Action, Costs, Kind, Schedule, ScheduleForecast, forecast
+from lightning_decentral.pipeline.plan.schedule import Action, Kind, Schedule, ScheduleForecast, forecast
 from lightning_decentral.pipeline.plan.slicing import Seconds, Situation
 
 
@@ -44,8 +44,10 @@ class CostModel:
     def __call__(self, tokens: int, context: int) -> float:
         """Seconds of a slice: positive."""
         added = _row(tokens, context) @ np.array(self.coefficients) if context else 0.0
-        # What was fitted may fall below zero: a0 has any sign.
-        return max(float(self._without_context(tokens) + added), self._least(tokens))
+        shortest, seconds = self.alone[0]
+        # What was fitted may fall below zero, as a0 has any sign: at least half of what the shortest measured slice
+        # takes, in proportion where this one is shorter.
+        return max(float(self._without_context(tokens) + added), 0.5 * seconds * min(1.0, tokens / shortest))
 
     def _without_context(self, tokens: int) -> float:
         counts, seconds = zip(*self.alone, strict=True)
@@ -54,11 +56,6 @@ class CostModel:
         a, b = (0, 1) if tokens < counts[0] else (-2, -1)
         slope = (seconds[b] - seconds[a]) / (counts[b] - counts[a])
         return float(seconds[a] + slope * (tokens - counts[a]))
-
-    def _least(self, tokens: int) -> float:
-        """Half of what the shortest measured slice takes, in proportion where this one is shorter."""
-        shortest, seconds = self.alone[0]
-        return 0.5 * seconds * min(1.0, tokens / shortest)
 
     def times(self, factor: float) -> "CostModel":
         """factor * t: from a block to a stage of several."""
@@ -94,7 +91,8 @@ def fit(measurements: Iterable[Measured]) -> CostModel:
     rows = np.stack([_row(m.tokens, m.context) / m.seconds for m in with_context])
     missing = np.array([1 - base(m.tokens, 0) / m.seconds for m in with_context])
     model = CostModel(points, _least_squares(rows, missing))
-    return replace(model, error=_relative_error(model, with_context))
+    errors = [model(m.tokens, m.context) / m.seconds - 1 for m in with_context]
+    return replace(model, error=float(np.sqrt(np.mean(np.square(errors)))))
 
 
 def _rising(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
@@ -122,11 +120,6 @@ def _least_squares(rows: np.ndarray, wanted: np.ndarray) -> tuple[float, float, 
             best, residual = found, error
     a0, a1, a2, a3 = (float(a) for a in best / scale)
     return a0, a1, a2, a3
-
-
-def _relative_error(model: CostModel, measurements: Sequence[Measured]) -> float:
-    errors = [model(m.tokens, m.context) / m.seconds - 1 for m in measurements]
-    return float(np.sqrt(np.mean(np.square(errors))))
 
 
 @dataclass(frozen=True)
@@ -192,26 +185,15 @@ def message_seconds(links: Sequence[Link], slices: Sequence[int], action: Action
     return links[link](slices[action.slice])
 
 
-def _once(costs: Costs) -> Costs:
-    """Asked once for all micro-batches, which cost the same."""
-    found: dict[tuple[int, Kind, int], float] = {}
-
-    def seconds(action: Action) -> float:
-        place = action.stage, action.kind, action.slice
-        if place not in found:
-            found[place] = costs(action)
-        return found[place]
-
-    return seconds
-
-
 def expected(
     profiles: Sequence[StageCost], schedule: Schedule, num_microbatches: int, slices: Sequence[int]
 ) -> ScheduleForecast:
     """The timeline of a step."""
-    costs = _once(partial(action_seconds, profiles, slices))
+    costs = cache(partial(action_seconds, profiles, slices))
     link = partial(message_seconds, [found.link for found in profiles], slices)
-    return forecast(schedule, len(profiles), num_microbatches, len(slices), costs, link)
+    # Asked once for all micro-batches, which cost the same.
+    first = lambda action: costs(Action(action.kind, action.stage, 0, action.slice))  # noqa: E731
+    return forecast(schedule, len(profiles), num_microbatches, len(slices), first, link)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,14 +6,13 @@ best     = min over t of  whole(t) + factor * t
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import Generic, TypeVar
 
 import numpy as np
 
+from lightning_decentral.shared.plan.arguments import at_least
 from lightning_decentral.shared.plan.linear_partition import Costs
-
-Found = TypeVar("Found")
 
 
 def table(boundaries: Sequence[int], seconds: Callable[[int, int], float]) -> Costs:
@@ -85,24 +84,14 @@ def _cheapest_uncounted(allowed: Costs) -> Cuts | None:
     return Cuts(float(best[-1]), tuple(reversed(at)))
 
 
-@dataclass(frozen=True)
-class Bounded(Generic[Found]):
-    """Value of `whole(t)` in seconds, and what attains it."""
-
-    seconds: float
-    found: Found
-
-
-def over_bounds(
-    candidates: Sequence[float], whole: Callable[[float], Bounded[Found] | None], factor: float
-) -> Found | None:
+def over_bounds(candidates: Sequence[float], whole: Callable[[float], Cuts | None], factor: float) -> Cuts | None:
     """Return what attains min over t in candidates of whole(t) + factor * t, exactly; None where no bound is possible.
 
     Args:
         whole: never grows with t.
     """
     bounds = sorted(set(candidates))
-    best: tuple[float, Found] | None = None
+    best: tuple[float, Cuts] | None = None
     intervals = [(0, len(bounds) - 1)]
     while intervals:
         low, high = intervals.pop()
@@ -113,7 +102,7 @@ def over_bounds(
             continue  # nor is any smaller bound possible
         value = at_high.seconds + factor * bounds[high]
         if best is None or value < best[0]:
-            best = value, at_high.found
+            best = value, at_high
         # No t in [low, high] is better than whole(high) + factor * low: the published loop, most of it skipped.
         if low < high and at_high.seconds + factor * bounds[low] < best[0]:
             middle = (low + high) // 2
@@ -137,8 +126,4 @@ def lengths(boundaries: Sequence[int], at: Sequence[int]) -> tuple[int, ...]:
     return tuple(boundaries[b] - boundaries[a] for a, b in pairwise(at))
 
 
-def at_least_1(**numbers: int) -> None:
-    """ValueError, by its name, for a number below 1."""
-    for name, value in numbers.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}: give 1 or more")
+at_least_1 = partial(at_least, 1, "give 1 or more")

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 from lightning_decentral.pipeline.plan.partition import NOTHING, Even, Partition
 from lightning_decentral.pipeline.plan.schedule import (
-    Action,
     Costs,
     Kind,
     OneForwardOneBackward,
@@ -84,7 +83,11 @@ class Pipelining(Method):
         replicas, held = cluster.workers // stages, min(1.0, cluster.per_node / stages)
         gradients = 2 * (replicas - 1) / replicas * held * setting.model.parameter_bytes if cluster.nodes > 1 else 0.0
         hidden = stages * max(part[-1].output_bytes for part in self._parts(setting))
-        return gradients + self._crossings(setting) * hidden
+        pairs = [(w, w + 1) for w in range(cluster.workers - 1) if w // stages == (w + 1) // stages]
+        cut = [{w // cluster.per_node for w in pair} for pair in pairs]
+        # The most neighbours on other nodes that the stages of one node have.
+        crossings = max(Counter(node for nodes in cut if len(nodes) > 1 for node in nodes).values(), default=0)
+        return gradients + crossings * hidden
 
     def memory_bytes(self, setting: Setting) -> float:
         """Bytes on the fullest stage, its chunks in flight included."""
@@ -95,23 +98,19 @@ class Pipelining(Method):
         # 2: parameters and as many gradients.
         return max((2 + state) * _bytes(p) + chunks * s for p, chunks, s in zip(parts, held, saved, strict=True))
 
-    def _crossings(self, setting: Setting) -> int:
-        """The most neighbours on other nodes that the stages of one node have."""
-        cluster, stages = setting.cluster, self._stages(setting)
-        pairs = [(w, w + 1) for w in range(cluster.workers - 1) if w // stages == (w + 1) // stages]
-        cut = [{w // cluster.per_node for w in pair} for pair in pairs]
-        return max(Counter(node for nodes in cut if len(nodes) > 1 for node in nodes).values(), default=0)
-
     def _run(self, setting: Setting, factor: float) -> ScheduleForecast:
         stages = self._stages(setting)
         counts = stages, self.microbatches or stages, self.slices
         return forecast(self.schedule, *counts, *self._costs(setting, factor))
 
-    def _costs(self, setting: Setting, factor: float) -> tuple["_Seconds", Costs]:
-        parts = self._parts(setting)
-        chunk = self._chunk(setting)
+    def _costs(self, setting: Setting, factor: float) -> tuple[Costs, Costs]:
+        """(seconds of an action: its stage's blocks, in its direction; seconds of a message)."""
+        parts, chunk = self._parts(setting), self._chunk(setting)
         hidden = max(part[-1].output_bytes for part in parts) * chunk
-        return _Seconds(tuple(parts), factor * chunk), always(self.prices(setting)[0].seconds(hidden))
+        forward = [factor * chunk * sum(block.forward_seconds for block in part) for part in parts]
+        backward = [factor * chunk * sum(block.backward_seconds for block in part) for part in parts]
+        seconds = lambda action: {Kind.FORWARD: forward, Kind.BACKWARD: backward}[action.kind][action.stage]  # noqa: E731
+        return seconds, always(self.prices(setting)[0].seconds(hidden))
 
     def _chunk(self, setting: Setting) -> float:
         """A slice of a micro-batch, as a share of a profiled batch."""
@@ -131,20 +130,6 @@ class Pipelining(Method):
         blocks = setting.model.blocks
         counts = self.partition.counts(blocks, NOTHING, NOTHING, self._stages(setting))
         return [blocks[sum(counts[:r]) : sum(counts[: r + 1])] for r in range(len(counts))]
-
-
-@dataclass(frozen=True)
-class _Seconds:
-    """Seconds of an action: its stage's blocks, in its direction, times `scale`."""
-
-    parts: tuple[tuple[BlockCost, ...], ...]
-    scale: float
-
-    def __call__(self, action: Action) -> float:
-        part = self.parts[action.stage]
-        forward = sum(block.forward_seconds for block in part)
-        backward = sum(block.backward_seconds for block in part)
-        return self.scale * {Kind.FORWARD: forward, Kind.BACKWARD: backward}[action.kind]
 
 
 def _bytes(part: Sequence[BlockCost]) -> int:

@@ -27,6 +27,10 @@ class Kind(Enum):
     WEIGHTS = "W"
 
 
+TOWARDS = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHTS: -1}
+"""1 where a result goes to the next stage, -1 where to the one before."""
+
+
 @dataclass(frozen=True)
 class Action:
     """One chunk through one stage in one direction; all numbers from 0."""
@@ -43,8 +47,7 @@ class Action:
         """Actions that must have ended before this one starts."""
         if self.kind is Kind.WEIGHTS:
             return (replace(self, kind=Kind.BACKWARD),)
-        towards = {Kind.FORWARD: -1, Kind.BACKWARD: 1}[self.kind]
-        stage, position = self.stage + towards, self.slice + towards
+        stage, position = self.stage - TOWARDS[self.kind], self.slice - TOWARDS[self.kind]
         needed = [Action(self.kind, stage, self.microbatch, self.slice)] if 0 <= stage < num_stages else []
         if 0 <= position < num_slices:
             needed.append(Action(self.kind, self.stage, self.microbatch, position))

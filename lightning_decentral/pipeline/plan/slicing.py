@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from lightning_decentral.pipeline.plan.dynamic_program import (
-    Bounded,
-    Cuts,
     at_least_1,
     cheapest,
     lengths,
@@ -54,12 +52,8 @@ def plan(
     at_least_1(num_stages=num_stages, max_slices=1 if max_slices is None else max_slices)
     costs = table(boundaries, seconds)
     most = len(boundaries) if max_slices is None else max_slices
-
-    def whole(bound: float) -> Bounded[Cuts] | None:
-        cuts = cheapest(costs, bound, most)
-        return None if cuts is None else Bounded(cuts.seconds, cuts)
-
-    cuts = over_bounds(costs[costs < float("inf")].tolist(), whole, num_stages - 1)
+    candidates = costs[costs < float("inf")].tolist()
+    cuts = over_bounds(candidates, lambda bound: cheapest(costs, bound, most), num_stages - 1)
     assert cuts is not None  # one slice is always possible
     return lengths(boundaries, cuts.at)
 

@@ -1,76 +1,198 @@
-"""Executes a stage's part of a schedule, action by action: the schedule decides, the stage computes.
+"""Executes a stage's part of a schedule: the schedule decides, the stage computes, a channel sends without a wait.
 
-Receives are posted before the actions that need them:
-
-    two ahead    the action's own and two more: one that is needed next, one that travels meanwhile
-    in step      those that are sent before the action in one order of all stages' actions
-
-By NCCL a posted receive is a running kernel, and so is a send until its receive is posted. What waits for a whole
-device (memory that is given back, a kernel's first loading, `torch.cuda.synchronize`) waits for both. Two ahead, the
-sender may need something of this very stage, whose host stands still. In step, a stage that stands before X has sent
-only what comes before X, and posted exactly what is sent before X: it waits for stages alone that stand at something
-earlier. So the earliest of those that wait goes on, however many wait at once, wherever, however large messages are.
-
-By gloo a host waits for its messages, one by one: there two ahead is safe, and in step would come late.
+Point-to-point messages carry hidden states down and their gradients up. A `Boundary` writes them for the wire
+(activation compression). Training with anything but `ExactActivations` isn't exact any more. Source: 2301.02654 (it
+hurts most at early boundaries).
 """
 
 import time
-from bisect import bisect
+from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
+from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from lightning_decentral.pipeline.compute.model import Shape
 from lightning_decentral.pipeline.compute.stage import Stage
-from lightning_decentral.pipeline.plan.schedule import Action, Kind, equally_long
-from lightning_decentral.pipeline.wire.channel import Channel
+from lightning_decentral.pipeline.plan.posting import Posts, two_ahead
+from lightning_decentral.pipeline.plan.schedule import TOWARDS, Action, Kind
 from lightning_decentral.shared.plan.timeline import Span
-
-AHEAD = 2
-Posts = Mapping[Action, Sequence[Action]]
-"""action -> those whose receives are posted before it, in order."""
+from lightning_decentral.shared.wire.pending import PeerLost, Pending
+from lightning_decentral.shared.wire.transport import Message, Transport
 
 
-def two_ahead(actions: Sequence[Action]) -> Posts:
-    """Post receives two ahead, for a stage with these actions."""
-    coming = [action for action in actions if action.kind is not Kind.WEIGHTS]
-    later = zip(coming[1:], coming[AHEAD + 1 :], strict=False)
-    return {coming[0]: coming[: AHEAD + 1], **{action: [expected] for action, expected in later}}
+class Boundary(ABC):
+    """Shapes and types of messages are known on both sides before they are sent."""
+
+    def buffer(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate the tensor that a message for a tensor of this shape and dtype is received into."""
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+    @abstractmethod
+    def encode(self, tensor: Tensor) -> Tensor:  # (batch, tokens, width)
+        """The message, of the buffer's shape and type; contiguous."""
+
+    @abstractmethod
+    def decode(self, message: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:  # as `buffer` makes it
+        """The tensor, or what is left of it."""
 
 
-def in_step(stages: Sequence[Sequence[Action]], num_slices: int) -> list[Posts]:
-    """Post receives in step, for each of these stages; all must ask with the same actions."""
-    order = {action: _moment(action, span.start) for action, span in equally_long(stages, num_slices).items()}
+@dataclass(frozen=True)
+class ExactActivations(Boundary):
+    """Hidden states and gradients sent as they are, without compression."""
 
-    def posts(own: Sequence[Action]) -> Posts:
-        found: dict[Action, list[Action]] = {}
-        moments = [order[action] for action in own]
-        for action in own:
-            for needed in action.needs(len(stages), num_slices):
-                if needed.stage != action.stage:
-                    found.setdefault(own[bisect(moments, order[needed])], []).append(action)
-        return found
+    def encode(self, tensor: Tensor) -> Tensor:
+        return tensor.contiguous()
 
-    return [posts(own) for own in stages]
+    def decode(self, message: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:  # as `buffer` makes it
+        return message
 
 
-def _moment(action: Action, start: float) -> tuple[float, bool, int]:
-    """Place of an action in the order: its start; of those that start at once senders come first, so what they send is
-    received before its turn. Any order would do in which nothing comes before what it needs."""
-    forward = action.kind is Kind.FORWARD
-    return start, not forward, action.stage if forward else -action.stage
+@dataclass(frozen=True)
+class Bfloat16Activations(Boundary):
+    """Rounded to bfloat16: two bytes a number, a relative error of 2^-9 at most."""
+
+    def buffer(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(tuple(shape), dtype=torch.bfloat16, device=device)
+
+    def encode(self, tensor: Tensor) -> Tensor:
+        return tensor.to(torch.bfloat16).contiguous()
+
+    def decode(self, message: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:  # as `buffer` makes it
+        return message.to(dtype)
+
+
+@dataclass(frozen=True)
+class Int8Activations(Boundary):
+    """round(127 x / max |x|) with one scale for each row (token): one byte a number and four for the scale.
+
+    The error of a number is at most max |x| / 254 of its row.
+    """
+
+    def buffer(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(prod(shape[:-1]), shape[-1] + 4, dtype=torch.int8, device=device)
+
+    def encode(self, tensor: Tensor) -> Tensor:
+        rows = tensor.reshape(-1, tensor.shape[-1]).float()
+        scale = rows.abs().amax(dim=1, keepdim=True) / 127
+        # A row of zeros would be 0 / 0.
+        levels = (rows / scale.clamp(min=torch.finfo(torch.float32).tiny)).round().clamp(-127, 127).to(torch.int8)
+        return torch.cat([levels, scale.view(torch.int8)], dim=1)  # the scale's four bytes: one message, not two
+
+    def decode(self, message: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:  # as `buffer` makes it
+        scale = message[:, -4:].contiguous().view(torch.float32)
+        return (message[:, :-4].float() * scale).to(dtype).reshape(tuple(shape))
+
+
+class Edge(NamedTuple):
+    """Connection that carries one direction between two neighbouring stages.
+
+    By NCCL a transport of its own: a communicator does its calls strictly in order, so that what is sent would wait
+    behind receives that were posted before. By gloo, which matches messages by tag, edges may share one.
+    """
+
+    over: Transport
+    peer: int
+    """The neighbour's rank there."""
+
+
+Edges = Mapping[tuple[Kind, int], Edge]
+"""Edges of one stage: (direction, neighbouring stage) -> edge."""
+
+
+class Channel:
+    """The way of one stage to its neighbours during one step.
+
+    Args:
+        edges: of this stage; none where there is no neighbour.
+        shapes: of what leaves a stage forward, by (micro-batch, slice, stage).
+    """
+
+    def __init__(
+        self,
+        edges: Edges,
+        shapes: Mapping[tuple[int, int, int], Shape],
+        device: torch.device,
+        boundary: Boundary | None = None,
+    ) -> None:
+        self._edges = edges
+        self._shapes, self._device, self._boundary = shapes, device, boundary or ExactActivations()
+        self._arriving: dict[Action, tuple[Pending, Tensor, Shape]] = {}
+        self._leaving: dict[Action, tuple[Pending, Tensor]] = {}
+
+    def expect(self, action: Action) -> None:
+        """Post the receive of what this action begins with, so that it arrives while the stage computes; those of one
+        neighbour in the order of the schedule."""
+        source = action.stage - TOWARDS[action.kind]
+        if (action.kind, source) not in self._edges:
+            return
+        # A gradient has the shape of the hidden state that left the lower one of the two stages.
+        shape = self._shapes[action.microbatch, action.slice, min(source, action.stage)]
+        message = self._boundary.buffer(*shape, self._device)
+        over, peer = self._edges[action.kind, source]
+        with _naming(action.stage, source):
+            _, (pending,) = over.exchange([], [Message(peer, message, _tag(action))])
+        self._arriving[action] = pending, message, shape
+
+    def receive(self, action: Action) -> Tensor:
+        """Wait for the tensor that was expected for this action."""
+        pending, message, shape = self._arriving.pop(action)
+        with _naming(action.stage, action.stage - TOWARDS[action.kind]):
+            pending.wait()
+        if action.kind is Kind.BACKWARD:  # a gradient that comes back shows that the hidden state had arrived
+            self._let_go(Action(Kind.FORWARD, action.stage, action.microbatch, action.slice))
+        return self._boundary.decode(message, *shape)
+
+    def send(self, action: Action, tensor: Tensor) -> None:  # (batch, tokens, width)
+        """Hand on what this action came to."""
+        target = action.stage + TOWARDS[action.kind]
+        _, dtype = self._shapes[action.microbatch, action.slice, min(target, action.stage)]
+        message = self._boundary.encode(tensor.to(dtype))  # under autocast it may be of another type than expected
+        over, peer = self._edges[action.kind, target]
+        with _naming(action.stage, target):
+            (pending,), _ = over.exchange([Message(peer, message, _tag(action))], [])
+        self._leaving[action] = pending, message  # gloo reads it later
+
+    def close(self) -> None:
+        """Return when everything that was sent has left."""
+        for action in list(self._leaving):
+            self._let_go(action)
+
+    def _let_go(self, action: Action) -> None:
+        pending, _ = self._leaving.pop(action)
+        with _naming(action.stage, action.stage + TOWARDS[action.kind]):
+            pending.wait()
+
+
+@contextmanager
+def _naming(stage: int, peer: int) -> Iterator[None]:
+    """Context manager that calls a lost peer by its stage."""
+    try:
+        yield
+    except PeerLost as error:
+        raise PeerLost(
+            f"stage {stage} lost stage {peer}: it ended or its network is cut; see that stage's own output"
+        ) from error
+
+
+def _tag(action: Action) -> int:
+    """Distinguishes the messages of one direction between two stages."""
+    return 2 * (action.microbatch << 12 | action.slice) + (action.kind is Kind.BACKWARD)  # room for 4096 slices
 
 
 Close = Callable[[int, Tensor], Tensor]
 """(micro-batch, output of the last stage, all slices together) -> the scalar that goes back."""
 
-_name = cache(str)  # of an action: a profile names each, and a run has few
-
 Clock = Callable[[], float]
 """Seconds since any moment."""
+_name = cache(str)  # of an action: a profile names each, and a run has few
 
 
 class Executor:
@@ -84,7 +206,7 @@ class Executor:
     def __init__(self, stage: Stage, channel: Channel, close: Close, own: Clock = time.thread_time) -> None:
         self._stage, self._channel, self._close, self._own = stage, channel, close, own
         self._grads: dict[int, list[Tensor]] = {}
-        self._due: list[tuple[int, int]] = []
+        self._due: dict[int, list[int]] = defaultdict(list)  # slices that went forward, of each micro-batch
         self.spans: dict[Action, Span] = {}
         """Span in which each action computed, without its wait for what comes in; on a device, when it was launched."""
         self.own_seconds: dict[Action, float] = {}
@@ -102,7 +224,7 @@ class Executor:
             AssertionError: the order isn't one that a backward needs.
             PeerLost: a neighbouring stage ended.
         """
-        do = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward, Kind.WEIGHTS: self._finish_backward}
+        do = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward, Kind.WEIGHTS: self._weights}
         posts = two_ahead(actions) if posts is None else posts
         for action in actions:
             for coming in posts.get(action, ()):
@@ -122,46 +244,40 @@ class Executor:
         hidden = None if self._stage.place.first else self._channel.receive(action)
         with self._timed(action):
             output = self._stage.forward(action.microbatch, action.slice, hidden)
-            self._due.append((action.microbatch, action.slice))
+            self._due[action.microbatch].append(action.slice)
             # An evaluation, without gradients, has no loss.
             if self._stage.place.last and action.slice == len(self._stage.bounds) - 1 and torch.is_grad_enabled():
-                own = self._own()
                 self._finish(action.microbatch)
-                self.loss_seconds += self._own() - own
         if not self._stage.place.last:
             self._channel.send(action, output)
 
     def _finish(self, microbatch: int) -> None:
         """The loss over all slices, and its gradient towards each of them."""
-        parts = self._stage.outputs.pop(microbatch)
+        own, parts = self._own(), self._stage.outputs.pop(microbatch)
         whole = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
         whole.requires_grad_()  # a leaf: each slice goes on from here with its part when its turn comes
         loss = self._close(microbatch, whole)
         with _outside_autocast(whole.device):
             loss.backward()
         grad = torch.zeros_like(whole) if whole.grad is None else whole.grad
-        self._grads[microbatch] = (
-            list(grad.split([part.shape[1] for part in parts], dim=1)) if len(parts) > 1 else [grad]
-        )
+        self._grads[microbatch] = list(grad.split([part.shape[1] for part in parts], dim=1))
+        self.loss_seconds += self._own() - own
 
     def _backward(self, action: Action) -> None:
-        key = action.microbatch, action.slice
-        later = [s for m, s in self._due if m == action.microbatch and s > action.slice]
-        assert key in self._due, f"{action}: hasn't gone forward"
-        assert not later, f"{action}: slices {later} must come back first"
-        self._due.remove(key)
-        last = self._stage.place.last
+        due, last = self._due[action.microbatch], self._stage.place.last
+        assert action.slice in due, f"{action}: hasn't gone forward"
+        assert due[-1] == action.slice, f"{action}: slices {due[due.index(action.slice) + 1 :]} must come back first"
+        due.pop()
         # From the end of the list, as slices come back last first.
         grad = self._grads[action.microbatch].pop() if last else self._channel.receive(action)
         with self._timed(action), _outside_autocast(grad.device):
-            towards = self._stage.backward(*key, grad)
+            towards = self._stage.backward(action.microbatch, action.slice, grad)
         if not self._stage.place.first:
             assert towards is not None
             self._channel.send(action, towards)
 
-    def _finish_backward(self, action: Action) -> None:
-        device = self._stage.calls[action.microbatch].inputs.device
-        with self._timed(action), _outside_autocast(device):
+    def _weights(self, action: Action) -> None:
+        with self._timed(action), _outside_autocast(self._stage.calls[action.microbatch].inputs.device):
             self._stage.weights(action.microbatch, action.slice)
 
 

@@ -54,30 +54,18 @@ class Ownership:
         """Names of parameters that stand on several stages, the same list on all."""
         self._names = _named(module)
         rank, kept = 0 if over is None else over.rank, [p for p in self.order if p in self.kept]
-        self._tied = {p: holders[self.order[p]] for p in kept if p in inside and len(holders[self.order[p]]) > 1}
-        self._outside = [p for p in kept if p not in inside]
-        self._counted = [p for p in kept if holders[self.order[p]][0] == rank]
+        self.tied = {p: holders[self.order[p]] for p in kept if p in inside and len(holders[self.order[p]]) > 1}
+        """Parameters of the model that stand on several stages, and on which."""
+        self.outside = [p for p in kept if p not in inside]
+        """Parameters outside the model; every stage has them, the last one uses them."""
+        self.counted = {p for p in kept if holders[self.order[p]][0] == rank}
+        """Parameters that a sum over the stages takes from this one."""
 
     # ---- what is trained now: freezing and thawing come at any time ---------------------------------------------
 
-    @property
-    def tied(self) -> dict[nn.Parameter, list[int]]:
-        """Parameters of the model that stand on several stages, and on which."""
-        return {p: stages for p, stages in self._tied.items() if p.requires_grad}
-
-    @property
-    def outside(self) -> list[nn.Parameter]:
-        """Parameters outside the model; every stage has them, the last one uses them."""
-        return [p for p in self._outside if p.requires_grad]
-
-    @property
-    def counted(self) -> list[nn.Parameter]:
-        """Parameters that a sum over the stages takes from this one."""
-        return [p for p in self._counted if p.requires_grad]
-
     def flags(self) -> Tensor:
         """[several]: 1 where this stage trains it, 0 where it's frozen here, -1 where it isn't here."""
-        here = {self.order[p]: float(p.requires_grad) for p in (*self._tied, *self._outside)}
+        here = {self.order[p]: float(p.requires_grad) for p in (*self.tied, *self.outside)}
         return torch.tensor([here.get(name, -1.0) for name in self.several], dtype=torch.float64)
 
     def refuse_uneven(self, flags: Tensor) -> None:  # (stages, several)
@@ -93,25 +81,25 @@ class Ownership:
                     "hook or before the call of the model"
                 )
 
-    def changed(self) -> str:
-        """Reason why this stage's parameters, or their names, aren't those of set-up; empty: they are the same."""
-        now = {} if self._over is None else _named(self._module)
-        if self._over is None or now == self._names:
-            return ""
-        changed = next(p for p in (*self._names, *now) if self._names.get(p) != now.get(p))
-        before, after = self._names.get(changed), now.get(changed)
-        what = f"has become {after}" if before and after else "has gone or come"
-        return (
-            f"the parameter {before or after} {what} while training: the other stages, and files of the whole model, "
-            "have it as it was. Prune, reparametrize and replace modules before fit, or make it permanent in the same "
-            "hook (prune.remove)"
-        )
-
     def refuse_changed(self, together: bool = False) -> None:
-        """RuntimeError where `changed`; with `together` on all stages, where it is so on one. Then collective."""
-        rows = gather_objects(self._over, self.changed()) if together and self._over is not None else [self.changed()]
-        if any(rows):
-            raise RuntimeError(max(rows, key=bool))
+        """RuntimeError where this stage's parameters, or their names, aren't those of set-up.
+
+        Args:
+            together: on all stages, where it is so on one. Then collective.
+        """
+        now, reason = self._names if self._over is None else _named(self._module), ""
+        if now != self._names:
+            changed = next(p for p in (*self._names, *now) if self._names.get(p) != now.get(p))
+            before, after = self._names.get(changed), now.get(changed)
+            what = f"has become {after}" if before and after else "has gone or come"
+            reason = (
+                f"the parameter {before or after} {what} while training: the other stages, and files of the whole "
+                "model, have it as it was. Prune, reparametrize and replace modules before fit, or make it permanent "
+                "in the same hook (prune.remove)"
+            )
+        reasons = gather_objects(self._over, reason) if together and self._over is not None else [reason]
+        if any(reasons):
+            raise RuntimeError(max(reasons, key=bool))
 
     # ---- buffers, and the whole module again --------------------------------------------------------------------
 
@@ -168,19 +156,16 @@ class Ownership:
         for name in (name for name in self.state_keys if name in whole):  # in one order: pruning for good changes it
             # Of those that all have the last one's, too: a step may have written to one there alone.
             owner = [r for r, keys in enumerate(self._keys) if name in keys][-1]
-            self._fill(whole[name], owner, device, over)
-            whole[name].requires_grad_(name in trained[owner])
-        rows = gather_objects(over, held)
-        for owner, row in enumerate(rows):
+            tensor = whole[name]
+            shape = self._shapes.get(tensor, tensor.shape)
+            values = tensor.detach() if owner == over.rank else tensor.detach().new_empty(shape)
+            values = values.to(device).contiguous()
+            over.broadcast(values, owner).wait()
+            tensor.data = values.cpu()
+            tensor.requires_grad_(name in trained[owner])
+        for owner, row in enumerate(gather_objects(over, held)):
             for name, form in row.items():
                 self._put(name, form, owner, device, over)
-
-    def _fill(self, tensor: Tensor, owner: int, device: torch.device, over: Transport) -> None:
-        shape = self._shapes.get(tensor, tensor.shape)  # type: ignore[call-overload]
-        values = tensor.detach() if owner == over.rank else tensor.detach().new_empty(shape)
-        values = values.to(device).contiguous()
-        over.broadcast(values, owner).wait()
-        tensor.data = values.cpu()
 
 
 def _named(module: nn.Module) -> dict[nn.Parameter, str]:
@@ -204,12 +189,14 @@ def optimizer_part(optimizer: Optimizer, state: State, order: Mapping[nn.Paramet
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, str]]:
     """[group]: its settings as text, parameters left out."""
-    own = {"params", "param_names"}
-    return [{key: _text(value) for key, value in g.items() if key not in own} for g in optimizer.param_groups]
-
-
-def _text(value: Any) -> str:
-    return repr(value.tolist() if isinstance(value, Tensor) else value)
+    return [
+        {
+            key: repr(value.tolist() if isinstance(value, Tensor) else value)
+            for key, value in group.items()
+            if key not in ("params", "param_names")
+        }
+        for group in optimizer.param_groups
+    ]
 
 
 def check_same_groups(workers: Sequence[Sequence[Sequence[Mapping[str, str]]]]) -> None:

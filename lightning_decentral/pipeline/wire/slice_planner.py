@@ -1,17 +1,205 @@
-"""Planner of a run's slices: planned for each length of sequence when it first comes, the same on every stage."""
+"""Planner of a run's slices: planned for each length of sequence when it first comes, the same on every stage.
 
-from collections.abc import Callable
+Stage costs are measured by a few real steps of all stages at once, in 1, 2, 4, 8 and 16 equal slices:
+
+    t = p w_S      p    processor seconds of a chunk among S slices, the mean of ROUNDS steps
+                   w_S  with which the timeline of w_S p and the messages takes as long as such a step, the median
+
+So a chunk is measured where it will stand: while the other stages compute and share memory with it (with a single
+slice: while they wait), its keys and values held with those of the whole sequence, gradients added to those of later
+slices. On a device p is read from the clock.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 from lightning_decentral.pipeline.compute.model import Call
-from lightning_decentral.pipeline.plan.cost import StageCost, expected, priced
-from lightning_decentral.pipeline.plan.schedule import Schedule, ScheduleForecast, forecast
-from lightning_decentral.pipeline.plan.slicing import Situation, Slicing
-from lightning_decentral.pipeline.wire.measure import profile
+from lightning_decentral.pipeline.plan.cost import (
+    Link,
+    Measured,
+    StageCost,
+    expected,
+    fit,
+    message_seconds,
+    priced,
+    through,
+)
+from lightning_decentral.pipeline.plan.schedule import Action, Costs, Kind, Schedule, ScheduleForecast, forecast, tasks
+from lightning_decentral.pipeline.plan.slicing import Situation, Slicing, equal
+from lightning_decentral.pipeline.wire.executor import Clock
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
+from lightning_decentral.shared.compute import cuda
+from lightning_decentral.shared.plan.timeline import makespan, run
 from lightning_decentral.shared.wire.objects import gather_objects
 from lightning_decentral.shared.wire.transport import Transport
+
+ROUNDS = 3
+HALVINGS = 30  # a timeline grows with the factor: no other root
+COUNTS = (1, 2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of all stages.
+
+    Args:
+        own: processor seconds of each action.
+        loss_seconds: of them, those of the loss.
+    """
+
+    seconds: float
+    own: Mapping[Action, float]
+    loss_seconds: float
+
+
+@dataclass(frozen=True)
+class RepeatedSteps:
+    """The same step several times."""
+
+    slices: tuple[int, ...]
+    rounds: Sequence[Step]
+
+    def own(self, action: Action) -> float:
+        """Processor seconds of an action."""
+        return statistics.mean(step.own[action] for step in self.rounds)
+
+    @property
+    def loss_seconds(self) -> float:
+        return statistics.mean(step.loss_seconds for step in self.rounds)
+
+    def stretch(self, actions: Sequence[Sequence[Action]], links: Sequence[Link]) -> float:
+        """w_S; where messages alone were measured to take longer than the step, as if they took nothing."""
+        link = partial(message_seconds, links, self.slices)
+        taken = statistics.median(step.seconds for step in self.rounds)
+        most = taken / self._makespan(actions, 1.0, lambda action: 0.0)
+        if self._makespan(actions, 0.0, link) >= taken:
+            return most
+        low, high = 0.0, most
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self._makespan(actions, middle, link) < taken else (low, middle)
+        return high
+
+    def _makespan(self, actions: Sequence[Sequence[Action]], factor: float, link: Costs) -> float:
+        return makespan(run(tasks(actions, len(self.slices), lambda action: factor * self.own(action), link)))
+
+
+def profile(pipe: StageRunner, call: Call) -> StageCost:
+    """Measure this stage with one micro-batch, all stages together; changes no random state. Collective.
+
+    The gradients of the model's parameters are gone afterwards.
+
+    Raises:
+        ValueError: the sequence is too short to fit anything.
+    """
+    device, length = call.inputs.device, pipe.model.length(call)
+    if length < max(COUNTS):
+        raise ValueError(f"{length} tokens are too few to measure slices of: use slicing=Uniform(n) or Given(lengths)")
+    cut = [equal(length, n) for n in COUNTS]
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        measured = [RepeatedSteps(slices, _repeated(pipe, call, slices)) for slices in cut]
+        links = pipe.gather(ping(pipe, call))
+    return fitted(measured, pipe.schedule, pipe.rank, links)
+
+
+def _repeated(pipe: StageRunner, call: Call, slices: Sequence[int]) -> list[Step]:
+    """One step after the other as in training, where a step finds the memory that one like it has left; the first one
+    not yet, nor does it count."""
+    now = clock(call.inputs.device)
+    # Processor time leaves out other work on the machine, but sees nothing of what a device does.
+    own = time.thread_time if call.inputs.device.type == "cpu" else now
+    steps = []
+    for _ in range(1 + ROUNDS):
+        begin = now()
+        executor = pipe.train([call], slices, _loss, own)
+        seconds = now() - begin
+        for parameter in pipe.model.module.parameters():
+            parameter.grad = None
+        rows = pipe.gather((seconds, executor.own_seconds, executor.loss_seconds))
+        actions = {action: taken for _, stage, _ in rows for action, taken in stage.items()}
+        steps.append(Step(max(taken for taken, _, _ in rows), actions, rows[-1][-1]))
+    return steps[1:]
+
+
+def _loss(_: int, logits: Tensor) -> Tensor:  # (batch, length, vocabulary)
+    """Cross entropy with the first token as every target: as long as any targets take."""
+    flat = logits.flatten(0, -2).float()
+    return functional.cross_entropy(flat, torch.zeros(len(flat), dtype=torch.int64, device=flat.device))
+
+
+def fitted(measured: Sequence[RepeatedSteps], schedule: Schedule, stage: int, links: Sequence[Link]) -> StageCost:
+    """A stage's costs from steps in several numbers of slices; a split backward in one."""
+    there, back, losses, stretches = [], [], [], []
+    for steps in measured:
+        actions = schedule.actions(len(links), 1, len(steps.slices))
+        stretches.append(stretch := steps.stretch(actions, links))
+        losses.append(stretch * steps.loss_seconds if stage == len(links) - 1 else 0.0)
+        for index, tokens in enumerate(steps.slices):
+            own = [
+                (action.kind is Kind.FORWARD, steps.own(action)) for action in actions[stage] if action.slice == index
+            ]
+            place = tokens, sum(steps.slices[:index])
+            # The loss ran inside the last forward, and has a number of its own.
+            closing = losses[-1] if index == len(steps.slices) - 1 else 0.0
+            there.append(Measured(*place, stretch * sum(t for forward, t in own if forward) - closing))
+            back.append(Measured(*place, stretch * sum(t for forward, t in own if not forward)))
+    return StageCost(fit(there), fit(back), statistics.mean(losses), links[stage], max(stretches))
+
+
+TIMES = 7
+SHORT = 16
+
+
+def ping(pipe: StageRunner, call: Call) -> Link:
+    """Measure the link between this stage and the next, one pair at a time; zeros behind the last one. Collective."""
+    length, link = pipe.model.length(call), Link()
+    for stage in range(pipe.size - 1):
+        if pipe.rank in (stage, stage + 1):
+            found = [(tokens, _one_way(pipe, call, tokens, stage)) for tokens in (max(1, length // SHORT), length)]
+            link = through(*found) if pipe.rank == stage else link
+    return link
+
+
+def _one_way(pipe: StageRunner, call: Call, tokens: int, stage: int) -> float:
+    """Half the median time there and back, without the first one; on the next stage a number without meaning."""
+    channel, now = pipe.channel([call], [(0, tokens)]), clock(call.inputs.device)
+    known = pipe.model.shape(call, 0, tokens)
+    assert known is not None
+    message = torch.ones(known[0], dtype=known[1], device=call.inputs.device)
+    there, back, times = Action(Kind.FORWARD, pipe.rank, 0, 0), Action(Kind.BACKWARD, pipe.rank, 0, 0), list[float]()
+    for _ in range(TIMES + 1):
+        begin = now()
+        if pipe.rank == stage:
+            channel.send(there, message)
+            channel.expect(back)  # not before what it answers (`posting`)
+            channel.receive(back)
+        else:
+            channel.expect(there)
+            channel.receive(there)
+            channel.send(back, message)
+            channel.close()
+        times.append(now() - begin)
+    return statistics.median(times[1:]) / 2
+
+
+def clock(device: torch.device) -> Clock:
+    """Seconds by the clock, read when the device has finished what the current stream was given."""
+    if device.type == "cpu":
+        return time.perf_counter
+
+    def now() -> float:
+        # Not the whole device: on other streams there are receives that end when the other stage has answered.
+        cuda.current_stream(device).synchronize()
+        return time.perf_counter()
+
+    return now
 
 
 class SlicePlanner:
@@ -45,8 +233,11 @@ class SlicePlanner:
         length = pipe.model.length(call)
         if slicing.measures:
             # The first pipeline's call decides: others may be longer or shorter, but all must measure in the same step.
-            own = call.inputs.shape[0], length, int(call.attention_mask is not None)
-            batch, longest, masked = _firsts(own, pipe, world)
+            batch, longest, masked = call.inputs.shape[0], length, int(call.attention_mask is not None)
+            if world is not None and world.size > pipe.size:
+                pending, rows = world.all_gather(torch.tensor((batch, longest, masked)))
+                pending.wait()
+                batch, longest, masked = rows[0].tolist()
             if batch != self._measured[0] or longest > self._measured[1] or masked > self._measured[2]:
                 cost = profile(pipe, call)
                 # The first pipeline's, so that a length has one plan.
@@ -57,13 +248,6 @@ class SlicePlanner:
             self.slices[key] = list(slicing.slices(length, self.situation(pipe.size)))
             planned()
         return self.slices[key]
-
-    def out_of_memory(self, stage: int) -> RuntimeError:
-        """Error of a device whose memory wasn't enough: what the stages hold and what helps."""
-        return RuntimeError(
-            f"stage {stage} ran out of memory: take more slices or microbatches, activations=Recompute(), or "
-            f"fewer blocks on this stage ({'; '.join(self.stages)})"
-        )
 
     def situation(self, num_stages: int) -> Situation:
         """Situation that slices are planned for; without measurements a slice costs its length."""
@@ -80,40 +264,24 @@ class SlicePlanner:
         """Forecast of a step with the latest plan by its timeline; None where nothing was measured."""
         if not self.slices or not self.profiles:
             return None
-        return expected(self.profiles, self._schedule, self._microbatches, self._latest())
-
-    def _latest(self) -> list[int]:
-        return list(self.slices.values())[-1] if self.slices else []
+        return expected(self.profiles, self._schedule, self._microbatches, [*self.slices.values()][-1])
 
     def summary(self) -> dict[str, str]:
         """Stages, slices, bubble and memory, as text."""
-        slices, found = self._latest(), self.expected()
+        slices, found = ([*self.slices.values()] or [[]])[-1], self.expected()
         sizes = len(self.stages), self._microbatches, max(1, len(slices))
         equal = forecast(self._schedule, *sizes, lambda action: 1.0)
         measured = f"; {found.bubble:.1%} and {found.seconds:.4g} s a step by measured costs" if found else ""
         errors = [cost.error for profile in self.profiles for cost in (profile.forward, profile.backward)]
         stretch = max((profile.stretch for profile in self.profiles), default=1.0)
-        off = (
-            f"at most {max(errors, default=0):.1%} off (root mean square), steps up to {stretch:.2f} times the "
-            "timeline of their parts"
-        )
-        fitted = {"fit of the costs": off} if errors else {}
+        off = f"at most {max(errors, default=0):.1%} off (root mean square)"
+        fitted = {"fit of the costs": f"{off}, steps up to {stretch:.2f} times the timeline of their parts"}
         held = ", ".join(map(str, equal.chunks_in_flight))
         return {
             **{f"stage {r}": text for r, text in enumerate(self.stages)},
             "slices": f"{len(slices)} of {', '.join(map(str, slices))} tokens" if slices else "not planned yet",
             "micro-batches": str(self._microbatches),
             "bubble": f"{equal.bubble:.1%} with slices of equal cost{measured}",
-            **fitted,
+            **(fitted if errors else {}),
             "memory": f"at most {held} slices of a sequence at once on stages 0, 1, ..",
         }
-
-
-def _firsts(own: tuple[int, int, int], pipe: StageRunner, world: Transport | None) -> tuple[int, int, int]:
-    """Batch size, length and mask flag of the first pipeline."""
-    if world is None or world.size == pipe.size:
-        return own
-    pending, rows = world.all_gather(torch.tensor(own))
-    pending.wait()
-    batch, length, masked = rows[0].tolist()
-    return batch, length, masked

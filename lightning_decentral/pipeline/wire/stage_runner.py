@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from functools import reduce
-from typing import NamedTuple
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,22 +12,18 @@ from lightning_decentral.pipeline.compute.kv_cache import KVCache
 from lightning_decentral.pipeline.compute.model import Call, Pipelined, Shape, StagePlace
 from lightning_decentral.pipeline.compute.stage import Activations, Stage, put_back, unchanged
 from lightning_decentral.pipeline.compute.weight_grad import SplitWeights
+from lightning_decentral.pipeline.plan.posting import Posts, in_step, two_ahead
 from lightning_decentral.pipeline.plan.schedule import Action, Kind, Schedule
-from lightning_decentral.pipeline.wire.channel import Boundary, Channel, EdgeChannel, Edges, Nowhere
-from lightning_decentral.pipeline.wire.executor import Clock, Close, Executor, Posts, in_step, two_ahead
+from lightning_decentral.pipeline.wire.executor import Boundary, Channel, Clock, Close, Edges, Executor
 from lightning_decentral.shared.compute.modules import evaluating
 from lightning_decentral.shared.wire.objects import gather_objects
 from lightning_decentral.shared.wire.transport import Message, Transport
 
+T = TypeVar("T")
 TIED = (1 << 24) - 1  # a tag that no chunk has
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-
-class Program(NamedTuple):
-    """Actions of a stage in a step, and when it posts its receives."""
-
-    actions: Sequence[Action]
-    posts: Posts
+Program = tuple[Sequence[Action], Posts]
+"""Actions of a stage in a step, and when it posts its receives."""
 
 
 class StageRunner:
@@ -78,7 +74,7 @@ class StageRunner:
     def _posting(self, stages: Sequence[Sequence[Action]], slices: int) -> Program:
         own = stages[self.rank]
         queued = self.over is not None and self.over.queued
-        return Program(own, in_step(stages, slices)[self.rank] if queued else two_ahead(own))
+        return own, in_step(stages, slices)[self.rank] if queued else two_ahead(own)
 
     def evaluate(self, call: Call, slices: Sequence[int]) -> Tensor:
         """The model's output, on every stage. Collective.
@@ -90,9 +86,28 @@ class StageRunner:
         forward = [[action for action in actions if action.kind is Kind.FORWARD] for actions in stages]
         with torch.no_grad():
             _, stage = self._run([call], slices, lambda _, output: output, self._posting(forward, len(slices)))
-        parts = stage.outputs.get(0, [])
-        asked = checksum([call.inputs.cpu()])
-        return self._from_last(torch.cat(parts, dim=1) if len(parts) > 1 else parts[0] if parts else None, asked)
+        output = torch.cat(stage.outputs[0], dim=1) if self.place.last else None
+        if self.over is None:
+            assert output is not None
+            return output
+        # Only the last stage knows type and shape: they travel first, with a checksum of what it answers.
+        head = torch.zeros(11, dtype=torch.int64, device=self.device)
+        mine = torch.tensor(checksum([call.inputs.cpu()]), dtype=torch.float64).view(torch.int64)
+        if output is not None:
+            head[: 2 + output.dim()] = torch.tensor([DTYPES.index(output.dtype), output.dim(), *output.shape])
+            head[-1] = mine
+        self.over.broadcast(head, self.size - 1).wait()
+        kind, dims, *shape, theirs = head.tolist()
+        if theirs != int(mine):
+            raise ValueError(
+                f"an evaluation gives {type(self.model.module).__name__} other inputs on stage {self.rank} than on the "
+                "last one: give every stage the same batches, and draw from generators that all stages seed alike"
+            )
+        values = torch.empty(shape[:dims], dtype=DTYPES[kind], device=self.device)
+        if output is not None:
+            values.copy_(output)
+        self.over.broadcast(values, self.size - 1).wait()
+        return values
 
     def _run(
         self,
@@ -104,7 +119,7 @@ class StageRunner:
     ) -> tuple[Executor, Stage]:
         weights = SplitWeights() if self.schedule.splits else None
         stage = Stage(self.model, self.place, calls, slices, self._activations, weights)
-        executor = Executor(stage, self.channel(stage), close, own)
+        executor = Executor(stage, self.channel(calls, stage.bounds), close, own)
         repeated = self._activations.repeats and torch.is_grad_enabled()
         if self._known_repeatable or not (len(slices) > 1 or repeated):
             executor.run(*program)
@@ -117,69 +132,41 @@ class StageRunner:
         self._known_repeatable = True
         return executor, stage
 
-    def empty(self, call: Call, slices: Sequence[int]) -> Stage:
-        """The stage before its first chunk."""
-        return Stage(self.model, self.place, [call], slices, self._activations)
-
-    def channel(self, stage: Stage) -> Channel:
-        """The way to the neighbours for one step of this stage."""
-        if self.over is None:
-            return Nowhere()
+    def channel(self, calls: Sequence[Call], bounds: Sequence[tuple[int, int]]) -> Channel:
+        """The way to the neighbours for one step with these calls and bounds of slices."""
         shapes: dict[tuple[int, int, int], Shape] = {}  # looked up twice a message: asked of the model once a step
-        for microbatch, call in enumerate(stage.calls):
-            for index, bounds in enumerate(stage.bounds):
-                known = self.model.shape(call, *bounds)
-                if known is None and call.inputs.shape not in self._shapes:
-                    self._learn(call, self.over)
-                rows = self._shapes[call.inputs.shape] if known is None else [known] * self.size
-                shapes.update({(microbatch, index, sender): shape for sender, shape in enumerate(rows)})
-        return EdgeChannel(self._edges, shapes, self.device, self._boundary)
+        places = [(m, s, call, ends) for m, call in enumerate(calls) for s, ends in enumerate(bounds)]
+        for microbatch, index, call, ends in places if self.over is not None else ():
+            known = self.model.shape(call, *ends)
+            if known is None and call.inputs.shape not in self._shapes:
+                self._learn(call)
+            rows = self._shapes[call.inputs.shape] if known is None else [known] * self.size
+            shapes.update({(microbatch, index, sender): shape for sender, shape in enumerate(rows)})
+        return Channel(self._edges, shapes, self.device, self._boundary)
 
     @torch.no_grad()
-    def _learn(self, call: Call, over: Transport) -> None:
+    def _learn(self, call: Call) -> None:
         """Run zeros once through the stages, one after the other, where shapes aren't known beforehand. Collective."""
         shapes: list[Shape] = []
         # Dropout draws nothing, and no statistics are taken of zeros.
         with evaluating(self.model.module), put_back(self.model.module):
             for r in range(self.size):
-                mine = None
+                mine: Shape | None = None
                 if r == self.rank:
                     shape, dtype = shapes[-1] if shapes else ((), torch.float32)
                     hidden = None if self.place.first else torch.zeros(shape, dtype=dtype, device=self.device)
                     output = self.model.forward(self.place, call, hidden, KVCache(1), 0, 1)
                     mine = tuple(output.shape), output.dtype
-                shapes.append(gather_objects(over, mine)[r])
+                found = self.gather(mine)[r]
+                assert found is not None
+                shapes.append(found)
         self._shapes[call.inputs.shape] = shapes
 
-    # ---- reports at the end of a step ---------------------------------------------------------------------------
+    # ---- sums at the end of a step --------------------------------------------------------------------------------
 
-    def _from_last(self, tensor: Tensor | None, asked: float) -> Tensor:  # (batch, length, ..), on the last stage
-        """The last stage's tensor, on every stage.
-
-        Args:
-            asked: a checksum of what it answers, the same on all stages.
-        """
-        if self.over is None:
-            assert tensor is not None
-            return tensor
-        # Only the last stage knows type and shape: they travel first.
-        head = torch.zeros(11, dtype=torch.int64, device=self.device)
-        mine = torch.tensor(asked, dtype=torch.float64).view(torch.int64)
-        if tensor is not None:
-            head[: 2 + tensor.dim()] = torch.tensor([DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape])
-            head[-1] = mine
-        self.over.broadcast(head, self.size - 1).wait()
-        kind, dims, *shape, theirs = head.tolist()
-        if theirs != int(mine):
-            raise ValueError(
-                f"an evaluation gives {type(self.model.module).__name__} other inputs on stage {self.rank} than on the "
-                "last one: give every stage the same batches, and draw from generators that all stages seed alike"
-            )
-        values = torch.empty(shape[:dims], dtype=DTYPES[kind], device=self.device)
-        if tensor is not None:
-            values.copy_(tensor)
-        self.over.broadcast(values, self.size - 1).wait()
-        return values
+    def gather(self, value: T) -> list[T]:
+        """Every stage's value, for what is small. Collective."""
+        return [value] if self.over is None else gather_objects(self.over, value)
 
     def total(self, number: Tensor) -> Tensor:  # (..), in place
         """The sum over the stages."""
@@ -189,10 +176,10 @@ class StageRunner:
         return number
 
     def tie(self, tied: Mapping[nn.Parameter, Sequence[int]], outside: Sequence[nn.Parameter]) -> None:
-        """Sum the gradients of what stands on several stages. Collective."""
+        """Sum the gradients of what stands on several stages and is trained. Collective."""
         if self.over is None:
             return
-        for parameter, stages in tied.items():
+        for parameter, stages in ((p, stages) for p, stages in tied.items() if p.requires_grad):
             mine = _gradient(parameter)
             rows = {r: mine if r == self.rank else torch.empty_like(mine) for r in stages}
             sends = [Message(r, mine, TIED) for r in stages if r != self.rank]
@@ -201,7 +188,7 @@ class StageRunner:
                 pending.wait()
             # In one order, to the same bits: all holders make the same update.
             parameter.grad = reduce(torch.add, [rows[r] for r in stages])
-        for parameter in outside:
+        for parameter in (p for p in outside if p.requires_grad):
             parameter.grad = self.total(_gradient(parameter))
 
 

@@ -99,12 +99,6 @@ def find(root: nn.Module, wish: str | Sequence[str], resident: Sequence[str]) ->
     Raises:
         ValueError: a name that isn't there, or a block within another one.
     """
-    _check(root, wish, resident)
-    wished = _chained(root) if isinstance(wish, str) else list(wish)
-    return list(_blocks(root, "", set(wished), set(resident)))
-
-
-def _check(root: nn.Module, wish: str | Sequence[str], resident: Sequence[str]) -> None:
     modules = {name for name, _ in root.named_modules() if name}
     named = modules | {name for name, _ in root.named_parameters(remove_duplicate=False)}
     if isinstance(wish, str) and wish != AUTO:
@@ -117,6 +111,7 @@ def _check(root: nn.Module, wish: str | Sequence[str], resident: Sequence[str]) 
     within = [name for name in wished if any(_inside(name, other) for other in wished)]
     if within:
         raise ValueError(f"block {within[0]} lies within another block: name one of the two")
+    return list(_blocks(root, "", set(_chained(root) if isinstance(wish, str) else wished), set(resident)))
 
 
 def _chained(root: nn.Module) -> list[str]:

@@ -16,25 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_decentral.spilled.compute.blocks import (
-    ParameterPlace,
-    find,
-    move_buffers,
-    moved,
-    placed,
-    places,
-    refuse_unlike,
-    refuse_written,
-    versions,
-)
+from lightning_decentral.spilled.compute import blocks as block_places
+from lightning_decentral.spilled.compute.blocks import ParameterPlace, placed, places
 from lightning_decentral.spilled.compute.memory_ledger import Counting
-from lightning_decentral.spilled.compute.prefetch import Loader, Route, Singly
+from lightning_decentral.spilled.compute.prefetch import Loader, Log, Route, Singly, joined
 from lightning_decentral.spilled.compute.recompute import first_order
 from lightning_decentral.spilled.compute.spill import Spilling, spilled
-from lightning_decentral.spilled.compute.step_profile import Log, Unmeasured, joined
 from lightning_decentral.spilled.compute.transfer import OffloadDevice
-from lightning_decentral.spilled.plan.footprint import BlockFootprint, Footprint
-from lightning_decentral.spilled.plan.shards import ShardPlan, plan
+from lightning_decentral.spilled.plan.shards import BlockFootprint, Footprint, ShardPlan, plan
 
 Announce = Callable[[str, ShardPlan], None]
 
@@ -85,11 +74,16 @@ class Engine:
     def _arrange(self, found: list[ParameterPlace]) -> None:
         self._release()
         self._places, self._trained, self._spilling = found, list[tuple[bool, torch.Size]](), []
-        for index, name in enumerate(find(self._module, *self._wished)):
+        for index, name in enumerate(block_places.find(self._module, *self._wished)):
             inside = set((module := self._module.get_submodule(name)).modules())
             own = tuple(place for place in found if place.module in inside)
             self._spilling.append(Spilling(index, name, module, own))
-        self._refuse_compiled()
+        for name, part in self._module.named_modules():
+            if part._compiled_call_impl is not None or "_orig_mod" in part._modules:
+                raise ValueError(
+                    f"{name or type(part).__name__} is compiled, and compiled code doesn't see that its parameters "
+                    "come and go: train the module without torch.compile"
+                )
         self._loader = Loader(self.device, [block.parameters for block in self._spilling])
         self._standing = Standing(found, self._spilling, self.device.place)
         self._look()
@@ -98,7 +92,7 @@ class Engine:
                 f"block {large.name} has {large.parameter_bytes} bytes of parameters alone, "
                 f"memory_bytes={self._budget_bytes}: give more memory_bytes, or smaller blocks (blocks=[names])"
             )
-        move_buffers(self._module, self.device.place)
+        block_places.move_buffers(self._module, self.device.place)
         for place in found:
             place.held.data = self.device.pinned(place.held.data)  # optimizers go on holding the parameter
         for block in self._spilling:
@@ -117,14 +111,6 @@ class Engine:
             return (within if again is call else again or module._call_impl)(*args, **kwargs)  # outside of a step
 
         return call
-
-    def _refuse_compiled(self) -> None:
-        for name, module in self._module.named_modules():
-            if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
-                raise ValueError(
-                    f"{name or type(module).__name__} is compiled, and compiled code doesn't see that its parameters "
-                    "come and go: train the module without torch.compile"
-                )
 
     def _release(self) -> None:
         for block in self._spilling:
@@ -156,7 +142,7 @@ class Engine:
             stood = {(place.module, place.attribute) for place in self._places}
             for place in places(self._module):
                 if (place.module, place.attribute) not in stood:
-                    raise moved(place.name)
+                    raise block_places.moved(place.name)
             self._standing.look()
         if not backward:
             self.finish()
@@ -192,12 +178,12 @@ class Engine:
         self.device.note([*hosts, *(host.grad for host in hosts)], [*self._module.buffers(), *tree_leaves(given)])
         found, self._kind = self.plans.get(kind), kind
         if found is None:
-            self._loader.begin(Singly(), Unmeasured(), None)
+            self._loader.begin(Singly(), None)
             # The first step of a kind is checked, which takes time: the second one is timed.
             self._log = Log(self.device, checks=kind not in self._first)
             self._loader.log = self._log
         else:
-            self._loader.begin(Route(found), Unmeasured(), found.shards[found.route[0]] if found.route else None)
+            self._loader.begin(Route(found), found.shards[found.route[0]] if found.route else None)
 
     def _blocks(self) -> list[BlockFootprint]:
         hosts = self._loader.hosts
@@ -216,7 +202,11 @@ class Standing:
 
     def __init__(self, places: Sequence[ParameterPlace], blocks: Sequence[Spilling], device: torch.device) -> None:
         loaded = {name for block in blocks for name in block.parameters}
-        self._hollow = {place.name: _hollow(place.held, device) for place in places if place.name in loaded}
+        self._hollow: dict[str, Tensor] = {}
+        for name, held in ((place.name, place.held) for place in places if place.name in loaded):
+            # Scalar NaN (0 for integers), to be expanded: a wrong use of it shows. (): a few bytes.
+            nothing = float("nan") if held.is_floating_point() or held.is_complex() else 0
+            self._hollow[name] = torch.full((), nothing, dtype=held.dtype, device=device)
         # By storage, which `expand` keeps.
         self.absent = {base.untyped_storage()._cdata: name for name, base in self._hollow.items()}
 
@@ -230,7 +220,7 @@ class Standing:
             for name, base in self._hollow.items()
         }
         standing = {**self._away, **self._stay}
-        self._versions = versions(standing)
+        self._versions = block_places.versions(standing)
         return standing
 
     def look(self) -> None:
@@ -247,20 +237,14 @@ class Standing:
                 # The gradient of this copy, which was made for a frozen parameter, is the host's.
                 hosts[name].requires_grad_(True)
                 copy.register_hook(partial(self._add, hosts[name]))
-        refuse_written("a step", standing, self._versions)
+        block_places.refuse_written("a step", standing, self._versions)
         if self._loader.checks:
-            refuse_unlike("a step", self._stay, hosts)
+            block_places.refuse_unlike("a step", self._stay, hosts)
         self._away, self._stay = {}, {}
 
     def _add(self, host: Tensor, gradient: Tensor) -> None:
         (landed,) = self._loader.device.send([gradient], [host]).land()
         host.grad = landed if host.grad is None else host.grad + landed
-
-
-def _hollow(parameter: Tensor, place: torch.device) -> Tensor:
-    """Scalar NaN (0 for integers) of a parameter's type and place, to be expanded: a wrong use of it shows."""
-    numbers = parameter.is_floating_point() or parameter.is_complex()
-    return torch.full((), float("nan") if numbers else 0, dtype=parameter.dtype, device=place)  # (): a few bytes
 
 
 class Resident(torch.autograd.Function):

@@ -1,7 +1,8 @@
 """Memory tracker for a device which isn't there: bytes of every storage that an operation makes, until it dies."""
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,9 +30,9 @@ class Ledger:
         for tensor in tensors:
             if _counted(tensor):
                 storage = tensor.untyped_storage()
-                self._strike(storage._cdata)
-                size = storage.nbytes()
-                self._living[storage._cdata] = where, size, weakref.ref(storage, self._when_dead(storage._cdata))
+                key, size = storage._cdata, storage.nbytes()
+                self._strike(key)
+                self._living[key] = where, size, weakref.ref(storage, partial(self._strike, key))
                 self._change(where, size)
 
     def where(self, tensor: Tensor) -> str | None:
@@ -43,10 +44,7 @@ class Ledger:
         """Begin again at what is present."""
         self.peak_bytes = self.present_bytes
 
-    def _when_dead(self, key: int) -> Callable[[Any], None]:
-        return lambda _: self._strike(key)
-
-    def _strike(self, key: int) -> None:
+    def _strike(self, key: int, _dead: Any = None) -> None:
         where, size, _ = self._living.pop(key, (HOST, 0, None))
         self._change(where, -size)
 
@@ -74,19 +72,15 @@ class Counting(TorchDispatchMode):
         old = {tensor.untyped_storage()._cdata for tensor in given}
         made = [leaf for leaf in tree_leaves(result) if _counted(leaf) and leaf.untyped_storage()._cdata not in old]
         if made:
-            self._refuse(old)
+            if wrong := [self._absent[key] for key in old if key in self._absent]:
+                raise ValueError(
+                    f"parameter {wrong[0]} is used outside of a call of the block that holds it, when it isn't on the "
+                    f"device: give resident=[{wrong[0]!r}] to keep it there during the whole step"
+                )
             # As on a real device: a result of host tensors only is on the host, any other one on the device.
             on_host = bool(given) and all(self._ledger.where(tensor) == HOST for tensor in given)
             self._ledger.add(made, HOST if on_host else DEVICE)
         return result
-
-    def _refuse(self, used: Iterable[int]) -> None:
-        wrong = [self._absent[key] for key in used if key in self._absent]
-        if wrong:
-            raise ValueError(
-                f"parameter {wrong[0]} is used outside of a call of the block that holds it, when it isn't on the "
-                f"device: give resident=[{wrong[0]!r}] to keep it there during the whole step"
-            )
 
 
 def _counted(leaf: Any) -> bool:

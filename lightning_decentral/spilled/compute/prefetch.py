@@ -1,16 +1,18 @@
-"""Prefetch (double buffering): which shards are on the device, the one that computes and the one that comes next."""
+"""Prefetch (double buffering): which shards are on the device, the one that computes and the one that comes next.
+
+Before there is a plan, `Log` profiles a step: seconds, peak bytes and bytes sent of every visit to a block.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
 from torch import Tensor
 
-from lightning_decentral.spilled.compute.step_profile import Log, Unmeasured
 from lightning_decentral.spilled.compute.transfer import Leaving, OffloadDevice, PendingCopies
-from lightning_decentral.spilled.plan.shards import ShardPlan
+from lightning_decentral.spilled.plan.shards import BlockFootprint, Footprint, ShardPlan, Visit
 
 Shard = tuple[int, ...]
 
@@ -75,7 +77,7 @@ class Loader:
         self.device = device
         self.hosts: dict[str, Tensor] = {}
         self.runs: list[Waiting] = []
-        self.log: Log | Unmeasured = Unmeasured()
+        self.log: Log | None = None
         self.in_step = False
         self._blocks = blocks
         self._route: Route | Singly = Singly(keeps=False)
@@ -86,22 +88,23 @@ class Loader:
     @property
     def checks(self) -> bool:
         """True where blocks are compared with their second run."""
-        return self.log.checks
+        return self.log is not None and self.log.checks
 
-    def begin(self, route: Route | Singly, log: Log | Unmeasured, first: Shard | None) -> None:
+    def begin(self, route: Route | Singly, first: Shard | None) -> None:
         """A step, from nothing; `first` comes at once."""
         self.end()
-        self._route, self.log, self.in_step = route, log, True
+        self._route, self.in_step = route, True
         self._load(first or ())  # nothing computes yet that it could hide behind
 
     def end(self) -> None:
         """End the step with nothing left on the device: the next one has other parameters."""
         self.device.settle()
         self._land(everything=True)
-        self.log.close()
+        if self.log is not None:
+            self.log.close()
         self._keep(())
         self.runs = []
-        self._route, self.log, self.in_step = Singly(keeps=False), Unmeasured(), False
+        self._route, self.log, self.in_step = Singly(keeps=False), None, False
 
     def enter(self, block: int, run: Waiting | None = None) -> dict[str, Tensor]:
         """Copies of the block's parameters, by name.
@@ -111,12 +114,14 @@ class Loader:
         """
         self.device.settle()  # what is given back below isn't used any more, so that it never adds to what comes
         self._land(everything=not self._route.prefetches)
-        self.log.close()
+        if self.log is not None:
+            self.log.close()
         shard, coming = self._route.step(block, run is not None)
         self._keep((*shard, *(coming or ())) if self._route.keeps else ())
         came_bytes = self._load(shard)
         copies = {name: self._present[name].ready()[0] for name in self._blocks[block]}
-        self.log.open(block, run is not None, self._bytes(self._present), came_bytes)
+        if self.log is not None:
+            self.log.open(block, run is not None, self._bytes(self._present), came_bytes)
         self._load(coming or ())  # behind what this visit waits for: one stream copies both
         if run is not None:
             if run in self.runs:
@@ -129,7 +134,8 @@ class Loader:
         """Send tensors to the host; they have arrived by the end of the next visit."""
         leaving = self.device.send(tensors, like)
         self._leaving.append(leaving)
-        self.log.sends(tensors)
+        if self.log is not None:
+            self.log.sends(tensors)
         return leaving
 
     def _land(self, everything: bool) -> None:
@@ -156,3 +162,80 @@ class Loader:
 
     def _bytes(self, names: Iterable[str]) -> int:
         return sum(self.hosts[name].numel() * self.hosts[name].element_size() for name in names)
+
+
+class Log:
+    """Measures a step's visits while every block is loaded alone, and all copying is waited for.
+
+    A visit lasts until the next one begins. Its `other_bytes` are the device's peak less the parameters loaded for it.
+
+    Args:
+        checks: whether blocks are compared with their second run.
+    """
+
+    def __init__(self, device: OffloadDevice, checks: bool) -> None:
+        self.checks = checks
+        self.visits: list[Visit] = []
+        self.opening_bytes = 0
+        self._device = device
+        self._load_bytes, self._load_seconds = 0, 0.0
+        self._open: Visit | None = None  # one that hasn't ended
+        self._began = self._closed = 0.0
+        self._loaded_bytes = self._before_bytes = 0  # when it began: of parameters, and of everything
+        device.forget_peak()
+
+    def close(self) -> None:
+        """A visit ends."""
+        self._closed = self._device.now()
+        peak, visit = self._device.peak_bytes(), self._open  # the peak since `open`
+        if visit is None:
+            self.opening_bytes = max(peak, self.opening_bytes)
+            return
+        seconds, other = self._closed - self._began, peak - self._loaded_bytes
+        self.visits.append(replace(visit, seconds=seconds, other_bytes=other))
+        self._open = None
+
+    def open(self, block: int, backward: bool, loaded_bytes: int, came_bytes: int) -> None:
+        """A visit begins, with so many bytes of parameters on the device, of which some just came."""
+        self._began = self._device.now()
+        self._load_bytes += came_bytes  # over all visits: the rate of the link is one number
+        # Since `close`, loads alone were waited for.
+        self._load_seconds += self._began - self._closed if came_bytes else 0.0
+        self._device.forget_peak()
+        self._loaded_bytes, self._before_bytes = loaded_bytes, self._device.present_bytes()
+        self._open = Visit(block, backward, 0.0, 0)
+
+    def sends(self, tensors: Sequence[Tensor]) -> None:
+        if self._open is not None:
+            sent_bytes = self._open.sent_bytes + sum(t.numel() * t.element_size() for t in tensors)
+            self._open = replace(self._open, sent_bytes=sent_bytes)
+
+    def ran_again(self) -> None:
+        """The forward of a visit of a backward has run."""
+        if self._open is not None:
+            again_seconds, saved_bytes = self._device.now() - self._began, self._device.present_bytes()
+            saved_bytes -= self._before_bytes
+            self._open = replace(self._open, again_seconds=again_seconds, saved_bytes=saved_bytes)
+
+    def footprint(self, blocks: Sequence[BlockFootprint]) -> Footprint:
+        rate = self._load_bytes / max(self._load_seconds, 1e-9)
+        # Each backward gets back the bytes of inputs that the forward it belongs to had sent.
+        visits, sent = self.visits, dict[int, list[int]]()
+        for i, visit in enumerate(visits):
+            if visit.backward:
+                visits[i] = replace(visit, awaited_bytes=(sent.get(visit.block) or [0]).pop())
+            else:
+                sent.setdefault(visit.block, []).append(visit.sent_bytes)
+        return Footprint(tuple(blocks), tuple(visits), self.opening_bytes, max(rate, 1.0), self._device.overlaps)
+
+
+def joined(first: Footprint, second: Footprint) -> Footprint | None:
+    """The second step's seconds, and the bytes of whichever step had more; None where they went different ways."""
+    if [(v.block, v.backward) for v in first.visits] != [(v.block, v.backward) for v in second.visits]:
+        return None
+    pairs = zip(first.visits, second.visits, strict=True)
+    # On the CPU a second step counts nothing but copies.
+    visits = tuple(
+        replace(w, other_bytes=max(v.other_bytes, w.other_bytes), saved_bytes=v.saved_bytes) for v, w in pairs
+    )
+    return replace(second, visits=visits, opening_bytes=max(first.opening_bytes, second.opening_bytes))

@@ -10,23 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
-from lightning_decentral.spilled.compute.blocks import (
-    ParameterPlace,
-    as_standing,
-    placed,
-    refuse_unlike,
-    refuse_written,
-    versions,
-)
-from lightning_decentral.spilled.compute.given_objects import GivenObjects
+from lightning_decentral.spilled.compute import blocks as block_places
+from lightning_decentral.spilled.compute.blocks import ParameterPlace, placed
 from lightning_decentral.spilled.compute.prefetch import Loader
 from lightning_decentral.spilled.compute.recompute import (
+    GivenObjects,
     Moment,
     Taken,
     as_trained,
@@ -73,7 +68,7 @@ def spilled(block: Spilling, loader: Loader) -> Callable[..., Any]:
                 "before the training step: pass no cache (use_cache=False)"
             )
         run = Run(block, loader, given)
-        as_standing(block.places, loader.hosts)
+        block_places.as_standing(block.places, loader.hosts)
         hosts = [loader.hosts[name] for name in block.parameters]
         inputs = given.drop()
         if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*hosts, *inputs)):
@@ -104,7 +99,7 @@ class Run:
     def once(self, *args: Any, **kwargs: Any) -> Any:
         """The call, when no backward follows: what it is given it may change."""
         copies = self._loader.enter(self._block.index)
-        before = versions(copies)
+        before = block_places.versions(copies)
         with placed(self._block.places, copies):
             answer = self._block.module._call_impl(*args, **kwargs)
         self._refuse_written(copies, before)
@@ -128,12 +123,11 @@ class Run:
                 "gradients, and get none there: pass them in lists or dictionaries, and no cache (use_cache=False)"
             )
         self._trained = {name: loader.hosts[name].requires_grad for name in copies}
-        leaves, before = as_trained(copies, self._trained), versions(copies)
+        leaves, before = as_trained(copies, self._trained), block_places.versions(copies)
         with placed(self._block.places, leaves), graph_dropped(self._block.name, leaves.values()):
             self._answer = Taken(self._block.module._call_impl(*args, **kwargs))
         self._refuse_written(copies, before)
-        self._put_back()
-        self._refuse_opaque()
+        self._check_objects()
         if any(tensor._version != version for tensor, version in zip(inputs, came, strict=True)):
             raise ValueError(
                 f"block {self._block.name} changes its input in place, which its backward needs as it was: "
@@ -149,8 +143,9 @@ class Run:
         """Return the block's output with these tensors in it."""
         return self._answer.with_tensors(results)
 
-    def _put_back(self) -> None:
-        """Restore caches to before the call: what it wrote has no graph, and the device needn't hold it."""
+    def _check_objects(self) -> None:
+        """Restore caches to before the call: what it wrote has no graph, and the device needn't hold it. ValueError for
+        what else it wrote into, and for what it returns in which gradients aren't found."""
         caches, others = self._objects.put_back()
         self._block.emptied.update((id(cache), cache) for cache in caches)
         if others:
@@ -158,8 +153,6 @@ class Run:
                 f"block {self._block.name} writes into a {others[0]} that it is given, which its backward needs as it "
                 "was: return what it writes as tensors, and pass no cache (use_cache=False)"
             )
-
-    def _refuse_opaque(self) -> None:
         wrong = [other for other in self._answer.others if not isinstance(other, PLAIN)]
         if wrong:
             raise ValueError(
@@ -168,9 +161,9 @@ class Run:
             )
 
     def _refuse_written(self, copies: Mapping[str, Tensor], before: Mapping[str, int]) -> None:
-        refuse_written(f"block {self._block.name}", copies, before)
+        block_places.refuse_written(f"block {self._block.name}", copies, before)
         if self._loader.checks:
-            refuse_unlike(f"block {self._block.name}", copies, self._loader.hosts)
+            block_places.refuse_unlike(f"block {self._block.name}", copies, self._loader.hosts)
 
     # ---- backward -----------------------------------------------------------------------------------------------
 
@@ -216,9 +209,13 @@ class Run:
             raise
         except RuntimeError as error:
             raise self._unlike(f" ({error})") from error
-        self._loader.log.ran_again()
-        results = answer.drop()
-        if self._loader.checks and not _alike(self._seen, self._loader.device.send(results).land()):
+        if self._loader.log is not None:
+            self._loader.log.ran_again()
+        results, seen = answer.drop(), self._seen
+        again = self._loader.device.send(results).land() if self._loader.checks else []
+        # Equal, up to rounding where a device adds in no fixed order.
+        alike = partial(torch.allclose, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
+        if [a.shape for a in seen] != [b.shape for b in again] or not all(map(alike, seen, again)):
             raise self._unlike("")
         self._seen = []
         return results
@@ -269,11 +266,3 @@ class _Computed(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         return None, torch.zeros(()), *ctx.run.backward(gradients)
-
-
-def _alike(seen: Sequence[Tensor], again: Sequence[Tensor]) -> bool:
-    """Equal, up to rounding where a device adds in no fixed order."""
-    return len(seen) == len(again) and all(
-        a.shape == b.shape and bool(torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True))
-        for a, b in zip(seen, again, strict=True)
-    )

@@ -82,25 +82,26 @@ class OffloadDevice(ABC):
             for host, tensor in zip(hosts, tensors, strict=True):
                 host.copy_(tensor, non_blocking=True)
 
-    @abstractmethod
     def note(self, hosts: Sequence[Any], present: Sequence[Any]) -> None:
         """Record tensors on the host and on the device before a step, where bytes are counted; no others count."""
+        self.ledger.add(hosts, HOST)
+        self.ledger.add(present, DEVICE)
 
     @abstractmethod
     def settle(self) -> None:
         """The host waits until the device has computed all that it was asked for."""
 
-    @abstractmethod
     def present_bytes(self) -> int:
         """Bytes on the device now."""
+        return self.ledger.present_bytes
 
-    @abstractmethod
     def peak_bytes(self) -> int:
         """The most since `forget_peak`."""
+        return self.ledger.peak_bytes
 
-    @abstractmethod
     def forget_peak(self) -> None:
         """Begin again at what is present."""
+        self.ledger.forget_peak()
 
     def now(self) -> float:
         """Seconds, once the device has computed all that it was asked for."""
@@ -145,21 +146,8 @@ class CpuTransfer(OffloadDevice):
         self.ledger.add(copies, HOST)
         return Leaving(copies, [])
 
-    def note(self, hosts: Sequence[Any], present: Sequence[Any]) -> None:
-        self.ledger.add(hosts, HOST)
-        self.ledger.add(present, DEVICE)
-
     def settle(self) -> None:
         """Return at once: here calls return when they are done."""
-
-    def present_bytes(self) -> int:
-        return self.ledger.present_bytes
-
-    def peak_bytes(self) -> int:
-        return self.ledger.peak_bytes
-
-    def forget_peak(self) -> None:
-        self.ledger.forget_peak()
 
 
 class Cuda(OffloadDevice):

@@ -1,21 +1,31 @@
-"""Optimizer update, on the host or streamed to the device: parameters, gradients and state live on the host.
+"""Optimizer update: on the host, where parameters, gradients and state live, or streamed to the device (offload).
 
-Short: the names that a user chooses by; the work is `streamed_update`'s.
+On the device it takes a few parameters at a time; parameter, gradient and state come and go.
+
+present + sum over what travels together of (parameter + gradient + state + what the update makes) <= memory_bytes
 """
 
+import copy
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
-from lightning_decentral.spilled.compute.streamed_update import StreamedUpdate, refuse_joint
+from lightning_decentral.spilled.compute.memory_ledger import Counting
 from lightning_decentral.spilled.compute.transfer import OffloadDevice
 
+Step = Callable[[], Any]
+Groups = list[dict[str, Any]]
 Updating = Callable[[Optimizer, Mapping[str, Tensor]], AbstractContextManager[None]]
 """Context manager around an optimizer's step, given the module's parameters by name."""
+TRIED = 3  # what a first step leaves in the state acts in the next one
 
 
 class Update(ABC):
@@ -43,7 +53,231 @@ class OnDevice(Update):
     update each parameter by itself."""
 
     def refuse(self, optimizer: Optimizer) -> None:
-        refuse_joint(optimizer)  # the first update finds the others that know of several parameters
+        # The first update finds the others that know of several parameters.
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ValueError(
+                f"{type(optimizer).__name__} evaluates the loss within its step, with all parameters updated: "
+                "update on the host (update=OnHost())"
+            )
 
     def begin(self, device: OffloadDevice, budget_bytes: int) -> Updating:
         return StreamedUpdate(device, budget_bytes).around
+
+
+class StreamedUpdate:
+    """Takes the place of an optimizer's step.
+
+    Args:
+        budget_bytes: of the device, for everything.
+    """
+
+    def __init__(self, device: OffloadDevice, budget_bytes: int) -> None:
+        self._device, self._budget_bytes = device, budget_bytes
+        self._optimizer: Optimizer | None = None
+        self._needs: dict[Tensor, tuple[torch.Size, int]] = {}  # (shape, bytes), once this optimizer has updated it
+
+    @contextmanager
+    def around(self, optimizer: Optimizer, named: Mapping[str, Tensor]) -> Iterator[None]:
+        """Context manager in which `optimizer.step` brings what it updates to the device.
+
+        Raises:
+            ValueError: a parameter whose update is larger than the budget, or an optimizer that updates one with what
+                it knows of others.
+        """
+        own = vars(optimizer).get("step")  # a scheduler's, which counts
+        plain = optimizer.step
+
+        def step(closure: Callable[[], Any] | None = None) -> Any:
+            # Before anything travels: forward and backward load the host's parameters themselves.
+            with torch.enable_grad():
+                loss = closure() if closure is not None else None
+            self._update(optimizer, plain, named)
+            return loss
+
+        vars(optimizer)["step"] = step
+        try:
+            yield
+        finally:
+            del vars(optimizer)["step"]
+            vars(optimizer).update({} if own is None else {"step": own})  # a scheduler's goes on counting
+
+    def _update(self, optimizer: Optimizer, plain: Step, named: Mapping[str, Tensor]) -> None:
+        if self._optimizer is not optimizer:
+            self._optimizer, self._needs = optimizer, {}
+        every = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
+        given = [p for p in every if p.grad is not None]
+        # Groups may have lost some, and others are of another shape now.
+        self._needs = {p: (shape, n) for p, (shape, n) in self._needs.items() if p in every and shape == p.shape}
+        room = self._budget_bytes - self._device.present_bytes()
+        for parameter in given:
+            least = 2 * parameter.numel() * parameter.element_size()
+            if least > room:
+                raise ValueError(_too_small(parameter, self._budget_bytes - room + least, self._budget_bytes, named))
+        if not self._needs:
+            verify(optimizer, plain, given)
+        for together in self._fitting(given, room):
+            if together[0] in self._needs:
+                self._visit(optimizer, plain, together)
+            else:
+                self._measure(optimizer, plain, together[0], named)
+        if not given:
+            plain()  # a scheduler that counts steps counts this one
+
+    def _fitting(self, given: Sequence[Tensor], room: int) -> Iterator[list[Tensor]]:
+        """Yield parameters in order, as lists that fit `room` bytes; one that hasn't been measured goes alone."""
+        together, used = list[Tensor](), 0
+        for parameter in given:
+            # An unmeasured one takes all the room, so that it goes alone: its state may appear only with its update.
+            need = self._needs.get(parameter, (None, room))[1]
+            if together and used + need > room:
+                yield together
+                together, used = [], 0
+            together.append(parameter)
+            used += need
+        if together:
+            yield together
+
+    def _measure(self, optimizer: Optimizer, plain: Step, parameter: Tensor, named: Mapping[str, Tensor]) -> None:
+        before = self._device.present_bytes()
+        self._device.forget_peak()
+        with Counting(self._device.ledger, {}):
+            self._visit(optimizer, plain, [parameter])
+        need = self._device.peak_bytes() - before
+        if before + need > self._budget_bytes:
+            raise ValueError(_too_small(parameter, before + need, self._budget_bytes, named))
+        self._needs[parameter] = parameter.shape, need
+
+    def _visit(self, optimizer: Optimizer, plain: Step, together: Sequence[Tensor]) -> None:
+        groups = optimizer.param_groups
+        optimizer.param_groups = only(groups, together)
+        before = [dict(group) for group in optimizer.param_groups]
+        trips = [Trip(self._device, p, optimizer.state.get(p, {}), g) for g in before for p in g["params"]]
+        try:
+            for trip in trips:
+                trip.go()
+            plain()
+            for group, was in zip(optimizer.param_groups, before, strict=True):
+                # Kept for all parameters of a group: every visit of a part of it would change it anew.
+                changed = [key for key in group if key != "params" and group[key] is not was.get(key)]
+                if changed:
+                    raise ValueError(
+                        f"{type(optimizer).__name__} keeps {changed[0]!r} for all parameters of a group and changes it "
+                        "in each update: update on the host (update=OnHost())"
+                    )
+            for trip in trips:
+                trip.bring_back(optimizer.state)
+        finally:
+            for trip in trips:
+                trip.end()
+            optimizer.param_groups = groups
+        self._device.settle()  # what was put has come, and the memory that is given back isn't used any more
+
+
+class Trip:
+    """One parameter, its gradient and its state on the device, which come back into the very tensors that left.
+
+    Args:
+        state: of the optimizer for this parameter.
+        group: the optimizer's group that holds it.
+    """
+
+    def __init__(
+        self, device: OffloadDevice, parameter: Tensor, state: MutableMapping[str, Any], group: Mapping[str, Any]
+    ) -> None:
+        assert parameter.grad is not None
+        on_device = bool(group.get("capturable") or group.get("fused"))
+        self._device, self._parameter, self._state = device, parameter, state
+        self._host, self._gradient = parameter.data, parameter.grad  # of one shape, on the host
+        tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        # A counter stays on the host, unless the optimizer wants it where the parameter is.
+        self._left = {key: value for key, value in tensors.items() if value.dim() or on_device}
+        self._stayed = {key: value for key, value in tensors.items() if key not in self._left}
+
+    def go(self) -> None:
+        hosts = [self._host, self._gradient, *self._left.values()]
+        there, gradient, *states = self._device.fetch(hosts).ready()  # in one call, behind one event
+        self._parameter.data = there
+        self._parameter.grad = gradient
+        self._state.update(zip(self._left, states, strict=True))
+
+    def bring_back(self, states: Mapping[Tensor, MutableMapping[str, Any]]) -> None:
+        """Copy back what the update left in the parameter and in its state, which may have appeared only now.
+
+        Raises:
+            ValueError: tensors within lists, which would stay.
+        """
+        state = states.get(self._parameter, {})
+        for key, value in state.items():
+            if not isinstance(value, Tensor) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+                raise ValueError(f"the optimizer keeps tensors within {key!r}: update on the host (update=OnHost())")
+        self._device.put([self._parameter.data], [self._host])
+        tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        there = {
+            key: value
+            for key, value in tensors.items()
+            if value.device == self._device.place and value is not self._stayed.get(key)
+        }
+        form = {key: (left.shape, left.dtype) for key, left in self._left.items()}
+        old = {key: value for key, value in there.items() if form.get(key) == (value.shape, value.dtype)}
+        self._device.put(list(old.values()), [self._left[key] for key in old])
+        new = {key: value for key, value in there.items() if key not in old}
+        landed = self._device.send(list(new.values())).land()
+        self._state, self._left = state, {**{k: self._left[k] for k in old}, **dict(zip(new, landed, strict=True))}
+
+    def end(self) -> None:
+        """Parameter, gradient and state are the host's again."""
+        self._parameter.data = self._host
+        self._parameter.grad = self._gradient
+        self._state.update(self._left)
+
+
+def _too_small(parameter: Tensor, needed_bytes: int, budget_bytes: int, named: Mapping[str, Tensor]) -> str:
+    name = next((name for name, other in named.items() if other is parameter), "of no name")
+    return (
+        f"parameter {name} needs {needed_bytes} bytes to be updated on the device, memory_bytes={budget_bytes}: "
+        f"give at least {needed_bytes}, or update on the host (update=OnHost())"
+    )
+
+
+def verify(optimizer: Optimizer, step: Callable[[], Any], parameters: Sequence[Tensor]) -> None:
+    """ValueError where two of the parameters, the smallest, come out otherwise separately than together."""
+    two = sorted(parameters, key=torch.Tensor.numel)[:2]
+    together, separately = (_tried(optimizer, step, visits) for visits in ([two], [[one] for one in two]))
+    if not all(map(torch.equal, together, separately)):
+        raise ValueError(
+            f"{type(optimizer).__name__} updates a parameter with what it knows of others: "
+            "update on the host (update=OnHost())"
+        )
+
+
+def only(groups: Groups, parameters: Sequence[Tensor]) -> Groups:
+    """Copies of the groups that hold only these parameters."""
+    chosen = set(map(id, parameters))
+    return [{**group, "params": [p for p in group["params"] if id(p) in chosen]} for group in groups]
+
+
+def _tried(optimizer: Optimizer, step: Callable[[], Any], visits: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    parameters = [parameter for visit in visits for parameter in visit]
+    held = [(p, p.data, p.grad, optimizer.state.get(p)) for p in parameters]
+    groups, random = optimizer.param_groups, torch.get_rng_state()
+    try:
+        for parameter, data, gradient, state in held:
+            _put(optimizer, parameter, data.clone(), copy.deepcopy(gradient), copy.deepcopy(state))
+        for visit in [*visits] * TRIED:
+            optimizer.param_groups = only(groups, visit)
+            step()
+        return [parameter.data for parameter in parameters]
+    finally:
+        optimizer.param_groups = groups
+        torch.set_rng_state(random)
+        for entry in held:
+            _put(optimizer, *entry)
+
+
+def _put(optimizer: Optimizer, parameter: Tensor, data: Tensor, gradient: Tensor | None, state: Any) -> None:
+    parameter.data, parameter.grad = data, gradient
+    if state is None:
+        optimizer.state.pop(parameter, None)
+    else:
+        optimizer.state[parameter] = state

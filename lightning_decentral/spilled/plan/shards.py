@@ -3,20 +3,102 @@
     T = load_1 + sum_i max(compute_i, load_{i+1})
     bytes at visit v = other_v + sent_{v-1} + awaited_{v+1} + bytes(shard(v) and the next one) <= budget
 
-A step visits its blocks in forward order and then, in general, in backward order.
+A step visits its blocks in forward order and then, in general, in backward order. Its `Footprint` is what was measured,
+block by block.
 
 Source: spilling and double buffering, Nagrecha et al. 2110.08633.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
 
-from lightning_decentral.spilled.plan.footprint import Footprint
-
 Shards = tuple[tuple[int, ...], ...]
 MOST_CAPS = 200  # sizes of shards that are tried; one a block would be quadratically many
+
+
+@dataclass(frozen=True)
+class BlockFootprint:
+    """Consecutive layers that are loaded together.
+
+    Args:
+        parameters: bytes by name; a parameter that blocks share has one name.
+    """
+
+    name: str
+    parameters: Mapping[str, int]
+
+    @property
+    def parameter_bytes(self) -> int:
+        return sum(self.parameters.values())
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One time that a step comes to a block, until it comes to the next one.
+
+    Args:
+        block: which one, by its place among the blocks.
+        backward: whether it computes the forward again and then the backward.
+        seconds: without waiting for any load.
+        other_bytes: that the device holds at most besides loaded parameters: activations, gradients, what stays.
+        sent_bytes: on their way to the host when the next visit begins.
+        awaited_bytes: of inputs that come from the host while the visit before computes.
+        again_seconds: of `seconds`, those of the forward's second run.
+        saved_bytes: what the second run saved for the backward.
+    """
+
+    block: int
+    backward: bool
+    seconds: float
+    other_bytes: int
+    sent_bytes: int = 0
+    awaited_bytes: int = 0
+    again_seconds: float = 0.0
+    saved_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """One step as it was measured, block by block.
+
+    Args:
+        opening_bytes: on the device before the first visit.
+        bytes_per_second: of the link between host and device.
+        overlaps: whether the device computes while parameters come.
+    """
+
+    blocks: tuple[BlockFootprint, ...]
+    visits: tuple[Visit, ...]
+    opening_bytes: int
+    bytes_per_second: float
+    overlaps: bool = True
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of all blocks' parameters, each once."""
+        return self.bytes_of(range(len(self.blocks)))
+
+    @property
+    def plain_bytes(self) -> int:
+        """An upper estimate for the same step without spilling: parameters, gradients, everything saved at once."""
+        saved = sum(visit.saved_bytes for visit in self.visits)
+        return 2 * self.parameter_bytes + saved + max((visit.other_bytes for visit in self.visits), default=0)
+
+    @property
+    def plain_seconds(self) -> float:
+        """Seconds of a step without loads and without computing anything twice."""
+        return sum(visit.seconds - visit.again_seconds for visit in self.visits)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The visited blocks in the order of their first visits."""
+        return tuple(dict.fromkeys(visit.block for visit in self.visits))
+
+    def bytes_of(self, blocks: Collection[int]) -> int:
+        """Bytes of these blocks' parameters, each once."""
+        return sum({k: v for block in blocks for k, v in self.blocks[block].parameters.items()}.values())
 
 
 def double_buffered(loads_seconds: Sequence[float], computes_seconds: Sequence[float]) -> float:
@@ -126,18 +208,13 @@ def plan(footprint: Footprint, budget_bytes: int) -> ShardPlan:
     """
     finest = ShardPlan(footprint, tuple((block,) for block in footprint.order))
     _refuse(finest, budget_bytes)  # shards of one block need the least: what is too small for them is too small
-    packed = {_packed(footprint, cap) for cap in _caps(footprint, budget_bytes)}
+    sizes = [footprint.blocks[block].parameter_bytes for block in footprint.order]
+    sums = {total for start in range(len(sizes)) for total in accumulate(sizes[start:]) if total <= budget_bytes}
+    caps = sorted(sums)[:: max(1, len(sums) // MOST_CAPS)]  # sizes that consecutive blocks have together
+    packed = {_packed(footprint, cap) for cap in caps}
     others = [ShardPlan(footprint, shards) for shards in packed if shards != finest.shards]
     fitting = [finest, *(other for other in others if other.peak_bytes <= budget_bytes)]
     return min(fitting, key=lambda found: (found.seconds, len(found.shards), found.shards))
-
-
-def _caps(footprint: Footprint, budget_bytes: int) -> list[int]:
-    """Sizes that consecutive blocks have together."""
-    sizes = [footprint.blocks[block].parameter_bytes for block in footprint.order]
-    sums = {total for start in range(len(sizes)) for total in accumulate(sizes[start:]) if total <= budget_bytes}
-    found = sorted(sums)
-    return found[:: max(1, len(found) // MOST_CAPS)]
 
 
 def _packed(footprint: Footprint, cap_bytes: int) -> Shards:
@@ -180,28 +257,20 @@ def summary(plan: ShardPlan, budget_bytes: int | None) -> dict[str, str]:
     footprint, limit = plan.footprint, "no limit" if budget_bytes is None else size(budget_bytes)
     lost = max(0.0, plan.seconds - footprint.plain_seconds)
     names = [[footprint.blocks[block].name for block in blocks] for blocks in plan.shards]
+    spans = [row[0] if len(row) == 1 else f"{row[0]} ... {row[-1]} ({len(row)} blocks)" for row in names]
     lines = {
         "shards": f"{len(plan.shards)} of {len(footprint.order)} blocks, parameters {size(footprint.parameter_bytes)}",
-        **{f"shard {i}": f"{_span(row)}, {size(plan.shard_bytes[i])}" for i, row in enumerate(names)},
+        **{f"shard {i}": f"{spans[i]}, {size(plan.shard_bytes[i])}" for i in range(len(names))},
         "peak": f"{size(plan.peak_bytes)} on the device, predicted, of {limit}",
         "seconds": f"{plan.seconds:.3g} a step, predicted, without the update; {lost:.3g} of them lost to "
         "loading and to computing forwards twice",
     }
-    if fits(plan, budget_bytes):
+    # Whether everything would fit at once, with an optimizer's state like Adam's.
+    if budget_bytes is None or footprint.plain_bytes + STATES * footprint.parameter_bytes <= budget_bytes:
         lines["advice"] = "the model fits: use the plain strategy"
     return lines
-
-
-def fits(plan: ShardPlan, budget_bytes: int | None) -> bool:
-    """Return whether everything would fit at once, with an optimizer's state like Adam's."""
-    needed = plan.footprint.plain_bytes + STATES * plan.footprint.parameter_bytes
-    return budget_bytes is None or needed <= budget_bytes
 
 
 def size(number_bytes: float) -> str:
     """Format bytes in MiB."""
     return f"{number_bytes / 2**20:.4g} MiB"
-
-
-def _span(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)} blocks)"

@@ -9,9 +9,8 @@ import transformers
 from torch import Tensor, nn
 
 from lightning_decentral.partial import Blocks, Parameters, SavedBytes
-from lightning_decentral.partial.compute.cut import Cutter, scale_gradient
+from lightning_decentral.partial.compute.cut import Cutter, Verdict, gradients, judge, scale_gradient
 from lightning_decentral.partial.compute.search import CutPlan, search
-from lightning_decentral.partial.compute.verify import Verdict, gradients, judge
 from lightning_decentral.partial.plan.cost import memory_fraction
 from lightning_decentral.shared.compute.modules import candidates
 

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from lightning_decentral.partial import Blocks, SavedBytes
-from lightning_decentral.partial.compute.cut import Bypass, Cutter
+from lightning_decentral.partial.compute.cut import Bypass, Cutter, gradients
 from lightning_decentral.partial.compute.search import CutPlan, joints, search
 from lightning_decentral.partial.compute.trial import trial_copy
-from lightning_decentral.partial.compute.verify import gradients
 from tests.partial.towers import LABELS, Network
 
 

@@ -97,7 +97,7 @@ def driven(assignment: DepthAssignment, make: Make, engine: Engine) -> list[Tens
             optimizer.zero_grad()
             with driver.together(step):
                 loss = module(x).square().mean()
-            reducer.begin(driver.contributors(step))
+            reducer.begin(driver.at(step).contributors)
             loss.backward()
             driver.bypass.end()
             reducer.finish()

@@ -13,8 +13,7 @@ from lightning_decentral.pipeline import Keep, OneForwardOneBackward
 from lightning_decentral.pipeline.compute.causal.trial import adapted
 from lightning_decentral.pipeline.compute.model import Call, StagePlace
 from lightning_decentral.pipeline.compute.stage import Stage
-from lightning_decentral.pipeline.wire.channel import Nowhere
-from lightning_decentral.pipeline.wire.executor import Executor
+from lightning_decentral.pipeline.wire.executor import Channel, Executor
 from tests.pipeline.causal import BLOCKS, apart, batch, built, token_mean, whole
 
 SLICES = [5, 4, 4]
@@ -40,7 +39,9 @@ def test_gradients_of_slices_are_those_of_the_whole_model(name: str, blocks: str
     def close(microbatch: int, logits: Tensor) -> Tensor:
         return token_mean(parts.answer(call, logits).logits, labels)
 
-    Executor(stage, Nowhere(), close).run(OneForwardOneBackward().actions(1, 1, len(SLICES))[0])
+    Executor(stage, Channel({}, {}, torch.device("cpu")), close).run(
+        OneForwardOneBackward().actions(1, 1, len(SLICES))[0]
+    )
     assert len(graphs) >= BLOCKS
     found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     assert apart(found, wanted) < 1e-9

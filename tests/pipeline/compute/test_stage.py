@@ -19,8 +19,7 @@ from lightning_decentral.pipeline.compute.causal.trial import adapted
 from lightning_decentral.pipeline.compute.model import Call, StagePlace
 from lightning_decentral.pipeline.compute.stage import Stage
 from lightning_decentral.pipeline.plan.schedule import in_flight
-from lightning_decentral.pipeline.wire.channel import Nowhere
-from lightning_decentral.pipeline.wire.executor import Executor
+from lightning_decentral.pipeline.wire.executor import Channel, Executor
 from tests.pipeline.causal import GPT2, MODELS, apart, batch, built, sliced, token_mean, whole
 
 pytestmark = pytest.mark.threads
@@ -139,7 +138,7 @@ def test_the_executor_refuses_a_first_slice_that_comes_back_first():
     ids, _, _ = batch(padded=False)
     stage = Stage(model, StagePlace(0, 4, True, True), [Call(ids)], (9, 4), Keep())
     actions = OneForwardOneBackward().actions(1, 1, 2)[0]
-    executor = Executor(stage, Nowhere(), lambda m, logits: logits.sum())
+    executor = Executor(stage, Channel({}, {}, torch.device("cpu")), lambda m, logits: logits.sum())
     with pytest.raises(AssertionError, match=r"B stage 0 micro-batch 0 slice 0: slices \[1\] must come back first"):
         executor.run([*actions[:2], actions[3], actions[2]])
 
@@ -153,7 +152,7 @@ def test_dropout_is_drawn_once_for_each_slice(activations):
     ids, _, labels = batch(padded=False)
     stage = Stage(model, StagePlace(0, 4, True, True), [Call(ids)], (9, 4), activations)
     torch.manual_seed(1)
-    Executor(stage, Nowhere(), lambda m, logits: token_mean(logits, labels)).run(
+    Executor(stage, Channel({}, {}, torch.device("cpu")), lambda m, logits: token_mean(logits, labels)).run(
         OneForwardOneBackward().actions(1, 1, 2)[0]
     )
     found = model.module.transformer.h[0].mlp.c_fc.weight.grad

@@ -22,8 +22,8 @@ from lightning_decentral.pipeline.plan.cost import (
 )
 from lightning_decentral.pipeline.plan.schedule import halved, tasks
 from lightning_decentral.pipeline.plan.slicing import equal
-from lightning_decentral.pipeline.wire import measure
-from lightning_decentral.pipeline.wire.measure import COUNTS, RepeatedSteps, Step, fitted, ping, profile
+from lightning_decentral.pipeline.wire import slice_planner as measure
+from lightning_decentral.pipeline.wire.slice_planner import COUNTS, RepeatedSteps, Step, fitted, ping, profile
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
 from lightning_decentral.shared.plan.timeline import makespan, run
 from lightning_decentral.shared.wire.transport import GlooTransport

@@ -7,8 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_decentral.spilled.plan.footprint import BlockFootprint, Footprint, Visit
-from lightning_decentral.spilled.plan.shards import ShardPlan, Shards, double_buffered, plan, summary
+from lightning_decentral.spilled.plan.shards import (
+    BlockFootprint,
+    Footprint,
+    ShardPlan,
+    Shards,
+    Visit,
+    double_buffered,
+    plan,
+    summary,
+)
 
 SECONDS = st.floats(0, 10)
 

@@ -8,8 +8,9 @@ belongs to the first stage, what is called after the last to the last.
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -70,13 +71,20 @@ def dissect(module: Any, run: Callable[[KVCache], Any], length: int) -> Anatomy:
     Raises:
         Unfit: it isn't made of blocks in one list.
     """
-    blocks, head = _blocks(module), _path(module, module.get_output_embeddings())
+    blocks, to_logits = _blocks(module), module.get_output_embeddings()
+    head = next((name for name, part in module.named_modules() if part is to_logits), None)
     if head is None:
         raise Unfit("has no map from hidden states to logits of its own (get_output_embeddings)")
-    parts = _parts(module, blocks)
+    names = blocks.split(".")
+    way = [".".join(names[:i]) for i in range(len(names) + 1)]  # from the model down to its blocks
+    siblings = [
+        ".".join(filter(None, (up, name))) for up in way[:-1] for name, _ in module.get_submodule(up).named_children()
+    ]
+    parts = [p for p in siblings if p not in way and any(True for _ in module.get_submodule(p).parameters())]
     layers = [f"{blocks}.{i}" for i in range(len(module.get_submodule(blocks)))]
     around = [*parts, *layers, blocks.rpartition(".")[0]]
-    with watched(module, around) as (met, results), watched(module, _inside(module, layers)) as (_, inside):
+    within = [f"{path}.{name}" for path in layers for name, _ in module.get_submodule(path).named_modules() if name]
+    with watched(module, around) as (met, results), watched(module, within) as (_, inside):
         output = run(memory := KVCache(length))
     order = [path for path in met if path in layers]
     if order != layers:
@@ -92,7 +100,7 @@ def dissect(module: Any, run: Callable[[KVCache], Any], length: int) -> Anatomy:
     block, model = results[layers[0]], results[around[-1]]
     returned = len(block) - 1 if isinstance(block, tuple) else None
     routers = _routers(module, layers, inside, output)
-    return Anatomy(blocks, head, before, after, returned, routers, type(model), len(memory.layers) == len(layers))
+    return Anatomy(blocks, head, before, after, returned, routers, type(model), len(memory.stores) == len(layers))
 
 
 def _blocks(module: Any) -> str:
@@ -107,43 +115,20 @@ def _blocks(module: Any) -> str:
     return outer[0]
 
 
-def _parts(module: nn.Module, blocks: str) -> list[str]:
-    """Paths of the modules with parameters next to those on the path from the model down to its blocks."""
-    names = blocks.split(".")
-    way = [".".join(names[:i]) for i in range(len(names) + 1)]
-    around = [
-        ".".join(filter(None, (up, name))) for up in way[:-1] for name, _ in module.get_submodule(up).named_children()
-    ]
-    return [path for path in around if path not in way and any(True for _ in module.get_submodule(path).parameters())]
-
-
-def _inside(module: nn.Module, layers: list[str]) -> list[str]:
-    return [f"{path}.{name}" for path in layers for name, _ in module.get_submodule(path).named_modules() if name]
-
-
-def _path(module: nn.Module, part: nn.Module | None) -> str | None:
-    return next((name for name, found in module.named_modules() if found is part), None)
-
-
 @contextmanager
 def watched(module: nn.Module, paths: list[str]) -> Iterator[tuple[list[str], dict[str, Any]]]:
     """Yields the paths in the order of their calls, and what each returned last."""
     met: list[str] = []
     results: dict[str, Any] = {}
 
-    def note(path: str) -> Any:
-        def hook(_module: nn.Module, _args: Any, result: Any) -> None:
-            met.append(path)
-            results[path] = result
+    def note(path: str, _module: nn.Module, _args: Any, result: Any) -> None:
+        met.append(path)
+        results[path] = result
 
-        return hook
-
-    hooks = [module.get_submodule(path).register_forward_hook(note(path)) for path in paths]
-    try:
+    with ExitStack() as hooks:
+        for path in paths:
+            hooks.enter_context(module.get_submodule(path).register_forward_hook(partial(note, path)))
         yield met, results
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _routers(module: Any, layers: list[str], results: Mapping[str, Any], output: Any) -> dict[str, Router]:
@@ -173,17 +158,14 @@ def routing_seen(
     seen: dict[int, Tensor] = {}
     numbered = list(enumerate((i, *found) for i, row in enumerate(routers) for found in row))
     own = [row for row in numbered if place.first_block <= row[1][0] < place.stop_block]
-    hooks = [
-        part.register_forward_hook(
-            lambda _, __, result, n=n, r=router: seen.update({n: result if r.index is None else result[r.index]})
-        )
-        for n, (_, part, router) in own
-    ]
-    try:
+    with ExitStack() as hooks:
+        for n, (_, part, router) in own:
+            hooks.enter_context(
+                part.register_forward_hook(
+                    lambda _, __, result, n=n, at=router.index: seen.update({n: result if at is None else result[at]})
+                )
+            )
         yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
     if len(seen) != len(own):
         raise ValueError(
             f"{len(own) - len(seen)} routers of {name} gave no logits for its loss: leave "

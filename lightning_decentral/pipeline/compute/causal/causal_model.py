@@ -1,8 +1,8 @@
 """Adapter of transformers' causal language models, by their anatomy: cut into stages without a change.
 
-Every stage runs the model's own forward. Blocks of other stages are hollow: the one before the stage's own lets the
-hidden state in, the one behind them takes it out. What the model does to logits, and its loss, run as they are once all
-slices are there.
+Every stage runs the model's own forward, with stand-ins for other stages' parts. Their blocks are hollow: the one
+before the stage's own lets the hidden state in, the one behind them takes it out. What the model does to logits, and
+its loss, run as they are once all slices are there.
 """
 
 import inspect
@@ -14,28 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from lightning_decentral.pipeline.compute.causal.anatomy import Anatomy, Router, routing_seen
-from lightning_decentral.pipeline.compute.causal.masks import documents_of, masked
-from lightning_decentral.pipeline.compute.causal.refusals import original, refuse_unsliceable
-from lightning_decentral.pipeline.compute.causal.small_copy import reach
-from lightning_decentral.pipeline.compute.causal.stand_ins import (
-    FixedOutput,
-    Hollow,
-    Out,
-    Silent,
-    take_out,
-    take_out_result,
+from lightning_decentral.pipeline.compute.causal.masks import Slice, current, documents_of, install
+from lightning_decentral.pipeline.compute.causal.refusals import (
+    OF_THE_ANSWER,
+    original,
+    refuse_foreign,
+    refuse_unsliceable,
 )
+from lightning_decentral.pipeline.compute.causal.small_copy import reach
 from lightning_decentral.pipeline.compute.kv_cache import KVCache
 from lightning_decentral.pipeline.compute.model import Call, Pipelined, Shape, StagePlace, hides_nothing
 from lightning_decentral.pipeline.plan.partition import weighed
 from lightning_decentral.shared.compute.block_cost import parameter_bytes
 from lightning_decentral.shared.plan.profile import BlockCost
 
-READ = {"input_ids", "attention_mask", "position_ids", "labels", "use_cache", "return_dict"}
-OF_THE_ANSWER = {"labels", "num_items_in_batch", "shift_labels", "ignore_index", "output_router_logits"}
-TOKENS = ("input_ids", "attention_mask", "position_ids")
-GENERATES = """{} was called with keys and values of an earlier call, as generate() does, which no stage keeps: \
-generate after the fit, when the module is whole, or give all tokens each time"""
 RIGHT, LEFT = "padding on the right", "padding on the left"
 PACKING, ROUTING = "packed sequences", "output_router_logits"
 
@@ -63,6 +55,7 @@ class CausalModel(Pipelined):
         self._entering: Tensor | None = None
         self._reach = reach(self._config)
         refuse_unsliceable(module)
+        install()
         known = anatomy.routers
         inside = [dict(original(block).named_modules()) for block in self.blocks]
         self._routers: list[list[tuple[nn.Module, Router]]] = [  # of each block that the anatomy knows, in order
@@ -92,26 +85,18 @@ class CausalModel(Pipelined):
     def keep(self, place: StagePlace) -> None:
         a, blocks = self._anatomy, self.blocks
         gone = [i for i in range(len(blocks)) if not place.first_block <= i < place.stop_block]
-        ways = {i: self._way(i, place) for i in gone}
-        self._replace(self.module.get_submodule(a.blocks), {str(i): Hollow(blocks[i], way) for i, way in ways.items()})
+        # A hollow block lets in if it is the last one before the stage's own, and takes out if it is behind them.
+        before = {i: self._enter if i == place.first_block - 1 else self._returned for i in range(place.first_block)}
+        hollow = {str(i): Hollow(blocks[i], before.get(i, take_out)) for i in gone}
+        self._replace(self.module.get_submodule(a.blocks), hollow)
         dtype = next(self.module.parameters()).dtype
-        if not place.first:
-            self._silence([path for path in a.before if not (place.last and path in a.after)], dtype)
-        if not place.last:
-            self._silence([path for path in a.after if not (place.first and path in a.before)], dtype)
-        self._like = self._first_parameter()
-
-    def _way(self, index: int, place: StagePlace) -> Callable[[Tensor], Any]:
-        """Forward of a hollow block: the last one before the stage's own lets in, any behind them takes out."""
-        if index >= place.stop_block:
-            return take_out
-        return self._enter if index == place.first_block - 1 else self._returned
-
-    def _silence(self, paths: Sequence[str], dtype: torch.dtype) -> None:
-        for path in paths:
+        others = () if place.first else [path for path in a.before if not (place.last and path in a.after)]
+        behind = () if place.last else [path for path in a.after if not (place.first and path in a.before)]
+        for path in (*others, *behind):
             up, _, name = path.rpartition(".")
             silent = Silent(dtype) if isinstance(self.module.get_submodule(path), nn.Embedding) else nn.Identity()
             self._replace(self.module.get_submodule(up), {name: silent})
+        self._like = self._first_parameter()
 
     def _enter(self, _: Tensor) -> Any:
         assert self._entering is not None
@@ -188,8 +173,12 @@ class CausalModel(Pipelined):
         documents = None if documents is None else documents[:, :stop]
         name = type(self.module).__name__
         seeing = routing_seen(self._routers, place, name) if widths else nullcontext(dict[int, Tensor]())
-        with masked(documents, self.aligned), seeing as seen:
-            output = self._run(place, {**begin, **given})
+        token = current.set(Slice(documents, self.aligned))  # for masks that are built within
+        try:
+            with seeing as seen:
+                output = self._run(place, {**begin, **given})
+        finally:
+            current.reset(token)
         missing = set(range(place.first_block, place.stop_block)) - memory.stores.keys()
         if self._anatomy.remembering and missing:
             raise ValueError(  # it was changed after the model was built
@@ -203,16 +192,13 @@ class CausalModel(Pipelined):
 
     def _run(self, place: StagePlace, given: Mapping[str, Any]) -> Tensor:
         """The model's own forward, up to this stage's end."""
-        ends = [self.module.get_submodule(self._anatomy.head)] if place.last else []
-        hooks = [end.register_forward_hook(take_out_result) for end in ends]
-        forward: Any = type(self.module).forward
+        head, forward = self.module.get_submodule(self._anatomy.head), type(self.module).forward
+        end = head.register_forward_hook(lambda _, __, result: take_out(result)) if place.last else nullcontext()
         try:
-            forward(self.module, **given)
+            with end:
+                forward(self.module, **given)
         except Out as out:
             return out.result
-        finally:
-            for hook in hooks:
-                hook.remove()
         raise AssertionError(f"{type(self.module).__name__} didn't reach its stage's end")
 
     def shape(self, call: Call, start: int, stop: int) -> Shape | None:
@@ -249,21 +235,52 @@ class CausalModel(Pipelined):
         return [known[router.width] for found in self._routers for _, router in found] if self._routing(call) else []
 
 
-def refuse_foreign(name: str, given: Mapping[str, Any]) -> None:
-    """ValueError for arguments of a model's call that a pipeline knows nothing of."""
-    if given.get("past_key_values") is not None:
-        raise ValueError(GENERATES.format(name))
-    asked = {key: value for key, value in given.items() if value is not None and value is not False}
-    if asked.get("logits_to_keep") == 0:  # all of them
-        del asked["logits_to_keep"]
-    wrong = [f"with {key}" for key in sorted(set(asked) - READ - OF_THE_ANSWER)]
-    if "input_ids" not in asked or given.get("return_dict") is False:
-        wrong.append("without input_ids, or with return_dict=False")
-    shapes = {key: tuple(asked[key].shape) for key in TOKENS if isinstance(asked.get(key), Tensor)}
-    wrong += [f"with {key} of shape {shape}" for key, shape in shapes.items() if len(shape) != 2]
-    wrong += [f"with {key} of type {type(asked[key]).__name__}" for key in TOKENS if key in asked.keys() - shapes]
-    if wrong:
-        raise ValueError(
-            f"{name} was called {wrong[0]}, which a token pipeline can't serve: call it with "
-            "input_ids and, as needed, attention_mask, position_ids and labels, all [batch, length]"
-        )
+class Out(BaseException):
+    """Ends a forward where the stage ends, with what it came to."""
+
+    def __init__(self, result: Tensor) -> None:
+        self.result = result
+
+
+class Hollow(nn.Module):
+    """Stands for a block of another stage; has its plain attributes, by which models choose masks.
+
+    Args:
+        pass_on: what it does with the hidden state.
+    """
+
+    def __init__(self, block: nn.Module, pass_on: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        own = vars(original(block)).items()
+        vars(self).update({name: v for name, v in own if isinstance(v, (str, int, float)) and name[0] != "_"})
+        self._pass_on = pass_on
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._pass_on(args[0] if args else kwargs["hidden_states"])
+
+
+class Silent(nn.Module):
+    """0: stands for an embedding that another stage has already added."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        given = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        return torch.zeros((), dtype=self._dtype, device=given.device)
+
+
+class FixedOutput(nn.Module):
+    """Returns what is known already."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self._result = result
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return self._result
+
+
+def take_out(hidden: Tensor) -> Any:  # (batch, tokens, width)
+    raise Out(hidden)

@@ -16,9 +16,10 @@ Flex attention, softmax(mask(b, h, q, k) ? score(s * <query_q, key_k>, b, h, q, 
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -74,7 +75,8 @@ class Slice(NamedTuple):
     aligned: bool
 
 
-_current: ContextVar[Slice | None] = ContextVar("slice", default=None)
+current: ContextVar[Slice | None] = ContextVar("slice", default=None)
+"""Slice whose masks `transformers` builds in this thread, once `install` was called; None: its own masks."""
 
 
 def documents_of(position_ids: Tensor) -> Tensor | None:  # (batch, length)
@@ -85,18 +87,7 @@ def documents_of(position_ids: Tensor) -> Tensor | None:  # (batch, length)
     return numbers if numbers.device.type != "cpu" or bool(numbers.any()) else None
 
 
-@contextmanager
-def masked(documents: Tensor | None, aligned: bool) -> Iterator[None]:  # (batch or 1, tokens so far)
-    """Context manager in which masks that `transformers` builds in this thread are those of such a slice."""
-    _install()
-    before = _current.set(Slice(documents, aligned))
-    try:
-        yield
-    finally:
-        _current.reset(before)
-
-
-def _install() -> None:
+def install() -> None:
     """Install masks of slices in `transformers`' register of masks: once, and without effect elsewhere."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
@@ -113,41 +104,26 @@ class _OfSlices:
         self._kind, self._build = kind, build
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        of, padding = _current.get(), options.get("attention_mask")
+        of, padding = current.get(), options.get("attention_mask")
         if of is None:
             return self._build(*args, **options)
-        limits = [] if of.documents is None else [_same(of.documents.expand(options["batch_size"], -1))]
+        limits: list[Rule] = []
+        if of.documents is not None:
+            documents = of.documents.expand(options["batch_size"], -1)
+            limits.append(lambda batch, head, query, key: documents[batch, query] == documents[batch, key])
         if padding is not None and padding.device.type != "cpu":
-            limits.append(_kept(padding))
+            limits.append(lambda batch, head, query, key: padding[batch, key])  # true where one isn't hidden
             options["attention_mask"] = None
         if not limits:
             bias = lower_right(options) if self._kind == "sdpa" and of.aligned else None
             return self._build(*args, **options) if bias is None else bias
-        rule = _all([options["mask_function"], *limits])
+        rules = [options["mask_function"], *limits]
+        rule: Rule = lambda b, h, q, k: reduce(torch.logical_and, (one(b, h, q, k) for one in rules))  # noqa: E731
         return self._build(*args, **{**options, "mask_function": rule, "allow_is_causal_skip": False})
 
 
 Rule = Callable[[Any, Any, Any, Any], Any]
 """(row, head, query, key) -> whether the query sees the key."""
-
-
-def _same(documents: Tensor) -> Rule:  # (batch, keys)
-    return lambda batch, head, query, key: documents[batch, query] == documents[batch, key]
-
-
-def _kept(padding: Tensor) -> Rule:
-    """[batch, keys], true where one isn't hidden."""
-    return lambda batch, head, query, key: padding[batch, key]
-
-
-def _all(rules: Sequence[Rule]) -> Rule:
-    def rule(batch: Any, head: Any, query: Any, key: Any) -> Any:
-        first, *others = (one(batch, head, query, key) for one in rules)
-        for other in others:
-            first = torch.logical_and(first, other)
-        return first
-
-    return rule
 
 
 def lower_right(options: Mapping[str, Any]) -> CausalBias | None:

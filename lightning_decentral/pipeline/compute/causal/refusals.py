@@ -1,16 +1,22 @@
-"""Refusals at set-up: what would be wrong without a sign once a causal model is cut.
+"""Refusals: what would be wrong without a sign once a causal model is cut, and calls that a pipeline can't answer.
 
 `torch.compile`: blocks may be compiled; what a stage cuts, or answers for, may not.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_decentral.pipeline.compute.causal.anatomy import Anatomy
 from lightning_decentral.pipeline.compute.causal.masks import FLEX, SEPARABLE, trains
 
+READ = {"input_ids", "attention_mask", "position_ids", "labels", "use_cache", "return_dict"}
+OF_THE_ANSWER = {"labels", "num_items_in_batch", "shift_labels", "ignore_index", "output_router_logits"}
+TOKENS = ("input_ids", "attention_mask", "position_ids")
+GENERATES = """{} was called with keys and values of an earlier call, as generate() does, which no stage keeps: \
+generate after the fit, when the module is whole, or give all tokens each time"""
 REMEDY = "compile its blocks instead: for block in model.{blocks}: block.compile()"
 
 
@@ -82,3 +88,23 @@ def refuse_unsliceable(module: nn.Module) -> None:
                 f"{path} is {type(part).__name__}, whose statistics mix the tokens of a sequence: "
                 "use LayerNorm or RMSNorm"
             )
+
+
+def refuse_foreign(name: str, given: Mapping[str, Any]) -> None:
+    """ValueError for arguments of a model's call that a pipeline knows nothing of."""
+    if given.get("past_key_values") is not None:
+        raise ValueError(GENERATES.format(name))
+    asked = {key: value for key, value in given.items() if value is not None and value is not False}
+    if asked.get("logits_to_keep") == 0:  # all of them
+        del asked["logits_to_keep"]
+    wrong = [f"with {key}" for key in sorted(set(asked) - READ - OF_THE_ANSWER)]
+    if "input_ids" not in asked or given.get("return_dict") is False:
+        wrong.append("without input_ids, or with return_dict=False")
+    shapes = {key: tuple(asked[key].shape) for key in TOKENS if isinstance(asked.get(key), Tensor)}
+    wrong += [f"with {key} of shape {shape}" for key, shape in shapes.items() if len(shape) != 2]
+    wrong += [f"with {key} of type {type(asked[key]).__name__}" for key in TOKENS if key in asked.keys() - shapes]
+    if wrong:
+        raise ValueError(
+            f"{name} was called {wrong[0]}, which a token pipeline can't serve: call it with "
+            "input_ids and, as needed, attention_mask, position_ids and labels, all [batch, length]"
+        )

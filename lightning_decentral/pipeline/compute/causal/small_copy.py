@@ -80,7 +80,9 @@ def shrunk(config: Any) -> Any:
     small._experts_implementation = "eager"  # grouped products know no float64
     if config.hidden_size > SMALL:
         _share_heads(config, small)
-    _fit_tokens(small)
+    for name, value in vars(small).items():
+        if name.endswith("token_id") and isinstance(value, int):
+            setattr(small, name, min(value, 2))  # within the vocabulary
     _fit_ropes(small)
     return small
 
@@ -118,13 +120,6 @@ def _share_heads(config: Any, small: Any) -> None:
             setattr(small, name, heads if given[name] == config.num_attention_heads else fewer)
 
 
-def _fit_tokens(small: Any) -> None:
-    """Special tokens are within the vocabulary."""
-    for name, value in vars(small).items():
-        if name.endswith("token_id") and isinstance(value, int):
-            setattr(small, name, min(value, 2))
-
-
 def _fit_ropes(small: Any) -> None:
     """Factors by frequency are as many as there are frequencies; what begins at some length begins at a few tokens."""
     head = vars(small).get("head_dim") or small.hidden_size // getattr(small, "num_attention_heads", 1)
@@ -144,12 +139,9 @@ class Doubled(TorchFunctionMode):
     """Mode that gives float64 where float32 is asked for: norms and softmaxes of half precision are exact, too."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        wide = {name: _wide(value) for name, value in (kwargs or {}).items()}
-        return WIDER.get(func, func)(*map(_wide, args), **wide)
-
-
-def _wide(value: Any) -> Any:
-    return torch.float64 if value is torch.float32 else value
+        args = [torch.float64 if value is torch.float32 else value for value in args]
+        named = {n: torch.float64 if value is torch.float32 else value for n, value in (kwargs or {}).items()}
+        return WIDER.get(func, func)(*args, **named)
 
 
 @contextmanager

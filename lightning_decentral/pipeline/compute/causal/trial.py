@@ -106,19 +106,16 @@ def _calls(copy: Any, ids: Tensor) -> dict[str, list[dict[str, Any]]]:  # (BATCH
     routed, places = _routing(copy), torch.arange(LENGTH, device=ids.device)
     plain = {"input_ids": ids, "labels": ids, **dict.fromkeys(routed, False)}
     documents = torch.stack([torch.cat([places[:4], places[:-4]]), places])
-    padded = {side: _padded(plain, kept) for side, kept in ((RIGHT, places < LENGTH - 3), (LEFT, places >= 3))}
+    padded = {}
+    for side, kept in ((RIGHT, places < LENGTH - 3), (LEFT, places >= 3)):
+        mask = torch.stack([torch.ones_like(kept), kept])  # padding is in the second sequence, its labels are -100
+        padded[side] = {**plain, "attention_mask": mask.long(), "labels": ids.masked_fill(~mask, -100)}
     calls: dict[str, list[dict[str, Any]]] = {
         "": [plain],
         **{side: [call] for side, call in padded.items()},
         PACKING: [{**plain, "position_ids": documents}],
     }
     return {**calls, ROUTING: [{**plain, **routed}, {**padded[RIGHT], **routed}]} if routed else calls
-
-
-def _padded(call: Mapping[str, Any], kept: Tensor) -> dict[str, Any]:  # (LENGTH,) bool
-    """Copy a call with padding in the second sequence: an attention mask, and labels of -100 there."""
-    mask = torch.stack([torch.ones_like(kept), kept])
-    return {**call, "attention_mask": mask.long(), "labels": call["labels"].masked_fill(~mask, -100)}
 
 
 def _routing(copy: Any) -> dict[str, bool]:
@@ -182,11 +179,7 @@ def cut(copy: nn.Module, anatomy: Anatomy, call: Mapping[str, Any], aligned: boo
         for stage in reversed(stages):
             towards = stage.backward(0, index, grad)
             grad = grad if towards is None else towards
-    return loss.detach(), _summed(copy, models)
-
-
-def _summed(copy: nn.Module, models: list[CausalModel]) -> Gradients:
-    """Sum the stages' gradients by the first name that a parameter has in the whole model."""
+    # By the first name that a parameter has in the whole model.
     firsts = dict(copy.named_parameters(remove_duplicate=False))
     first = {parameter: name for name, parameter in copy.named_parameters()}
     total: Gradients = {}
@@ -194,7 +187,7 @@ def _summed(copy: nn.Module, models: list[CausalModel]) -> Gradients:
         for name, grad in _taken(model.module).items():
             known = first[firsts[name]]
             total[known] = total[known] + grad if known in total else grad
-    return total
+    return loss.detach(), total
 
 
 def compared(wanted: tuple[Tensor, Gradients], found: tuple[Tensor, Gradients]) -> str | None:

@@ -13,7 +13,7 @@ from torch.nn.attention import flex_attention
 from transformers import masking_utils
 
 from lightning_decentral.pipeline.compute.adapters import find
-from lightning_decentral.pipeline.compute.causal import masks as of_slices
+from lightning_decentral.pipeline.compute.causal import causal_model
 from lightning_decentral.pipeline.compute.causal.trial import judged
 from tests.pipeline.causal import LLAMA, apart
 from tests.pipeline.compute.causal.families import family
@@ -84,7 +84,7 @@ def test_a_mask_that_forgets_where_a_slice_begins_is_refused(masks):
 @pytest.mark.usefixtures("differentiable")
 def test_packed_documents_that_arent_kept_apart_are_refused(masks):
     masks[FLEX] = masking_utils.flex_attention_mask
-    with mock.patch.object(of_slices, "_install"):
+    with mock.patch.object(causal_model, "install"):
         verdict = judged(transformers.LlamaForCausalLM, config(rms_norm_eps=3e-3))
     assert verdict.refused.keys() == {"packed sequences"}
 

@@ -9,7 +9,7 @@ from torch.nn.attention.bias import CausalBias
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from lightning_decentral.pipeline.compute.causal import causal_model, trial
-from lightning_decentral.pipeline.compute.causal.masks import lower_right, masked
+from lightning_decentral.pipeline.compute.causal.masks import Slice, lower_right
 from tests.pipeline.causal import LLAMA, apart
 from tests.pipeline.compute.causal.families import FAMILIES, family
 from tests.pipeline.compute.causal.stages import staged, whole
@@ -31,7 +31,7 @@ def dispatched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         return dispatch(query, key, value, attn_mask, *args, **options)
 
     monkeypatch.setattr(CausalBias, "_dispatch", staticmethod(seen))
-    monkeypatch.setattr(causal_model, "masked", lambda documents, aligned: masked(documents, True))
+    monkeypatch.setattr(causal_model, "Slice", lambda documents, aligned: Slice(documents, True))
     return found
 
 

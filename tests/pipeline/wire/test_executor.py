@@ -9,8 +9,8 @@ import torch
 
 from lightning_decentral.pipeline import Bfloat16Activations, Boundary, ExactActivations, Int8Activations
 from lightning_decentral.pipeline.plan.schedule import Action, Kind
-from lightning_decentral.pipeline.wire import channel as module
-from lightning_decentral.pipeline.wire.channel import EdgeChannel
+from lightning_decentral.pipeline.wire import executor as module
+from lightning_decentral.pipeline.wire.executor import Channel
 from lightning_decentral.shared.wire.pending import PeerLost
 from lightning_decentral.shared.wire.transport import GlooTransport
 from tests.pipeline.causal import edges
@@ -36,7 +36,7 @@ def test_a_stage_that_ends_is_named(kind, waiting, gone):
         if group.rank() == gone:
             return None  # and its connections with it
         over = GlooTransport(group)
-        links = EdgeChannel(edges(over), SHAPES, torch.device("cpu"))
+        links = Channel(edges(over), SHAPES, torch.device("cpu"))
         action = Action(kind, waiting, 0, 0)
         with pytest.raises(PeerLost, match=f"stage {waiting} lost stage {gone}: it ended or its network is cut"):
             hear(links, action)
@@ -48,7 +48,7 @@ def test_a_stage_that_ends_is_named(kind, waiting, gone):
 def test_messages_of_both_directions_arrive():
     def worker(group):
         over = GlooTransport(group)
-        links = EdgeChannel(edges(over), SHAPES, torch.device("cpu"))
+        links = Channel(edges(over), SHAPES, torch.device("cpu"))
         down = [Action(Kind.FORWARD, stage, 0, s) for stage in (0, 1) for s in range(3)]
         up = [Action(Kind.BACKWARD, stage, 0, s) for stage in (0, 1) for s in range(3)]
         mine, coming = (down[:3], up[:3]) if group.rank() == 0 else (up[3:], down[3:])
