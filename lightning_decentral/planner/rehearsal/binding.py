@@ -176,13 +176,20 @@ class Binding(DDPStrategy):
         optimizer, factor = one_of(self._module, self.optimizers, self.lr_scheduler_configs), self._common.loop.rate
         scale(optimizer, [one.scheduler for one in self.lr_scheduler_configs], factor)
         self._rates = OwnRates(self._module, optimizer, bool(self.lr_scheduler_configs), factor)
-        self._joined = JoinedUpdate(optimizer) if joinable(optimizer) else None
+        # An update may be made on flat copies, which nobody sees, unless hooks look at it.
+        hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+        self._joined = JoinedUpdate(optimizer) if type(optimizer) in ELEMENTWISE and not hooked else None
         self.member = member_of(self._common.strategy, self._module, optimizer, self._place)
         if isinstance(optimizer, LBFGS) and not self.member.drifts:
             raise ValueError(
                 "LBFGS searches by each worker's own loss, another number of times on each, and gradients are averaged "
                 "each time: rehearse it under gossip"
             )
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the first group, now."""
+        return float(self.optimizers[0].param_groups[0].get("lr", 1.0))
 
     @property
     def _module(self) -> LightningModule:
@@ -234,7 +241,7 @@ class Binding(DDPStrategy):
             output = self._common.way.forward(self.global_rank, partial(super().training_step, **kwargs), args)
         if self._begun == len(self.losses):  # an optimizer may come several times
             self.losses.append(torch.as_tensor(loss_of(output).detach()).double())
-            self.learning_rates.append(float(self.optimizers[0].param_groups[0].get("lr", 1.0)))
+            self.learning_rates.append(self.learning_rate)
         return output
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -258,10 +265,3 @@ class Binding(DDPStrategy):
         if self._begun % LOOK == 0:
             self._common.look()
         self.member.average()
-
-
-def joinable(optimizer: Optimizer) -> bool:
-    """Return whether its update may be made on flat copies, which nobody sees."""
-    return type(optimizer) in ELEMENTWISE and not (
-        optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    )

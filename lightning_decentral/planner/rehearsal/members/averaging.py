@@ -6,6 +6,7 @@ while backward runs: their messages take no time.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from lightning_decentral.planner.rehearsal.turns import CPU
 from lightning_decentral.shared.compute.buckets import bucket_bytes_of
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.deterministic import Plain
+from lightning_decentral.shared.compute.device import Future
 from lightning_decentral.shared.updates import Unchecked
 from lightning_decentral.shared.wire.agreement import start_from_worker_0
 from lightning_decentral.shared.wire.averaging.equal_replicas import of_all
@@ -42,34 +44,25 @@ class NotTaken(InFlight):
         """They are worker 0's to decode."""
 
 
-class WhenAsked:
-    """A call that is done when its result is asked for."""
-
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self._calls = [call]
+class WhenAsked(Future[Any]):
+    """A call that is done by who asks for its result."""
 
     def result(self) -> Any:
-        with torch.no_grad():
-            while self._calls:
-                self._calls.pop()()
-
-    def done(self) -> bool:
-        return not self._calls
+        if not self.done():
+            self.run()
+        return super().result()
 
 
-class Lazily:
-    """A stage that begins nothing by itself."""
+@dataclass
+class CallersQueue:
+    """Queue whose calls the callers do: who sends them `at_once`, else who asks for their results."""
 
-    def send(self, call: Callable[[], Any]) -> WhenAsked:
-        return WhenAsked(call)
-
-
-class Eagerly:
-    """A stage that has done what was sent to it."""
+    at_once: bool
 
     def send(self, call: Callable[[], Any]) -> WhenAsked:
         sent = WhenAsked(call)
-        sent.result()
+        if self.at_once:
+            sent.run()
         return sent
 
 
@@ -78,7 +71,7 @@ class CodedOfFirst(CompressedMean):
 
     def __init__(self, codec: Codec, wire: Wire) -> None:
         super().__init__(codec, of_all(wire), of_all(wire), CPU)
-        self.leaving, self.owning = Eagerly(), Lazily()
+        self.leaving, self.owning = CallersQueue(at_once=True), CallersQueue(at_once=False)
         self.flight = NotTaken if self.over.rank else InFlight
 
 
@@ -111,17 +104,14 @@ class AveragingMember(ReplicaMember):
         self._gradients.watch(self._parameters)
         self._gradients.begin()
         self._gradients.finish()
-        self._copy()
-
-    @torch.no_grad()
-    def _copy(self) -> None:
-        """.grad <- worker 0's; to copy them takes less than to add up, or decode, what all have sent, on each."""
+        # .grad <- worker 0's; to copy them takes less than to add up, or decode, what all have sent, on each.
         rows = self._place.broadcast([p.grad for p in self._parameters])
         pairs = [] if self._place.worker == 0 else list(zip(self._parameters, rows, strict=True))
         dense = [(p.grad, row) for p, row in pairs if _dense(p.grad) and _dense(row)]
         if dense:
             own, means = zip(*dense, strict=True)
-            torch._foreach_copy_(own, means)
+            with torch.no_grad():
+                torch._foreach_copy_(own, means)
         for parameter, row in pairs:
             if not (_dense(parameter.grad) and _dense(row)):
                 parameter.grad = None if row is None else row.clone()

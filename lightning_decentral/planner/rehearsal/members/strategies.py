@@ -100,14 +100,13 @@ class CutMember(ReplicaMember):
             raise ValueError(f"{self._depth} asks for unequal batches, which a rehearsal has not: take Staircase")
 
     def forward(self, step: int, *batch: Any) -> AbstractContextManager[None]:
-        return (self._steps.driver or self._find_cuts(*batch)).together(step)
-
-    def _find_cuts(self, *batch: Any) -> DepthController:
-        at, own, run = self._place, self._strategy, run_of(self._module.trainer, *batch)
-        plan = agreed(at.worker, at.broadcast, lambda: search(self._module, own.cuts, own.balance, run))
-        driver = DepthController(self._module, plan, self._depth, Rank(at.worker, (1 / at.workers,) * at.workers))
-        self._steps.drive(driver, at.wire, self._equal, own.bucket_bytes)
-        return driver
+        driver = self._steps.driver
+        if driver is None:  # cuts are found at the first batch
+            at, own, run = self._place, self._strategy, run_of(self._module.trainer, *batch)
+            plan = agreed(at.worker, at.broadcast, lambda: search(self._module, own.cuts, own.balance, run))
+            driver = DepthController(self._module, plan, self._depth, Rank(at.worker, (1 / at.workers,) * at.workers))
+            self._steps.drive(driver, at.wire, self._equal, own.bucket_bytes)
+        return driver.together(step)
 
     def backward(self) -> None:
         self._steps.begin()
