@@ -2,6 +2,7 @@
 
 import argparse
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 from rich.console import Console
@@ -13,7 +14,7 @@ from lightning_decentral.planner.report import page
 from lightning_decentral.planner.show import sentences, table
 from lightning_decentral.shared.plan.forecast import Cluster, Setting
 from lightning_decentral.shared.plan.network import Network
-from lightning_decentral.shared.plan.profile import Profile, read
+from lightning_decentral.shared.plan.profile import read
 
 LATENCY, INSIDE_LATENCY = "100us", "10us"
 
@@ -44,15 +45,21 @@ def run(options: argparse.Namespace) -> None:
     refuse_below(1, {"--workers": options.workers, "--per-node": options.per_node, "--slices": options.slices})
     refuse_below(0, {"--threshold": options.threshold})
     profile = read(options.profile)
-    setting = setting_of(profile, options)
-    limit = units.size_bytes(options.memory_bytes) if options.memory_bytes is not None else None
+    network = Network(profile.network)
+    for reach, rate, latency in (
+        ("between", options.bandwidth, units.seconds(options.latency)),
+        ("inside", options.inside_bandwidth, units.seconds(options.inside_latency)),
+    ):
+        if rate is not None:
+            network = network.linked(reach, latency, units.bytes_per_second(rate))
+    setting = Setting(profile.model, network, Cluster(options.workers, options.per_node))
     with Console(stderr=True).status("forecasting every method"):
         found = plan(
             setting,
             profile.variation,
             slices=options.slices,
             also=options.also,
-            memory_bytes=limit,
+            memory_bytes=inf if options.memory_bytes is None else units.size_bytes(options.memory_bytes),
             threshold=options.threshold / 100,
             optimizer=options.optimizer,
         )
@@ -110,9 +117,8 @@ def plan_answer(found: Comparison, assumed: list[str]) -> PlanAnswer:
         for row in found.rows
     ]
     cluster, best = found.setting.cluster, found.best
-    refused = {refused.candidate.title: refused.reason for refused in found.refused}
     title, command = (best.candidate.title, found.command) if best else (None, None)
-    return PlanAnswer(cluster.workers, cluster.nodes, methods, refused, title, command, assumed)
+    return PlanAnswer(cluster.workers, cluster.nodes, methods, found.refused, title, command, assumed)
 
 
 def assumptions(options: argparse.Namespace) -> list[str]:
@@ -130,14 +136,3 @@ def assumptions(options: argparse.Namespace) -> list[str]:
             setattr(options, name, value)
             assumed += [f"assumed: {text} (--{name.replace('_', '-')})"] if matters else []
     return assumed
-
-
-def setting_of(profile: Profile, options: argparse.Namespace) -> Setting:
-    """The profile's model on the cluster and links of the command line."""
-    network = Network(profile.network)
-    latency, inside_latency = units.seconds(options.latency), units.seconds(options.inside_latency)
-    if options.bandwidth is not None:
-        network = network.linked("between", latency, units.bytes_per_second(options.bandwidth))
-    if options.inside_bandwidth is not None:
-        network = network.linked("inside", inside_latency, units.bytes_per_second(options.inside_bandwidth))
-    return Setting(profile.model, network, Cluster(options.workers, options.per_node))

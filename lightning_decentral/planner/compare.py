@@ -29,31 +29,24 @@ class ComparedMethod:
 
 
 @dataclass(frozen=True)
-class RefusedMethod:
-    """A candidate that can't serve the cluster, and why."""
-
-    candidate: Candidate
-    reason: str
-
-
-@dataclass(frozen=True)
 class Comparison:
     """Comparison of methods in a setting.
 
     Args:
         rows: the fastest first.
+        refused: {title of a candidate that can't serve the cluster: why}.
         best: the one to train with; None where nothing fits into the memory.
         stay: whether `best` is ddp because nothing else gains enough.
-        memory_bytes: of a device; None: any.
+        memory_bytes: of a device.
         also: overrides of the candidates that were asked for.
     """
 
     setting: Setting
     rows: tuple[ComparedMethod, ...]
-    refused: tuple[RefusedMethod, ...]
+    refused: dict[str, str]
     best: ComparedMethod | None
     stay: bool
-    memory_bytes: float | None = None
+    memory_bytes: float = inf
     also: tuple[str, ...] = ()
 
     @property
@@ -65,8 +58,8 @@ class Comparison:
         return self.baseline.forecast.seconds / row.forecast.seconds
 
     def fits(self, row: ComparedMethod) -> bool:
-        """Return whether a device's memory holds it, if that was given."""
-        return fits(row, self.memory_bytes)
+        """Return whether a device's memory holds it."""
+        return row.forecast.memory_bytes <= self.memory_bytes
 
     @property
     def command(self) -> str:
@@ -80,18 +73,13 @@ class Comparison:
         return shlex.join([*model.words, *overrides, *optimizer, *where])
 
 
-def fits(row: ComparedMethod, memory_bytes: float | None) -> bool:
-    """Return whether so much memory holds it; None holds all."""
-    return memory_bytes is None or row.forecast.memory_bytes <= memory_bytes
-
-
 def plan(
     setting: Setting,
     variation: Sequence[float] = (),
     *,
     slices: int = 1,
     also: Iterable[str] = (),
-    memory_bytes: float | None = None,
+    memory_bytes: float = inf,
     threshold: float = THRESHOLD,
     optimizer: str | None = None,
 ) -> Comparison:
@@ -115,22 +103,18 @@ def plan(
     asked = tuple(also)
     for overrides in asked:  # a mistake in overrides asked for is the user's to mend, not a row that is refused
         strategy_of(overrides)
-    rows, refused = [], []
+    rows, refused = [], {}
     for candidate, method in _methods(setting, slices, asked):
         if isinstance(method, str):
-            refused.append(RefusedMethod(candidate, method))
+            refused[candidate.title] = method
         else:
             rows.append(ComparedMethod(candidate, method, forecast(method, setting, factors)))
-    best = _best(rows, memory_bytes, threshold)
+    usable = [row for row in rows if row.method.equal and row.forecast.memory_bytes <= memory_bytes]
+    choice = chosen([(row.candidate, row.forecast.seconds) for row in usable], threshold)
+    best = next((row for row in usable if row.candidate is choice), None)
     order = tuple(sorted(rows, key=lambda row: row.forecast.seconds))
-    stay = best is not None and best.candidate.overrides == BASELINE
-    return Comparison(setting, order, tuple(refused), best, stay, memory_bytes, asked)
-
-
-def _best(rows: Sequence[ComparedMethod], memory_bytes: float | None, threshold: float) -> ComparedMethod | None:
-    usable = [row for row in rows if row.method.equal and fits(row, memory_bytes)]
-    best = chosen([(row.candidate, row.forecast.seconds) for row in usable], threshold)
-    return next((row for row in usable if row.candidate is best), None)
+    stay = choice is not None and choice.overrides == BASELINE
+    return Comparison(setting, order, refused, best, stay, memory_bytes, asked)
 
 
 def chosen(found: Sequence[tuple[Candidate, float]], threshold: float) -> Candidate | None:

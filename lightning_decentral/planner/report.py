@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from io import StringIO
-from math import inf
 from typing import Any
 
 from lightning_decentral.planner.compare import RATES, THRESHOLD, Cell, Comparison, grid, sizes
@@ -131,10 +130,13 @@ def page(
     Raises:
         ValueError: no matplotlib.
     """
-    where, limit = plan.setting, inf if plan.memory_bytes is None else plan.memory_bytes
+    where = plan.setting
     counts = (workers or sizes(where)) if where.network.knows("between") else []
-    found = grid(where, variation, counts, rates, threshold, slices, plan.also, limit) if counts else []
-    body = "\n".join([*_head(plan), *(_maps(plan, found) if found else [NO_MAP]), *_timelines(plan)])
+    found = grid(where, variation, counts, rates, threshold, slices, plan.also, plan.memory_bytes) if counts else []
+    body = "\n".join([*_head(plan), *(_maps(plan, found) if found else [NO_MAP])])
+    for row in dict.fromkeys([plan.baseline, *([plan.best] if plan.best else [])]):
+        body += f"\n<h2>Timeline: {escape(row.candidate.title)}</h2><p>Equally fast workers; the first rows.</p>\n"
+        body += timeline(row.method.tasks(where))
     return f"{HEAD}<style>{STYLE}</style>\n{body}\n</html>\n"
 
 
@@ -166,9 +168,3 @@ def _maps(plan: Comparison, found: Sequence[Cell]) -> Iterator[str]:
     yield curves(over_workers, titles, colours, lambda cell: cell.workers, "workers")
     yield f"<h2>Over bandwidth, {own} workers</h2>"
     yield curves(over_rates, titles, colours, lambda cell: 8 * cell.bytes_per_second / 1e9, "Gbit/s")
-
-
-def _timelines(plan: Comparison) -> Iterator[str]:
-    for row in dict.fromkeys([plan.baseline, *([plan.best] if plan.best else [])]):
-        yield f"<h2>Timeline: {escape(row.candidate.title)}</h2><p>Equally fast workers; the first rows.</p>"
-        yield timeline(row.method.tasks(plan.setting))

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterator
+from functools import partial
 
 from rich.table import Table
 
@@ -10,7 +11,6 @@ from lightning_decentral.gossip.plan.forecast import GossipForecast
 from lightning_decentral.gossip.plan.warm_start import WarmStarted
 from lightning_decentral.planner.compare import ComparedMethod, Comparison
 from lightning_decentral.planner.plan.optimizer_cost import ALIKE, MUON, products_seconds
-from lightning_decentral.shared.plan.network import Network
 from lightning_decentral.shared.plan.profile import Model
 
 HEADINGS = ("method", "ms/step", "p50", "p95", "exposed", "card", "memory", "x ddp", "")
@@ -22,19 +22,10 @@ def cells(plan: Comparison, row: ComparedMethod) -> tuple[str, ...]:
     """Table cells of one method, as text."""
     found = row.forecast
     spans = (found.seconds, found.p50_seconds, found.p95_seconds, found.exposed_seconds)
-    marks = [
-        *([EXTRAPOLATED] if found.extrapolated else []),
-        *([REMARK] if row.candidate.remark else []),
-        *([] if plan.fits(row) else [TOO_LARGE]),
-    ]
+    milliseconds = (f"{1e3 * seconds:.4g}" for seconds in spans)
     sizes = shown_bytes(found.card_bytes), shown_bytes(found.memory_bytes)
-    return (
-        row.candidate.title,
-        *(f"{1e3 * seconds:.4g}" for seconds in spans),
-        *sizes,
-        f"{plan.speedup(row):.2f}",
-        "".join(marks),
-    )
+    marks = EXTRAPOLATED * found.extrapolated + REMARK * bool(row.candidate.remark) + TOO_LARGE * (not plan.fits(row))
+    return row.candidate.title, *milliseconds, *sizes, f"{plan.speedup(row):.2f}", marks
 
 
 def table(plan: Comparison) -> Table:
@@ -56,7 +47,11 @@ def sentences(plan: Comparison) -> Iterator[str]:
         "takes no time would save; card: bytes that a node sends in a step"
     )
     if any(row.forecast.extrapolated for row in plan.rows):
-        yield f"{EXTRAPOLATED} {_unmeasured(plan.setting.network)}"
+        network, extrapolated = plan.setting.network, "extrapolated: not measured on groups of this size"
+        options = " and ".join(GIVEN[reach] for reach in network.given)
+        also = f", or {extrapolated}" if any(cost.reach not in network.given for cost in network.costs) else ""
+        why = f"priced from {options}, not measured{also}" if options else extrapolated
+        yield f"{EXTRAPOLATED} {why}"
     if plan.setting.cluster.per_node > 1 and not plan.setting.network.knows("inside"):
         yield "inside a node priced like the network card, which is too dear: give --inside-bandwidth 200gbit"
     yield from _rounds(plan)
@@ -65,8 +60,7 @@ def sentences(plan: Comparison) -> Iterator[str]:
         yield f"{REMARK} {'; '.join(titles)}: {remark}"
     if not all(plan.fits(row) for row in plan.rows):
         yield f"{TOO_LARGE} needs more memory than there is"
-    for refused in plan.refused:
-        yield f"not possible: {refused.candidate.title}: {refused.reason}"
+    yield from (f"not possible: {title}: {reason}" for title, reason in plan.refused.items())
     yield from verdict(plan)
 
 
@@ -78,15 +72,6 @@ def _rounds(plan: Comparison) -> Iterator[str]:
         if seconds := row.method.round_seconds(plan.setting):
             share = f"{1e3 * seconds:.3g} ms, {100 * seconds / row.forecast.seconds:.2g} % of a step"
             yield f"a round takes the device itself (copy, encode, decode, mix): {row.candidate.title} {share}, counted"
-
-
-def _unmeasured(network: Network) -> str:
-    options = " and ".join(GIVEN[reach] for reach in network.given)
-    measured = any(cost.reach not in network.given for cost in network.costs)
-    extrapolated = "extrapolated: not measured on groups of this size"
-    if not options:
-        return extrapolated
-    return f"priced from {options}, not measured" + (f", or {extrapolated}" if measured else "")
 
 
 def verdict(plan: Comparison) -> Iterator[str]:
@@ -124,27 +109,18 @@ SIZES = {"B": 1.0, "kB": 1e3, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "": 1
 SIZES |= {"KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
 
 
-def bytes_per_second(text: str) -> float:
-    """200mbit is 25e6. ValueError where it isn't a positive rate."""
-    return _number(text, RATES, "a rate such as 200mbit or 25gbit")
-
-
-def seconds(text: str) -> float:
-    """100us is 1e-4. ValueError where it isn't a positive time."""
-    return _number(text, SPANS, "a time such as 100us or 2ms")
-
-
-def size_bytes(text: str) -> float:
-    """24GB is 24e9. ValueError where it isn't a positive size."""
-    return _number(text, SIZES, "a size such as 24GB, 80GiB or 24000000000")
-
-
 def _number(text: str, units: dict[str, float], wanted: str) -> float:
+    """The positive number that a text means: 200mbit is 25e6. ValueError for another text."""
     found = re.fullmatch(r"(\d+\.?\d*(?:e[+-]?\d+)?)\s*([a-zA-Z]*)", text)
     value = float(found[1]) * units.get(found[2], 0.0) if found else 0.0
     if not 0 < value < math.inf:
         raise ValueError(f"{text!r} isn't {wanted}")
     return value
+
+
+bytes_per_second = partial(_number, units=RATES, wanted="a rate such as 200mbit or 25gbit")
+seconds = partial(_number, units=SPANS, wanted="a time such as 100us or 2ms")
+size_bytes = partial(_number, units=SIZES, wanted="a size such as 24GB, 80GiB or 24000000000")
 
 
 def shown_bytes(value: float) -> str:
