@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> None:
     answer(options, plan_answer(found, assumed), table(found), *assumed, *sentences(found))
     if options.report:
         with Console(stderr=True).status("forecasting other clusters for the report"):
-            text = page(found, profile.variation, threshold=options.threshold / 100, slices=options.slices)
+            text = page(found)
         write_text("--report", options.report, text)
         if not options.json:
             say(Console(highlight=False), f"report: {options.report}")

@@ -58,9 +58,6 @@ CODEC_SECONDS_PER_BYTE: dict[Codec, tuple[float, float]] = {
     DifferenceCompression(Int2()): (0.845e-9, 0.421e-9),
 }
 
-# One island of all devices has nobody to gossip with.
-ALONE: dict[type[Within], Method] = {ReplicatedCost: DataParallel(), ShardedCost: ShardedForecast()}
-
 
 @lru_cache(maxsize=256)  # a map of clusters asks for the same overrides in every cell, and composing takes long
 def strategy_of(overrides: str) -> Strategy:
@@ -114,7 +111,8 @@ def _(strategy: GossipStrategy, cluster: Cluster, slices: int) -> Method:
     for fragment in topology.fragments:
         strategy.combine.check(fragment, workers, strategy.weights, strategy.delay)
     if workers == 1 and within.devices > 1:
-        return ALONE[type(within)]
+        # One island of all devices has nobody to gossip with.
+        return ShardedForecast() if isinstance(within, ShardedCost) else DataParallel()
     states = strategy.states.items()
     for _, travel in states:
         travel.check(topology, workers, strategy.weights, strategy.delay)

@@ -5,7 +5,7 @@ from html import escape
 from io import StringIO
 from typing import Any
 
-from lightning_decentral.planner.compare import RATES, THRESHOLD, Cell, Comparison, grid, sizes
+from lightning_decentral.planner.compare import RATES, Cell, Comparison, grid, sizes
 from lightning_decentral.planner.show import HEADINGS, cells, sentences
 from lightning_decentral.shared.figure import ACCENT, INK, WORKER, new_figure
 from lightning_decentral.shared.plan.timeline import Task, run
@@ -14,6 +14,16 @@ DDP = "#c8ccd4"
 COLOURS = ("#1b6ca8", "#d1495b", "#66a182", "#edae49", "#6f4e7c", "#8fb3d9", "#9c6644", "#2e4057", "#b5838d", "#00798c")
 SHOWN_ROWS = 8
 Palette = Mapping[str, str]
+
+
+def new_axes(width: float, height: float, across: str, upwards: str = "") -> tuple[Any, Any]:
+    """(figure, its axes with these labels)."""
+    figure = new_figure(width, height)
+    axes = figure.subplots()
+    axes.set_xlabel(across)
+    axes.set_ylabel(upwards)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
 
 
 def svg(figure: Any) -> str:
@@ -33,8 +43,7 @@ def curves(
     cells: Sequence[Cell], titles: Sequence[str], colours: Palette, across: Callable[[Cell], float], label: str
 ) -> str:
     """Speed-up over ddp of these candidates."""
-    figure = new_figure(7, 3.6)
-    axes = figure.subplots()
+    figure, axes = new_axes(7, 3.6, label, "speed-up over ddp")
     places = [across(cell) for cell in cells]
     for title in titles:
         speedups = [cell.speedup(title) or float("nan") for cell in cells]
@@ -42,9 +51,6 @@ def curves(
     axes.set_xscale("log")
     axes.set_xticks(places, [f"{place:g}" for place in places], minor=False)
     axes.minorticks_off()
-    axes.set_xlabel(label)
-    axes.set_ylabel("speed-up over ddp")
-    axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e4e8ee")
     figure.legend(loc="outside right center", frameon=False, fontsize=7)
     return svg(figure)
@@ -54,8 +60,8 @@ def winners(cells: Sequence[Cell], colours: Palette) -> str:
     """Workers across bandwidth, the recommended method as colour, its speed-up as number."""
     workers, rates = sorted({cell.workers for cell in cells}), sorted({cell.bytes_per_second for cell in cells})
     names = ["ddp", *sorted({cell.best for cell in cells} - {"ddp"})]
-    figure = new_figure(7.5, 1.4 + 0.45 * len(workers))
-    axes = figure.subplots()
+    figure, axes = new_axes(7.5, 1.4 + 0.45 * len(workers), "Gbit/s of a network card", "workers")
+    axes.spines[["top", "right"]].set_visible(True)
     for cell in cells:
         x, y = rates.index(cell.bytes_per_second), workers.index(cell.workers)
         axes.add_patch(_square(x, y, colours[cell.best]))
@@ -65,8 +71,6 @@ def winners(cells: Sequence[Cell], colours: Palette) -> str:
     axes.set_ylim(-0.5, len(workers) - 0.5)
     axes.set_xticks(range(len(rates)), [f"{8 * rate / 1e9:g}" for rate in rates])
     axes.set_yticks(range(len(workers)), [str(count) for count in workers])
-    axes.set_xlabel("Gbit/s of a network card")
-    axes.set_ylabel("workers")
     handles = [_square(0, 0, colours[name]) for name in names]
     figure.legend(handles, names, loc="outside right center", frameon=False, fontsize=7)
     return svg(figure)
@@ -85,8 +89,7 @@ def timeline(tasks: Sequence[Task[str]]) -> str:
     for row in dict.fromkeys(task.worker for task in tasks):
         kinds.setdefault(row.split()[0], []).append(row)
     first = [name for pair in zip(*kinds.values(), strict=False) for name in pair][:SHOWN_ROWS]
-    figure = new_figure(8, 0.9 + 0.3 * len(first))
-    axes = figure.subplots()
+    figure, axes = new_axes(8, 0.9 + 0.3 * len(first), "milliseconds")
     for name, span in spans.items():
         if span.worker in first and span.finish > span.start:
             sends = name.split()[0] in ("exchange", "all-reduce", "gather", "scatter")
@@ -95,8 +98,6 @@ def timeline(tasks: Sequence[Task[str]]) -> str:
             axes.barh(place, width, left=1e3 * span.start, color=colour, edgecolor="white", linewidth=0.4)
     axes.set_yticks(range(len(first)), first, fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlabel("milliseconds")
-    axes.spines[["top", "right"]].set_visible(False)
     return svg(figure)
 
 
@@ -111,19 +112,10 @@ tr.best { font-weight: bold } code { background: #f3f5f8; padding: 2px 4px } svg
 """
 
 
-def page(
-    plan: Comparison,
-    variation: Sequence[float] = (),
-    *,
-    workers: Sequence[int] | None = None,
-    rates: Sequence[float] = RATES,
-    threshold: float = THRESHOLD,
-    slices: int = 1,
-) -> str:
+def page(plan: Comparison, *, workers: Sequence[int] | None = None, rates: Sequence[float] = RATES) -> str:
     """The report.
 
     Args:
-        variation: of the seconds of computation, as in `Profile`.
         workers: of the map and the curves; by default up to 16 nodes.
         rates: bytes per second of a network card in them.
 
@@ -132,7 +124,7 @@ def page(
     """
     where = plan.setting
     counts = (workers or sizes(where)) if where.network.knows("between") else []
-    found = grid(where, variation, counts, rates, threshold, slices, plan.also, plan.memory_bytes) if counts else []
+    found = grid(plan, counts, rates) if counts else []
     body = "\n".join([*_head(plan), *(_maps(plan, found) if found else [NO_MAP])])
     for row in dict.fromkeys([plan.baseline, *([plan.best] if plan.best else [])]):
         body += f"\n<h2>Timeline: {escape(row.candidate.title)}</h2><p>Equally fast workers; the first rows.</p>\n"

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, product
 from math import inf
 from operator import attrgetter
 
@@ -132,14 +132,13 @@ class Answer:
     @property
     def cells(self) -> list[Cell]:
         """Seconds to the target and best method, for each number of workers and each rate of the network cards."""
-        rates = sorted({rate for row in self.rows for rate in row.step_seconds_at})
-        return [cell for workers in self.workers for rate in rates if (cell := self._cell(workers, rate))]
-
-    def _cell(self, workers: int, rate: float) -> Cell | None:
-        there = replace(self, rows=tuple(row.at(rate) for row in self.rows if row.workers == workers))
-        seconds = {row.title: row.seconds for row in there.rows if row.seconds is not None}
-        best = there.best_of(workers)
-        return None if best is None else Cell(workers, rate, seconds, best.title)
+        found, rates = [], sorted({rate for row in self.rows for rate in row.step_seconds_at})
+        for workers, rate in product(self.workers, rates):
+            rows = tuple(row.at(rate) for row in self.rows if row.workers == workers)
+            seconds = {row.title: row.seconds for row in rows if row.seconds is not None}
+            if best := replace(self, rows=rows).best_of(workers):
+                found.append(Cell(workers, rate, seconds, best.title))
+        return found
 
     def sentences(self) -> list[str]:
         """Conclusions, as sentences; last, the best method's overrides for a command line where there is one."""
@@ -183,7 +182,12 @@ class Answer:
             here = [cell for cell in self.cells if cell.workers == workers]
             runs = groupby(here, attrgetter("best"))
             same = [(best, [cell.bytes_per_second for cell in cells]) for best, cells in runs]
-            parts = [f"{best} {_rates(rates, rates[-1] == here[-1].bytes_per_second)}" for best, rates in same]
+            parts = []
+            for best, rates in same:
+                low, high = shown_rate(rates[0]), shown_rate(rates[-1])
+                between = f"at {low}" if low == high else f"from {low} to {high}"
+                last = rates[-1] == here[-1].bytes_per_second
+                parts.append(f"{best} from {low} on" if last else f"{best} {between}")
             lines += [f"on {workers} workers, by the rate of a network card: {'; '.join(parts)}"] if parts else []
         return lines
 
@@ -201,13 +205,6 @@ def noise_text(noise: float, workers: int) -> str:
     """Prediction by the noise of gradients, as text: steps that twice the workers need."""
     fewer = steps_ratio(noise, workers, 2 * workers)
     return f"the noise of ddp's gradients predicts: {2 * workers} workers need {fewer:.2f} of the steps of {workers}"
-
-
-def _rates(rates: Sequence[float], last: bool) -> str:
-    low, high = shown_rate(rates[0]), shown_rate(rates[-1])
-    if last:
-        return f"from {low} on"
-    return f"at {low}" if low == high else f"from {low} to {high}"
 
 
 def shown_rate(bytes_per_second: float) -> str:

@@ -23,7 +23,7 @@ from torch.autograd import Variable
 from torch.optim import LBFGS, Optimizer
 
 from lightning_decentral.optim.joined import ELEMENTWISE, JoinedUpdate
-from lightning_decentral.planner.rehearsal.loop import LoopSettings, OwnRates, loss_of, one_of, scale
+from lightning_decentral.planner.rehearsal.loop import LoopSettings, loss_of, scale
 from lightning_decentral.planner.rehearsal.members.member import Member, MemberPlace
 from lightning_decentral.planner.rehearsal.members.strategies import member_of
 from lightning_decentral.planner.rehearsal.turns import OwnTurn, Quota, Way, WorkersBarrier
@@ -173,9 +173,14 @@ class Binding(DDPStrategy):
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
-        optimizer, factor = one_of(self._module, self.optimizers, self.lr_scheduler_configs), self._common.loop.rate
-        scale(optimizer, [one.scheduler for one in self.lr_scheduler_configs], factor)
-        self._rates = OwnRates(self._module, optimizer, bool(self.lr_scheduler_configs), factor)
+        if len(self.optimizers) != 1:
+            name, count = type(self._module).__name__, len(self.optimizers)
+            raise ValueError(f"configure_optimizers of {name} gave {count} optimizers: one can be rehearsed")
+        if any(one.reduce_on_plateau for one in self.lr_scheduler_configs):
+            raise ValueError("ReduceLROnPlateau asks for validation, which a rehearsal has not: take another schedule")
+        optimizer = self.optimizers[0]
+        scale(optimizer, [one.scheduler for one in self.lr_scheduler_configs], self._common.loop.rate)
+        self._rates = self.rates_now()
         # An update may be made on flat copies, which nobody sees, unless hooks look at it.
         hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
         self._joined = JoinedUpdate(optimizer) if type(optimizer) in ELEMENTWISE and not hooked else None
@@ -185,11 +190,6 @@ class Binding(DDPStrategy):
                 "LBFGS searches by each worker's own loss, another number of times on each, and gradients are averaged "
                 "each time: rehearse it under gossip"
             )
-
-    @property
-    def learning_rate(self) -> float:
-        """Learning rate of the first group, now."""
-        return float(self.optimizers[0].param_groups[0].get("lr", 1.0))
 
     @property
     def _module(self) -> LightningModule:
@@ -202,7 +202,12 @@ class Binding(DDPStrategy):
     def wait(self) -> None:
         """Wait until a further step is asked for."""
         self._common.quota.wait(self.global_rank, len(self.losses))
-        self._rates.begin()
+        if self.lr_scheduler_configs:  # schedules have set what they set
+            self._rates = self.rates_now()
+
+    def rates_now(self) -> list[float]:
+        """Learning rates of the groups."""
+        return [float(group.get("lr", 1.0)) for group in self.optimizers[0].param_groups]
 
     def optimizer_step(
         self,
@@ -222,7 +227,11 @@ class Binding(DDPStrategy):
                 self._common.way.end(self.global_rank)
             raise
         self._common.way.end(self.global_rank)
-        self._rates.check()
+        if self._common.loop.rate != 1 and self.rates_now() != self._rates:  # set by nobody that a factor reaches
+            raise ValueError(
+                f"{type(self._module).__name__} sets learning rates by itself, which can't be multiplied by "
+                f"{self._common.loop.rate:g}: give a scheduler in configure_optimizers, or rates=[1]"
+            )
         if self._common.mixes or not self.member.drifts:
             self.member.mix()
         return output
@@ -241,7 +250,7 @@ class Binding(DDPStrategy):
             output = self._common.way.forward(self.global_rank, partial(super().training_step, **kwargs), args)
         if self._begun == len(self.losses):  # an optimizer may come several times
             self.losses.append(torch.as_tensor(loss_of(output).detach()).double())
-            self.learning_rates.append(self.learning_rate)
+            self.learning_rates.append(self.rates_now()[0])
         return output
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

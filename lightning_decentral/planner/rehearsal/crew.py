@@ -129,7 +129,7 @@ class Crew:
     @property
     def learning_rate(self) -> float:
         """Learning rate of the first group, now."""
-        return self.workers[0].binding.learning_rate
+        return self.workers[0].binding.rates_now()[0]
 
     def __enter__(self) -> "Crew":
         return self

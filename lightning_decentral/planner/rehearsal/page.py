@@ -4,9 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from html import escape
 
 from lightning_decentral.planner.rehearsal.answer import Answer, Reached
-from lightning_decentral.planner.report import STYLE, line, palette, svg, winners
+from lightning_decentral.planner.report import STYLE, line, new_axes, palette, svg, winners
 from lightning_decentral.planner.show import shown_bytes
-from lightning_decentral.shared.figure import new_figure
 
 HEAD = '<!doctype html><html lang="en"><meta charset="utf-8"><title>rehearsal</title>'
 HEADINGS = ("method", "workers", "rates times", "steps", "loss", "excess", "step", "to the target", "sent", "over ddp")
@@ -71,14 +70,10 @@ def _curves(rows: Sequence[Reached], colours: dict[str, str], label: str, across
     known = [(row, each) for row in rows if (each := across(row)) is not None]
     if not known:
         return ""
-    figure = new_figure(7, 3.2)
-    axes = figure.subplots()
+    figure, axes = new_axes(7, 3.2, label, "validation loss")
     for row, each in known:
         steps, losses = zip(*row.curve, strict=True)
         axes.plot([each * step for step in steps], losses, color=colours[row.title], marker=".", label=row.title)
     axes.axhline(target, color="#8d99ae", linestyle=":")
-    axes.set_xlabel(label)
-    axes.set_ylabel("validation loss")
-    axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside right center", frameon=False, fontsize=7)
     return svg(figure)
