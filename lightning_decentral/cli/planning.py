@@ -9,9 +9,8 @@ from rich.console import Console
 
 from lightning_decentral.cli.console import answer, filled, number, refuse_below, say, whole, write_text
 from lightning_decentral.planner import show as units
-from lightning_decentral.planner.compare import THRESHOLD, Comparison, plan
-from lightning_decentral.planner.report import page
-from lightning_decentral.planner.show import sentences, table
+from lightning_decentral.planner.compare import THRESHOLD, plan
+from lightning_decentral.planner.show import page, sentences, table
 from lightning_decentral.shared.plan.forecast import Cluster, Setting
 from lightning_decentral.shared.plan.network import Network
 from lightning_decentral.shared.plan.profile import read
@@ -63,7 +62,22 @@ def run(options: argparse.Namespace) -> None:
             threshold=options.threshold / 100,
             optimizer=options.optimizer,
         )
-    answer(options, plan_answer(found, assumed), table(found), *assumed, *sentences(found))
+    methods = [
+        filled(
+            MethodAnswer,
+            row.forecast,
+            title=row.candidate.title,
+            words=row.candidate.overrides,
+            speedup=found.speedup(row),
+            fits=found.fits(row),
+            remark=row.candidate.remark,
+        )
+        for row in found.rows
+    ]
+    cluster, best = setting.cluster, found.best.candidate.title if found.best else None
+    command = found.command if found.best else None
+    numbers = PlanAnswer(cluster.workers, cluster.nodes, methods, found.refused, best, command, assumed)
+    answer(options, numbers, table(found), *assumed, *sentences(found))
     if options.report:
         with Console(stderr=True).status("forecasting other clusters for the report"):
             text = page(found)
@@ -101,24 +115,6 @@ class PlanAnswer:
     best: str | None
     command: str | None
     assumptions: list[str]
-
-
-def plan_answer(found: Comparison, assumed: list[str]) -> PlanAnswer:
-    methods = [
-        filled(
-            MethodAnswer,
-            row.forecast,
-            title=row.candidate.title,
-            words=row.candidate.overrides,
-            speedup=found.speedup(row),
-            fits=found.fits(row),
-            remark=row.candidate.remark,
-        )
-        for row in found.rows
-    ]
-    cluster, best = found.setting.cluster, found.best
-    title, command = (best.candidate.title, found.command) if best else (None, None)
-    return PlanAnswer(cluster.workers, cluster.nodes, methods, found.refused, title, command, assumed)
 
 
 def assumptions(options: argparse.Namespace) -> list[str]:

@@ -16,7 +16,7 @@ from rich.table import Table
 from lightning_decentral.cli.console import answer, filled, number, refuse_below, say, whole, write_text
 from lightning_decentral.cli.profile import alone, without_strategy
 from lightning_decentral.planner.rehearsal import Answer, Reached, rehearse
-from lightning_decentral.planner.rehearsal.page import HEADINGS, cells, page, title
+from lightning_decentral.planner.rehearsal.answer import HEADINGS, cells, page, title
 from lightning_decentral.planner.show import bytes_per_second, seconds
 from lightning_decentral.shared.plan.network import Network
 from lightning_decentral.shared.plan.profile import read

@@ -26,7 +26,7 @@ from torch.optim import LBFGS
 from lightning_decentral.planner.noise import NoiseScale
 from lightning_decentral.planner.rehearsal.binding import Common
 from lightning_decentral.planner.rehearsal.loop import LoopSettings
-from lightning_decentral.planner.rehearsal.members.member import Member, MemberPlace
+from lightning_decentral.planner.rehearsal.member import Member, MemberPlace
 from lightning_decentral.planner.rehearsal.turns import Abreast, OwnTurn, Quota, Way, WorkersBarrier
 from lightning_decentral.planner.rehearsal.worker import RehearsedWorker
 from lightning_decentral.shared.compute.layout import described, refuse_shared

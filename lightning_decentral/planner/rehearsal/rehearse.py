@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_decentral.planner.candidates import BASELINE, OUTER, STREAM, Candidate
 from lightning_decentral.planner.forecasts import strategy_of
-from lightning_decentral.planner.rehearsal.answer import Answer, Reached, ordered, result_text
+from lightning_decentral.planner.rehearsal.answer import Answer, Reached, result_text
 from lightning_decentral.planner.rehearsal.evaluation import HeldOutEvaluation, held_out
 from lightning_decentral.planner.rehearsal.jobs import Ask, Foreknowledge, RehearsalJob, rehearsed, threads_ratio, timed
 from lightning_decentral.planner.rehearsal.loop import LoopSettings
@@ -151,7 +152,9 @@ class RehearsalRun:
         self._ask = _fitted(self._ask, sum(seconds.values()), self._clock, self._say)
         left = {job: each * self._ask.updates for job, each in seconds.items()}
         rows = self._each(list(left), lambda job: self._one(job, left, len(seconds)))
-        return Answer(self._ask.course.target, self._ask.course.steps, ordered(list(rows.values())), self._refused)
+        # The shortest time to the target first; by steps where no seconds are known, by loss where it wasn't reached.
+        order = sorted(rows.values(), key=lambda row: (row.seconds or inf, row.steps or inf, row.loss))
+        return Answer(self._ask.course.target, self._ask.course.steps, tuple(order), self._refused)
 
     def _one(self, job: RehearsalJob, left: dict[RehearsalJob, float], count: int) -> Reached:
         """Rehearse one job, whose expected seconds are no longer left."""

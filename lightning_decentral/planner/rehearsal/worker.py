@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_decentral.planner.rehearsal.binding import Binding, Common, Park
-from lightning_decentral.planner.rehearsal.members.member import MemberPlace
+from lightning_decentral.planner.rehearsal.member import MemberPlace
 from lightning_decentral.planner.rehearsal.turns import Ended
 
 QUIET: dict[str, Any] = {

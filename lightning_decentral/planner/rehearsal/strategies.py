@@ -1,6 +1,6 @@
 """Strategies between workers, without Lightning's loop: on gradients, and on parameters after the update.
 
-The parts are the strategies' own: gossip's rounds and mixers, averages of gradients (`averaging`), partial backprop's
+The parts are the strategies' own: gossip's rounds and mixers, averages of gradients (`member`), partial backprop's
 cuts, depths and reducer. `ddp` is the exact average.
 """
 
@@ -28,8 +28,7 @@ from lightning_decentral.partial.dry_run import refuse_unserved, run_of
 from lightning_decentral.partial.strategy import PartialBackpropStrategy
 from lightning_decentral.partial.wire.depth_controller import CutSteps, DepthController
 from lightning_decentral.partial.wire.reducer import Rank
-from lightning_decentral.planner.rehearsal.members.averaging import AveragingMember, DDPMember
-from lightning_decentral.planner.rehearsal.members.member import Member, MemberPlace, ReplicaMember
+from lightning_decentral.planner.rehearsal.member import AveragingMember, DDPMember, Member, MemberPlace, ReplicaMember
 from lightning_decentral.shared.compute.layout import ModelLayout
 from lightning_decentral.shared.updates import BeforeUpdate, GradientCheck
 

@@ -1,20 +1,19 @@
-"""Averaged gradients in a rehearsal, as `ddp` and `compressed` have them: by the strategies' own averages.
+"""One worker's part of a strategy: its interface, its place, and averaged gradients, by the strategies' own averages.
 
-Worker 0 takes what all give, and the others its mean. Codes are made and reduced where they are asked for, and not
-while backward runs: their messages take no time.
+Of gradients that are averaged, as `ddp` and `compressed` have them, worker 0 takes what all give, and the others its
+mean. Codes are made and reduced where they are asked for, and not while backward runs: their messages take no time.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_decentral.compressed.strategy import AveragedSteps
-from lightning_decentral.planner.rehearsal.members.member import MemberPlace, ReplicaMember
 from lightning_decentral.planner.rehearsal.turns import CPU
 from lightning_decentral.shared.compute.buckets import bucket_bytes_of
 from lightning_decentral.shared.compute.codec.codec import Codec
@@ -22,11 +21,96 @@ from lightning_decentral.shared.compute.codec.deterministic import Plain
 from lightning_decentral.shared.compute.device import Future
 from lightning_decentral.shared.updates import Unchecked
 from lightning_decentral.shared.wire.agreement import start_from_worker_0
-from lightning_decentral.shared.wire.averaging.equal_replicas import of_all
+from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas, of_all
 from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage
 from lightning_decentral.shared.wire.compressed_mean import CompressedMean, ExactMean, FlatMean, InFlight
+from lightning_decentral.shared.wire.meeting.comparison import unasked
 from lightning_decentral.shared.wire.pending import Pending, Together
 from lightning_decentral.shared.wire.transport import Wire
+
+
+@dataclass(frozen=True)
+class MemberPlace:
+    """One worker among those of this process.
+
+    Args:
+        broadcast: hands worker 0's value to all.
+        meet: returns when all have come.
+        in_turn: all workers go on one after the other until the next step, where gradients are computed on threads.
+        per_node: workers on a node.
+        steps: of the whole rehearsal.
+        device: where it's computed.
+    """
+
+    wire: Wire
+    broadcast: Callable[[Any], Any]
+    meet: Callable[[], None]
+    in_turn: Callable[[], None]
+    worker: int
+    workers: int
+    per_node: int
+    steps: int
+    device: torch.device = CPU
+
+
+class Member:
+    """One worker's part, in the order in which Lightning's loop comes to it; here that of a worker that sends nothing.
+
+    Every call but `forward` and `backward` is collective: all workers, each in a thread of its own.
+
+    Attributes:
+        drifts: whether workers differ after an update.
+        concurrent: whether it does nothing within a step, so that the steps of several workers may be computed at a
+            time.
+        check: what the strategy does with an update's gradients before it.
+        sent_bytes: by this worker so far.
+    """
+
+    drifts: ClassVar[bool] = True
+    concurrent: ClassVar[bool] = True
+    check: Unchecked = Unchecked()
+
+    def begin(self) -> None:
+        """Prepare the first step."""
+
+    def forward(self, step: int, *batch: Any) -> AbstractContextManager[None]:
+        """Context around a `training_step` with these arguments."""
+        return nullcontext()
+
+    def backward(self) -> None:
+        """Prepare the module's own backward, through all of the graph, or a part of it."""
+
+    def average(self) -> None:
+        """.grad <- what the update takes, after the backward; not asked of those that drift."""
+
+    def mix(self) -> None:
+        """Send and receive what the strategy does after the update."""
+
+    def release(self) -> None:
+        """The parameters are the module's alone again."""
+
+    @property
+    def sent_bytes(self) -> float:
+        return 0.0
+
+
+class ReplicaMember(Member):
+    """Worker whose replica stays equal to the others': one update, of averaged gradients, and worker 0's running
+    statistics, by the strategies' own `EqualReplicas`."""
+
+    drifts: ClassVar[bool] = False
+
+    def __init__(self, module: LightningModule, place: MemberPlace, check: Unchecked) -> None:
+        self._module, self._place, self.check, self._equal = module, place, check, EqualReplicas()
+
+    def begin(self) -> None:
+        self._equal.begin(self._module, of_all(self._place.wire), unasked, list)
+
+    def mix(self) -> None:
+        self._equal.advance(self._module.current_epoch)
+
+    def release(self) -> None:
+        self._equal.close()
 
 
 class TotalOfFirst(ExactMean):
