@@ -51,8 +51,8 @@ from lightning_decentral.planner.rehearsal.rehearse import METHODS
 from lightning_decentral.planner.rehearsal.search import (
     Found,
     SearchCourse,
-    apart_now,
     beyond,
+    excess_now,
     reached,
     search,
     smoothed,
@@ -125,7 +125,7 @@ def apart(recipe: str) -> Iterator[dict[str, Any]]:
         make, evaluation = making(recipe, workers, APART[title])
         with make(1.0) as crew:
             crew.train(APART_STEPS)
-            came, learning_rate = apart_now(crew, evaluation), crew.learning_rate
+            came, learning_rate = excess_now(crew, evaluation), crew.learning_rate
             drift = drift or probed(crew, evaluation, 1.0)
         assert drift is not None
         foretold = drift.excess(strategy_of(APART[title]), workers, 1, learning_rate)

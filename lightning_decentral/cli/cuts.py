@@ -68,29 +68,20 @@ def depths(plan: CutPlan) -> list[Depth]:
     return found
 
 
-def depths_table(rows: Sequence[Depth]) -> Table:
-    table = Table("depth", "trains from", "compute", "saved activations", "gradients sent", title="predicted")
-    for row in rows:
-        fractions = row.compute, row.saved_activations, row.gradients_sent
-        table.add_row(str(row.depth), row.trains_from, *(f"{fraction:.3f}" for fraction in fractions))
-    return table
-
-
-def verdicts(plan: CutPlan) -> Table:
-    """Every parameter's segment and its verdict at every cut."""
-    table = Table("parameter", "segment", *(f"cut {j}" for j in range(len(plan.boundaries))), title="verified")
-    for name, segment in plan.segment_of.items():
-        table.add_row(name, str(segment), *(judged.verdicts[name].value for judged in plan.judged))
-    return table
-
-
 def run(options: argparse.Namespace) -> None:
     with Console(stderr=True).status("searching and verifying cuts"):
         plan = cut_plan(options.application, options.overrides)
     judged = {name: [j.verdicts[name].value for j in plan.judged] for name in plan.segment_of}
     found = CutsAnswer(str(plan.chain or "as named"), plan.boundaries, plan.segment_of, judged, depths(plan))
     names = [f"cut {index}: before {boundary}" for index, boundary in enumerate(plan.boundaries)]
-    answer(options, found, f"chain: {found.chain}", *names, verdicts(plan), depths_table(found.depths))
+    verified = Table("parameter", "segment", *(f"cut {j}" for j in range(len(names))), title="verified")
+    for name, segment in plan.segment_of.items():
+        verified.add_row(name, str(segment), *judged[name])
+    predicted = Table("depth", "trains from", "compute", "saved activations", "gradients sent", title="predicted")
+    for row in found.depths:
+        fractions = row.compute, row.saved_activations, row.gradients_sent
+        predicted.add_row(str(row.depth), row.trains_from, *(f"{fraction:.3f}" for fraction in fractions))
+    answer(options, found, f"chain: {found.chain}", *names, verified, predicted)
 
 
 def add(command: argparse.ArgumentParser) -> None:

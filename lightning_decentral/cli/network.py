@@ -9,7 +9,7 @@ import dataclasses
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -19,16 +19,13 @@ from rich.table import Table
 from lightning_decentral.cli.console import Parser, answer, number, refuse_unwritable, whole
 from lightning_decentral.planner.network import SIZES, NetworkMeter
 from lightning_decentral.planner.plan import host_links as files
-from lightning_decentral.planner.plan.host_links import HostLinks
-from lightning_decentral.planner.plan.probes import Probe, Start, probes, refuse_starts
+from lightning_decentral.planner.plan.probes import Start, probes, refuse_starts
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.compute.hardware import device_name
 from lightning_decentral.shared.plan.profile import LinkCost, read, write
 from lightning_decentral.shared.wire.meeting.groups import connect
 from lightning_decentral.shared.wire.objects import gather_objects, gather_world
-from lightning_decentral.shared.wire.transport import Wire, world
-
-Say = Callable[[str], None]
+from lightning_decentral.shared.wire.transport import world
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,14 +53,6 @@ def place(environment: Mapping[str, str]) -> tuple[int, int, int, int]:
     return rank, size, local_rank, per_node
 
 
-def refuse(options: argparse.Namespace) -> None:
-    """ValueError for sizes and numbers that measure nothing."""
-    if min(options.sizes) < 1 or list(options.sizes) != sorted(set(options.sizes)):
-        raise ValueError(f"sizes must be ascending numbers of bytes, got {list(options.sizes)}: --sizes 4096 1048576")
-    if options.repeats < 1:
-        raise ValueError(f"repeats must be at least 1, got {options.repeats}: 5 outlive a disturbance")
-
-
 def device_of(local_rank: int, per_node: int) -> torch.device:
     """A CUDA device of its own where the node has one for each worker, otherwise the CPU."""
     if cuda.device_count() < per_node:
@@ -89,31 +78,22 @@ def shown(costs: Sequence[LinkCost]) -> Table:
 
 
 def mistake(options: argparse.Namespace, rank: int) -> str:
-    """Mistake in this worker's options, or in worker 0's file, as text; empty where there is none."""
+    """Mistake in this worker's options, or in worker 0's files, as text; empty where there is none."""
+    if min(options.sizes) < 1 or list(options.sizes) != sorted(set(options.sizes)):
+        return f"sizes must be ascending numbers of bytes, got {list(options.sizes)}: --sizes 4096 1048576"
+    if options.repeats < 1:
+        return f"repeats must be at least 1, got {options.repeats}: 5 outlive a disturbance"
+    if rank != 0:
+        return ""
     try:
-        refuse(options)
-        if rank == 0:
-            try:
-                read(options.model)
-            except ValueError as error:
-                raise ValueError(f"{error}, or copy it to this host") from None
-            refuse_unwritable(options, ("out", "hosts"))
+        read(options.model)
+    except ValueError as error:
+        return f"{error}, or copy it to this host"
+    try:
+        refuse_unwritable(options, ("out", "hosts"))
     except ValueError as error:
         return str(error)
     return ""
-
-
-def measured(
-    wire: Wire, options: argparse.Namespace, plan: Sequence[Probe], device: torch.device, per_node: int, say: Say
-) -> tuple[list[LinkCost], HostLinks | None, dict[str, str]]:
-    """(lines, links between hosts where asked for, devices by host). Collective."""
-    meter = NetworkMeter(wire, device, options.sizes, options.repeats, options.longest_seconds, say)
-    costs = meter.costs(plan)
-    leaders = range(0, wire.world.size, per_node)
-    named = gather_objects(wire.flags, (platform.node(), device_name(device)))
-    hosts = unique([named[leader][0] for leader in leaders])
-    links = files.of(hosts, meter.links(leaders)) if options.hosts and len(hosts) > 1 else None
-    return costs, links, {host: named[leader][1] for host, leader in zip(hosts, leaders, strict=True)}
 
 
 def run(options: argparse.Namespace) -> None:
@@ -128,13 +108,17 @@ def run(options: argparse.Namespace) -> None:
         refuse_starts(starts)
         plan = probes(size, per_node)
         wire = connect(device, timeout, "nccl" if device.type == "cuda" else "gloo")
-        if rank != 0:
-            measured(wire, options, plan, device, per_node, lambda text: None)
-            return
         # Behind --json standard output is the answer alone.
-        with Console(stderr=True).status("measuring") as status:
-            found = measured(wire, options, plan, device, per_node, status.update)
-    costs, links, hosts = found
+        with Console(stderr=True, quiet=rank != 0).status("measuring") as status:
+            meter = NetworkMeter(wire, device, options.sizes, options.repeats, options.longest_seconds, status.update)
+            costs = meter.costs(plan)
+            leaders = range(0, size, per_node)
+            named = gather_objects(wire.flags, (platform.node(), device_name(device)))
+            names = unique([named[leader][0] for leader in leaders])
+            links = files.of(names, meter.links(leaders)) if options.hosts and len(names) > 1 else None
+    if rank != 0:
+        return
+    hosts = {name: named[leader][1] for name, leader in zip(names, leaders, strict=True)}
     profile, out = read(options.model), options.out or options.model
     write(dataclasses.replace(profile, network=tuple(costs), hosts={**profile.hosts, **hosts}), out)
     wrote = [f"wrote {out}"]

@@ -37,13 +37,12 @@ def graph(name: str, overrides: Sequence[str]) -> Graph:
         except MissingConfigException as error:
             raise ValueError(f"no topology {name!r}: take pipeline, {', '.join(error.options or [])}") from None
     made: Topology = instantiate(cfg.strategy.topology, _convert_="all")
-    return Listed(lambda size: messages(made, size))
 
+    def messages(size: int) -> list[Step]:  # of one period
+        steps = range(made.period(size))
+        return [[(j, i) for i in range(size) for j in made.sources(i, size, step)] for step in steps]
 
-def messages(topology: Topology, size: int) -> list[Step]:
-    """Messages (source, target) of each step of one period."""
-    steps = range(topology.period(size))
-    return [[(j, i) for i in range(size) for j in topology.sources(i, size, step)] for step in steps]
+    return Listed(messages)
 
 
 def run(options: argparse.Namespace) -> None:

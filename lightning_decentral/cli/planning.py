@@ -2,18 +2,18 @@
 
 import argparse
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 from rich.console import Console
 
 from lightning_decentral.cli.console import answer, filled, number, refuse_below, say, whole, write_text
 from lightning_decentral.planner import show as units
-from lightning_decentral.planner.compare import THRESHOLD, Comparison, plan
-from lightning_decentral.planner.report import page
-from lightning_decentral.planner.show import sentences, table
+from lightning_decentral.planner.compare import THRESHOLD, plan
+from lightning_decentral.planner.show import page, sentences, table
 from lightning_decentral.shared.plan.forecast import Cluster, Setting
 from lightning_decentral.shared.plan.network import Network
-from lightning_decentral.shared.plan.profile import Profile, read
+from lightning_decentral.shared.plan.profile import read
 
 LATENCY, INSIDE_LATENCY = "100us", "10us"
 
@@ -44,22 +44,43 @@ def run(options: argparse.Namespace) -> None:
     refuse_below(1, {"--workers": options.workers, "--per-node": options.per_node, "--slices": options.slices})
     refuse_below(0, {"--threshold": options.threshold})
     profile = read(options.profile)
-    setting = setting_of(profile, options)
-    limit = units.size_bytes(options.memory_bytes) if options.memory_bytes is not None else None
+    network = Network(profile.network)
+    for reach, rate, latency in (
+        ("between", options.bandwidth, units.seconds(options.latency)),
+        ("inside", options.inside_bandwidth, units.seconds(options.inside_latency)),
+    ):
+        if rate is not None:
+            network = network.linked(reach, latency, units.bytes_per_second(rate))
+    setting = Setting(profile.model, network, Cluster(options.workers, options.per_node))
     with Console(stderr=True).status("forecasting every method"):
         found = plan(
             setting,
             profile.variation,
             slices=options.slices,
             also=options.also,
-            memory_bytes=limit,
+            memory_bytes=inf if options.memory_bytes is None else units.size_bytes(options.memory_bytes),
             threshold=options.threshold / 100,
             optimizer=options.optimizer,
         )
-    answer(options, plan_answer(found, assumed), table(found), *assumed, *sentences(found))
+    methods = [
+        filled(
+            MethodAnswer,
+            row.forecast,
+            title=row.candidate.title,
+            words=row.candidate.overrides,
+            speedup=found.speedup(row),
+            fits=found.fits(row),
+            remark=row.candidate.remark,
+        )
+        for row in found.rows
+    ]
+    cluster, best = setting.cluster, found.best.candidate.title if found.best else None
+    command = found.command if found.best else None
+    numbers = PlanAnswer(cluster.workers, cluster.nodes, methods, found.refused, best, command, assumed)
+    answer(options, numbers, table(found), *assumed, *sentences(found))
     if options.report:
         with Console(stderr=True).status("forecasting other clusters for the report"):
-            text = page(found, profile.variation, threshold=options.threshold / 100, slices=options.slices)
+            text = page(found)
         write_text("--report", options.report, text)
         if not options.json:
             say(Console(highlight=False), f"report: {options.report}")
@@ -96,25 +117,6 @@ class PlanAnswer:
     assumptions: list[str]
 
 
-def plan_answer(found: Comparison, assumed: list[str]) -> PlanAnswer:
-    methods = [
-        filled(
-            MethodAnswer,
-            row.forecast,
-            title=row.candidate.title,
-            words=row.candidate.overrides,
-            speedup=found.speedup(row),
-            fits=found.fits(row),
-            remark=row.candidate.remark,
-        )
-        for row in found.rows
-    ]
-    cluster, best = found.setting.cluster, found.best
-    refused = {refused.candidate.title: refused.reason for refused in found.refused}
-    title, command = (best.candidate.title, found.command) if best else (None, None)
-    return PlanAnswer(cluster.workers, cluster.nodes, methods, refused, title, command, assumed)
-
-
 def assumptions(options: argparse.Namespace) -> list[str]:
     """Fill in options that weren't given, and return text on each."""
     inside, gain = f"{INSIDE_LATENCY} for a message inside a node", 100 * THRESHOLD
@@ -130,14 +132,3 @@ def assumptions(options: argparse.Namespace) -> list[str]:
             setattr(options, name, value)
             assumed += [f"assumed: {text} (--{name.replace('_', '-')})"] if matters else []
     return assumed
-
-
-def setting_of(profile: Profile, options: argparse.Namespace) -> Setting:
-    """The profile's model on the cluster and links of the command line."""
-    network = Network(profile.network)
-    latency, inside_latency = units.seconds(options.latency), units.seconds(options.inside_latency)
-    if options.bandwidth is not None:
-        network = network.linked("between", latency, units.bytes_per_second(options.bandwidth))
-    if options.inside_bandwidth is not None:
-        network = network.linked("inside", inside_latency, units.bytes_per_second(options.inside_bandwidth))
-    return Setting(profile.model, network, Cluster(options.workers, options.per_node))

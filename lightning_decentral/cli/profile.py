@@ -188,19 +188,16 @@ def profile(
 def shown(model: Model) -> Table:
     table = Table("block", "forward ms", "backward ms", "update ms", "parameters kB", "saved kB", "output kB")
     table.title = f"{model.name} on {model.device}, {model.batch} samples a step"
-    for name, block in zip(_short([block.name for block in model.blocks]), model.blocks, strict=True):
-        seconds = (block.forward_seconds, block.backward_seconds, block.update_seconds)
-        sizes = (block.parameter_bytes, block.saved_bytes, block.output_bytes)
-        table.add_row(name, *(f"{1e3 * s:.3f}" for s in seconds), *(f"{size / 1e3:,.1f}" for size in sizes))
-    return table
-
-
-def _short(names: Sequence[str]) -> list[str]:
-    """Strip the modules that all of them lie in; a name without a dot is no module's path."""
-    paths = [name.split(".") for name in names]
+    # Without the modules that all blocks lie in; a name without a dot is no module's path.
+    paths = [block.name.split(".") for block in model.blocks]
     same = takewhile(lambda parts: len(set(parts)) == 1, zip(*(path[:-1] for path in paths if path[1:]), strict=False))
     depth = len(list(same))
-    return [".".join(path[depth:] or path) for path in paths]
+    for path, block in zip(paths, model.blocks, strict=True):
+        seconds = (block.forward_seconds, block.backward_seconds, block.update_seconds)
+        sizes = (block.parameter_bytes, block.saved_bytes, block.output_bytes)
+        name = ".".join(path[depth:] or path)
+        table.add_row(name, *(f"{1e3 * s:.3f}" for s in seconds), *(f"{size / 1e3:,.1f}" for size in sizes))
+    return table
 
 
 def mixing(model: Model) -> str:

@@ -16,10 +16,10 @@ from rich.table import Table
 from lightning_decentral.cli.console import answer, filled, number, refuse_below, say, whole, write_text
 from lightning_decentral.cli.profile import alone, without_strategy
 from lightning_decentral.planner.rehearsal import Answer, Reached, rehearse
-from lightning_decentral.planner.rehearsal.page import HEADINGS, cells, page, title
+from lightning_decentral.planner.rehearsal.answer import HEADINGS, cells, page, title
 from lightning_decentral.planner.show import bytes_per_second, seconds
 from lightning_decentral.shared.plan.network import Network
-from lightning_decentral.shared.plan.profile import Profile, read
+from lightning_decentral.shared.plan.profile import read
 
 LATENCY = "100us"
 AT_LEAST_1 = ("per_node", "seeds", "run_steps", "threads")
@@ -63,6 +63,10 @@ def run(options: argparse.Namespace) -> None:
     least = {f"--{name.replace('_', '-')}": getattr(options, name) for name in AT_LEAST_1}
     refuse_below(1, least)
     profile = None if options.profile is None else read(options.profile)
+    network = None
+    if options.bandwidth is not None and profile is not None:
+        link = seconds(options.latency), bytes_per_second(options.bandwidth)
+        network = Network(profile.network).linked("between", *link)
     cfg = alone(options.application, overrides)
     refuse_left_out(cfg)
     seed_everything(cfg.seed, workers=True, verbose=False)
@@ -81,7 +85,7 @@ def run(options: argparse.Namespace) -> None:
         seeds=options.seeds,
         run_steps=options.run_steps,
         profile=profile,
-        network=network_of(profile, options),
+        network=network,
         per_node=options.per_node,
         clip=cfg.trainer.gradient_clip_val,
         minutes=options.minutes,
@@ -117,14 +121,6 @@ def split(overrides: list[str]) -> tuple[list[str], list[int]]:
     except ValueError:
         raise ValueError(f"workers must be whole numbers, got {','.join(numbers)}: workers=4,8") from None
     return [one for one in overrides if not one.startswith("workers=")], workers
-
-
-def network_of(profile: Profile | None, options: argparse.Namespace) -> Network | None:
-    """Network of the profile with the links of the command line; None where none are given, or no profile."""
-    if options.bandwidth is None or profile is None:
-        return None
-    link = seconds(options.latency), bytes_per_second(options.bandwidth)
-    return Network(profile.network).linked("between", *link)
 
 
 def command_of(best: Reached | None, overrides: Sequence[str], cfg: DictConfig, per_node: int) -> str | None:

@@ -1,24 +1,38 @@
-"""`lightning-decentral topology base_graph --workers 24`: who receives from whom, and how fast all agree."""
+"""`lightning-decentral topology base_graph --workers 24`: who receives from whom, and how fast all agree.
+
+Its mixing matrices and their consensus curves, step by step.
+"""
 
 import argparse
 import sys
 from dataclasses import dataclass
 from importlib.resources import files
+from math import ceil
 from pathlib import Path
+from typing import Any
 
+import networkx as nx
 import numpy as np
 from rich.console import Console
 
 from lightning_decentral.cli.console import answer, refuse_below, whole
 from lightning_decentral.gossip.plan.checks import check
-from lightning_decentral.gossip.plan.topology.topology import Topology
-from lightning_decentral.gossip.plan.weights import describe
+from lightning_decentral.gossip.plan.topology.topology import Topology, step_graph
+from lightning_decentral.gossip.plan.weights import (
+    Matrix,
+    consensus_steps,
+    describe,
+    gap_per_step,
+    mixing_matrix,
+    spectral_gap,
+)
 from lightning_decentral.gossip.strategy import GossipStrategy
 from lightning_decentral.planner.forecasts import strategy_of
-from lightning_decentral.planner.topology_curves import Curves, curves, draw_topology, received
+from lightning_decentral.shared.figure import ACCENT, INK, WORKER, new_figure
 
 LONG_SIZE, LARGEST_SIZE = 256, 2048  # workers that take more than seconds; more than an hour, or all memory
 PRINTED_SIZE = 16  # workers whose matrices fit on a screen
+LONGEST, SHOWN_STEPS = 64, 6  # steps of the curves, and of the picture
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -49,19 +63,73 @@ def topology_of(name: str, overrides: list[str]) -> Topology:
     return strategy.topology
 
 
+@dataclass(frozen=True)
+class Curves:
+    """Mixing matrices and consensus curves of a topology on `size` workers.
+
+    Args:
+        matrices: of a period, at most `LONGEST` steps.
+        gaps: 1 - the second largest |eigenvalue| of each.
+        distances: ||W_t ... W_0 - 1 1^T / n||_2 after each step: the largest share of their distance from the mean that
+            workers may still have; step 0 is before any.
+        typical: ||W_t ... W_0 - 1 1^T / n||_F / sqrt(n - 1): that share (root mean square) for a random start.
+        exact: steps to exact consensus, None: never.
+    """
+
+    matrices: tuple[Matrix, ...]
+    gaps: tuple[float, ...]
+    distances: tuple[float, ...]
+    typical: tuple[float, ...]
+    exact: int | None
+    gap_per_step: float
+
+
+def curves(topology: Topology, size: int) -> Curves:
+    """Compute the curves of two periods, at most `LONGEST` steps.
+
+    Raises:
+        ValueError: the topology can't serve `size` workers.
+    """
+    period = topology.period(size)
+    shown = [mixing_matrix(topology, size, step) for step in range(min(period, LONGEST))]
+    product, mean, left = np.eye(size), np.full((size, size), 1 / size), [np.eye(size) - 1 / size]
+    for step in range(min(LONGEST, max(2 * period, 8))):
+        product = mixing_matrix(topology, size, step) @ product
+        left.append(product - mean)
+    distances = tuple(float(np.linalg.norm(matrix, 2)) for matrix in left)
+    typical = tuple(float(np.linalg.norm(matrix) / max(1, size - 1) ** 0.5) for matrix in left)
+    gaps = tuple(float(spectral_gap(matrix)) for matrix in shown)
+    exact = consensus_steps(topology, size)
+    return Curves(tuple(shown), gaps, distances, typical, exact, gap_per_step(topology, size))
+
+
+def received(topology: Topology, size: int, step: int) -> str:
+    """Graph of a step, as text: "0-1 2-3" where both receive from each other, "1>2" where 2 receives from 1."""
+    rows = enumerate(step_graph(topology, size, step).sources)
+    edges = {(source, rank) for rank, sources in rows for source in sources}
+    mutual = sorted({(min(e), max(e)) for e in edges if e[::-1] in edges})
+    directed = sorted(e for e in edges if e[::-1] not in edges)
+    return " ".join([*(f"{a}-{b}" for a, b in mutual), *(f"{a}>{b}" for a, b in directed)]) or "silent"
+
+
 def run(options: argparse.Namespace) -> None:
     refuse_below(1, {"--workers": options.workers, "--per-node": options.per_node})
-    refuse_endless(options.workers)
+    if (size := options.workers) > LARGEST_SIZE:
+        raise ValueError(
+            f"--workers {size} makes matrices of {size} x {size}: give at most {LARGEST_SIZE}, from where on the "
+            "numbers hardly change"
+        )
+    if size > LONG_SIZE:
+        print(f"matrices of {size} x {size}: this may take minutes ...", file=sys.stderr, flush=True)
     topology = topology_of(options.name, options.overrides).placed(options.per_node)
-    check(topology, options.workers)
-    with Console(stderr=True).status(f"curves of {options.workers} workers"):
-        found = curves(topology, options.workers)
+    check(topology, size)
+    with Console(stderr=True).status(f"curves of {size} workers"):
+        found = curves(topology, size)
     if options.plot:
-        draw_topology(topology, options.workers, found, options.plot)
+        draw_topology(topology, size, found, options.plot)
     picture = [f"picture: {options.plot}"] if options.plot else []
-    gaps, worst, typical = ([float(x) for x in row] for row in (found.gaps, found.distances, found.typical))
-    size, period = options.workers, topology.period(options.workers)
-    numbers = TopologyAnswer(repr(topology), size, period, float(found.gap_per_step), gaps, worst, typical)
+    distances = found.gaps, found.distances, found.typical
+    numbers = TopologyAnswer(repr(topology), size, topology.period(size), found.gap_per_step, *map(list, distances))
     answer(options, numbers, *lines(topology, size, found), *picture)
 
 
@@ -76,17 +144,6 @@ class TopologyAnswer:
     gaps: list[float]
     worst_start: list[float]
     random_start: list[float]
-
-
-def refuse_endless(workers: int) -> None:
-    """ValueError for matrices that nobody waits for; a message on stderr for what takes long."""
-    if workers > LARGEST_SIZE:
-        raise ValueError(
-            f"--workers {workers} makes matrices of {workers} x {workers}: give at most {LARGEST_SIZE}, from where on "
-            "the numbers hardly change"
-        )
-    if workers > LONG_SIZE:
-        print(f"matrices of {workers} x {workers}: this may take minutes ...", file=sys.stderr, flush=True)
 
 
 def lines(topology: Topology, size: int, found: Curves) -> list[str]:
@@ -106,3 +163,46 @@ def lines(topology: Topology, size: int, found: Curves) -> list[str]:
         f"distance from the mean that is left after 0, 1, ... steps, worst start: {worst}",
         f"random start: {typical}",
     ]
+
+
+def draw_topology(topology: Topology, size: int, found: Curves, path: Path) -> None:
+    """The first steps as graphs on a circle, each with its matrix, and the consensus curve.
+
+    Raises:
+        ValueError: no matplotlib, a suffix that it doesn't write, or a folder that isn't there.
+    """
+    steps = min(len(found.matrices), SHOWN_STEPS)
+    figure = new_figure(2.4 * max(steps, 3), 7)
+    graphs, below = figure.subfigures(2, 1, height_ratios=[5, 3])
+    rows = graphs.subplots(2, steps, squeeze=False)
+    for step in range(steps):
+        _graph(rows[0][step], topology, size, step)
+        rows[1][step].imshow(found.matrices[step], cmap="Blues", vmin=0, vmax=1)
+        rows[1][step].set_axis_off()
+    axes = below.subplots()
+    floor = 1e-16  # exact consensus is 0, for which a logarithmic axis has no place
+    for curve, colour, label in ((found.distances, ACCENT, "worst start"), (found.typical, INK, "random start")):
+        axes.semilogy([max(value, floor) for value in curve], color=colour, marker="o", markersize=3, label=label)
+    axes.legend(frameon=False, fontsize=8)
+    axes.set_ylim(bottom=floor / 3)
+    axes.set_xlabel("step")
+    axes.set_ylabel("distance from the mean left")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"{topology.label(size)}, {size} workers", color=INK)
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--plot {path}: {error}") from None
+
+
+def _graph(axes: Any, topology: Topology, size: int, step: int) -> None:
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(size))
+    sources = step_graph(topology, size, step).sources
+    graph.add_edges_from((source, rank) for rank, others in enumerate(sources) for source in others)
+    dots = ceil(1200 / max(size, 8))
+    options = {"node_size": dots, "node_color": WORKER, "edge_color": INK, "arrowsize": 6, "width": 0.7}
+    nx.draw_networkx(graph, nx.circular_layout(graph), ax=axes, with_labels=size <= 16, font_size=6, **options)
+    axes.set_title(f"step {step}", fontsize=9, color=INK)
+    axes.set_axis_off()
+    axes.set_aspect("equal")

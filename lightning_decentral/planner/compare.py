@@ -29,32 +29,30 @@ class ComparedMethod:
 
 
 @dataclass(frozen=True)
-class RefusedMethod:
-    """A candidate that can't serve the cluster, and why."""
-
-    candidate: Candidate
-    reason: str
-
-
-@dataclass(frozen=True)
 class Comparison:
     """Comparison of methods in a setting.
 
     Args:
         rows: the fastest first.
+        refused: {title of a candidate that can't serve the cluster: why}.
         best: the one to train with; None where nothing fits into the memory.
-        stay: whether `best` is ddp because nothing else gains enough.
-        memory_bytes: of a device; None: any.
-        also: overrides of the candidates that were asked for.
+        others: as of `plan`.
     """
 
     setting: Setting
     rows: tuple[ComparedMethod, ...]
-    refused: tuple[RefusedMethod, ...]
+    refused: dict[str, str]
     best: ComparedMethod | None
-    stay: bool
-    memory_bytes: float | None = None
+    variation: Sequence[float] = ()
+    slices: int = 1
     also: tuple[str, ...] = ()
+    memory_bytes: float = inf
+    threshold: float = THRESHOLD
+
+    @property
+    def stay(self) -> bool:
+        """Whether ddp is the best because nothing else gains enough."""
+        return self.best is not None and self.best.candidate.overrides == BASELINE
 
     @property
     def baseline(self) -> ComparedMethod:
@@ -65,8 +63,8 @@ class Comparison:
         return self.baseline.forecast.seconds / row.forecast.seconds
 
     def fits(self, row: ComparedMethod) -> bool:
-        """Return whether a device's memory holds it, if that was given."""
-        return fits(row, self.memory_bytes)
+        """Return whether a device's memory holds it."""
+        return row.forecast.memory_bytes <= self.memory_bytes
 
     @property
     def command(self) -> str:
@@ -80,18 +78,13 @@ class Comparison:
         return shlex.join([*model.words, *overrides, *optimizer, *where])
 
 
-def fits(row: ComparedMethod, memory_bytes: float | None) -> bool:
-    """Return whether so much memory holds it; None holds all."""
-    return memory_bytes is None or row.forecast.memory_bytes <= memory_bytes
-
-
 def plan(
     setting: Setting,
     variation: Sequence[float] = (),
     *,
     slices: int = 1,
     also: Iterable[str] = (),
-    memory_bytes: float | None = None,
+    memory_bytes: float = inf,
     threshold: float = THRESHOLD,
     optimizer: str | None = None,
 ) -> Comparison:
@@ -115,22 +108,17 @@ def plan(
     asked = tuple(also)
     for overrides in asked:  # a mistake in overrides asked for is the user's to mend, not a row that is refused
         strategy_of(overrides)
-    rows, refused = [], []
+    rows, refused = [], {}
     for candidate, method in _methods(setting, slices, asked):
         if isinstance(method, str):
-            refused.append(RefusedMethod(candidate, method))
+            refused[candidate.title] = method
         else:
             rows.append(ComparedMethod(candidate, method, forecast(method, setting, factors)))
-    best = _best(rows, memory_bytes, threshold)
+    usable = [row for row in rows if row.method.equal and row.forecast.memory_bytes <= memory_bytes]
+    choice = chosen([(row.candidate, row.forecast.seconds) for row in usable], threshold)
+    best = next((row for row in usable if row.candidate is choice), None)
     order = tuple(sorted(rows, key=lambda row: row.forecast.seconds))
-    stay = best is not None and best.candidate.overrides == BASELINE
-    return Comparison(setting, order, tuple(refused), best, stay, memory_bytes, asked)
-
-
-def _best(rows: Sequence[ComparedMethod], memory_bytes: float | None, threshold: float) -> ComparedMethod | None:
-    usable = [row for row in rows if row.method.equal and fits(row, memory_bytes)]
-    best = chosen([(row.candidate, row.forecast.seconds) for row in usable], threshold)
-    return next((row for row in usable if row.candidate is best), None)
+    return Comparison(setting, order, refused, best, variation, slices, asked, memory_bytes, threshold)
 
 
 def chosen(found: Sequence[tuple[Candidate, float]], threshold: float) -> Candidate | None:
@@ -162,34 +150,21 @@ def sizes(setting: Setting, nodes: Sequence[int] = NODES) -> list[int]:
     return sorted({setting.cluster.workers, *(n * per_node for n in nodes if n * per_node <= MOST_WORKERS)})
 
 
-def grid(
-    setting: Setting,
-    variation: Sequence[float],
-    workers: Sequence[int],
-    rates: Sequence[float],
-    threshold: float,
-    slices: int = 1,
-    also: Sequence[str] = (),
-    memory_bytes: float = inf,
-) -> list[Cell]:
-    """Every number of workers with every rate; the latency stays as it is.
-
-    Args:
-        also: overrides of further candidates.
-        memory_bytes: of a device; what needs more isn't recommended.
-    """
-    latency, found = setting.network.price("exchange", "between", 2).latency_seconds, []
+def grid(plan: Comparison, workers: Sequence[int], rates: Sequence[float]) -> list[Cell]:
+    """The same comparison for every number of workers with every rate; the latency stays as it is."""
+    setting, found = plan.setting, []
+    latency = setting.network.price("exchange", "between", 2).latency_seconds
     for count in workers:
         where = replace(setting, cluster=Cluster(count, setting.cluster.per_node))
-        factors = drawn(variation, count, RUNS)
-        rows = _methods(where, slices, also)
+        factors = drawn(plan.variation, count, RUNS)
+        rows = _methods(where, plan.slices, plan.also)
         served = [(one, method) for one, method in rows if not isinstance(method, str) and method.equal]
         assert any(candidate.overrides == BASELINE for candidate, _ in served)  # ddp serves every cluster
-        fit = {one for one, method in served if method.memory_bytes(where.without_network) <= memory_bytes}
+        fit = {one for one, method in served if method.memory_bytes(where.without_network) <= plan.memory_bytes}
         for rate in rates:
             there = replace(where, network=where.network.linked("between", latency, rate))
             seconds = {one: float(method.seconds(there, factors).mean()) for one, method in served}
-            best = chosen([(one, spent) for one, spent in seconds.items() if one in fit], threshold)
+            best = chosen([(one, spent) for one, spent in seconds.items() if one in fit], plan.threshold)
             by_title = {one.title: spent for one, spent in seconds.items()}
             found.append(Cell(count, rate, by_title, best.title if best else NOTHING))
     return found

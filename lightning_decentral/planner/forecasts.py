@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_decentral.compressed.plan.forecast import CompressedForecast
 from lightning_decentral.compressed.strategy import CompressedStrategy
-from lightning_decentral.gossip.compute.combine.combine import Combine
+from lightning_decentral.gossip.compute.combine.combine import Combine, Rule
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
 from lightning_decentral.gossip.compute.link import cliques_of
 from lightning_decentral.gossip.island import AllReduce, FullyShard, Island
@@ -57,9 +57,6 @@ CODEC_SECONDS_PER_BYTE: dict[Codec, tuple[float, float]] = {
     DifferenceCompression(Int4()): (0.882e-9, 0.352e-9),
     DifferenceCompression(Int2()): (0.845e-9, 0.421e-9),
 }
-
-# One island of all devices has nobody to gossip with.
-ALONE: dict[type[Within], Method] = {ReplicatedCost: DataParallel(), ShardedCost: ShardedForecast()}
 
 
 @lru_cache(maxsize=256)  # a map of clusters asks for the same overrides in every cell, and composing takes long
@@ -114,7 +111,8 @@ def _(strategy: GossipStrategy, cluster: Cluster, slices: int) -> Method:
     for fragment in topology.fragments:
         strategy.combine.check(fragment, workers, strategy.weights, strategy.delay)
     if workers == 1 and within.devices > 1:
-        return ALONE[type(within)]
+        # One island of all devices has nobody to gossip with.
+        return ShardedForecast() if isinstance(within, ShardedCost) else DataParallel()
     states = strategy.states.items()
     for _, travel in states:
         travel.check(topology, workers, strategy.weights, strategy.delay)
@@ -135,21 +133,13 @@ def _(strategy: GossipStrategy, cluster: Cluster, slices: int) -> Method:
     return WarmStarted(strategy.exact_steps, forecast) if 0 < strategy.exact_steps < 1 else forecast
 
 
-@singledispatch
-def kept_by(combine: object) -> int:
+def kept_by(combine: Rule) -> int:
     """Copies of the parameters that a rule's state has, by the state that it makes for some."""
-    raise TypeError(f"{combine!r} is no rule")
-
-
-@kept_by.register
-def _(combine: Combine) -> int:
+    if isinstance(combine, ConsensusControl):
+        return kept_by(combine.inner)
+    assert isinstance(combine, Combine), f"{combine!r} is no rule"
     some = torch.zeros(1024)
     return round(sum(state.numel() for state in combine.init(some).values()) / len(some))
-
-
-@kept_by.register
-def _(combine: ConsensusControl) -> int:
-    return kept_by(combine.inner)
 
 
 def estimates(codec: Codec, topology: Topology, workers: int) -> int:
@@ -183,43 +173,29 @@ def _refuse_unread(option: str, asked: object, read: object) -> None:
         raise ValueError(f"no forecast reads {option} {asked}: it is predicted as {read} only, so leave it out")
 
 
-@singledispatch
 def slices_of(slicing: object, slices: int) -> int:
     """Number of slices that a sequence is cut into.
 
     Raises:
         ValueError: their lengths are given.
     """
+    match slicing:
+        case None | Planned():
+            return slices  # measured when the training starts
+        case Uniform() | Balanced():
+            return slicing.n
     raise ValueError(f"no forecast reads strategy/slicing {slicing}: take uniform with strategy.slicing.n={slices}")
 
 
-@slices_of.register(Planned)
-@slices_of.register(type(None))
-def _(slicing: Planned | None, slices: int) -> int:
-    return slices  # measured when the training starts
-
-
-@slices_of.register(Uniform)
-@slices_of.register(Balanced)
-def _(slicing: Uniform | Balanced, slices: int) -> int:
-    return slicing.n
-
-
-@singledispatch
 def within_of(island: Island) -> Within:
     """Forecast of what an island's devices do."""
+    match island:
+        case AllReduce():
+            _refuse_unread("strategy.island.codec", island.codec, Plain())
+            return ReplicatedCost(island.devices)
+        case FullyShard():
+            return ShardedCost(island.devices)
     return Alone(island.devices)
-
-
-@within_of.register
-def _(island: AllReduce) -> Within:
-    _refuse_unread("strategy.island.codec", island.codec, Plain())
-    return ReplicatedCost(island.devices)
-
-
-@within_of.register
-def _(island: FullyShard) -> Within:
-    return ShardedCost(island.devices)
 
 
 def encoding_of(codec: Codec, copies: float = 1, cliques: Cliques = Cliques.TOLD) -> Encoding:

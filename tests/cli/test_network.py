@@ -102,14 +102,13 @@ def test_mistakes_are_one_line_before_anyone_waits() -> None:
     with pytest.raises(ValueError, match=remedy):
         command.place({})
     for words, message in ((["--sizes", "9", "5"], "ascending"), (["--repeats", "0"], "at least 1, got 0")):
-        with pytest.raises(ValueError, match=message):
-            command.refuse(command.parser().parse_args(words))
+        assert message in command.mistake(command.parser().parse_args(words), rank=1)
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(("per_node", "odd", "message"), [
     (2, ["LOCAL_WORLD_SIZE=1"], "workers of a node: 2 for worker 0 on .*, 1 for worker 3 on .*: start equally many"),
-    (1, ["--hosts", "h.json"], "--hosts given: False for worker 0 on .*, True for worker 3 on .*: .* same words"),
+    (1, ["--hosts", "h.json"], "--hosts given: False for worker 0 on .*, True for worker 3 on .*: .* same options"),
     (1, ["--sizes", "9", "5"], r"worker 3 on .*: sizes must be ascending numbers of bytes, got \[9, 5\]"),
     (3, [], "4 workers don't divide into nodes of 3: start equally many on each node"),
 ])  # fmt: skip

@@ -5,9 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_decentral.cli.topology import names, topology_of
+from lightning_decentral.cli.topology import curves, names, received, topology_of
 from lightning_decentral.gossip import BaseGraph, Hypercube, OnePeerExponential, Ring
-from lightning_decentral.planner.topology_curves import curves, received
 from lightning_decentral.recipes import command as cli
 from tests.conf.groups import choices
 

@@ -150,14 +150,8 @@ def test_ddp_stays_only_where_nothing_gains_the_threshold(
 
 def test_a_cluster_that_a_topology_can_not_serve_is_told() -> None:
     found = plan(setting(6), also=["strategy=gossip strategy/topology=hypercube"])
-    assert (
-        "power of two"
-        in {refused.candidate.title: refused.reason for refused in found.refused}[
-            "strategy=gossip strategy/topology=hypercube"
-        ]
-    )
-    reasons = {refused.candidate.title: refused.reason for refused in found.refused}
-    assert "6 stages for a model of 4 blocks" in reasons["pipelines of 6"]
+    assert "power of two" in found.refused["strategy=gossip strategy/topology=hypercube"]
+    assert "6 stages for a model of 4 blocks" in found.refused["pipelines of 6"]
 
 
 @pytest.mark.parametrize(

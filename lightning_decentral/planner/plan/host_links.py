@@ -5,7 +5,7 @@ seconds[source][target] = latency + bytes / bandwidth
 
 import csv
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,15 +43,13 @@ class HostLinks:
             if shape != (n, n):
                 raise ValueError(f"{name} is {shape[0]} x {shape[1]}, and there are {n} hosts: give {n} rows of {n}")
         links = ~np.eye(n, dtype=bool)
-        self._refuse("latency_seconds", links & ~(self.latency_seconds >= 0), "0 or more seconds")
-        self._refuse("bytes_per_second", links & ~(self.bytes_per_second > 0), "more than 0")
-
-    def _refuse(self, name: str, wrong: npt.NDArray[np.bool_], wanted: str) -> None:
-        if wrong.any():
-            source, target = np.argwhere(wrong)[0]
-            value = float(getattr(self, name)[source, target])
-            link = f"from {self.hosts[source]} to {self.hosts[target]}"
-            raise ValueError(f"{name} {link} must be {wanted}, got {value}: measure this link again")
+        for name, values, right, wanted in (
+            ("latency_seconds", self.latency_seconds, self.latency_seconds >= 0, "0 or more seconds"),
+            ("bytes_per_second", self.bytes_per_second, self.bytes_per_second > 0, "more than 0"),
+        ):
+            for source, target in np.argwhere(links & ~right):
+                link, value = f"from {self.hosts[source]} to {self.hosts[target]}", float(values[source, target])
+                raise ValueError(f"{name} {link} must be {wanted}, got {value}: measure this link again")
 
     def seconds(self, message_bytes: float) -> Matrix:
         """[source, target] of a message; 0 on the diagonal."""
@@ -94,10 +92,8 @@ def read(path: str | Path) -> HostLinks:
         ValueError: can't be read, something else, not square, a link or host that is missing, no latency or rate.
     """
     text = text_of(path, "give a file of hosts")
-    return _listed(path, text) if Path(path).suffix == ".csv" else _matrices(path, text)
-
-
-def _matrices(path: str | Path, text: str) -> HostLinks:
+    if Path(path).suffix == ".csv":
+        return _listed(path, text)
     try:
         found: Any = json.loads(text)
     except ValueError:
@@ -125,16 +121,15 @@ def _listed(path: str | Path, text: str) -> HostLinks:
     rows = list(csv.DictReader(text.splitlines()))
     if not rows or set(COLUMNS) - set(rows[0]):
         raise ValueError(f"{path} must begin with the line {','.join(COLUMNS)} and list links")
-    links = {(row["source"], row["target"]): _numbers(path, row) for row in rows}
+    links = {}
+    for row in rows:
+        try:
+            link = float(row["latency_seconds"]), float(row["bytes_per_second"])
+        except (TypeError, ValueError):
+            raise ValueError(f"{path}: no numbers in the link from {row['source']} to {row['target']}") from None
+        links[row["source"], row["target"]] = link
     hosts = tuple(dict.fromkeys(host for row in rows for host in (row["source"], row["target"])))
     missing = [(a, b) for a in hosts for b in hosts if a != b and (a, b) not in links]
     if missing:
         raise ValueError(f"{path} has no link from {missing[0][0]} to {missing[0][1]}: list every two hosts both ways")
     return of(hosts, [[links.get((a, b), (0.0, 0.0)) for b in hosts] for a in hosts])
-
-
-def _numbers(path: str | Path, row: Mapping[str, str]) -> tuple[float, float]:
-    try:
-        return float(row["latency_seconds"]), float(row["bytes_per_second"])
-    except (TypeError, ValueError):
-        raise ValueError(f"{path}: no numbers in the link from {row['source']} to {row['target']}") from None

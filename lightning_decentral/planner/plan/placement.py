@@ -7,7 +7,7 @@ is the host of rank r.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, islice, permutations
 from math import inf
@@ -38,8 +38,9 @@ class Graph(ABC):
 
     def exact(self, seconds: Matrix) -> Order:
         """The best order of all: here by trying them."""
-        steps = self.steps(len(seconds))
-        return min(_best(steps, seconds, orders) for orders in _chunks(permutations(range(len(seconds)))))[1]
+        steps, orders = self.steps(len(seconds)), permutations(range(len(seconds)))
+        chunks = iter(lambda: list(islice(orders, CHUNK)), [])
+        return min(_best(steps, seconds, np.array(chunk)) for chunk in chunks)[1]
 
 
 @dataclass(frozen=True)
@@ -107,12 +108,11 @@ def held_karp(
 
 
 def cost(steps: Sequence[Step], seconds: Matrix, order: Sequence[int]) -> tuple[float, float]:
-    slowest, total = costs(steps, seconds, np.array([order]))
-    return float(slowest[0]), float(total[0])
+    return _best(steps, seconds, np.array([order]))[0]
 
 
-def costs(steps: Sequence[Step], seconds: Matrix, orders: npt.NDArray[np.int64]) -> tuple[Matrix, Matrix]:
-    """(slowest, total) of each row of orders [orders, ranks]."""
+def _best(steps: Sequence[Step], seconds: Matrix, orders: npt.NDArray[np.int64]) -> tuple[tuple[float, float], Order]:
+    """(cost, order) of the best row of orders [orders, ranks]."""
     slowest, total = np.zeros(len(orders)), np.zeros(len(orders))
     for step in steps:
         if step:
@@ -120,18 +120,8 @@ def costs(steps: Sequence[Step], seconds: Matrix, orders: npt.NDArray[np.int64])
             messages = seconds[orders[:, sources], orders[:, targets]]
             slowest += messages.max(1) / len(steps)
             total += messages.sum(1) / len(steps)
-    return slowest, total
-
-
-def _best(steps: Sequence[Step], seconds: Matrix, orders: npt.NDArray[np.int64]) -> tuple[tuple[float, float], Order]:
-    slowest, total = costs(steps, seconds, orders)
     first = np.lexsort((total, slowest))[0]
     return (float(slowest[first]), float(total[first])), tuple(orders[first].tolist())
-
-
-def _chunks(orders: Iterator[Order]) -> Iterator[npt.NDArray[np.int64]]:
-    while chunk := list(islice(orders, CHUNK)):
-        yield np.array(chunk)
 
 
 def search(steps: Sequence[Step], seconds: Matrix, seed: int, starts: int) -> Order:
@@ -144,33 +134,24 @@ def search(steps: Sequence[Step], seconds: Matrix, seed: int, starts: int) -> Or
 
 
 def _descend(steps: Sequence[Step], seconds: Matrix, order: Order) -> tuple[tuple[float, float], Order]:
-    moves = _moves(len(order))
+    same = np.arange(len(order))
+    rows = [same]
+    for i, j in combinations(range(len(order)), 2):
+        swapped, reversed_ = same.copy(), same.copy()
+        swapped[[i, j]] = same[[j, i]]
+        reversed_[i : j + 1] = same[i : j + 1][::-1]
+        rows += [swapped, reversed_]
+    moves = np.array(rows)  # [moves, ranks]: whose host a rank gets
     best = cost(steps, seconds, order), order
     while True:
         orders = np.array(best[1])[moves]
         found = min(_best(steps, seconds, orders[i : i + CHUNK]) for i in range(0, len(orders), CHUNK))
-        if not _better(found[0], best[0]):
+        (slowest, total), (slowest_before, total_before) = found[0], best[0]
+        # Lower by more than rounding, so that the search ends.
+        same_slowest = abs(slowest - slowest_before) <= 1e-12 * slowest_before
+        if not (total < total_before * (1 - 1e-12) if same_slowest else slowest < slowest_before):
             return best
         best = found
-
-
-def _better(new: tuple[float, float], old: tuple[float, float]) -> bool:
-    """Return whether the new cost is lower by more than rounding, so that a search ends."""
-    if abs(new[0] - old[0]) > 1e-12 * old[0]:
-        return new[0] < old[0]
-    return new[1] < old[1] * (1 - 1e-12)
-
-
-def _moves(size: int) -> npt.NDArray[np.int64]:
-    """[moves, ranks]: whose host a rank gets."""
-    same = np.arange(size)
-    moves = [same]
-    for i, j in combinations(range(size), 2):
-        swapped, reversed_ = same.copy(), same.copy()
-        swapped[[i, j]] = same[[j, i]]
-        reversed_[i : j + 1] = same[i : j + 1][::-1]
-        moves += [swapped, reversed_]
-    return np.array(moves)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ seconds(bytes) = latency + bytes / bandwidth:  min over latency >= 0, bandwidth 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 MOST_BYTES_PER_SECOND = 1e15  # where larger messages took no longer; a file can't hold infinity
 
 Point = tuple[float, float]
@@ -46,31 +48,15 @@ def probes(size: int, per_node: int) -> list[Probe]:
         raise ValueError(f"a network needs at least 2 workers to be measured, got {size}: start it by torchrun")
     if size % per_node:
         raise ValueError(f"{size} workers don't divide into nodes of {per_node}: start equally many on each node")
-    nodes = size // per_node
-    found = [probe for width in _widths(per_node) for probe in _inside(width, per_node)]
-    found += [probe for width in _widths(nodes) for probe in _between(width, per_node)]
+    nodes, found = size // per_node, list[Probe]()
+    for reach, most in (("inside", per_node), ("between", nodes)):
+        for width in sorted({most, *(1 << k for k in range(1, most.bit_length()))} - {0, 1}):
+            starts = range(0, per_node - width + 1, width) if reach == "inside" else range(per_node)
+            step, on_node = (1, width) if reach == "inside" else (per_node, 1)
+            groups = tuple(tuple(range(start, start + width * step, step)) for start in starts)
+            found.append(Probe(reach, groups[:1], on_node))
+            found += [Probe(reach, groups, on_node)] if len(groups) > 1 else []
     return found + ([Probe("between", (tuple(range(size)),), per_node)] if nodes > 1 and per_node > 1 else [])
-
-
-def _widths(most: int) -> list[int]:
-    """2, 4, 8, ... below most, and most."""
-    powers = [1 << k for k in range(1, most.bit_length()) if 1 << k < most]
-    return [*powers, most] if most > 1 else []
-
-
-def _inside(width: int, per_node: int) -> list[Probe]:
-    groups = [tuple(range(start, start + width)) for start in range(0, per_node - width + 1, width)]
-    return _alone_and_together("inside", groups, width)
-
-
-def _between(width: int, per_node: int) -> list[Probe]:
-    groups = [tuple(range(local, width * per_node, per_node)) for local in range(per_node)]
-    return _alone_and_together("between", groups, 1)
-
-
-def _alone_and_together(reach: str, groups: Sequence[tuple[int, ...]], per_node: int) -> list[Probe]:
-    alone = Probe(reach, (groups[0],), per_node)
-    return [alone, Probe(reach, tuple(groups), per_node)] if len(groups) > 1 else [alone]
 
 
 def fit(points: Sequence[Point]) -> tuple[float, float, float]:
@@ -79,37 +65,19 @@ def fit(points: Sequence[Point]) -> tuple[float, float, float]:
     Args:
         points: (bytes, seconds), at least one; seconds > 0.
     """
-    slowest = 1 / MOST_BYTES_PER_SECOND
-    # The least under constraints lies where the gradient is zero, or at an end of what is allowed.
-    lines = [line for line in (_free(points), _through_zero(points)) if line[0] >= 0 and line[1] >= slowest]
-    lines.append((_constant(points), slowest))
-    latency, per_byte = min(lines, key=lambda line: _distance(points, *line))
-    return latency, 1 / per_byte, max(abs((latency + per_byte * size) / seconds - 1) for size, seconds in points)
-
-
-def _distance(points: Sequence[Point], latency: float, per_byte: float) -> float:
+    sizes, seconds = np.array(points).T
     # Weights between those of equal errors, which would forget the latency, and of equal relative errors, which would
     # take a bandwidth from small messages that a buffer on the way swallows whole.
-    return sum((latency + per_byte * size - seconds) ** 2 / seconds for size, seconds in points)
-
-
-def _free(points: Sequence[Point]) -> tuple[float, float]:
-    """Line where the gradient is zero: with weights w = 1 / seconds,
-    latency sum w + per_byte sum w bytes = points;   latency sum w bytes + per_byte sum w bytes^2 = sum bytes."""
-    w, wb, wbb = (sum(size**k / seconds for size, seconds in points) for k in range(3))
-    determinant = w * wbb - wb * wb
-    if determinant <= 1e-12 * w * wbb:
-        return -1.0, -1.0  # one size only
-    count, whole = len(points), sum(size for size, _ in points)
-    return (count * wbb - whole * wb) / determinant, (whole * w - count * wb) / determinant
-
-
-def _through_zero(points: Sequence[Point]) -> tuple[float, float]:
-    return 0.0, sum(size for size, _ in points) / (sum(size**2 / seconds for size, seconds in points) or 1.0)
-
-
-def _constant(points: Sequence[Point]) -> float:
-    return len(points) / sum(1 / seconds for _, seconds in points)
+    weights = 1 / seconds
+    # The least under constraints lies where the gradient is zero, or at an end of what is allowed: through zero, level.
+    slowest = 1 / MOST_BYTES_PER_SECOND
+    lines = [(0.0, sizes.sum() / (weights @ sizes**2 or 1.0)), (len(points) / weights.sum(), slowest)]
+    if len(set(sizes)) > 1:
+        per_byte, latency = np.polyfit(sizes, seconds, 1, w=weights**0.5)
+        lines.append((latency, per_byte))
+    allowed = [line for line in lines if line[0] >= 0 and line[1] >= slowest]
+    latency, per_byte = min(allowed, key=lambda line: weights @ (line[0] + line[1] * sizes - seconds) ** 2)
+    return float(latency), float(1 / per_byte), float(abs((latency + per_byte * sizes) / seconds - 1).max())
 
 
 SAME = "start with the same options on every host"

@@ -1,14 +1,20 @@
-"""The answer of a rehearsal: steps to the target times the forecast seconds of a step, and what to train with."""
+"""The answer of a rehearsal: steps to the target times the forecast seconds of a step, and what to train with.
 
-from collections.abc import Mapping, Sequence
+As values, sentences, a table, and a page (HTML): losses over steps, seconds and bytes. The page needs matplotlib (extra
+`plot`).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from html import escape
+from itertools import groupby, product
 from math import inf
 from operator import attrgetter
 
 from lightning_decentral.planner.candidates import BASELINE, Candidate, in_full
 from lightning_decentral.planner.compare import THRESHOLD, Cell, chosen
 from lightning_decentral.planner.noise import steps_ratio
+from lightning_decentral.planner.show import STYLE, line, new_axes, palette, shown_bytes, svg, winners
 
 OF_FORECAST = (0.94, 1.35)
 """Range, in forecast seconds, of nine in ten measured steps (benchmarks/rehearse.py compared)."""
@@ -132,14 +138,13 @@ class Answer:
     @property
     def cells(self) -> list[Cell]:
         """Seconds to the target and best method, for each number of workers and each rate of the network cards."""
-        rates = sorted({rate for row in self.rows for rate in row.step_seconds_at})
-        return [cell for workers in self.workers for rate in rates if (cell := self._cell(workers, rate))]
-
-    def _cell(self, workers: int, rate: float) -> Cell | None:
-        there = replace(self, rows=tuple(row.at(rate) for row in self.rows if row.workers == workers))
-        seconds = {row.title: row.seconds for row in there.rows if row.seconds is not None}
-        best = there.best_of(workers)
-        return None if best is None else Cell(workers, rate, seconds, best.title)
+        found, rates = [], sorted({rate for row in self.rows for rate in row.step_seconds_at})
+        for workers, rate in product(self.workers, rates):
+            rows = tuple(row.at(rate) for row in self.rows if row.workers == workers)
+            seconds = {row.title: row.seconds for row in rows if row.seconds is not None}
+            if best := replace(self, rows=rows).best_of(workers):
+                found.append(Cell(workers, rate, seconds, best.title))
+        return found
 
     def sentences(self) -> list[str]:
         """Conclusions, as sentences; last, the best method's overrides for a command line where there is one."""
@@ -183,7 +188,12 @@ class Answer:
             here = [cell for cell in self.cells if cell.workers == workers]
             runs = groupby(here, attrgetter("best"))
             same = [(best, [cell.bytes_per_second for cell in cells]) for best, cells in runs]
-            parts = [f"{best} {_rates(rates, rates[-1] == here[-1].bytes_per_second)}" for best, rates in same]
+            parts = []
+            for best, rates in same:
+                low, high = shown_rate(rates[0]), shown_rate(rates[-1])
+                between = f"at {low}" if low == high else f"from {low} to {high}"
+                last = rates[-1] == here[-1].bytes_per_second
+                parts.append(f"{best} from {low} on" if last else f"{best} {between}")
             lines += [f"on {workers} workers, by the rate of a network card: {'; '.join(parts)}"] if parts else []
         return lines
 
@@ -203,18 +213,77 @@ def noise_text(noise: float, workers: int) -> str:
     return f"the noise of ddp's gradients predicts: {2 * workers} workers need {fewer:.2f} of the steps of {workers}"
 
 
-def _rates(rates: Sequence[float], last: bool) -> str:
-    low, high = shown_rate(rates[0]), shown_rate(rates[-1])
-    if last:
-        return f"from {low} on"
-    return f"at {low}" if low == high else f"from {low} to {high}"
-
-
 def shown_rate(bytes_per_second: float) -> str:
     megabits = 8 * bytes_per_second / 1e6
     return f"{megabits:g} Mbit/s" if megabits < 1000 else f"{megabits / 1000:g} Gbit/s"
 
 
-def ordered(rows: Sequence[Reached]) -> tuple[Reached, ...]:
-    """The shortest time to the target first; by steps where no seconds are known, by loss where it wasn't reached."""
-    return tuple(sorted(rows, key=lambda row: (row.seconds or inf, row.steps or inf, row.loss)))
+HEAD = '<!doctype html><html lang="en"><meta charset="utf-8"><title>rehearsal</title>'
+HEADINGS = ("method", "workers", "rates times", "steps", "loss", "excess", "step", "to the target", "sent", "over ddp")
+Across = Callable[[Reached], float | None]
+"""Amount that a step adds to the horizontal axis; None: unknown."""
+AXES: tuple[tuple[str, Across], ...] = (
+    ("steps", lambda row: 1.0),
+    ("seconds, forecast", lambda row: row.step_seconds),
+    ("MB sent by all workers", lambda row: row.step_bytes / 1e6),
+)
+
+
+def page(found: Answer) -> str:
+    """The table, and for each number of workers the curves.
+
+    Raises:
+        ValueError: no matplotlib.
+    """
+    return f"{HEAD}<style>{STYLE}</style>\n{chr(10).join(_body(found))}\n</html>\n"
+
+
+def cells(found: Answer, row: Reached) -> list[str]:
+    """Table cells of a row, under `HEADINGS`."""
+    speedup, steps = found.speedup(row), f"{'~' * row.extrapolated}{row.steps}"
+    low, high = row.interval_seconds or (0.0, 0.0)
+    return [
+        row.title,
+        str(row.workers),
+        f"{row.rate:g}",
+        steps if row.steps else "not reached",
+        f"{row.loss:.4f}",
+        f"{row.excess:.4f}",
+        "" if row.step_seconds is None else f"{1e3 * row.step_seconds:.1f} ms",
+        "" if row.seconds is None else f"{row.seconds:.1f} s ({low:.1f} to {high:.1f})",
+        "" if row.sent_bytes is None else shown_bytes(row.sent_bytes),
+        "" if speedup is None else f"{speedup:.2f}x",
+    ]
+
+
+def title(found: Answer) -> str:
+    return f"to a validation loss of {found.target:g} within {found.steps} steps"
+
+
+def _body(found: Answer) -> Iterator[str]:
+    yield f"<h1>Rehearsal {title(found)}</h1>"
+    rows = "".join(line("td", cells(found, row), ' class="best"' * (row is found.best)) for row in found.rows)
+    yield f"<table>{line('th', HEADINGS)}{rows}</table>"
+    yield from (f"<p>{escape(sentence)}</p>" for sentence in found.sentences())
+    colours = palette([row.title for row in found.rows])
+    if found.cells:
+        yield "<h2>Where each method is fastest</h2><p>Colour: what to train with; number: its speed-up over ddp.</p>"
+        yield winners(found.cells, colours)
+    for workers in found.workers:
+        yield f"<h2>{workers} workers</h2><p>First seed, at each method's best learning rate, to the target or the end."
+        rows_here = [row for row in found.rows if row.workers == workers]
+        yield from (_curves(rows_here, colours, label, across, found.target) for label, across in AXES)
+
+
+def _curves(rows: Sequence[Reached], colours: dict[str, str], label: str, across: Across, target: float) -> str:
+    """Validation loss over this; nothing where no row knows it."""
+    known = [(row, each) for row in rows if (each := across(row)) is not None]
+    if not known:
+        return ""
+    figure, axes = new_axes(7, 3.2, label, "validation loss")
+    for row, each in known:
+        steps, losses = zip(*row.curve, strict=True)
+        axes.plot([each * step for step in steps], losses, color=colours[row.title], marker=".", label=row.title)
+    axes.axhline(target, color="#8d99ae", linestyle=":")
+    figure.legend(loc="outside right center", frameon=False, fontsize=7)
+    return svg(figure)

@@ -23,9 +23,9 @@ from torch.autograd import Variable
 from torch.optim import LBFGS, Optimizer
 
 from lightning_decentral.optim.joined import ELEMENTWISE, JoinedUpdate
-from lightning_decentral.planner.rehearsal.loop import LoopSettings, OwnRates, loss_of, one_of, scale
-from lightning_decentral.planner.rehearsal.members.member import Member, MemberPlace
-from lightning_decentral.planner.rehearsal.members.strategies import member_of
+from lightning_decentral.planner.rehearsal.loop import LoopSettings, loss_of, scale
+from lightning_decentral.planner.rehearsal.member import Member, MemberPlace
+from lightning_decentral.planner.rehearsal.strategies import member_of
 from lightning_decentral.planner.rehearsal.turns import OwnTurn, Quota, Way, WorkersBarrier
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
 from lightning_decentral.shared.wire.in_process import InProcessTransport, Mailboxes
@@ -173,10 +173,17 @@ class Binding(DDPStrategy):
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
-        optimizer, factor = one_of(self._module, self.optimizers, self.lr_scheduler_configs), self._common.loop.rate
-        scale(optimizer, [one.scheduler for one in self.lr_scheduler_configs], factor)
-        self._rates = OwnRates(self._module, optimizer, bool(self.lr_scheduler_configs), factor)
-        self._joined = JoinedUpdate(optimizer) if joinable(optimizer) else None
+        if len(self.optimizers) != 1:
+            name, count = type(self._module).__name__, len(self.optimizers)
+            raise ValueError(f"configure_optimizers of {name} gave {count} optimizers: one can be rehearsed")
+        if any(one.reduce_on_plateau for one in self.lr_scheduler_configs):
+            raise ValueError("ReduceLROnPlateau asks for validation, which a rehearsal has not: take another schedule")
+        optimizer = self.optimizers[0]
+        scale(optimizer, [one.scheduler for one in self.lr_scheduler_configs], self._common.loop.rate)
+        self._rates = self.rates_now()
+        # An update may be made on flat copies, which nobody sees, unless hooks look at it.
+        hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+        self._joined = JoinedUpdate(optimizer) if type(optimizer) in ELEMENTWISE and not hooked else None
         self.member = member_of(self._common.strategy, self._module, optimizer, self._place)
         if isinstance(optimizer, LBFGS) and not self.member.drifts:
             raise ValueError(
@@ -195,7 +202,12 @@ class Binding(DDPStrategy):
     def wait(self) -> None:
         """Wait until a further step is asked for."""
         self._common.quota.wait(self.global_rank, len(self.losses))
-        self._rates.begin()
+        if self.lr_scheduler_configs:  # schedules have set what they set
+            self._rates = self.rates_now()
+
+    def rates_now(self) -> list[float]:
+        """Learning rates of the groups."""
+        return [float(group.get("lr", 1.0)) for group in self.optimizers[0].param_groups]
 
     def optimizer_step(
         self,
@@ -215,7 +227,11 @@ class Binding(DDPStrategy):
                 self._common.way.end(self.global_rank)
             raise
         self._common.way.end(self.global_rank)
-        self._rates.check()
+        if self._common.loop.rate != 1 and self.rates_now() != self._rates:  # set by nobody that a factor reaches
+            raise ValueError(
+                f"{type(self._module).__name__} sets learning rates by itself, which can't be multiplied by "
+                f"{self._common.loop.rate:g}: give a scheduler in configure_optimizers, or rates=[1]"
+            )
         if self._common.mixes or not self.member.drifts:
             self.member.mix()
         return output
@@ -234,7 +250,7 @@ class Binding(DDPStrategy):
             output = self._common.way.forward(self.global_rank, partial(super().training_step, **kwargs), args)
         if self._begun == len(self.losses):  # an optimizer may come several times
             self.losses.append(torch.as_tensor(loss_of(output).detach()).double())
-            self.learning_rates.append(float(self.optimizers[0].param_groups[0].get("lr", 1.0)))
+            self.learning_rates.append(self.rates_now()[0])
         return output
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -258,10 +274,3 @@ class Binding(DDPStrategy):
         if self._begun % LOOK == 0:
             self._common.look()
         self.member.average()
-
-
-def joinable(optimizer: Optimizer) -> bool:
-    """Return whether its update may be made on flat copies, which nobody sees."""
-    return type(optimizer) in ELEMENTWISE and not (
-        optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    )

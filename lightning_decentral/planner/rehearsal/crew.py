@@ -26,7 +26,7 @@ from torch.optim import LBFGS
 from lightning_decentral.planner.noise import NoiseScale
 from lightning_decentral.planner.rehearsal.binding import Common
 from lightning_decentral.planner.rehearsal.loop import LoopSettings
-from lightning_decentral.planner.rehearsal.members.member import Member, MemberPlace
+from lightning_decentral.planner.rehearsal.member import Member, MemberPlace
 from lightning_decentral.planner.rehearsal.turns import Abreast, OwnTurn, Quota, Way, WorkersBarrier
 from lightning_decentral.planner.rehearsal.worker import RehearsedWorker
 from lightning_decentral.shared.compute.layout import described, refuse_shared
@@ -70,7 +70,8 @@ class Crew:
         loop = loop or LoopSettings()
         boxes, turn, self.noise = Mailboxes(), OwnTurn(loop.device), NoiseScale()
         boxes.turn = turn
-        look, meet = WorkersBarrier(turn, workers, self._look), WorkersBarrier(turn, workers)
+        look = WorkersBarrier(turn, workers, lambda: self.noise.see([worker.module for worker in self.workers]))
+        meet = WorkersBarrier(turn, workers)
         folder = tempfile.mkdtemp(prefix="rehearsal-")
         self._tidy = weakref.finalize(self, shutil.rmtree, folder, True)
         self._common = Common(strategy, loop, boxes, turn, Quota(turn, workers), look, meet, folder)
@@ -107,7 +108,7 @@ class Crew:
     def _way(self, threads: int) -> Way:
         first = self.workers[0]
         concurrent = all(member.concurrent for member in self.members)
-        concurrent &= not isinstance(first.optimizer, LBFGS)  # another number of gradients on each
+        concurrent &= not isinstance(first.binding.optimizers[0], LBFGS)  # another number of gradients on each
         if threads == 1 or not concurrent:
             return Way()
         return Abreast(type(first.module).__name__, len(self.workers), self._common.turn, threads)
@@ -115,7 +116,7 @@ class Crew:
     @property
     def members(self) -> list[Member]:
         """The workers' parts of the strategy."""
-        return [worker.member for worker in self.workers]
+        return [worker.binding.member for worker in self.workers]
 
     @property
     def alike(self) -> bool:
@@ -128,7 +129,7 @@ class Crew:
     @property
     def learning_rate(self) -> float:
         """Learning rate of the first group, now."""
-        return float(self.workers[0].optimizer.param_groups[0].get("lr", 1.0))
+        return self.workers[0].binding.rates_now()[0]
 
     def __enter__(self) -> "Crew":
         return self
@@ -174,9 +175,6 @@ class Crew:
             raise ValueError(f"the training of {name} ended after {taken} of {steps} steps: rehearse fewer steps")
         self.losses += [torch.stack(losses) for losses in list(zip(*rows, strict=True))[self._steps :]]
         self._steps = steps
-
-    def _look(self) -> None:
-        self.noise.see([worker.module for worker in self.workers])
 
     def release(self) -> None:
         """After the last step; messages in flight don't land any more."""

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_decentral.planner.rehearsal.loop import loss_of
-from lightning_decentral.planner.rehearsal.turns import CPU, ThreadPool, generators, same, set_generators
-from lightning_decentral.planner.rehearsal.worker import Module, quiet
+from lightning_decentral.planner.rehearsal.turns import CPU, generators, map_on_threads, same, set_generators
+from lightning_decentral.planner.rehearsal.worker import quiet
 from lightning_decentral.shared.compute.carried import carried
 
 BATCHES = 16
@@ -45,8 +45,12 @@ class HeldOutEvaluation:
     def loss(self, modules: Sequence[LightningModule], batches: int = BATCHES) -> float:
         """Loss of these workers' mean on so many batches. Random numbers are drawn from the same seed each time."""
         before = generators(self._device)
-        with self._validating(modules[0]):
-            self._mean([list(module.state_dict().values()) for module in modules])
+        with self._validating(modules[0]), torch.no_grad():
+            rows, of_one = [module.state_dict().values() for module in modules], carried(self._module)
+            for (name, own), *others in zip(self._module.state_dict().items(), *rows, strict=True):
+                if isinstance(own, Tensor):
+                    averaged = own.is_floating_point() and name not in of_one
+                    own.copy_(torch.stack(others).mean(0) if averaged else others[0])
             some = list(enumerate(self._batches[:batches]))
             losses = self._on_threads(some) if self._copies else None
             if losses is None:
@@ -79,28 +83,24 @@ class HeldOutEvaluation:
                 trainer.training = True
 
     def _copied(self) -> list[LightningModule]:
-        return [_same_values(self._module) for _ in range(self._threads - 1)]
+        """Copies for the other threads, whose parameters and buffers are the module's own memory."""
+        copies = [copy.deepcopy(self._module) for _ in range(self._threads - 1)]
+        for found in copies:
+            for of in (nn.Module.parameters, nn.Module.buffers):
+                for own, shared in zip(of(found), of(self._module), strict=True):
+                    own.data = shared.data
+        return copies
 
     def _on_threads(self, batches: Sequence[tuple[int, Any]]) -> list[float] | None:
         """None, and never again: somebody drew random numbers, which are one generator's for all threads."""
         each = [self._module, *self._copies]
-        with ThreadPool(len(each)) as pool:
-            _seed()
-            seeded = generators(self._device)
-            rows = pool.map(_losses, each, [batches[first :: len(each)] for first in range(len(each))])
-            after = generators(self._device)
-        if not same(seeded, after):
+        _seed()
+        seeded = generators(self._device)
+        rows = map_on_threads(_losses, each, [batches[first :: len(each)] for first in range(len(each))])
+        if not same(seeded, generators(self._device)):
             self._copies, self._threads = [], 1
             return None
         return [loss for row in zip_longest(*rows) for loss in row if loss is not None]
-
-    @torch.no_grad()
-    def _mean(self, rows: list[list[Any]]) -> None:
-        of_one = carried(self._module)
-        for (name, own), *others in zip(self._module.state_dict().items(), *rows, strict=True):
-            if isinstance(own, Tensor):
-                averaged = own.is_floating_point() and name not in of_one
-                own.copy_(torch.stack(others).mean(0) if averaged else others[0])
 
 
 def _seed() -> None:
@@ -122,15 +122,6 @@ def _own_loader(module: LightningModule) -> Any:
     except RuntimeError as error:  # it asks for a Trainer
         name = type(module).__name__
         raise ValueError(f"{name} gives no validation batches by itself ({error}): give validation=") from None
-
-
-def _same_values(module: Module) -> Module:
-    """A copy for another thread, whose parameters and buffers are the module's own memory."""
-    found = copy.deepcopy(module)
-    for of in (nn.Module.parameters, nn.Module.buffers):
-        for own, shared in zip(of(found), of(module), strict=True):
-            own.data = shared.data
-    return found
 
 
 def held_out(

@@ -19,10 +19,10 @@ from lightning_decentral.planner.rehearsal.answer import Reached
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.disagreement import Drift
 from lightning_decentral.planner.rehearsal.loop import LoopSettings
-from lightning_decentral.planner.rehearsal.members.strategies import SendsNothing
 from lightning_decentral.planner.rehearsal.search import SearchCourse, search, updates
+from lightning_decentral.planner.rehearsal.strategies import SendsNothing
 from lightning_decentral.planner.rehearsal.worker import copies_of
-from lightning_decentral.shared.plan.forecast import Cluster, Method, Setting, drawn, forecast
+from lightning_decentral.shared.plan.forecast import Cluster, Setting, drawn, forecast
 from lightning_decentral.shared.plan.network import Network
 from lightning_decentral.shared.plan.profile import Profile
 
@@ -113,14 +113,9 @@ class Foreknowledge:
         if job.workers != self.workers or _updates(job.strategy) != _updates(self.of):
             return ask.rates
         cost = self.at_most(ask, job)
-        if cost is None or self._off(ask) * cost > NEGLIGIBLE * self.loss:
-            return ask.rates
-        return (self.rate,)
-
-    def _off(self, ask: Ask) -> float:
-        """Measured over predicted cost of its own workers' disagreement where they were probed; at least 1."""
-        predicted = self.drift.excess(self.of, self.workers, ask.per_node, self.drift.learning_rate)
-        return max(1.0, self.came / predicted)
+        # Measured over predicted cost of its own workers' disagreement, where they were probed.
+        off = self.came / self.drift.excess(self.of, self.workers, ask.per_node, self.drift.learning_rate)
+        return ask.rates if cost is None or max(1.0, off) * cost > NEGLIGIBLE * self.loss else (self.rate,)
 
 
 def _updates(strategy: Strategy) -> object:
@@ -132,7 +127,7 @@ def _updates(strategy: Strategy) -> object:
 
 def timed(ask: Ask, job: RehearsalJob) -> float:
     """Seconds of a step, with its part of a validation; it also meets what would refuse the method."""
-    _step_seconds(ask, job)
+    step_costs(ask, job)
     with job.crew(ask, 0, 1.0) as crew:
         for steps in (WARM, PROBE):
             ask.course.tick()
@@ -178,51 +173,39 @@ def rehearsed(ask: Ask, job: RehearsalJob, known: Foreknowledge | None) -> tuple
         learnt = Foreknowledge(job.workers, strategy, *measured)
     predicting = known or learnt  # by itself where nobody was before
     foreseen = [one.foreseen(ask.course.target) for one in found]
+    step_seconds, step_seconds_at = step_costs(ask, job)
     reached = Reached(
         title=job.method.title,
         overrides=job.method.overrides,
         workers=job.workers,
         rate=first.rate,
         seeds=tuple(one.steps or there for one, there in zip(found, foreseen, strict=True)),
-        loss=_mean([one.loss for one in found]),
-        step_seconds=_step_seconds(ask, job),
+        loss=sum(one.loss for one in found) / ask.seeds,
+        step_seconds=step_seconds,
         step_bytes=first.sent_bytes,
         curve=first.points,
         extrapolated=any(foreseen),
-        step_seconds_at=_step_seconds_at(ask, job),
+        step_seconds_at=step_seconds_at,
         noise=first.noise,
-        excess=_mean([one.excess for one in found]),
+        excess=sum(one.excess for one in found) / ask.seeds,
         excess_predicted=None if predicting is None else predicting.excess(ask, job, first.learning_rates),
         rates=len(ask.rates),
     )
     return reached, learnt
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _step_seconds(ask: Ask, job: RehearsalJob) -> float | None:
+def step_costs(ask: Ask, job: RehearsalJob) -> tuple[float | None, dict[float, float]]:
+    """(seconds of a step, the same by bytes per second of a network card, at the known latency: empty where none is
+    known); None and empty without a profile."""
     if ask.profile is None:
-        return None
-    cost, where = _costs(ask, job)
-    return forecast(cost, where, drawn(ask.profile.variation, job.workers)).seconds
-
-
-def _step_seconds_at(ask: Ask, job: RehearsalJob) -> dict[float, float]:
-    """Seconds of a step by bytes per second of a network card, at the known latency; empty where none is known."""
-    if ask.profile is None:
-        return {}
-    cost, where = _costs(ask, job)
-    if not where.network.knows("between"):
-        return {}
-    latency = where.network.price("exchange", "between", 2).latency_seconds
-    links = {rate: where.network.linked("between", latency, rate) for rate in CARDS}
-    factors = drawn(ask.profile.variation, job.workers, RUNS)
-    return {r: float(cost.seconds(replace(where, network=link), factors).mean()) for r, link in links.items()}
-
-
-def _costs(ask: Ask, job: RehearsalJob) -> tuple[Method, Setting]:
-    assert ask.profile is not None
-    where = Setting(ask.profile.model, ask.network or Network(ask.profile.network), Cluster(job.workers, ask.per_node))
-    return method_of(job.strategy, where.cluster, 1), where
+        return None, {}
+    network, variation = ask.network or Network(ask.profile.network), ask.profile.variation
+    where = Setting(ask.profile.model, network, Cluster(job.workers, ask.per_node))
+    cost = method_of(job.strategy, where.cluster, 1)
+    seconds = forecast(cost, where, drawn(variation, job.workers)).seconds
+    if not network.knows("between"):
+        return seconds, {}
+    latency = network.price("exchange", "between", 2).latency_seconds
+    links = {rate: network.linked("between", latency, rate) for rate in CARDS}
+    factors = drawn(variation, job.workers, RUNS)
+    return seconds, {r: float(cost.seconds(replace(where, network=link), factors).mean()) for r, link in links.items()}

@@ -1,8 +1,9 @@
 """`rehearse`: a module trained as n workers on this machine under several methods: how fast each reaches a loss."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_decentral.planner.candidates import BASELINE, OUTER, STREAM, Candidate
 from lightning_decentral.planner.forecasts import strategy_of
-from lightning_decentral.planner.rehearsal.answer import Answer, Reached, ordered, result_text
+from lightning_decentral.planner.rehearsal.answer import Answer, Reached, result_text
 from lightning_decentral.planner.rehearsal.evaluation import HeldOutEvaluation, held_out
 from lightning_decentral.planner.rehearsal.jobs import Ask, Foreknowledge, RehearsalJob, rehearsed, threads_ratio, timed
 from lightning_decentral.planner.rehearsal.loop import LoopSettings
@@ -86,10 +87,8 @@ def rehearse(
     Raises:
         ValueError: the module can't be rehearsed, there is nothing to validate by, or an argument is wrong.
     """
-    _check(workers, steps, rates, seeds, minutes, threads)
-    if run_steps is not None and run_steps < steps:
-        raise ValueError(f"run_steps={run_steps} of which {steps} can't be rehearsed: give as many steps, or fewer")
-    clock, place = Clock(minutes), _device(device)
+    _refuse(workers, steps, run_steps, rates, seeds, minutes, threads, device)
+    clock, place = Clock(minutes), torch.device(device, 0) if device == "cuda" else CPU
     most = (threads or torch.get_num_threads()) if place == CPU else 1
     given = data_of(data)
     evaluation = HeldOutEvaluation(module, held_out(module, given, validation), place, most)
@@ -97,7 +96,11 @@ def rehearse(
         say(f"not called, as a rehearsal validates by training_step: {', '.join(left_out)} of {type(module).__name__}")
     course = SearchCourse(steps, target, evaluation, clock.tick)
     ask = Ask(module, given, course, tuple(rates), seeds, run_steps or steps, profile, network, per_node, clip, place)
-    chosen = METHODS if methods is None else _asked(methods)
+    known = {one.overrides: one for one in METHODS}
+    asked = [known.get(own, Candidate(own, own.replace("strategy=", "", 1))) for own in methods or ()]
+    for one in asked:  # a mistake in overrides is the user's to mend, not a row that is refused
+        strategy_of(one.overrides)
+    chosen = METHODS if methods is None else tuple(dict.fromkeys([METHODS[0], *asked]))
     # All methods on one number of workers before the next: if time ends, what is there can be compared.
     jobs = [RehearsalJob(count, method) for count in sorted(set(workers)) for method in chosen]
     return RehearsalRun(_on_threads(ask, workers, most, say), clock, say).of(jobs)
@@ -149,35 +152,30 @@ class RehearsalRun:
         self._ask = _fitted(self._ask, sum(seconds.values()), self._clock, self._say)
         left = {job: each * self._ask.updates for job, each in seconds.items()}
         rows = self._each(list(left), lambda job: self._one(job, left, len(seconds)))
-        return Answer(self._ask.course.target, self._ask.course.steps, ordered(list(rows.values())), self._refused)
+        # The shortest time to the target first; by steps where no seconds are known, by loss where it wasn't reached.
+        order = sorted(rows.values(), key=lambda row: (row.seconds or inf, row.steps or inf, row.loss))
+        return Answer(self._ask.course.target, self._ask.course.steps, tuple(order), self._refused)
 
     def _one(self, job: RehearsalJob, left: dict[RehearsalJob, float], count: int) -> Reached:
         """Rehearse one job, whose expected seconds are no longer left."""
         minutes = self._clock.left(sum(left.values())) / 60
         self._say(f"{count - len(left) + 1} of {count}: {job.name}, {minutes:.1f} minutes are left")
-        ask = self._shortened(job)
-        expected = left.pop(job) * ask.updates / self._ask.updates
-        before = self._known
-        found, self._known = self._clock.counted(expected, partial(rehearsed, ask, job, before))
-        self._say(f"  {result_text(found)}")
-        if self._known is not None and self._known is not before:
-            self._predict(self._known, left)
-        return found
-
-    def _predict(self, known: Foreknowledge, jobs: Iterable[RehearsalJob]) -> None:
-        """Report the predicted excess loss, by disagreement, of the methods to come."""
-        costs = {job.name: known.at_most(self._ask, job) for job in jobs}
-        predicted = [f"{name} {cost:.4f}" for name, cost in costs.items() if cost is not None]
-        if predicted:
-            self._say(f"  predicted: what workers' own models lose to their mean at most, {', '.join(predicted)}")
-
-    def _shortened(self, job: RehearsalJob) -> Ask:
-        """Settings with only the learning rates that are worth trying."""
-        rates = self._ask.rates if self._known is None else self._known.rates(self._ask, job)
+        known = self._known
+        rates = self._ask.rates if known is None else known.rates(self._ask, job)  # those that are worth trying
         if len(rates) < len(self._ask.rates):
             why = "its workers' disagreement is predicted to cost nothing"
             self._say(f"  {why}: learning rates times {rates[0]:g} only")
-        return replace(self._ask, rates=rates)
+        ask = replace(self._ask, rates=rates)
+        expected = left.pop(job) * ask.updates / self._ask.updates
+        found, learnt = self._clock.counted(expected, partial(rehearsed, ask, job, known))
+        self._say(f"  {result_text(found)}")
+        if learnt is not None and learnt is not known:  # of the methods to come
+            costs = {one.name: learnt.at_most(self._ask, one) for one in left}
+            predicted = ", ".join(f"{name} {cost:.4f}" for name, cost in costs.items() if cost is not None)
+            if predicted:
+                self._say(f"  predicted: what workers' own models lose to their mean at most, {predicted}")
+        self._known = learnt
+        return found
 
     def _each(self, jobs: Sequence[RehearsalJob], call: Callable[[RehearsalJob], Result]) -> dict[RehearsalJob, Result]:
         """Results of the jobs that end well; errors of the others join what was refused."""
@@ -217,24 +215,15 @@ def _fitted(ask: Ask, step_seconds: float, clock: Clock, say: Callable[[str], No
     return replace(ask, course=replace(ask.course, steps=min(asked, fitting)))
 
 
-def _asked(methods: Sequence[str]) -> tuple[Candidate, ...]:
-    known = {one.overrides: one for one in METHODS}
-    found = [known.get(own, Candidate(own, own.replace("strategy=", "", 1))) for own in methods]
-    for one in found:  # a mistake in overrides is the user's to mend, not a row that is refused
-        strategy_of(one.overrides)
-    return tuple(dict.fromkeys([METHODS[0], *found]))
-
-
-def _device(name: str) -> torch.device:
-    if name not in ("cpu", "cuda"):
-        raise ValueError(f"device must be cpu or cuda, got {name}: CUDA_VISIBLE_DEVICES chooses among several")
-    if name == "cuda" and not cuda.device_count():
-        raise ValueError("device=cuda, and there is no CUDA device here: leave device out")
-    return torch.device(name, 0) if name == "cuda" else CPU
-
-
-def _check(
-    workers: Sequence[int], steps: int, rates: Sequence[float], seeds: int, minutes: float, threads: int | None
+def _refuse(
+    workers: Sequence[int],
+    steps: int,
+    run_steps: int | None,
+    rates: Sequence[float],
+    seeds: int,
+    minutes: float,
+    threads: int | None,
+    device: str,
 ) -> None:
     if not workers or min(workers) < 2:
         raise ValueError(f"workers must be two or more, got {list(workers)}: give 4, or 4,8")
@@ -244,3 +233,9 @@ def _check(
         raise ValueError(f"rates {list(rates)}, seeds {seeds} and minutes {minutes} must be positive")
     if threads is not None and threads < 1:
         raise ValueError(f"threads must be 1 or more, got {threads}: leave it out for as many as torch uses")
+    if run_steps is not None and run_steps < steps:
+        raise ValueError(f"run_steps={run_steps} of which {steps} can't be rehearsed: give as many steps, or fewer")
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu or cuda, got {device}: CUDA_VISIBLE_DEVICES chooses among several")
+    if device == "cuda" and not cuda.device_count():
+        raise ValueError("device=cuda, and there is no CUDA device here: leave device out")

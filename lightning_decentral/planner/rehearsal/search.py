@@ -119,15 +119,13 @@ class Track:
         """Train to the first mark at or behind the step, or to the target, or until losses are no numbers."""
         while (done := len(self.crew.losses)) < step and self.reached is None and not self.diverged:
             self.course.tick()
-            loss = self._loss_after(min(self.course.every, self.course.steps - done))
+            try:
+                self.crew.train(min(self.course.every, self.course.steps - done))
+            except FloatingPointError:  # gossip heals a worker so many times only
+                loss = inf
+            else:
+                loss = self.course.evaluation.loss([worker.module for worker in self.crew.workers])
             self.marks.append((float(len(self.crew.losses)), loss))
-
-    def _loss_after(self, steps: int) -> float:
-        try:
-            self.crew.train(steps)
-        except FloatingPointError:  # gossip heals a worker so many times only
-            return inf
-        return self.course.evaluation.loss([worker.module for worker in self.crew.workers])
 
     def order(self) -> tuple[float, float]:
         """Less is better: steps to the target, then the last loss; one that is no number comes last."""

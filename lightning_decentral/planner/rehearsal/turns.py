@@ -14,6 +14,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from math import inf
 from threading import Barrier, Condition, Semaphore, get_ident, local
 from typing import Any, TypeVar
@@ -95,23 +96,21 @@ class OwnTurn(ThreadTurn):
             rank_zero_only.rank = rank  # type: ignore[attr-defined]
 
 
-class WorkersBarrier:
-    """All workers come, the last one makes the call, and all go on; an error of the call ends all."""
+class WorkersBarrier(Barrier):
+    """All workers come, the last one makes the call, and all go on; an error of the call ends all.
 
-    def __init__(self, turn: ThreadTurn, workers: int, call: Callable[[], None] = lambda: None) -> None:
-        self._turn, self._barrier = turn, Barrier(workers, call)
+    `wait` is for a worker that has passed the turn on already.
+    """
+
+    def __init__(self, turn: ThreadTurn, workers: int, call: Callable[[], None] | None = None) -> None:
+        super().__init__(workers, call)
+        self._turn = turn
 
     def __call__(self) -> None:
         with self._turn.passed_on():
             self.wait()
 
-    def wait(self) -> None:
-        """Wait in a worker that has passed the turn on already."""
-        self._barrier.wait()
-
-    def close(self) -> None:
-        """End all waits, those to come included."""
-        self._barrier.abort()
+    close = Barrier.abort  # ends all waits, those to come included
 
 
 class Quota:
@@ -134,7 +133,8 @@ class Quota:
         """
         if taken >= self.allowed or self._closed:
             with self._turn.passed_on(), self._changed:
-                self._has(rank, taken)
+                self._taken[rank] = taken
+                self._changed.notify_all()
                 self._changed.wait_for(lambda: self._closed or taken < self.allowed)
         if self._closed:
             raise Ended
@@ -142,11 +142,8 @@ class Quota:
     def done(self, rank: int) -> None:
         """The worker takes no further step."""
         with self._changed:
-            self._has(rank, inf)
-
-    def _has(self, rank: int, taken: float) -> None:
-        self._taken[rank] = taken
-        self._changed.notify_all()
+            self._taken[rank] = inf
+            self._changed.notify_all()
 
     def allow(self, steps: int) -> None:
         """Allow so many steps in all; returns when all workers have taken them, or can't."""
@@ -193,54 +190,27 @@ def threads_each(share: int) -> Iterator[None]:
         torch.set_num_threads(own)
 
 
-class ThreadPool:
-    """Pool of so many threads, which share out the processors that torch uses."""
-
-    def __init__(self, count: int) -> None:
-        self._pool, all_there = ThreadPoolExecutor(count), Barrier(count)
-        self._share = max(1, torch.get_num_threads() // count)
-
-        def begin(_: int) -> None:
-            torch.set_num_threads(self._share)
-            all_there.wait()
-
-        with threads_each(self._share):
-            list(self._pool.map(begin, range(count)))
-
-    def __enter__(self) -> "ThreadPool":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown()
-
-    def map(self, call: Callable[..., Result], *rows: Sequence[Any]) -> list[Result]:
-        """Map as the built-in does; raises the first error, when all have ended."""
-        with threads_each(self._share):
-            under_way = [self._pool.submit(call, *row) for row in zip(*rows, strict=True)]
-            errors = [error for future in under_way if (error := future.exception()) is not None]
-        if errors:
-            raise errors[0]
-        return [future.result() for future in under_way]
-
-
-class Drawn(ValueError):
-    """A step drew random numbers."""
+def map_on_threads(call: Callable[..., Result], first: Sequence[Any], *others: Sequence[Any]) -> list[Result]:
+    """Map as the built-in does, on as many threads, which share out the processors that torch uses; raises the first
+    error, when all have ended."""
+    share = max(1, torch.get_num_threads() // len(first))
+    begin = partial(torch.set_num_threads, share)
+    with threads_each(share), ThreadPoolExecutor(len(first), initializer=begin) as pool:
+        return list(pool.map(call, first, *others))
 
 
 class Abreast(Way):
     """Several workers at a time: all meet in their step, compute without turns, and meet again.
 
     Raises:
-        Drawn: somebody drew random numbers meanwhile, so that nobody knows which numbers whose were.
+        ValueError: somebody drew random numbers meanwhile, so that nobody knows which numbers whose were.
     """
 
     def __init__(self, name: str, workers: int, turn: OwnTurn, threads: int) -> None:
         self._name, self._turn, self._places, self._step = name, turn, Semaphore(threads), -1
         self._share = max(1, torch.get_num_threads() // threads)
-        self._begun, self._ended = (
-            WorkersBarrier(turn, workers, self._begin),
-            WorkersBarrier(turn, workers, self._compare),
-        )
+        self._begun = WorkersBarrier(turn, workers, self._begin)
+        self._ended = WorkersBarrier(turn, workers, self._compare)
         self._within = [ExitStack() for _ in range(workers)]
         self._inside = [False] * workers
 
@@ -252,7 +222,7 @@ class Abreast(Way):
 
     def _compare(self) -> None:
         if not same(self._before, generators(CPU)):
-            raise Drawn(
+            raise ValueError(
                 f"{self._name} drew random numbers in step {self._step}, where workers have threads: give threads=1 "
                 "(--threads 1)"
             )

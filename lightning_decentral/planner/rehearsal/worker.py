@@ -12,12 +12,10 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_decentral.planner.rehearsal.binding import Binding, Common, Park
-from lightning_decentral.planner.rehearsal.loop import LoopSettings as LoopSettings  # of a crew
-from lightning_decentral.planner.rehearsal.members.member import Member, MemberPlace
+from lightning_decentral.planner.rehearsal.member import MemberPlace
 from lightning_decentral.planner.rehearsal.turns import Ended
 
 QUIET: dict[str, Any] = {
@@ -74,15 +72,6 @@ class RehearsedWorker:
             callbacks=[Park(self.binding)],
         )
 
-    @property
-    def member(self) -> Member:
-        """Its part of the strategy."""
-        return self.binding.member
-
-    @property
-    def optimizer(self) -> Optimizer:
-        return self.binding.optimizers[0]
-
     def goes_on(self) -> None:
         """Also behind the end of the run."""
         self._trainer.fit_loop.epoch_loop.max_steps = -1
@@ -111,8 +100,6 @@ def quiet(module: Module) -> Module:
     return module
 
 
-Batches = Callable[[int], Any]
-"""Batches of a rank: what `Trainer.fit` takes."""
 FEW = 1000
 """Entries of a list: more are examples, which nobody changes."""
 
@@ -130,9 +117,9 @@ class AskedTooSoon:
         )
 
 
-def copies_of(data: Any) -> Batches:
+def copies_of(data: Any) -> Callable[[int], Any]:
     """Give each worker its own copy of the data; Lightning's samplers know how many workers there are, and the seed."""
-    return lambda rank: own_copy(data)
+    return lambda rank: own_copy(data, {})
 
 
 def data_of(data: LightningDataModule | DataLoader[Any] | None) -> Any:
@@ -146,24 +133,20 @@ def data_of(data: LightningDataModule | DataLoader[Any] | None) -> Any:
         data.trainer = AskedTooSoon(data)  # type: ignore[assignment]
         data.prepare_data()
         data.setup("fit")
-        vars(data).update(prepare_data=_done, setup=_done)
+        # They are prepared and set up for all workers.
+        vars(data).update(dict.fromkeys(["prepare_data", "setup"], lambda *_, **__: None))
     return data
 
 
-def _done(*_: Any, **__: Any) -> None:
-    """Do nothing: the data are prepared and set up for all workers."""
-
-
-def own_copy(value: Any) -> Any:
+def own_copy(value: Any, known: dict[int, Any]) -> Any:
     """Copy with counters, random generators and objects of its own; tensors, arrays and examples stay shared.
+
+    Args:
+        known: copies by the ids of their originals, which grow.
 
     Raises:
         ValueError: it holds an iterator, which workers of one process would share.
     """
-    return _copied(value, {})
-
-
-def _copied(value: Any, known: dict[int, Any]) -> Any:
     if id(value) not in known:
         known[id(value)] = _new(value, known)
     return known[id(value)]
@@ -176,16 +159,12 @@ def _new(value: Any, known: dict[int, Any]) -> Any:
         case torch.Generator() | np.random.Generator() | np.random.RandomState() | random.Random():
             return copy.deepcopy(value)
         case list() | tuple() | set() if type(value) in (list, tuple, set) and len(value) <= FEW:
-            return type(value)(_copied(one, known) for one in value)
+            return type(value)(own_copy(one, known) for one in value)
         case dict() if type(value) is dict and len(value) <= FEW:
-            return {key: _copied(one, known) for key, one in value.items()}
+            return {key: own_copy(one, known) for key, one in value.items()}
         case DataLoader() | Dataset() | Sampler() | LightningDataModule() | nn.Module():
-            return _object(value, known)
+            found = known[id(value)] = copy.copy(value)
+            vars(found).update({name: own_copy(one, known) for name, one in vars(value).items()})
+            return found
         case _:
             return value
-
-
-def _object(value: Any, known: dict[int, Any]) -> Any:
-    found = known[id(value)] = copy.copy(value)
-    vars(found).update({name: _copied(one, known) for name, one in vars(value).items()})
-    return found

@@ -17,7 +17,7 @@ from lightning_decentral import GossipStrategy
 from lightning_decentral.planner.rehearsal import rehearse
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.loop import LoopSettings
-from lightning_decentral.planner.rehearsal.worker import copies_of, own_copy
+from lightning_decentral.planner.rehearsal.worker import copies_of
 from tests.gossip.test_lightning import Inspect, seen
 from tests.tiny import QUIET, in_processes
 
@@ -90,13 +90,13 @@ def test_batches_are_those_of_processes(tmp_path: Path, name: str) -> None:
 
 def test_a_copy_has_its_own_state_and_the_same_examples() -> None:
     loader = LOADERS["drawn"]()
-    copies = [own_copy(loader) for _ in range(2)]
+    copies = [copies_of(loader)(rank) for rank in range(2)]
     inner = [copy.dataset.dataset for copy in copies]
     assert inner[0] is not inner[1]
     assert copies[0].sampler.data_source is copies[0].dataset
     assert [float(one.own.random()) for one in inner] == [float(np.random.default_rng(1).random())] * 2
     loader.dataset.dataset.rows = ROWS
-    assert own_copy(loader).dataset.dataset.rows is ROWS
+    assert copies_of(loader)(0).dataset.dataset.rows is ROWS
 
 
 def test_an_iterator_in_the_data_is_refused() -> None:
@@ -105,7 +105,7 @@ def test_an_iterator_in_the_data_is_refused() -> None:
             self.rows = (row for row in ROWS)
 
     with pytest.raises(ValueError, match="data hold an iterator"):
-        own_copy(DataLoader(Held(), BATCH))
+        copies_of(DataLoader(Held(), BATCH))(0)
 
 
 def test_a_data_module_that_asks_for_its_place_too_soon_is_refused() -> None:

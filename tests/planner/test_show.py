@@ -11,7 +11,7 @@ import pytest
 
 from lightning_decentral.cli.console import write_text
 from lightning_decentral.planner.compare import NOTHING, grid, plan, sizes
-from lightning_decentral.planner.report import page
+from lightning_decentral.planner.show import page
 from lightning_decentral.recipes import command as cli
 from lightning_decentral.shared.plan.network import Network
 from lightning_decentral.shared.plan.profile import Profile, write
@@ -57,7 +57,7 @@ def test_without_matplotlib_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_map_is_the_plan_of_each_of_its_cells() -> None:
     where = setting(8, rate=1e8)
-    found = grid(where, (), [4, 8], [1e7, 1e8, 1e12], 0.1)
+    found = grid(plan(where), [4, 8], [1e7, 1e8, 1e12])
     assert [(c.workers, c.bytes_per_second) for c in found] == [(n, r) for n in (4, 8) for r in (1e7, 1e8, 1e12)]
     own = next(c for c in found if (c.workers, c.bytes_per_second) == (8, 1e8))
     single = plan(where)
@@ -78,7 +78,7 @@ def test_the_map_compares_what_the_table_does_in_the_same_memory() -> None:
     for asked in ((), also):
         for memory_bytes in (1e12, 4e7, 1e3):
             single = plan(where, also=asked, memory_bytes=memory_bytes)
-            (own,) = grid(where, (), [8], [1e6], 0.1, 1, asked, memory_bytes)
+            (own,) = grid(single, [8], [1e6])
             assert own.best == (single.best.candidate.title if single.best else NOTHING)
             bests.append(own.best)
     assert bests[1] == "sharded over all" != bests[0]

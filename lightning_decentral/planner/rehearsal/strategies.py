@@ -1,6 +1,6 @@
 """Strategies between workers, without Lightning's loop: on gradients, and on parameters after the update.
 
-The parts are the strategies' own: gossip's rounds and mixers, averages of gradients (`averaging`), partial backprop's
+The parts are the strategies' own: gossip's rounds and mixers, averages of gradients (`member`), partial backprop's
 cuts, depths and reducer. `ddp` is the exact average.
 """
 
@@ -27,8 +27,7 @@ from lightning_decentral.partial.compute.search import search
 from lightning_decentral.partial.strategy import PartialBackpropStrategy
 from lightning_decentral.partial.wire.depth_controller import CutSteps, DepthController
 from lightning_decentral.partial.wire.reducer import Rank
-from lightning_decentral.planner.rehearsal.members.averaging import AveragingMember, DDPMember
-from lightning_decentral.planner.rehearsal.members.member import Member, MemberPlace, ReplicaMember
+from lightning_decentral.planner.rehearsal.member import AveragingMember, DDPMember, Member, MemberPlace, ReplicaMember
 from lightning_decentral.shared.compute.layout import ModelLayout
 from lightning_decentral.shared.updates import BeforeUpdate, GradientCheck
 
@@ -99,14 +98,13 @@ class CutMember(ReplicaMember):
             raise ValueError(f"{self._depth} asks for unequal batches, which a rehearsal has not: take Staircase")
 
     def forward(self, step: int, *batch: Any) -> AbstractContextManager[None]:
-        return (self._steps.driver or self._find_cuts(*batch)).together(step)
-
-    def _find_cuts(self, *batch: Any) -> DepthController:
-        at, own, run = self._place, self._strategy, run_of(self._module.trainer, *batch)
-        plan = agreed(at.worker, at.broadcast, lambda: search(self._module, own.cuts, own.balance, run))
-        driver = DepthController(self._module, plan, self._depth, Rank(at.worker, (1 / at.workers,) * at.workers))
-        self._steps.drive(driver, at.wire, self._equal, own.bucket_bytes)
-        return driver
+        driver = self._steps.driver
+        if driver is None:  # cuts are found at the first batch
+            at, own, run = self._place, self._strategy, run_of(self._module.trainer, *batch)
+            plan = agreed(at.worker, at.broadcast, lambda: search(self._module, own.cuts, own.balance, run))
+            driver = DepthController(self._module, plan, self._depth, Rank(at.worker, (1 / at.workers,) * at.workers))
+            self._steps.drive(driver, at.wire, self._equal, own.bucket_bytes)
+        return driver.together(step)
 
     def backward(self) -> None:
         self._steps.begin()

@@ -1,30 +1,116 @@
-"""Averaged gradients in a rehearsal, as `ddp` and `compressed` have them: by the strategies' own averages.
+"""One worker's part of a strategy: its interface, its place, and averaged gradients, by the strategies' own averages.
 
-Worker 0 takes what all give, and the others its mean. Codes are made and reduced where they are asked for, and not
-while backward runs: their messages take no time.
+Of gradients that are averaged, as `ddp` and `compressed` have them, worker 0 takes what all give, and the others its
+mean. Codes are made and reduced where they are asked for, and not while backward runs: their messages take no time.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_decentral.compressed.strategy import AveragedSteps
-from lightning_decentral.planner.rehearsal.members.member import MemberPlace, ReplicaMember
 from lightning_decentral.planner.rehearsal.turns import CPU
 from lightning_decentral.shared.compute.buckets import bucket_bytes_of
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.deterministic import Plain
+from lightning_decentral.shared.compute.device import Future
 from lightning_decentral.shared.updates import Unchecked
 from lightning_decentral.shared.wire.agreement import start_from_worker_0
-from lightning_decentral.shared.wire.averaging.equal_replicas import of_all
+from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas, of_all
 from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage
 from lightning_decentral.shared.wire.compressed_mean import CompressedMean, ExactMean, FlatMean, InFlight
+from lightning_decentral.shared.wire.meeting.comparison import unasked
 from lightning_decentral.shared.wire.pending import Pending, Together
 from lightning_decentral.shared.wire.transport import Wire
+
+
+@dataclass(frozen=True)
+class MemberPlace:
+    """One worker among those of this process.
+
+    Args:
+        broadcast: hands worker 0's value to all.
+        meet: returns when all have come.
+        in_turn: all workers go on one after the other until the next step, where gradients are computed on threads.
+        per_node: workers on a node.
+        steps: of the whole rehearsal.
+        device: where it's computed.
+    """
+
+    wire: Wire
+    broadcast: Callable[[Any], Any]
+    meet: Callable[[], None]
+    in_turn: Callable[[], None]
+    worker: int
+    workers: int
+    per_node: int
+    steps: int
+    device: torch.device = CPU
+
+
+class Member:
+    """One worker's part, in the order in which Lightning's loop comes to it; here that of a worker that sends nothing.
+
+    Every call but `forward` and `backward` is collective: all workers, each in a thread of its own.
+
+    Attributes:
+        drifts: whether workers differ after an update.
+        concurrent: whether it does nothing within a step, so that the steps of several workers may be computed at a
+            time.
+        check: what the strategy does with an update's gradients before it.
+        sent_bytes: by this worker so far.
+    """
+
+    drifts: ClassVar[bool] = True
+    concurrent: ClassVar[bool] = True
+    check: Unchecked = Unchecked()
+
+    def begin(self) -> None:
+        """Prepare the first step."""
+
+    def forward(self, step: int, *batch: Any) -> AbstractContextManager[None]:
+        """Context around a `training_step` with these arguments."""
+        return nullcontext()
+
+    def backward(self) -> None:
+        """Prepare the module's own backward, through all of the graph, or a part of it."""
+
+    def average(self) -> None:
+        """.grad <- what the update takes, after the backward; not asked of those that drift."""
+
+    def mix(self) -> None:
+        """Send and receive what the strategy does after the update."""
+
+    def release(self) -> None:
+        """The parameters are the module's alone again."""
+
+    @property
+    def sent_bytes(self) -> float:
+        return 0.0
+
+
+class ReplicaMember(Member):
+    """Worker whose replica stays equal to the others': one update, of averaged gradients, and worker 0's running
+    statistics, by the strategies' own `EqualReplicas`."""
+
+    drifts: ClassVar[bool] = False
+
+    def __init__(self, module: LightningModule, place: MemberPlace, check: Unchecked) -> None:
+        self._module, self._place, self.check, self._equal = module, place, check, EqualReplicas()
+
+    def begin(self) -> None:
+        self._equal.begin(self._module, of_all(self._place.wire), unasked, list)
+
+    def mix(self) -> None:
+        self._equal.advance(self._module.current_epoch)
+
+    def release(self) -> None:
+        self._equal.close()
 
 
 class TotalOfFirst(ExactMean):
@@ -42,34 +128,25 @@ class NotTaken(InFlight):
         """They are worker 0's to decode."""
 
 
-class WhenAsked:
-    """A call that is done when its result is asked for."""
-
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self._calls = [call]
+class WhenAsked(Future[Any]):
+    """A call that is done by who asks for its result."""
 
     def result(self) -> Any:
-        with torch.no_grad():
-            while self._calls:
-                self._calls.pop()()
-
-    def done(self) -> bool:
-        return not self._calls
+        if not self.done():
+            self.run()
+        return super().result()
 
 
-class Lazily:
-    """A stage that begins nothing by itself."""
+@dataclass
+class CallersQueue:
+    """Queue whose calls the callers do: who sends them `at_once`, else who asks for their results."""
 
-    def send(self, call: Callable[[], Any]) -> WhenAsked:
-        return WhenAsked(call)
-
-
-class Eagerly:
-    """A stage that has done what was sent to it."""
+    at_once: bool
 
     def send(self, call: Callable[[], Any]) -> WhenAsked:
         sent = WhenAsked(call)
-        sent.result()
+        if self.at_once:
+            sent.run()
         return sent
 
 
@@ -78,7 +155,7 @@ class CodedOfFirst(CompressedMean):
 
     def __init__(self, codec: Codec, wire: Wire) -> None:
         super().__init__(codec, of_all(wire), of_all(wire), CPU)
-        self.leaving, self.owning = Eagerly(), Lazily()
+        self.leaving, self.owning = CallersQueue(at_once=True), CallersQueue(at_once=False)
         self.flight = NotTaken if self.over.rank else InFlight
 
 
@@ -111,17 +188,14 @@ class AveragingMember(ReplicaMember):
         self._gradients.watch(self._parameters)
         self._gradients.begin()
         self._gradients.finish()
-        self._copy()
-
-    @torch.no_grad()
-    def _copy(self) -> None:
-        """.grad <- worker 0's; to copy them takes less than to add up, or decode, what all have sent, on each."""
+        # .grad <- worker 0's; to copy them takes less than to add up, or decode, what all have sent, on each.
         rows = self._place.broadcast([p.grad for p in self._parameters])
         pairs = [] if self._place.worker == 0 else list(zip(self._parameters, rows, strict=True))
         dense = [(p.grad, row) for p, row in pairs if _dense(p.grad) and _dense(row)]
         if dense:
             own, means = zip(*dense, strict=True)
-            torch._foreach_copy_(own, means)
+            with torch.no_grad():
+                torch._foreach_copy_(own, means)
         for parameter, row in pairs:
             if not (_dense(parameter.grad) and _dense(row)):
                 parameter.grad = None if row is None else row.clone()
