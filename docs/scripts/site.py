@@ -78,7 +78,8 @@ def linked(markdown: str) -> str:
         if span[0].startswith("#"):
             heading = span[0]
             seen.clear()
-        if name not in PLACES or name in seen:
+        row = span.string[: span.start()].endswith("\n| ")  # what a table's row is about
+        if name not in PLACES or (name in seen and not row):
             return span[0]
         seen.add(name)
         here = [module for module in PLACES[name] if f"`{module}`" in heading]  # in the API's tables
