@@ -43,7 +43,7 @@ def unexplained(page: str, phrases: list[str]) -> list[str]:
     left = text(page)
     for phrase in phrases:
         left = left.replace(phrase, "")
-    left = re.sub(r"`[^`]*`", "", left)
+    left = re.sub(r"`[^`]*`|\$[^$]*\$", "", left)
     return [left[max(0, found.start() - 40) : found.end() + 20] for found in NUMBER.finditer(left)]
 
 

@@ -31,8 +31,8 @@ def paragraphs(page: str) -> Iterator[str]:
 
 
 def plain(paragraph: str) -> str:
-    """What is read: of a link its text; a span of code is one word, capital as it may begin a sentence."""
-    return re.sub(r"\*\*|__", "", re.sub(r"\]\([^)]*\)|!?\[", "", re.sub(r"(`+).+?\1", "Code", paragraph)))
+    """What is read: of a link its text; a span of code or a formula is one word, capital as it may begin a sentence."""
+    return re.sub(r"\*\*|__", "", re.sub(r"\]\([^)]*\)|!?\[", "", re.sub(r"(`+|\$).+?\1", "Code", paragraph)))
 
 
 def sentences(page: str) -> Iterator[str]:

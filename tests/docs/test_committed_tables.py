@@ -103,7 +103,7 @@ def test_what_a_rehearsal_prints() -> None:
 
 
 def test_what_noise_foretells() -> None:
-    shown = {row[0].strip("`"): row[1:] for row in rows(page("rehearse.md").partition("foretold | came")[2])}
+    shown = {row[0].strip("`"): row[1:] for row in rows(page("rehearse.md").partition("predicted | measured")[2])}
     for recipe, found in result("foretold-2-cores.json")["noise"].items():
         cells = [f"{found['noise']['2']:.1f}"]
         for workers in (4, 8, 16):

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from mkdocs.utils.yaml import yaml_load
 
 from tests.docs.pages import PAGES, ROOT, name
 
-NAV = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+NAV = yaml_load((ROOT / "mkdocs.yml").read_text())["nav"]
 SECTIONS = ["Start", "Choose", "Guides", "Plan", "Reference", "Measured", "Inside"]
 CODE = ("lightning_decentral", "hydra_plugins", "recipes", "benchmarks", "docs")
 BESIDE_RESULTS = sorted((ROOT / "benchmarks").glob("*.md"))

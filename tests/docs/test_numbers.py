@@ -22,7 +22,7 @@ SETTINGS = {
         "The factor 0.2 sqrt(max side)",
         "and a momentum of 0.95",
         "a momentum of 0.9 and `Int8`",
-        "from 0.8 to 0.95 beside the momentum that is best",
+        "from 0.8 to 0.95 against the momentum that is best",
         "(0.9, 0.999) become (0.656, 0.996). Left at 0.9",  # betas to the fourth power
     ],
     "docs/outer-rounds.md": ["0.1 is the first tenth"],

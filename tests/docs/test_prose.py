@@ -50,5 +50,6 @@ def test_tables_show_no_backslash_before_a_bar(page: Path) -> None:
 def test_what_is_long_is_found() -> None:
     assert long_sentences(f"{THIRTY}.\n\n- {THIRTY}\n  word: word.\n") == [f"{THIRTY} word: word."]
     assert not long_sentences(f"# {THIRTY} word\n\n| {THIRTY} word |\n\n```text\n{THIRTY} word\n```\n")
+    assert not long_sentences(f"{THIRTY[5:]} $a + b$.")
     assert not long_sentences(f"{THIRTY[5:]} `a b c`. [Word](word.md) {THIRTY[5:]}.")
     assert long_lines("a" * 121 + "\n| " + "a" * 130) == ["a" * 121]

@@ -30,5 +30,5 @@ def test_by_its_name_it_chooses_the_strategy_too() -> None:
 
 def test_another_value_is_refused_with_the_name() -> None:
     number: object = 5
-    with pytest.raises(ValueError, match=r"elastic must be an Elasticity or None, got 5: use one of elastic"):
+    with pytest.raises(ValueError, match=r"elastic must be an Elastic or None, got 5: use elastic"):
         GossipStrategy(elastic=number)  # type: ignore[arg-type]

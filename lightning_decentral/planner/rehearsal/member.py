@@ -131,10 +131,18 @@ class NotTaken(InFlight):
 class WhenAsked(Future[Any]):
     """A call that is done by who asks for its result."""
 
-    def result(self) -> Any:
+    def __init__(self, call: Callable[[], Any]) -> None:
+        super().__init__()
+        self._call = call
+
+    def run(self) -> None:
+        with torch.no_grad():
+            self.set_result(self._call())
+
+    def result(self, timeout: float | None = None) -> Any:
         if not self.done():
             self.run()
-        return super().result()
+        return super().result(timeout)
 
 
 @dataclass

@@ -77,7 +77,7 @@ class Constructor:
         except Mismatch as mismatch:
             remedy = str(mismatch) or _rewritten(place or name, value, kind)
         if not remedy and (names := kind.names()):
-            remedy = f"use one of {', '.join(names)}"
+            remedy = f"use {'one of ' if len(names) > 1 else ''}{', '.join(names)}"
         title, remedy = place or f"{self.owner}: {name}", remedy or self.defaults.get(name) or f"give {kind.text}"
         raise ValueError(f"{title} must be {kind.text}, got {shown(value)}: {remedy}") from None
 
@@ -163,6 +163,8 @@ class ChoosesStrategy(ABC):
 
 class Elasticity(ChoosesStrategy):
     """An option under which workers come and go."""
+
+    given_as = "Elastic"  # a layer above, which this one doesn't import
 
 
 class StrategyType(ABCMeta):

@@ -56,7 +56,8 @@ def kind_of(annotation: Any) -> ArgumentKind:
     names_a_class = isinstance(annotation, type) and origin is None  # Python 3.10 takes dict[str, int] for one
     if not names_a_class or annotation is object:
         return ArgumentKind("anything", lambda value: value)
-    text = f"{'an' if annotation.__name__[0] in 'AEIOU' else 'a'} {annotation.__name__}"
+    name = getattr(annotation, "given_as", annotation.__name__)  # the class that users write, where that is another one
+    text = f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
     return ArgumentKind(text, partial(_instance, annotation), lambda: sorted(_parts(annotation)))
 
 

@@ -90,12 +90,12 @@ def test_what_it_cannot_serve_is_named() -> None:
         Own(elastic=Elastic())
     with pytest.raises(ValueError, match=r"another class than Given: .* or subclass ElasticGossip"):
         Given()
-    with pytest.raises(ValueError, match="elastic must be an Elasticity or None"):
+    with pytest.raises(ValueError, match="elastic must be an Elastic or None"):
         GossipStrategy(elastic="10.0.0.1:29400")
     with pytest.raises(ValueError, match="exact_steps=5 doesn't go with elastic"):
         GossipStrategy(elastic=Elastic(), exact_steps=5)
     with pytest.raises(
         ValueError,
-        match=r"elastic must be an Elasticity or None, got '10\.0\.0\.1:29400': use one of elastic",
+        match=r"elastic must be an Elastic or None, got '10\.0\.0\.1:29400': use elastic",
     ):
         GossipReplicas(elastic="10.0.0.1:29400")  # type: ignore[arg-type]
