@@ -2,8 +2,9 @@
 
     python benchmarks/pages.py known --write   # writes lightning_decentral/shared/plan/known_losses.json
 
-From the results of `loss.py per_second`: to the loss that `ddp` with AdamW has in the end, how many batches each method
-takes, and how many seconds a batch of it takes hosts of one processor thread, by the rate of their links. Measures nothing.
+From the results of `loss.py per_second`: to the loss that `ddp` with AdamW has in the end, how many batches each
+method takes, and how many seconds a batch of it takes hosts of one processor thread, by the rate of their links.
+Measures nothing.
 """
 
 import json
@@ -30,22 +31,41 @@ SOURCES = (
     ("resnet", 4, "digits-", "images, a ResNet"),
 )
 """(recipe of `loss/per_second.py`, hosts, which of its results, kind of model)."""
+NEWER = "losses-digits-owners-2-cores.json"
+OLDER = "streamed outer rounds of 8, int4, Muon"
+"""Losses on images of methods whose codes have changed since, and one that hasn't run with the codes of today."""
+PLANNED = (
+    "ddp, Muon",
+    "ddp, Muon, fp16 hook",
+    "ddp, Muon, fp16 hook, accumulating 4",
+    "ddp, AccumAdamW, fp16 hook",
+    "compressed, int8, Muon",
+    "compressed, int4, Muon",
+    "gossip, int8, Muon",
+    "gossip, int8, AccumAdamW",
+    "gossip, int4 differences, Muon",
+    "outer rounds of 8, int4, Muon",
+    "streamed outer rounds of 8, int4, Muon",
+)
+"""What `plan` compares: those that are the soonest somewhere, or close to it, and `ddp`'s strongest forms."""
 HOOK, FOUR = "strategy=ddp_fp16", "trainer.accumulate_grad_batches=4"
 TYPED = {"strategy=ddp": "strategy=ddp", "hook=fp16": HOOK, "accumulate=4": FOUR}
 """What a user types in place of the benchmark's own words."""
 
 
-def typed(words: list[str]) -> str | None:
-    """The words of a method as a user types them; None of another package's, and of hooks that have no word."""
-    if any(word.startswith("peer=") or word == "hook=powersgd" for word in words):
-        return None
-    found = [TYPED.get(word, word) for word in words]
-    return " ".join(word for word in found if not (word == "strategy=ddp" and HOOK in found))
+def typed(method: str) -> str:
+    """Overrides on the command line of `recipes/train.py` that train with a method."""
+    words = [TYPED.get(word, word) for word in (*METHODS[method], *TUNED["gpt", 4].get(method, []))]
+    return " ".join(word for word in words if not (word == "strategy=ddp" and HOOK in words))
 
 
 def settings() -> Iterator[dict[str, Any]]:
     for recipe, hosts, page, kind in SOURCES:
         results = json.loads((RESULTS / f"loss-per-second-{page}2-cores.json").read_text())
+        for place, newer in json.loads((RESULTS / NEWER).read_text())["curves"].items():
+            if place.startswith(f"{recipe} {hosts} "):
+                results["curves"][place] |= newer
+                results["curves"][place].pop(OLDER, None)
         table = Table(results, recipe, hosts)
         loss = table.last("ddp")
         with initialize_config_module("lightning_decentral.conf", version_base="1.3"):
@@ -69,9 +89,7 @@ def settings() -> Iterator[dict[str, Any]]:
 
 
 def known() -> dict[str, Any]:
-    tuned = TUNED["gpt", 4]
-    methods = {name: typed([*words, *tuned.get(name, [])]) for name, words in METHODS.items()}
-    return {"methods": {name: words for name, words in methods.items() if words}, "settings": [*settings()]}
+    return {"methods": {method: typed(method) for method in PLANNED}, "settings": [*settings()]}
 
 
 def written() -> str:

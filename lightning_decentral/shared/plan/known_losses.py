@@ -52,9 +52,10 @@ class KnownLosses:
         return own / whole if own and whole else None
 
     def distance(self, workers: int, batch: int, parameter_bytes: int) -> float:
-        """Distance from a user's setting: doublings of workers, of the batch and of the parameters, summed."""
-        pairs = (self.workers, workers), (self.batch, batch), (self.parameter_bytes, max(1, parameter_bytes))
-        return sum(abs(log2(known / asked)) for known, asked in pairs)
+        """Distance from a user's setting: doublings of the batch and of the parameters, and twice those of workers."""
+        # What a method loses against `ddp` depends on the number of workers most.
+        pairs = (self.workers, workers, 2), (self.batch, batch, 1), (self.parameter_bytes, max(1, parameter_bytes), 1)
+        return sum(weight * abs(log2(known / asked)) for known, asked, weight in pairs)
 
     def __str__(self) -> str:
         size = f"{self.parameter_bytes / 4e6:.2g} M parameters"
