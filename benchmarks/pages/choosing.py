@@ -8,18 +8,23 @@ Prints them; measures nothing.
 import json
 import statistics
 from collections.abc import Iterator
+from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 from common.paths import RESULTS
+from lightning_decentral.planner.compare import Comparison, plan
+from lightning_decentral.shared.plan.forecast import Cluster, Setting
+from lightning_decentral.shared.plan.known_losses import KnownLosses, known_losses
+from lightning_decentral.shared.plan.network import Network
+from lightning_decentral.shared.plan.profile import Model, read
 from pages.reports import report
 
-WRITTEN = {"10mbit": "10 Mb/s", "50mbit": "50 Mb/s", "200mbit": "200 Mb/s", "1gbit": "1 Gb/s"}
+RATES = {"10mbit": "10 Mb/s", "50mbit": "50 Mb/s", "200mbit": "200 Mb/s", "1gbit": "1 Gb/s"}
+WRITTEN = {"10000000": "10 Mb/s", "50000000": "50 Mb/s", "200000000": "200 Mb/s", "1000000000": "1 Gb/s"}
 PEERS = ("ddp", "torchft", "decent-dp")
 """Names of methods that aren't this package's begin so."""
-LOSS = "1.358"
-"""What `ddp` with AdamW has in the end, on `gpt`; a test compares it."""
 LARGE = "data.batch_size=16"
-DIFFERENCES = "strategy/codec=difference_compression strategy/codec@strategy.codec.inner=int4 optimizer.lr=3e-2"
 
 Row = dict[str, str]
 
@@ -77,21 +82,6 @@ def stragglers() -> str:
     return markdown(tuple(row["method"] for row in slow), [[row["times faster than ddp"] for row in slow]])
 
 
-def times_sooner(recipe: str, page: str, method: str, rate: str) -> str:
-    """Seconds of the soonest peer over the method's, to the loss that `ddp` with AdamW has in the end; same batches."""
-    found = {row["method"]: row.get(rate) or "" for row in by_rate(recipe, "times sooner than `ddp` ", page)}
-    peers = (float(times) for name, times in found.items() if name.startswith(PEERS) and times[:1].isdigit())
-    return f"{float(found[method]) / max(peers):.2f}"
-
-
-def of_all(page: str, rate: str, ours: bool) -> tuple[str, str]:
-    """(times sooner, method): of the soonest of ours over the soonest peer, or the other way round, at `LOSS`."""
-    found = {row["soonest"]: row[rate] for row in by_rate("gpt", "seconds to a loss", page) if row["loss"] == LOSS}
-    sides = ("of ours", "peer") if ours else ("peer", "of ours")
-    (seconds, method), (others, _) = (found[side].split(" s (", 1) for side in sides)
-    return found["times sooner"] if ours else f"{float(others) / float(seconds):.2f}", method.rstrip(")")
-
-
 def trained(words: str) -> str:
     return f"`python recipes/train.py {words}`"
 
@@ -129,40 +119,78 @@ def questions() -> str:
 
 OUTER, COMPRESSED = "outer rounds of 8, int4, Muon", "compressed, int8, Muon"
 GOSSIP, ACCUM = "gossip, int8, Muon", "gossip, int8, AccumAdamW"
-CODED = "gossip, int4 differences, Muon"
+REASONS = {
+    OUTER: "fewest bytes: one round in 8 steps, 4 bits a number",
+    f"streamed {OUTER}": "fewest bytes: an eighth of the model in a step, 4 bits a number",
+    "gossip, int4 differences, Muon": "in 4 bits, and mixes in every step",
+    GOSSIP: "8 bits hide behind the step",
+    ACCUM: "8 bits hide behind the step",
+    COMPRESSED: "replicas stay equal, in 8 bits",
+    "ddp, Muon, fp16 hook": "half precision is half the bytes",
+    "ddp, Muon, fp16 hook, accumulating 4": "half precision, once in 4 batches",
+    "ddp, AccumAdamW, fp16 hook": "half precision is half the bytes",
+}
+LATENCY, CORES = 1e-4, 2
+"""Of the measured hosts: seconds of a message, and processors that all of them share."""
+KINDS = {
+    "gpt": "text", "gpt-1024-tokens": "text, batches of 16", "larger-gpt": "text, a larger model",
+    "vit": "images, a transformer", "resnet": "images, a ResNet",
+}  # fmt: skip
+EVERY_RATE = ("gpt", "gpt-1024-tokens")
+"""Settings that the page shows at every rate; the others at 200 Mb/s."""
+
+
+def planned(known: KnownLosses, rate: str) -> Comparison:
+    """What `lightning-decentral plan` answers of hosts like the measured ones: one thread each, on two processors."""
+    profile = read(RESULTS / f"profile-{known.recipe}-2-cores.json")
+    shared = max(1, known.workers / CORES)
+    network = Network(profile.network).linked("between", LATENCY, float(rate) / 8)
+    return plan(Setting(slowed(profile.model, shared), network, Cluster(known.workers)), profile.variation)
+
+
+def slowed(model: Model, times: float) -> Model:
+    """The model on a processor that takes so many times as long."""
+    sides = ("forward_seconds", "backward_seconds", "update_seconds")
+    blocks = [replace(block, **{side: times * getattr(block, side) for side in sides}) for block in model.blocks]
+    return replace(
+        model,
+        blocks=tuple(blocks),
+        rounds=tuple(work.times(times) for work in model.rounds),
+        loop_seconds=times * model.loop_seconds,
+        products_per_second=model.products_per_second / times,
+    )
+
+
+def to_loss(known: KnownLosses, rate: str) -> dict[str, float]:
+    """{method: measured seconds to the loss}, of those that reach it."""
+    found = known.seconds[rate]
+    return {method: batches * found[method] for method, batches in known.batches.items() if batches and method in found}
+
+
+def ahead(known: KnownLosses, rate: str, method: str) -> float:
+    """Times sooner than the soonest of the other side: of other methods than this package's, or of this package's."""
+    found, theirs = to_loss(known, rate), method.startswith(PEERS)
+    return min(spent for name, spent in found.items() if name.startswith(PEERS) != theirs) / found[method]
 
 
 def links() -> str:
-    """Return the table of links: the method that is the soonest at the loss of `ddp` with AdamW, by rate and model."""
-    gossip, ddp = f"experiment=gossip_muon {DIFFERENCES} {LARGE}", "strategy=ddp optimizer=muon"
-    few, short = "fewest bytes: one round in 8 steps, 4 bits a number", "in 4 bits, and mixes in every step"
-    wide, whole = "8 bits hide behind a step that is longer", "replicas stay equal, in 8 bits"
-    chosen = [
-        ("10mbit", "text", f"recipe=gpt experiment=outer_muon {FOUR}", of_all("owners-", "10mbit", True), OUTER, few),
-        ("10mbit", "text, batches of 16", f"recipe=gpt {gossip} {FOUR}", of_all("", "10mbit", True), CODED, short),
-        ("50mbit", "text", f"recipe=gpt experiment=outer_muon {FOUR}", of_all("owners-", "50mbit", True), OUTER, few),
-        ("50mbit", "text, batches of 16", f"recipe=gpt {gossip} {FOUR}", of_all("", "50mbit", True), CODED, short),
-        ("200mbit", "text", f"recipe=gpt {ddp} trainer.accumulate_grad_batches=4 {FOUR}",
-         of_all("owners-", "200mbit", False), "ddp, Muon, fp16 hook, accumulating 4", "its hook halves the bytes"),
-        ("200mbit", "text, batches of 16", f"recipe=gpt experiment=compressed_muon {LARGE} {FOUR}",
-         of_all("", "200mbit", True), COMPRESSED, whole),
-        ("200mbit", "text, a larger model", f"recipe=gpt experiment=gossip_muon {WIDER} {FOUR}",
-         (times_sooner("larger-gpt", "larger-gpt-", GOSSIP, "200mbit"), GOSSIP), GOSSIP, wide),
-        ("200mbit", "images, a transformer", f"recipe=vit experiment=gossip_muon {FOUR}",
-         (times_sooner("vit", "digits-", GOSSIP, "200mbit"), GOSSIP), GOSSIP, wide),
-        ("200mbit", "images, a ResNet",
-         f"recipe=resnet strategy=gossip strategy/codec=int8 optimizer=accum_adamw {FOUR}",
-         (times_sooner("resnet", "digits-", ACCUM, "200mbit"), ACCUM), ACCUM, wide),
-        ("1gbit", "text", f"recipe=gpt {ddp} {LARGE} {FOUR}", of_all("", "1gbit", False),
-         "ddp, Muon, fp16 hook; gpt-1024-tokens", "codes cost more time than they save"),
-    ]  # fmt: skip
-    assert all(best.startswith(method) for *_, (_, best), method, _ in chosen), chosen
-    body = [[WRITTEN[rate], what, trained(words), times, why] for rate, what, words, (times, _), _, why in chosen]
-    return markdown(("links", "model", "type", "times sooner", "why"), body)
+    """Return the table of links: what `plan` names on the measured hosts, and what was measured of it."""
+    body = []
+    for known in (one for one in known_losses() if one.workers == 4):
+        for rate in known.seconds if known.recipe in EVERY_RATE else ("200000000",):
+            found = planned(known, rate)
+            assert found.best is not None
+            method = found.best.candidate.title
+            words = [*found.setting.model.words, *found.best.candidate.overrides.split(), "trainer.devices=4"]
+            times = f"{ahead(known, rate, method):.2f}"
+            body.append(
+                (float(rate), [WRITTEN[rate], KINDS[known.recipe], trained(" ".join(words)), times, REASONS[method]])
+            )
+    return markdown(
+        ("links", "model", "type", "times sooner", "why"), [row for _, row in sorted(body, key=itemgetter(0))]
+    )
 
 
-FOUR = "trainer.devices=4"
-WIDER = "model.config.n_embd=128 model.config.n_layer=4"
 TABLES = (questions, links)
 
 

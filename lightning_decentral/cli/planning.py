@@ -12,6 +12,7 @@ from lightning_decentral.planner import show as units
 from lightning_decentral.planner.compare import THRESHOLD, plan
 from lightning_decentral.planner.show import page, sentences, table
 from lightning_decentral.shared.plan.forecast import Cluster, Setting
+from lightning_decentral.shared.plan.known_losses import RECIPES
 from lightning_decentral.shared.plan.network import Network
 from lightning_decentral.shared.plan.profile import read
 
@@ -32,6 +33,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--threshold", type=number, help=f"gain in %% under which ddp stays (default {THRESHOLD:.0%}%)")
     parser.add_argument("--optimizer", help="of all methods: muon, of a profile with adamw (default: the profile's)")
+    parser.add_argument(
+        "--like",
+        choices=tuple(RECIPES),
+        help="recipe whose measured losses rank a model of your own (default: its own)",
+    )
     parser.add_argument("--also", action="append", default=[], help="overrides of a further strategy; may be repeated")
     parser.add_argument("--report", type=Path, help="page to write: plan.html")
     parser.set_defaults(run=run, outputs=("report",))
@@ -61,6 +67,7 @@ def run(options: argparse.Namespace) -> None:
             memory_bytes=inf if options.memory_bytes is None else units.size_bytes(options.memory_bytes),
             threshold=options.threshold / 100,
             optimizer=options.optimizer,
+            like=RECIPES.get(options.like),
         )
     methods = [
         filled(
@@ -69,6 +76,7 @@ def run(options: argparse.Namespace) -> None:
             title=row.candidate.title,
             words=row.candidate.overrides,
             speedup=found.speedup(row),
+            to_loss=row.share,
             fits=found.fits(row),
             remark=row.candidate.remark,
         )
@@ -99,6 +107,7 @@ class MethodAnswer:
     card_bytes: float
     memory_bytes: float
     speedup: float
+    to_loss: float | None
     extrapolated: bool
     fits: bool
     remark: str

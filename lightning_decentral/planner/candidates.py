@@ -11,9 +11,11 @@ from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.deterministic import BFloat16
 from lightning_decentral.shared.compute.codec.quantize import Int4, Int8
 from lightning_decentral.shared.plan.forecast import Cluster
+from lightning_decentral.shared.plan.known_losses import KnownLosses, overrides_of
 from lightning_decentral.shared.plan.profile import Model
 
 BASELINE = "strategy=ddp"
+DDP = (BASELINE, "strategy=ddp_fp16")
 WHOLE_THEN_HALF = "the first quarter whole, then half the depth in every other step"
 MOMENTUM_IN_INT8 = (
     "strategy.states={momentum_buffer:{_target_:lightning_decentral.gossip.Travel,"
@@ -91,9 +93,22 @@ def _pipelines(cluster: Cluster, batch: int, slices: int) -> Iterator[Candidate]
         yield Candidate(overrides, f"pipelines of {stages}", remark="each takes the batches of its devices")
 
 
+def measured(known: KnownLosses, others: Collection[str]) -> Iterator[Candidate]:
+    """Yield candidates of which it is known when they reach the loss, but for those that these titles name."""
+    for method in known.batches:
+        overrides = overrides_of(method)
+        if overrides and method not in others:
+            yield Candidate(overrides, method)
+
+
+def is_ddp(overrides: str) -> bool:
+    """Return whether they train with a form of `ddp`."""
+    return any(one in DDP for one in overrides.split())
+
+
 def in_full(overrides: str) -> list[str]:
     """Overrides of a candidate, with those for codec and rule that the strategy would take anyway."""
     given = overrides.split()
-    chosen = next(one.partition("=")[2] for one in given if one.startswith("strategy="))
+    chosen = next((one.partition("=")[2] for one in given if one.startswith("strategy=")), "")
     named = {one.partition("=")[0] for one in given}
     return [*given, *(one for one in DEFAULTS.get(chosen, ()) if one.partition("=")[0] not in named)]

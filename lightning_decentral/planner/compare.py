@@ -4,28 +4,47 @@ import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from operator import itemgetter
 
-from lightning_decentral.planner.candidates import BASELINE, Candidate, candidates, in_full
-from lightning_decentral.planner.forecasts import method_of, strategy_of
+from lightning_decentral.planner.candidates import BASELINE, Candidate, candidates, in_full, is_ddp, measured
+from lightning_decentral.planner.forecasts import composed, method_of
 from lightning_decentral.planner.plan.optimizer_cost import trained_with
+from lightning_decentral.shared.plan.data_parallel import Accumulated
 from lightning_decentral.shared.plan.forecast import Cluster, Method, Setting, StepForecast, drawn, forecast
+from lightning_decentral.shared.plan.known_losses import BASELINE as DDP
+from lightning_decentral.shared.plan.known_losses import KnownLosses, kind_of, nearest
 
 THRESHOLD = 0.1
 AS_FAST = 0.02
+AS_SOON = 0.1
+"""Forecasts come no nearer to what is measured: of methods that are as soon, the one that sends least is taken."""
 NODES = (2, 4, 8, 16)
 RATES = (1.25e7, 1.25e8, 1.25e9, 3.125e9, 1.25e10, 5e10)  # 100 Mbit/s ... 400 Gbit/s
 MOST_WORKERS = 128
 RUNS = 2
 NOTHING = "nothing fits"
+SUFFIXES = {"adam": "", "adamw": "", "accum_adamw": ", AccumAdamW", "muon": ", Muon"}
+"""Of a method in the table of known losses, by its optimizer."""
 
 
 @dataclass(frozen=True)
 class ComparedMethod:
-    """A candidate with its forecast."""
+    """A candidate with its forecast.
+
+    Args:
+        share: of the batches that `ddp` with AdamW takes to the loss that it ends at; inf: it doesn't reach that in as
+            many; None: nobody knows.
+    """
 
     candidate: Candidate
     method: Method
     forecast: StepForecast
+    share: float | None = None
+
+    @property
+    def to_loss(self) -> float:
+        """Seconds to that loss for each batch of the baseline's; inf where it isn't reached, or not known to be."""
+        return inf if self.share is None else self.share * self.forecast.seconds
 
 
 @dataclass(frozen=True)
@@ -33,7 +52,7 @@ class Comparison:
     """Comparison of methods in a setting.
 
     Args:
-        rows: the fastest first.
+        rows: the soonest at the loss first, then those of which that isn't known, the fastest first.
         refused: {title of a candidate that can't serve the cluster: why}.
         best: the one to train with; None where nothing fits into the memory.
         others: as of `plan`.
@@ -48,11 +67,23 @@ class Comparison:
     also: tuple[str, ...] = ()
     memory_bytes: float = inf
     threshold: float = THRESHOLD
+    like: str | None = None
+
+    @property
+    def known(self) -> KnownLosses | None:
+        """Losses of the nearest setting that was measured; None where no model of this kind was."""
+        return losses_of(self.setting, self.like)
 
     @property
     def stay(self) -> bool:
-        """Whether ddp is the best because nothing else gains enough."""
-        return self.best is not None and self.best.candidate.overrides == BASELINE
+        """Whether a form of ddp is the best because nothing else gains enough."""
+        return self.best is not None and is_ddp(self.best.candidate.overrides)
+
+    @property
+    def soonest_ddp(self) -> ComparedMethod:
+        """The form of `ddp` that is the soonest at the loss, or the fastest where nothing is known of losses."""
+        forms = [row for row in self.rows if is_ddp(row.candidate.overrides) and self.fits(row)]
+        return min(forms, key=lambda row: (row.to_loss, row.forecast.seconds), default=self.baseline)
 
     @property
     def baseline(self) -> ComparedMethod:
@@ -72,10 +103,12 @@ class Comparison:
         codec, rule and optimizer by name, and the cluster."""
         model, cluster = self.setting.model, self.setting.cluster
         overrides = in_full(self.best.candidate.overrides) if self.best else []
-        unnamed = model.optimizer and not any(one.startswith("optimizer=") for one in model.words)
+        own = self.best is not None and bool(composed(self.best.candidate.overrides).optimizer)
+        words = [one for one in model.words if not (own and one.lstrip("+~").startswith("optimizer"))]
+        unnamed = model.optimizer and not own and not any(one.startswith("optimizer=") for one in words)
         optimizer = [f"optimizer={model.optimizer}"] if unnamed else []
         where = [f"trainer.num_nodes={cluster.nodes}", f"trainer.devices={cluster.per_node}"]
-        return shlex.join([*model.words, *overrides, *optimizer, *where])
+        return shlex.join([*words, *overrides, *optimizer, *where])
 
 
 def plan(
@@ -87,6 +120,7 @@ def plan(
     memory_bytes: float = inf,
     threshold: float = THRESHOLD,
     optimizer: str | None = None,
+    like: str | None = None,
 ) -> Comparison:
     """Compare.
 
@@ -97,6 +131,7 @@ def plan(
         memory_bytes: of a device.
         threshold: gain over ddp below which it recommends ddp.
         optimizer: of all methods, as `optimizer=` names it; the profile's.
+        like: kind of the model, as `known_losses.RECIPES` has them; that of the profile's recipe.
 
     Raises:
         ValueError: overrides in `also` that can't be composed; nothing measured between nodes; an optimizer whose cost
@@ -105,29 +140,63 @@ def plan(
     if optimizer is not None:
         setting = replace(setting, model=trained_with(setting.model, optimizer))
     factors = drawn(variation, setting.cluster.workers)
-    asked = tuple(also)
+    asked, known = tuple(also), losses_of(setting, like)
     for overrides in asked:  # a mistake in overrides asked for is the user's to mend, not a row that is refused
-        strategy_of(overrides)
+        composed(overrides)
     rows, refused = [], {}
-    for candidate, method in _methods(setting, slices, asked):
+    for candidate, method, where in _methods(setting, slices, asked, known):
         if isinstance(method, str):
             refused[candidate.title] = method
         else:
-            rows.append(ComparedMethod(candidate, method, forecast(method, setting, factors)))
+            share = share_of(candidate, where.model.optimizer, known)
+            rows.append(ComparedMethod(candidate, method, forecast(method, where, factors), share))
     usable = [row for row in rows if row.method.equal and row.forecast.memory_bytes <= memory_bytes]
-    choice = chosen([(row.candidate, row.forecast.seconds) for row in usable], threshold)
+    choice = _best([(r.candidate, r.forecast.seconds, r.share, r.forecast.card_bytes) for r in usable], threshold)
     best = next((row for row in usable if row.candidate is choice), None)
-    order = tuple(sorted(rows, key=lambda row: row.forecast.seconds))
-    return Comparison(setting, order, refused, best, variation, slices, asked, memory_bytes, threshold)
+    order = tuple(sorted(rows, key=lambda row: (row.to_loss, row.forecast.seconds)))
+    return Comparison(setting, order, refused, best, variation, slices, asked, memory_bytes, threshold, like)
 
 
-def chosen(found: Sequence[tuple[Candidate, float]], threshold: float) -> Candidate | None:
-    """Choose by seconds: ddp if nothing gains enough over it; otherwise, of the fastest that do, what mixes most."""
-    ddp, base = next((pair for pair in found if pair[0].overrides == BASELINE), (None, inf))
+def losses_of(setting: Setting, like: str | None = None) -> KnownLosses | None:
+    """Losses that were measured nearest to the setting, for optimizers of which some were; None where none were."""
+    kind, model = like or kind_of(setting.model.words), setting.model
+    if kind is None or model.optimizer not in SUFFIXES:
+        return None
+    return nearest(kind, setting.cluster.workers, model.batch, model.parameter_bytes)
+
+
+def share_of(candidate: Candidate, optimizer: str, known: KnownLosses | None) -> float | None:
+    """`ComparedMethod.share` of a candidate that trains with this optimizer."""
+    names = f"{candidate.title}{SUFFIXES.get(optimizer, '')}", candidate.title
+    named = next((name for name in names if known is not None and name in known.batches), None)
+    if known is None or named is None:
+        return None
+    found = known.share(named)
+    return inf if found is None else found
+
+
+def _best(found: Iterable[tuple[Candidate, float, float | None, float]], threshold: float) -> Candidate | None:
+    """Choose by the seconds to a loss, of those whose share is known; else by those of a step.
+
+    Args:
+        found: (candidate, seconds of a step, `ComparedMethod.share`, bytes that it sends).
+    """
+    rows = list(found)
+    reaching = sorted((row for row in rows if row[2] not in (None, inf)), key=itemgetter(3))
+    if reaching:
+        return chosen([(one, seconds * (share or inf)) for one, seconds, share, _ in reaching], threshold, AS_SOON)
+    return chosen([(one, seconds) for one, seconds, *_ in rows], threshold)
+
+
+def chosen(found: Sequence[tuple[Candidate, float]], threshold: float, alike: float = AS_FAST) -> Candidate | None:
+    """Choose by seconds: the best form of ddp if nothing gains enough over it; otherwise, of the fastest that do, alike
+    to this part, the first."""
+    forms = [pair for pair in found if is_ddp(pair[0].overrides)]
+    ddp, base = min(forms, key=lambda pair: pair[1], default=(None, inf))
     # Both, as at a threshold of 0 to be as fast is no gain.
     gaining = [(one, seconds) for one, seconds in found if seconds < base and (1 + threshold) * seconds <= base]
     fastest = min((seconds for _, seconds in gaining), default=0.0)
-    return next((one for one, seconds in gaining if seconds <= (1 + AS_FAST) * fastest), ddp)
+    return next((one for one, seconds in gaining if seconds <= (1 + alike) * fastest), ddp)
 
 
 @dataclass(frozen=True)
@@ -156,26 +225,37 @@ def grid(plan: Comparison, workers: Sequence[int], rates: Sequence[float]) -> li
     latency = setting.network.price("exchange", "between", 2).latency_seconds
     for count in workers:
         where = replace(setting, cluster=Cluster(count, setting.cluster.per_node))
-        factors = drawn(plan.variation, count, RUNS)
-        rows = _methods(where, plan.slices, plan.also)
-        served = [(one, method) for one, method in rows if not isinstance(method, str) and method.equal]
-        assert any(candidate.overrides == BASELINE for candidate, _ in served)  # ddp serves every cluster
-        fit = {one for one, method in served if method.memory_bytes(where.without_network) <= plan.memory_bytes}
+        factors, known = drawn(plan.variation, count, RUNS), losses_of(where, plan.like)
+        rows = _methods(where, plan.slices, plan.also, known)
+        served = [(one, method, at) for one, method, at in rows if not isinstance(method, str) and method.equal]
+        assert any(candidate.overrides == BASELINE for candidate, *_ in served)  # ddp serves every cluster
+        fit = [row for row in served if row[1].memory_bytes(row[2].without_network) <= plan.memory_bytes]
+        about = [(one, share_of(one, at.model.optimizer, known), method.card_bytes(at)) for one, method, at in fit]
         for rate in rates:
-            there = replace(where, network=where.network.linked("between", latency, rate))
-            seconds = {one: float(method.seconds(there, factors).mean()) for one, method in served}
-            best = chosen([(one, spent) for one, spent in seconds.items() if one in fit], plan.threshold)
+            link = where.network.linked("between", latency, rate)
+            seconds = {
+                one: float(method.seconds(replace(at, network=link), factors).mean()) for one, method, at in served
+            }
+            best = _best([(one, seconds[one], share, sent) for one, share, sent in about], plan.threshold)
             by_title = {one.title: spent for one, spent in seconds.items()}
             found.append(Cell(count, rate, by_title, best.title if best else NOTHING))
     return found
 
 
-def _methods(where: Setting, slices: int, also: Iterable[str]) -> Iterator[tuple[Candidate, Method | str]]:
-    """Yield each candidate with its method, or why it can't serve the cluster."""
-    for candidate in [*candidates(where.cluster, where.model, slices), *(Candidate(own, own) for own in also)]:
+def _methods(
+    where: Setting, slices: int, also: Iterable[str], known: KnownLosses | None
+) -> Iterator[tuple[Candidate, Method | str, Setting]]:
+    """Yield each candidate with its method, or why it can't serve the cluster, and the setting with its optimizer."""
+    plain = [*candidates(where.cluster, where.model, slices)]
+    named = {f"{one.title}{SUFFIXES.get(where.model.optimizer, '')}" for one in plain}
+    further = measured(known, {DDP, *named}) if known else ()
+    for candidate in [*plain, *further, *(Candidate(own, own) for own in also)]:
         try:
-            method = method_of(strategy_of(candidate.overrides), where.cluster, slices)
-            method.memory_bytes(where.without_network)  # where nothing of the network can be missing
-            yield candidate, method
+            made = composed(candidate.overrides)
+            at = replace(where, model=trained_with(where.model, made.optimizer)) if made.optimizer else where
+            method = method_of(made.strategy, at.cluster, slices)
+            method = Accumulated(method, made.accumulated) if made.accumulated > 1 else method
+            method.memory_bytes(at.without_network)  # where nothing of the network can be missing
+            yield candidate, method, at
         except ValueError as error:
-            yield candidate, str(error)
+            yield candidate, str(error), where

@@ -1,5 +1,6 @@
 """Forecasts of strategies: from overrides of the command line of `recipes/train.py` to what they will cost."""
 
+from dataclasses import dataclass
 from functools import lru_cache, singledispatch
 
 import torch
@@ -8,6 +9,7 @@ from hydra.errors import HydraException
 from hydra.utils import instantiate
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from omegaconf.errors import OmegaConfBaseException
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lightning_decentral.compressed.plan.forecast import CompressedForecast
 from lightning_decentral.compressed.strategy import CompressedStrategy
@@ -58,25 +60,45 @@ CODEC_SECONDS_PER_BYTE: dict[Codec, tuple[float, float]] = {
     DifferenceCompression(Int2()): (0.845e-9, 0.421e-9),
 }
 
+HALF_PRECISION = default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook
+
+
+@dataclass(frozen=True)
+class Composed:
+    """What overrides of `recipes/train.py` train with; `optimizer` is empty where they name none."""
+
+    strategy: Strategy
+    optimizer: str = ""
+    accumulated: int = 1
+
 
 @lru_cache(maxsize=256)  # a map of clusters asks for the same overrides in every cell, and composing takes long
-def strategy_of(overrides: str) -> Strategy:
-    """Strategy that these overrides make.
+def composed(overrides: str) -> Composed:
+    """Compose them.
 
     Raises:
         ValueError: they name something that isn't there.
     """
-    named = [one for one in overrides.split() if one.startswith("strategy=")]
-    others = [one for one in overrides.split() if one.lstrip("+~").startswith(("strategy/", "strategy."))]
-    if len(named) != 1:
+    words = overrides.split()
+    chosen = {key: value for key, _, value in (one.partition("=") for one in words)}
+    whole = "experiment" in chosen  # which chooses a strategy and an optimizer
+    if not whole and sum(one.startswith("strategy=") for one in words) != 1:
         raise ValueError(f"{overrides!r} must have one strategy=..., such as strategy=gossip strategy/topology=ring")
+    others = [one for one in words if one.lstrip("+~").startswith(("strategy/", "strategy."))]
+    config, given = ("train", words) if whole else (f"strategy/{chosen['strategy']}", others)
     try:
         with initialize_config_module("lightning_decentral.conf", version_base="1.3"):
-            cfg = compose(f"strategy/{named[0].partition('=')[2]}", others)
+            cfg = compose(config, given, return_hydra_config=whole)
+        optimizer = cfg.hydra.runtime.choices.optimizer if whole else chosen.get("optimizer", "")
         strategy: Strategy = instantiate(cfg.strategy, _convert_="all")
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(f"{overrides!r} can't be composed: {' '.join(str(error).split())}") from None
-    return strategy
+    return Composed(strategy, optimizer, int(chosen.get("trainer.accumulate_grad_batches", 1)))
+
+
+def strategy_of(overrides: str) -> Strategy:
+    """Strategy that these overrides make."""
+    return composed(overrides).strategy
 
 
 @singledispatch
@@ -91,8 +113,10 @@ def method_of(strategy: object, cluster: Cluster, slices: int) -> Method:
 
 @method_of.register
 def _(strategy: DDPStrategy, cluster: Cluster, slices: int) -> Method:
-    asked = strategy._ddp_kwargs.get("bucket_cap_mb")
-    return DataParallel() if asked is None else DataParallel(bucket_bytes=int(asked * 2**20))
+    asked, hook = strategy._ddp_kwargs.get("bucket_cap_mb"), strategy._ddp_comm_hook
+    if hook not in (None, *HALF_PRECISION):
+        raise ValueError(f"no forecast reads the hook {hook}: leave it out, or take strategy=ddp_fp16")
+    return DataParallel(BUCKET_BYTES if asked is None else int(asked * 2**20), sent=0.5 if hook else 1.0)
 
 
 @method_of.register

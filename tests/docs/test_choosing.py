@@ -7,7 +7,8 @@ from statistics import mean
 import pytest
 
 from lightning_decentral.gossip import Elastic
-from pages import choosing
+from lightning_decentral.shared.plan.known_losses import known_losses
+from pages import choosing, known
 from pages.choosing import rows
 from tests.docs.pages import ROOT
 from tests.docs.test_shell_blocks import check
@@ -72,13 +73,9 @@ def losses(recipe: str, page: str = "") -> dict[str, float]:
 def soonest(recipe: str, page: str = "") -> dict[str, list[str]]:
     """{rate: methods, the soonest at the loss of `ddp` first}"""
     reached = [r for r in choosing.by_rate(recipe, "times sooner than `ddp` ", page) if r["200mbit"]]
-    found = {rate: [r for r in reached if r.get(rate, "-") != "-"] for rate in choosing.WRITTEN}
+    found = {rate: [r for r in reached if r.get(rate, "-") != "-"] for rate in choosing.RATES}
     return {rate: [r["method"] for r in sorted(of, key=lambda row, rate=rate: -float(row[rate]))]
             for rate, of in found.items()}  # fmt: skip
-
-
-def test_the_loss_is_that_of_ddp_in_the_end() -> None:
-    assert float(choosing.LOSS) == losses("gpt")["ddp"] == losses("gpt", "owners-")["ddp"]
 
 
 def times(table: str) -> list[tuple[str, str, float]]:
@@ -88,21 +85,36 @@ def times(table: str) -> list[tuple[str, str, float]]:
 
 
 def test_what_a_row_names_is_ahead_of_the_strongest_of_the_other_side() -> None:
-    """The table asserts that a row of text is the soonest of its side; of images it is so but for outer rounds."""
+    """But for a row of `ddp`, which ours are ahead of by less than the gain that `plan` asks for."""
     found = times(choosing.links())
-    assert all(sooner > 1 for *_, sooner in found)
-    assert [("strategy=ddp" in command) for links, command, _ in found if links == "1 Gb/s"] == [True]
-    for recipe, method in (("vit", choosing.GOSSIP), ("resnet", choosing.ACCUM)):
-        of = [name for name in soonest(recipe, "digits-")["200mbit"] if not name.startswith(("ddp", *choosing.PEERS))]
-        assert next(name for name in of if "outer rounds" not in name) == method
-    larger = soonest("larger-gpt", "larger-gpt-")["200mbit"]
-    assert larger[0] == choosing.GOSSIP
+    assert all(sooner > 1 or ("strategy=ddp" in command and 1.1 * sooner > 1) for _, command, sooner in found)
+    assert all("strategy=ddp" in command for links, command, _ in found if links == "1 Gb/s")
+
+
+def test_what_plan_names_is_close_to_the_soonest_that_was_measured() -> None:
+    """The page of `plan` has these numbers."""
+    behind = []
+    for one in known_losses():
+        for rate in one.seconds:
+            best, spent = choosing.planned(one, rate).best, choosing.to_loss(one, rate)
+            assert best is not None
+            behind.append(spent[best.candidate.title] / min(spent.values()))
+    page = (ROOT / "docs" / "plan.md").read_text().replace("\n", " ")
+    near = sum(times <= 1.135 for times in behind)
+    assert f"In {near} of the {len(behind)} measured settings" in page
+    assert (
+        f"within 13 % of the soonest that was measured there, and within {100 * max(behind) - 100:.0f} % in all" in page
+    )
+
+
+def test_the_table_of_losses_is_that_of_the_results() -> None:
+    assert known.PATH.read_text() == known.written()
 
 
 def test_what_the_page_says_of_more_hosts() -> None:
     eight, sixteen = soonest("gpt", "8-hosts-"), soonest("gpt", "16-hosts-")
-    assert [eight[rate][0] for rate in choosing.WRITTEN if eight[rate]] == [OUTER] * 3
-    assert [sixteen[rate][0] for rate in choosing.WRITTEN if sixteen[rate]] == [choosing.GOSSIP, DDP, DDP]
+    assert [eight[rate][0] for rate in choosing.RATES if eight[rate]] == [OUTER] * 3
+    assert [sixteen[rate][0] for rate in choosing.RATES if sixteen[rate]] == [choosing.GOSSIP, DDP, DDP]
     assert losses("gpt", "16-hosts-")[OUTER] > losses("gpt", "16-hosts-")["ddp"]
     assert not any("accumulating" in method for page in ("8-hosts-", "16-hosts-") for method in losses("gpt", page))
 

@@ -20,6 +20,8 @@ STEPS = 5
 CALL_BYTES = 64 * 2**20
 ELEMENT_BYTES = 4
 ALIKE = ("adam", "adamw")
+ACCUMULATED = {"adam": "accum_adam", "adamw": "accum_adamw"}
+"""Whose seconds are those of the profile's, with the mean gradient of a window in addition."""
 MUON = "muon"
 
 
@@ -53,6 +55,9 @@ def trained_with(model: Model, optimizer: str) -> Model:
     others = (one for one in model.words if not re.match(r"[+~]*optimizer\b", one))
     if optimizer == model.optimizer:
         return model
+    if optimizer == ACCUMULATED.get(model.optimizer):
+        more_state = model.state_bytes + model.parameter_bytes
+        return replace(model, words=(*others, f"optimizer={optimizer}"), optimizer=optimizer, state_bytes=more_state)
     if optimizer != MUON or model.optimizer not in ALIKE or not model.products_per_second:
         raise ValueError(
             f"this profile, of {model.optimizer or 'an unnamed optimizer'}, doesn't show what {optimizer} costs: "

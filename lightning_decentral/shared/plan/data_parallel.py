@@ -10,7 +10,15 @@ Source: Li et al. 2006.15704 (PyTorch DistributedDataParallel).
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from lightning_decentral.shared.plan.forecast import Setting, Synchronous, passing_bytes, replica_bytes
+from lightning_decentral.shared.plan.forecast import (
+    WARM_STEPS,
+    Floats,
+    Method,
+    Setting,
+    Synchronous,
+    passing_bytes,
+    replica_bytes,
+)
 from lightning_decentral.shared.plan.network import Price
 from lightning_decentral.shared.plan.profile import BlockCost, Model
 from lightning_decentral.shared.plan.timeline import Task, makespan, run
@@ -50,12 +58,16 @@ Travel = Callable[[int, float, str], list[list[Task[str]]]]
 
 
 def step(
-    blocks: Sequence[BlockCost], all_reduce: Price, factor: float = 1.0, bucket_bytes: int = BUCKET_BYTES
+    blocks: Sequence[BlockCost],
+    all_reduce: Price,
+    factor: float = 1.0,
+    bucket_bytes: int = BUCKET_BYTES,
+    sent: float = 1.0,
 ) -> list[Task[str]]:
     """`step_by` with one all-reduce for each bucket."""
 
     def travel(number: int, size: float, last: str) -> list[list[Task[str]]]:
-        return [[Task(f"all-reduce {number}", "network", all_reduce.seconds(size), (last,))]]
+        return [[Task(f"all-reduce {number}", "network", all_reduce.seconds(sent * size), (last,))]]
 
     return step_by(blocks, travel, factor, bucket_bytes)
 
@@ -105,9 +117,11 @@ class DataParallel(Synchronous):
 
     Args:
         bucket_bytes: of gradients that travel together.
+        sent: bytes of a message for each byte of gradients: 0.5 with a hook that sends half precision.
     """
 
     bucket_bytes: int = BUCKET_BYTES
+    sent: float = 1.0
 
     def prices(self, setting: Setting) -> tuple[Price, ...]:
         workers = setting.cluster.workers
@@ -116,15 +130,45 @@ class DataParallel(Synchronous):
         )
 
     def card_bytes(self, setting: Setting) -> float:
-        """2 (n - 1) / n of the parameters' bytes; nothing on one node."""
+        """2 (n - 1) / n of the parameters' bytes, as they are sent; nothing on one node."""
         n = setting.cluster.workers
-        return 2 * (n - 1) / n * setting.model.parameter_bytes if setting.cluster.nodes > 1 else 0.0
+        return 2 * (n - 1) / n * self.sent * setting.model.parameter_bytes if setting.cluster.nodes > 1 else 0.0
 
     def memory_bytes(self, setting: Setting) -> float:
         return replica_bytes(setting.model) + setting.model.parameter_bytes  # buckets lie next to the gradients
 
     def at(self, setting: Setting, factor: float) -> list[Task[str]]:
-        return step(setting.model.step_blocks, self.prices(setting)[0], factor, self.bucket_bytes)
+        return step(setting.model.step_blocks, self.prices(setting)[0], factor, self.bucket_bytes, self.sent)
+
+
+@dataclass(frozen=True)
+class Accumulated(Method):
+    """A method whose gradients are averaged, and parameters updated, once in several batches.
+
+    seconds of a batch = ((batches - 1) (forward + backward) + seconds of a step) / batches
+    """
+
+    method: Method
+    batches: int
+
+    def prices(self, setting: Setting) -> tuple[Price, ...]:
+        return self.method.prices(setting)
+
+    def seconds(self, setting: Setting, factors: Floats) -> Floats:
+        own = sum(block.pass_seconds for block in setting.model.step_blocks)
+        # Nobody waits within a step: of its batches the slow ones and the fast ones even out.
+        passes = own * factors[:, WARM_STEPS:].mean(axis=(1, 2))
+        step: Floats = ((self.batches - 1) * passes + self.method.seconds(setting, factors)) / self.batches
+        return step
+
+    def tasks(self, setting: Setting) -> list[Task[str]]:
+        return self.method.tasks(setting)
+
+    def card_bytes(self, setting: Setting) -> float:
+        return self.method.card_bytes(setting) / self.batches
+
+    def memory_bytes(self, setting: Setting) -> float:
+        return self.method.memory_bytes(setting)
 
 
 def sharded_step(

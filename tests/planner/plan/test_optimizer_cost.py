@@ -127,7 +127,8 @@ def test_words_name_the_optimizer_once() -> None:
     [
         (model_of(Net(), "sgd"), "muon"),
         (model_of(Net(), "muon"), "adamw"),
-        (model_of(Net()), "accum_adamw"),
+        (model_of(Net()), "accum_adam"),
+        (model_of(Net()), "sgd"),
         (model_of(Net(), ""), "muon"),
         (replace(model_of(Net()), products_per_second=0.0), "muon"),
     ],
@@ -135,6 +136,14 @@ def test_words_name_the_optimizer_once() -> None:
 def test_what_the_profile_does_not_tell_is_refused(model: Model, optimizer: str) -> None:
     with pytest.raises(ValueError, match=f"profile again with optimizer={optimizer}$"):
         trained_with(model, optimizer)
+
+
+def test_a_window_of_gradients_is_one_more_state() -> None:
+    model = model_of(Net())
+    accumulated = trained_with(model, "accum_adamw")
+    assert accumulated.state_bytes - model.state_bytes == model.parameter_bytes
+    assert accumulated.words[-1] == "optimizer=accum_adamw"
+    assert accumulated.blocks == model.blocks
 
 
 def test_a_profile_keeps_it(tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -13,6 +13,7 @@ from lightning_decentral.shared.plan import data_parallel
 from lightning_decentral.shared.plan.data_parallel import (
     BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
+    Accumulated,
     DataParallel,
     ShardedForecast,
     pieces,
@@ -190,3 +191,19 @@ def test_settings_that_do_not_fit_are_refused() -> None:
         seconds(Pipelining(stages=3), setting())
     with pytest.raises(ValueError, match="8 stages for a model of 4 blocks"):
         seconds(Pipelining(), setting())
+
+
+def test_of_accumulated_batches_one_is_averaged_and_updates() -> None:
+    where, alone = setting(rate=1e6), DataParallel()
+    passes = sum(block.pass_seconds for block in model().blocks)
+    four = Accumulated(alone, 4)
+    assert seconds(four, where) == pytest.approx((3 * passes + seconds(alone, where)) / 4)
+    assert four.card_bytes(where) == alone.card_bytes(where) / 4
+    assert four.memory_bytes(where) == alone.memory_bytes(where)
+    assert seconds(Accumulated(alone, 1), where) == seconds(alone, where)
+
+
+def test_half_precision_is_half_the_bytes() -> None:
+    where, half = setting(rate=1e6), DataParallel(sent=0.5)
+    assert half.card_bytes(where) == DataParallel().card_bytes(where) / 2
+    assert seconds(half, where) == pytest.approx(seconds(DataParallel(), setting(rate=2e6)))

@@ -1,0 +1,91 @@
+"""Losses that were measured: batches and seconds to the loss that `ddp` with AdamW ends at, by kind of model.
+
+    seconds to the loss = batches to the loss * seconds of a batch
+
+Batches don't depend on the network and hardly on the device, so they carry over to a user's own cluster, whose seconds
+of a batch are predicted. `plan`, the hint of a strategy's start, error texts and docs/choosing.md read this one table,
+`known_losses.json`, which `benchmarks/pages.py known --write` makes of the committed results.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from math import log2
+from typing import Any
+
+BASELINE = "ddp"
+RECIPES = {"gpt": "text", "vit": "images, a transformer", "resnet": "images, a ResNet"}
+"""Kind of model of each recipe."""
+
+
+@dataclass(frozen=True)
+class KnownLosses:
+    """Losses of one model on so many workers.
+
+    Args:
+        kind: of the model, a value of `RECIPES`.
+        recipe: whose runs were measured.
+        batch: samples of a worker and step.
+        loss: that `ddp` with AdamW has in the end; of images the cross-entropy of the test set.
+        seeds: runs of each method.
+        batches: to that loss, by method; None where a run of as many steps doesn't reach it.
+        ends: the loss of each method after as many batches as `ddp`.
+        seconds: of a batch on hosts of one processor thread each, {bits per second: {method: seconds}}.
+    """
+
+    kind: str
+    recipe: str
+    workers: int
+    batch: int
+    parameter_bytes: int
+    loss: float
+    seeds: int
+    batches: Mapping[str, int | None]
+    ends: Mapping[str, float]
+    seconds: Mapping[str, Mapping[str, float]]
+
+    def share(self, method: str) -> float | None:
+        """Share of the baseline's batches that the method needs; None where it doesn't reach the loss."""
+        own, whole = self.batches.get(method), self.batches[BASELINE]
+        return own / whole if own and whole else None
+
+    def distance(self, workers: int, batch: int, parameter_bytes: int) -> float:
+        """Distance from a user's setting: doublings of the batch and of the parameters, and twice those of workers."""
+        # What a method loses against `ddp` depends on the number of workers most.
+        pairs = (self.workers, workers, 2), (self.batch, batch, 1), (self.parameter_bytes, max(1, parameter_bytes), 1)
+        return sum(weight * abs(log2(known / asked)) for known, asked, weight in pairs)
+
+    def __str__(self) -> str:
+        size = f"{self.parameter_bytes / 4e6:.2g} M parameters"
+        return f"recipe {self.recipe.split('-')[0]}, {size}, {self.workers} workers, batches of {self.batch}"
+
+
+@cache
+def _table() -> Any:
+    return json.loads(files("lightning_decentral.shared.plan").joinpath("known_losses.json").read_text())
+
+
+@cache
+def known_losses() -> tuple[KnownLosses, ...]:
+    """Every setting that was measured."""
+    return tuple(KnownLosses(**found) for found in _table()["settings"])
+
+
+def overrides_of(method: str) -> str | None:
+    """Overrides on the command line of `recipes/train.py` that train with the method; None for other packages'."""
+    found: str | None = _table()["methods"].get(method)
+    return found
+
+
+def nearest(kind: str, workers: int, batch: int, parameter_bytes: int) -> KnownLosses | None:
+    """The measured setting of this kind that is nearest to a user's; None for a kind that wasn't measured."""
+    alike = [one for one in known_losses() if one.kind == kind]
+    return min(alike, key=lambda one: one.distance(workers, batch, parameter_bytes), default=None)
+
+
+def kind_of(overrides: Sequence[str]) -> str | None:
+    """Kind of the model that overrides of `recipes/train.py` make; None for a model of the user's own."""
+    named = (one.partition("=")[2] for one in overrides if one.startswith("recipe="))
+    return next((RECIPES[name] for name in named if name in RECIPES), None)
