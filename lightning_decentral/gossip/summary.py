@@ -12,12 +12,12 @@ from lightning_decentral.gossip.plan.weights import consensus_steps, describe
 from lightning_decentral.gossip.wire.optimizer_mixer import OptimizerMixer
 
 if TYPE_CHECKING:
-    from lightning_decentral.gossip.strategy import GossipStrategy
+    import lightning_decentral.gossip.strategy as gossip
 
 ORDERS = {0: "blocking (adapt-then-combine)", 1: "overlapped (adapt-while-combining)"}
 
 
-def described(plan: "GossipStrategy", mixers: Iterable[OptimizerMixer]) -> dict[str, str]:
+def described(plan: "gossip.GossipStrategy", mixers: Iterable[OptimizerMixer]) -> dict[str, str]:
     """Describe the plan: {topic: text}."""
     mixers, size = list(mixers), plan.workers
     steps = consensus_steps(plan.topology, size, plan.weights)
@@ -54,7 +54,7 @@ def described(plan: "GossipStrategy", mixers: Iterable[OptimizerMixer]) -> dict[
     return lines | ({"hint": f"{' and '.join(sorted(adams))} {hint}"} if adams else {})
 
 
-def _beside(plan: "GossipStrategy", name: str, mixers: Sequence[OptimizerMixer]) -> str:
+def _beside(plan: "gossip.GossipStrategy", name: str, mixers: Sequence[OptimizerMixer]) -> str:
     """One state that travels, and what a worker sends of it in a step where all parameters have it."""
     travel = plan.states[name]
     flats = [view_as_real(b.flat).view(-1) if b.flat.is_complex() else b.flat for of in mixers for b in of.buckets]
@@ -66,7 +66,7 @@ def _beside(plan: "GossipStrategy", name: str, mixers: Sequence[OptimizerMixer])
     return f"{name}: {travel}, up to {sent:,.0f} bytes a step"
 
 
-def healing(plan: "GossipStrategy") -> str:
+def healing(plan: "gossip.GossipStrategy") -> str:
     """Description of what becomes of a worker whose parameters aren't finite."""
     reason = "heals=0" if plan.heals == 0 else plan.combine.recovery.incurable
     if not plan.member.heals:
@@ -74,7 +74,7 @@ def healing(plan: "GossipStrategy") -> str:
     return f"ends the training: {reason}" if reason else f"takes its neighbours' parameters, {plan.heals} times at most"
 
 
-def through_card(plan: "GossipStrategy", message_bytes: float, model_bytes: float) -> str:
+def through_card(plan: "gossip.GossipStrategy", message_bytes: float, model_bytes: float) -> str:
     """Description of the bytes that leave the busiest node by the plan, and by a ring all-reduce of the gradients."""
     if plan.num_nodes == 1:
         return "none, there is one node"

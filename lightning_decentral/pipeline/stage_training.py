@@ -31,7 +31,7 @@ from lightning_decentral.shared.wire.pipeline_replicas import Bond
 from lightning_decentral.shared.wire.transport import Wire
 
 if TYPE_CHECKING:
-    from lightning_decentral.shared.workers import WorkersStrategy
+    import lightning_decentral.shared.workers as strategies
 
 Gradients = list[Tensor | None]
 
@@ -176,7 +176,7 @@ class StageEvaluation(Evaluation):
         share: gives all stages the last one's buffers, before it and before a mean is taken; collective.
     """
 
-    def __init__(self, of: "WorkersStrategy", share: Callable[[], None]) -> None:
+    def __init__(self, of: "strategies.WorkersStrategy", share: Callable[[], None]) -> None:
         super().__init__(of)
         self._last_stages = share  # by another name, as of `Evaluation`
 

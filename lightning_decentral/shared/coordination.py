@@ -27,7 +27,7 @@ from lightning_decentral.shared.wire.pending import raise_lost
 from lightning_decentral.shared.wire.transport import Wire, abort_nccl
 
 if TYPE_CHECKING:
-    from lightning_decentral.shared.workers import WorkersStrategy
+    import lightning_decentral.shared.workers as strategies
 
 Result = TypeVar("Result")
 
@@ -75,7 +75,13 @@ class FitCoordinator(Uncoordinated):
     """
 
     def __init__(
-        self, wire: Wire, trainer: Trainer, of: "WorkersStrategy", stop: StopAgreement, heartbeat: Heartbeat, name: str
+        self,
+        wire: Wire,
+        trainer: Trainer,
+        of: "strategies.WorkersStrategy",
+        stop: StopAgreement,
+        heartbeat: Heartbeat,
+        name: str,
     ) -> None:
         self._of, self._met, self._open, self._calling = of, 0, True, False
         self._stop, self._heartbeat, self._rank = stop, heartbeat, wire.roll.rank

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lightning_decentral.shared.wire.mean import MeanModel, Swap, of_mean
 
 if TYPE_CHECKING:
-    from lightning_decentral.shared.workers import WorkersStrategy
+    import lightning_decentral.shared.workers as strategies
 
 
 def callbacks_of(trainer: Trainer) -> list[Callback]:
@@ -83,7 +83,7 @@ class Evaluation(Callback):
     is over is done before any other callback does anything.
     """
 
-    def __init__(self, of: "WorkersStrategy") -> None:
+    def __init__(self, of: "strategies.WorkersStrategy") -> None:
         self._strategy = of  # by another name than the argument: `settings` would compare the whole strategy
         self._callbacks: list[Callback] = []
         self._loop: Any = None

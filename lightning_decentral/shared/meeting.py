@@ -27,8 +27,8 @@ from lightning_decentral.shared.wire.meeting.waits import Backlog, Rescue
 from lightning_decentral.shared.wire.transport import STORES, Wire, abort_nccl, connected, own_connection
 
 if TYPE_CHECKING:
-    from lightning_decentral.shared.fabric.strategy import FabricWorkers
-    from lightning_decentral.shared.workers import WorkersStrategy
+    import lightning_decentral.shared.fabric.strategy as fabric
+    import lightning_decentral.shared.workers as strategies
 
 GOODBYE_SECONDS = 10.0
 """Time that worker 0, and the store with it, stays for the others to end, too."""
@@ -87,7 +87,7 @@ class WorkerGroup:
         ValueError: no time to wait.
     """
 
-    def __init__(self, of: "WorkersStrategy | FabricWorkers", timeout: timedelta) -> None:
+    def __init__(self, of: "strategies.WorkersStrategy | fabric.FabricWorkers", timeout: timedelta) -> None:
         if timeout <= timedelta(0):
             raise ValueError(f"timeout must be positive, got {timeout}: {TIMEOUT} is the default")
         self._of, self.timeout = of, timeout
@@ -189,7 +189,7 @@ class WorkerGroup:
 
     # ---- a fit: what waits is counted and named, all stop together --------------------------------------------------
 
-    def coordinate(self, trainer: Trainer, of: "WorkersStrategy") -> None:
+    def coordinate(self, trainer: Trainer, of: "strategies.WorkersStrategy") -> None:
         """Coordinate the fit with the other workers from now on, until `coordination.close`."""
         if self._of.wire is None:
             return

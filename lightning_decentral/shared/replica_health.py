@@ -28,8 +28,8 @@ from lightning_decentral.shared.wire.objects import check_same_call
 from lightning_decentral.shared.wire.transport import everyone
 
 if TYPE_CHECKING:
-    from lightning_decentral.shared.fabric.strategy import FabricWorkers
-    from lightning_decentral.shared.workers import WorkersStrategy
+    import lightning_decentral.shared.fabric.strategy as fabric
+    import lightning_decentral.shared.workers as strategies
 
 WHY = {
     "parameters": "They should be the same bit for bit: workers of different hardware round differently; among equal "
@@ -57,7 +57,7 @@ class ReplicaHealth:
         left_out: workers, once for each mean that was taken without them.
     """
 
-    def __init__(self, of: "WorkersStrategy | FabricWorkers") -> None:
+    def __init__(self, of: "strategies.WorkersStrategy | fabric.FabricWorkers") -> None:
         self.left_out = 0
         self._of = of
         self._gathered = False  # whether a gather with gradients was looked at

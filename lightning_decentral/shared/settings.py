@@ -29,7 +29,7 @@ from lightning_decentral.shared.wire.meeting.comparison import check_same_settin
 from lightning_decentral.shared.wire.transport import connected, everyone
 
 if TYPE_CHECKING:
-    from lightning_decentral.shared.workers import WorkersStrategy
+    import lightning_decentral.shared.workers as strategies
 
 OF_ONE_WORKER = (
     *("logger", "callbacks", "default_root_dir", "enable_progress_bar", "enable_model_summary", "log_every_n_steps"),
@@ -60,7 +60,7 @@ class SameSettings:
         ValueError: at each of them, on every worker, the same line with the first difference.
     """
 
-    def __init__(self, worker: "WorkersStrategy") -> None:
+    def __init__(self, worker: "strategies.WorkersStrategy") -> None:
         self._worker = worker
         self._asked = True
 

@@ -13,7 +13,7 @@ from lightning_decentral.shared.updates import IN_LOOP, Updates
 from lightning_decentral.shared.wire.meeting.comparison import TrainingComparison
 
 if TYPE_CHECKING:
-    from lightning_decentral.shared.fabric.strategy import FabricWorkers
+    import lightning_decentral.shared.fabric.strategy as fabric
 
 LOOK_STEPS = 100
 """Steps between comparisons of all buffers, to find those that change: a user's own loop doesn't report epochs."""
@@ -32,7 +32,7 @@ class Accumulating(_BackwardSyncControl):
 class FabricWorkerGroup(WorkerGroup):
     """Workers of a user's own loop: at which step of it this one is."""
 
-    def __init__(self, of: "FabricWorkers", timeout: timedelta) -> None:
+    def __init__(self, of: "fabric.FabricWorkers", timeout: timedelta) -> None:
         super().__init__(of, timeout)
         self._loop = of
         self._updates: Updates | None = None

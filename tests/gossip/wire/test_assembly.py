@@ -17,7 +17,6 @@ from lightning_decentral.gossip.plan.traffic import Cliques
 from lightning_decentral.gossip.plan.weights import mixing_matrix
 from lightning_decentral.gossip.wire.assembly import ExchangeByStep, assembled
 from lightning_decentral.gossip.wire.mixer import Mixer
-from lightning_decentral.gossip.wire.overlap import overlapped
 from lightning_decentral.shared.wire.pending import Pending, Together
 from lightning_decentral.shared.wire.transport import Message, Transport
 from tests.gossip.topologies import every_topology
@@ -49,7 +48,7 @@ class Alike(Transport):
 def exchange_of(topology: Topology, workers: int) -> Any:
     member: Any = SimpleNamespace(
         peers=lambda groups: next((Alike(len(g)) for g in groups if 0 in g), None),
-        beside=overlapped,
+        overlaps=True,
         exchange=lambda exchange: exchange,
     )
     return assembled(topology, Own(), workers, 0, member, torch.device("cpu"), Plain(), 0, Cliques.RING)
@@ -65,7 +64,7 @@ def groups_of(
         made.append([tuple(group) for group in groups])
         return next((Alike(len(group)) for group in groups if worker in group), None)
 
-    member: Any = SimpleNamespace(peers=peers, beside=overlapped, exchange=lambda exchange: exchange)
+    member: Any = SimpleNamespace(peers=peers, overlaps=True, exchange=lambda exchange: exchange)
     cliques = cliques_of(codec, rule or Gossip(), topology, Own(), workers)
     assembled(topology, Own(), workers, worker, member, torch.device("cpu"), codec, 0, cliques)
     return made
