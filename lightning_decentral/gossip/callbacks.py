@@ -1,11 +1,12 @@
 """Callbacks that log a gossip run: consensus distance, mixing rate, wait and exchange seconds, bytes, worker losses.
 
 Under a strategy that does not gossip each of these does nothing. Values go to every logger, at the step that Lightning
-gives its own rows; consensus distance, waiting and mixing rate go to the progress bar too, and what every worker knows
-of itself to `trainer.callback_metrics`.
+gives its own rows, and to `trainer.callback_metrics`; the progress bar shows `members`, of an elastic run, and
+`waiting`, the share of the batches' time that went into waiting for others.
 """
 
 import json
+import time
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Mapping
@@ -24,7 +25,8 @@ from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import ReplicaStrategy
 
 KEPT_LOSSES = 8
-ON_BAR = ("gossip/members", "gossip/mixing_rate")  # the first that there is
+NOTHING: Mapping[str, float] = {}
+SEEN = 0.0005  # the bar has three digits: what is less would be a line of 0.000
 
 
 @runtime_checkable
@@ -99,7 +101,7 @@ class ConsensusMonitor(_EveryNSteps):
     def measure(self, trainer: Trainer, pl_module: LightningModule, strategy: Monitored, steps: int) -> None:
         error = strategy.consensus()
         metrics = {"gossip/consensus_distance": error.absolute, "gossip/consensus_distance_relative": error.relative}
-        _publish(trainer, pl_module, metrics, on_bar="gossip/consensus_distance")
+        _publish(trainer, pl_module, metrics)
 
 
 @checked
@@ -119,7 +121,16 @@ class CommunicationMonitor(_EveryNSteps):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # A strategy's counters start anew with every fit.
         super().on_train_start(trainer, pl_module)
-        self._before = Traffic()
+        self._before, self._seconds = Traffic(), 0.0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._began = time.monotonic()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._seconds += time.monotonic() - self._began
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def measure(self, trainer: Trainer, pl_module: LightningModule, strategy: Monitored, steps: int) -> None:
         before, now = self._before, strategy.traffic()
@@ -132,7 +143,9 @@ class CommunicationMonitor(_EveryNSteps):
             "gossip/left_out_of_mean": now.left_out,
             "gossip/healed": now.healed,
         }
-        _publish(trainer, pl_module, metrics, on_bar="gossip/wait_seconds")
+        waited, seconds, self._seconds = now.wait_seconds - before.wait_seconds, self._seconds, 0.0
+        waiting = min(1.0, waited / seconds) if seconds else 0.0
+        _publish(trainer, pl_module, metrics, {"waiting": waiting} if waiting >= SEEN else {})
 
 
 @checked
@@ -151,7 +164,8 @@ class MixingMonitor(_EveryNSteps):
 
     def measure(self, trainer: Trainer, pl_module: LightningModule, strategy: Monitored, steps: int) -> None:
         metrics = {f"gossip/{name}": value for name, value in strategy.mixing().items()}
-        _publish(trainer, pl_module, metrics, on_bar=next((key for key in ON_BAR if key in metrics), ""))
+        members = metrics.get("gossip/members")
+        _publish(trainer, pl_module, metrics, {} if members is None else {"members": members})
 
 
 @checked
@@ -251,11 +265,13 @@ def _log(trainer: Trainer, metrics: Mapping[str, float], step: int) -> None:
         logger.log_metrics(dict(metrics), step=step)
 
 
-def _publish(trainer: Trainer, pl_module: LightningModule, metrics: Mapping[str, float], on_bar: str) -> None:
-    for name, value in metrics.items():
+def _publish(
+    trainer: Trainer, pl_module: LightningModule, metrics: Mapping[str, float], on_bar: Mapping[str, float] = NOTHING
+) -> None:
+    for name, value in {**metrics, **on_bar}.items():
         # To the loggers directly: through `pl_module.log` they would repeat a value until the next one is
         # measured.
-        pl_module.log(name, float(value), prog_bar=name == on_bar, logger=False)
+        pl_module.log(name, float(value), prog_bar=name in on_bar, logger=False)
     _log(trainer, metrics, _log_step(trainer))
 
 

@@ -158,6 +158,7 @@ def _periods(topology: Topology, size: int, delay: int, weights: Weights) -> Ite
     yield [orthogonal @ (mixing_matrix(topology, size, step, weights) - np.eye(size)) @ orthogonal.T for step in steps]
 
 
+ABOVE_ALL_RATES = 1.25  # rates are up to 1
 LARGEST_PERIOD_STATE = 256  # rows; about 0.1 s for each rate that is tried
 
 
@@ -184,4 +185,5 @@ def largest_stable_rate(topology: Topology, size: int, delay: int, weights: Weig
     if (size - 1) * window > LARGEST_PERIOD_STATE:
         return min(by_eigenvalue, in_any_order)
     matrices = [mixing_matrix(topology, size, step, weights) for step in range(period)]
-    return first_unstable(matrices, window, below=in_any_order, above=by_eigenvalue)
+    # A sequence may contract at rates at which none of its matrices alone does.
+    return first_unstable(matrices, window, below=in_any_order, above=max(by_eigenvalue, ABOVE_ALL_RATES), points=16)

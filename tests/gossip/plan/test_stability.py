@@ -1,6 +1,7 @@
 """The largest stable rate against brute force: the roots, the lifted system and the recursion itself."""
 
 import math
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,9 @@ from lightning_decentral.gossip import (
     Complete,
     Every,
     FromGraph,
+    Gossip,
     OnePeerExponential,
+    OnePeerRing,
     RandomMatching,
     Ring,
     Topology,
@@ -188,3 +191,25 @@ def test_spectrum_by_blocks_is_the_spectrum(plan: tuple[Topology, int], step: in
     values = spectrum(matrix)
     for power in range(1, 5):
         assert (values**power).sum() == pytest.approx(np.trace(np.linalg.matrix_power(matrix, power)), abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("topology", "size", "rate"),
+    [(Auto(), 5, 1.0), (OnePeerExponential(), 5, 1.0), (OnePeerExponential(), 8, 1.0), (OnePeerRing(), 7, 1.0)],
+)
+def test_sequences_that_contract_though_no_matrix_alone_does_are_not_refused(
+    topology: Topology, size: int, rate: float
+) -> None:
+    assert min(stable_rate(mixing_matrix(topology, size, step), 2) for step in range(topology.period(size))) <= rate
+    assert lifted_growth(topology, size, 2, rate) < 0.98
+    assert largest_stable_rate(topology, size, 2) > rate
+    Gossip(rate=rate).check(topology, size, Gossip().weights, 2)
+
+
+@pytest.mark.parametrize("delay", [3, 4, 6])
+def test_rates_that_an_error_proposes_contract_fast(delay: int) -> None:
+    with pytest.raises(ValueError, match=r"use Gossip\(rate=") as error:
+        Gossip().check(Complete(), 8, Gossip().weights, delay)
+    proposed = re.search(r"Gossip\(rate=([0-9.]+)\)", str(error.value))
+    assert proposed is not None
+    assert lifted_growth(Complete(), 8, delay, float(proposed[1])) < 0.95

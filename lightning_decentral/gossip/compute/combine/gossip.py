@@ -158,15 +158,14 @@ def check_stable(rule: str, rate: Rate, topology: Topology, size: int, weights: 
     if used >= safe and size > 1:
         raise ValueError(
             f"rate {used} with delay {delay} doesn't contract on {describe(topology, size, weights)}: the rate must "
-            f"stay below {safe:.4g}; use {rule}(rate={below(safe)}), or topology=Every({delay}, ...), which is stable "
-            "at rate 1"
+            f"stay below {safe:.4g}; use {rule}(rate={well_below(safe)}), or topology=Every({delay}, ...), which is "
+            "stable at rate 1"
         )
 
 
-def below(limit: float) -> float:
-    """The largest multiple of 0.001 that is less."""
-    # A limit that is such a multiple itself is not stable, hence the 1e-9.
-    return max(0, int(limit * 1000 - 1e-9)) / 1000
+def well_below(limit: float) -> float:
+    """Half of it, in hundredths: near the limit mixing contracts by next to nothing in a round."""
+    return int(limit * 50) / 100
 
 
 def check_echo(
@@ -176,7 +175,11 @@ def check_echo(
     safe, used = largest_rate_with_echo(topology, size, delay, weights, echo), largest(rate)
     if used < safe or size == 1:
         return
-    remedy = f"use {rule}(rate={below(safe)})" if below(safe) else "use a shorter delay, or a topology of one matrix"
+    remedy = (
+        f"use {rule}(rate={well_below(safe)})"
+        if well_below(safe)
+        else "use a shorter delay, or a topology of one matrix"
+    )
     raise ValueError(
         f"{rule} at rate {used} with delay {delay} doesn't contract on {describe(topology, size, weights)}: "
         f"the rate must stay below {safe:.4g}; {remedy}"
