@@ -12,12 +12,15 @@ from lightning_decentral.elastic.process import OneProcess
 from lightning_decentral.elastic.wire.rounds.holding import Holding
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.plan.topology.topology import Topology
+from lightning_decentral.gossip.plan.traffic import Cliques, copies_sent
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.gossip.summary import ORDERS
 from lightning_decentral.gossip.wire.consensus import Consensus, spread
 from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.gossip.wire.making import parameters_of
 from lightning_decentral.gossip.wire.optimizers import Mixers
+from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.introduction import adam_hint, traffic
 from lightning_decentral.shared.replica import Evaluate
 from lightning_decentral.shared.updates import Mixed
 from lightning_decentral.shared.wire.fsdp import local
@@ -29,6 +32,7 @@ class WatchedProcess(OneProcess):
     topology: Topology
     weights: Weights
     combine: Combine
+    codec: Codec
     delay: int
     evaluate: Evaluate
     heals: int
@@ -91,6 +95,19 @@ class WatchedProcess(OneProcess):
         own, means = (list(map(local, tensors)) for tensors in (trained, self.mean_of(trained)))
         return spread(own, means, lambda squares: self.mean_of(self._held.sums(squares)), 1)
 
+    def introduction(self) -> Sequence[str]:
+        (least, most), size = self.elastic.workers, len(self.members)
+        who = f"{size} member{'s' * (size > 1)} of {least} to {most} on {self.topology!r}"
+        trained = [local(p.detach()) for p in self.counted() if p.requires_grad]
+        # Members send each other messages, under every graph.
+        copies = copies_sent(self.topology, self.weights, 0, size, Cliques.TOLD) * self.combine.form.copies
+        message = sum(self.codec.bytes(t.numel() * (1 + t.is_complex()), t.dtype.to_real()) for t in trained)
+        sent = traffic(copies * message, sum(t.nbytes for t in trained), size)
+        messages = f"{type(self.codec).__name__ if self.codec.encodes else 'uncompressed'} messages"
+        model = "the mean of the members" if self.evaluate == "mean" else "each worker's own model"
+        hint = adam_hint(self.optimizers, most)
+        return [f"elastic gossip: {who}, {messages}, {sent}, {model} is evaluated", *filter(None, [hint])]
+
     def summary(self) -> dict[str, str]:
         """Description of the plan: {topic: text}; who trains together is known later."""
         least, most = self.elastic.workers
@@ -107,4 +124,5 @@ class WatchedProcess(OneProcess):
             "a worker with NaN": f"takes its neighbours' parameters, {self.heals} times at most"
             if self.heals
             else "ends its training, the others train on",
+            **({"hint": hint} if (hint := adam_hint(self.optimizers, most)) else {}),
         }
