@@ -12,7 +12,6 @@ from lightning_decentral.elastic.process import OneProcess
 from lightning_decentral.elastic.wire.rounds.holding import Holding
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.plan.topology.topology import Topology
-from lightning_decentral.gossip.plan.traffic import Cliques, copies_sent
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.gossip.summary import ORDERS
 from lightning_decentral.gossip.wire.consensus import Consensus, spread
@@ -20,7 +19,7 @@ from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.gossip.wire.making import parameters_of
 from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.introduction import adam_hint, traffic
+from lightning_decentral.shared.introduction import adam_hint
 from lightning_decentral.shared.replica import Evaluate
 from lightning_decentral.shared.updates import Mixed
 from lightning_decentral.shared.wire.fsdp import local
@@ -98,15 +97,10 @@ class WatchedProcess(OneProcess):
     def introduction(self) -> Sequence[str]:
         (least, most), size = self.elastic.workers, len(self.members)
         who = f"{size} member{'s' * (size > 1)} of {least} to {most} on {self.topology!r}"
-        trained = [local(p.detach()) for p in self.counted() if p.requires_grad]
-        # Members send each other messages, under every graph.
-        copies = copies_sent(self.topology, self.weights, 0, size, Cliques.TOLD) * self.combine.form.copies
-        message = sum(self.codec.bytes(t.numel() * (1 + t.is_complex()), t.dtype.to_real()) for t in trained)
-        sent = traffic(copies * message, sum(t.nbytes for t in trained), size)
         messages = f"{type(self.codec).__name__ if self.codec.encodes else 'uncompressed'} messages"
         model = "the mean of the members" if self.evaluate == "mean" else "each worker's own model"
         hint = adam_hint(self.optimizers, most)
-        return [f"elastic gossip: {who}, {messages}, {sent}, {model} is evaluated", *filter(None, [hint])]
+        return [f"elastic gossip: {who}, {messages}, {model} is evaluated", *filter(None, [hint])]
 
     def summary(self) -> dict[str, str]:
         """Description of the plan: {topic: text}; who trains together is known later."""
