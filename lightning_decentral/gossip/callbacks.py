@@ -21,6 +21,7 @@ from torch import Tensor
 from lightning_decentral.gossip.wire.consensus import Consensus
 from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.shared.compute.device import AsyncRead
+from lightning_decentral.shared.introduction import StartTable
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import ReplicaStrategy
 
@@ -229,11 +230,14 @@ class WorkerLossMonitor(_EveryNSteps):
             _log(trainer, found[step], step)
 
 
-class StartSummary(Callback):
+class StartSummary(StartTable):
     """A table of the plan when training begins: workers, topology, steps to consensus, bytes per worker and step.
 
-    The same lines go to the loggers once, as hyperparameters `gossip/...`.
+    The same lines go to the loggers once, as hyperparameters `gossip/...`. Without it a strategy prints one line.
     """
+
+    def shows(self, strategy: Any) -> bool:
+        return isinstance(strategy, Monitored)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         strategy = trainer.strategy

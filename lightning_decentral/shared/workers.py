@@ -26,6 +26,7 @@ from lightning_decentral.shared.checkpoint.reading import of_this_model
 from lightning_decentral.shared.checkpoint.worker import Checkpoints, launched_by
 from lightning_decentral.shared.coordination import Result
 from lightning_decentral.shared.evaluation import Evaluation
+from lightning_decentral.shared.introduction import introduce
 from lightning_decentral.shared.meeting import TIMEOUT, WorkerGroup
 from lightning_decentral.shared.refusals import StartMethod, named, own_device, refuse_sync_batch_norm, refuse_unknown
 from lightning_decentral.shared.replica_health import ReplicaHealth
@@ -146,6 +147,10 @@ class WorkersStrategy(DDPStrategy):
     def changeable(self) -> dict[str, str]:
         """Settings that may differ from those of the run that this one goes on from: a difference is reported."""
         return {}
+
+    def introduction(self) -> Sequence[str]:
+        """Lines that are printed when training starts: what, with whom, bytes of a step, what is evaluated; a hint."""
+        return ()
 
     def settle(self) -> None:
         """Land what is in flight."""
@@ -280,6 +285,7 @@ class WorkersStrategy(DDPStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self.checkpoints.start()
+        introduce(self.introduction(), self._module.trainer)
 
     @property
     def alone(self) -> bool:
