@@ -41,7 +41,7 @@ def described(plan: "gossip.GossipStrategy", mixers: Iterable[OptimizerMixer]) -
     return lines | ({"hint": hint} if hint else {})
 
 
-def introduced(plan: "GossipStrategy", mixers: Iterable[OptimizerMixer]) -> list[str]:
+def introduced(plan: "gossip.GossipStrategy", mixers: Iterable[OptimizerMixer]) -> list[str]:
     """The plan in a line, and the hint where there is one; nothing where a worker is alone."""
     mixers, size = list(mixers), plan.workers
     if size == 1:
@@ -55,16 +55,16 @@ def introduced(plan: "GossipStrategy", mixers: Iterable[OptimizerMixer]) -> list
     return [f"gossip: {line}", *filter(None, [adam_hint(plan.optimizers, size)])]
 
 
-def _workers(plan: "GossipStrategy") -> str:
+def _workers(plan: "gossip.GossipStrategy") -> str:
     return f"{plan.workers} workers" if plan.island.devices == 1 else f"{plan.workers} islands, each {plan.island!r}"
 
 
-def _evaluated(plan: "GossipStrategy", mixers: Sequence[OptimizerMixer]) -> str:
+def _evaluated(plan: "gossip.GossipStrategy", mixers: Sequence[OptimizerMixer]) -> str:
     anchors = "' anchors" if plan.island.shards == 1 and any(of.mixer.shown() for of in mixers) else ""
     return f"the mean of the workers{anchors}" if plan.evaluate == "mean" else "each worker's own model"
 
 
-def _bytes(plan: "GossipStrategy", mixers: Sequence[OptimizerMixer]) -> tuple[int, int]:
+def _bytes(plan: "gossip.GossipStrategy", mixers: Sequence[OptimizerMixer]) -> tuple[int, int]:
     """Bytes of the parameters, and of a worker's message to another one."""
     # Of the parameters: each device packs all of them, or one of so many shards.
     model_bytes = sum(bucket.bytes for of in mixers for bucket in of.buckets) * plan.island.shards
@@ -75,7 +75,7 @@ def _bytes(plan: "GossipStrategy", mixers: Sequence[OptimizerMixer]) -> tuple[in
     return model_bytes, of_device * plan.island.devices
 
 
-def _copies(plan: "GossipStrategy") -> float:
+def _copies(plan: "gossip.GossipStrategy") -> float:
     cliques = cliques_of(plan.codec, plan.combine, plan.topology, plan.weights, plan.workers)
     return copies_sent(plan.topology, plan.weights, plan.worker, plan.workers, cliques)
 
