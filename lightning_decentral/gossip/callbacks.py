@@ -269,8 +269,8 @@ class SpeedMonitor(Callback):
         after = _counted(trainer)
         if began is not None:
             seconds = max(now - began, 1e-9)
-            rates = {"samples_per_second": self._samples, "tokens_per_second": self._tokens}
-            metrics = {f"speed/{name}": count / seconds for name, count in rates.items() if count}
+            rates = {"speed/samples_per_second": self._samples, "speed/tokens_per_second": self._tokens}
+            metrics = {key: count / seconds for key, count in rates.items() if count}
             metrics["speed/step_seconds"] = seconds / steps
             if "waited" in after:
                 metrics["speed/wait_share"] = (after["waited"] - before.get("waited", 0.0)) / seconds
