@@ -15,7 +15,7 @@ from rich.table import Table
 
 from lightning_decentral.cli.console import answer, filled, number, refuse_below, say, whole, write_text
 from lightning_decentral.cli.profile import alone, without_strategy
-from lightning_decentral.planner.rehearsal import Answer, Reached, rehearse
+from lightning_decentral.planner import rehearsal
 from lightning_decentral.planner.rehearsal.answer import HEADINGS, cells, page, title
 from lightning_decentral.planner.show import bytes_per_second, seconds
 from lightning_decentral.shared.plan.network import Network
@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> None:
     chosen, kept = without_strategy(overrides)
     for one in chosen:
         say(errors, f"{one} is left out: --method {one} rehearses it in addition to ddp")
-    found = rehearse(
+    found = rehearsal.rehearse(
         options.application.build_model(cfg, data.sizes),
         data,
         workers=workers,
@@ -123,7 +123,7 @@ def split(overrides: list[str]) -> tuple[list[str], list[int]]:
     return [one for one in overrides if not one.startswith("workers=")], workers
 
 
-def command_of(best: Reached | None, overrides: Sequence[str], cfg: DictConfig, per_node: int) -> str | None:
+def command_of(best: rehearsal.Reached | None, overrides: Sequence[str], cfg: DictConfig, per_node: int) -> str | None:
     """Overrides for `recipes/train.py` that train with the best one, at its learning rate."""
     if best is None:
         return None
@@ -170,7 +170,7 @@ class Rehearsal:
     command: str | None
 
 
-def rehearsed(found: Answer, command: str | None) -> Rehearsal:
+def rehearsed(found: rehearsal.Answer, command: str | None) -> Rehearsal:
     rows = [
         filled(
             Rehearsed,

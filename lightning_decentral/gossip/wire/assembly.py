@@ -18,6 +18,7 @@ from lightning_decentral.gossip.plan.traffic import Cliques, Partition, partitio
 from lightning_decentral.gossip.plan.weights import Neighbours, Weights
 from lightning_decentral.gossip.wire.exchange import Copied, Exchange, MessageInFlight, StepLinks, Traffic
 from lightning_decentral.gossip.wire.island_member import IslandMember
+from lightning_decentral.gossip.wire.overlap import overlapped
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.codec.codec import Codec
@@ -183,7 +184,7 @@ def assembled(
         alone = tuple((rank,) for rank in range(workers))
         reduced, sent = _by_cliques([step or alone for step in steps], worker, member, device, pool), among_peers()
         exchange = ExchangeByStep([reduced if step else sent for step in steps])
-    return member.exchange(member.beside(exchange, device, delay))
+    return member.exchange(overlapped(exchange, device, delay) if member.overlaps else exchange)
 
 
 def _by_cliques(

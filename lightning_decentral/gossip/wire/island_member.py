@@ -4,11 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_decentral.gossip.wire.exchange import Exchange
-from lightning_decentral.gossip.wire.overlap import overlapped
 from lightning_decentral.shared.compute.buckets import Bucket, pack
 from lightning_decentral.shared.compute.device import DeviceSteps
 from lightning_decentral.shared.wire.health import mean_of_sound
@@ -34,6 +32,8 @@ class IslandMember(DeviceSteps):
     shards = 1
     """Devices that a worker's parameters are spread over."""
 
+    overlaps = True  # whether its exchange runs while the training goes on, where the delay allows it
+
     heals = True
     """True where its devices know each other's refused messages, or have nothing in common that could be poisoned."""
 
@@ -46,10 +46,6 @@ class IslandMember(DeviceSteps):
         assert self._wire is not None
         places = range(self.devices)
         return self._wire.group([[w * self.devices + p for w in workers] for workers in groups for p in places])
-
-    def beside(self, peers: Exchange[Any], device: torch.device, delay: int) -> Exchange[Any]:
-        """Exchange between the peers, overlapped with the training where the delay allows it."""
-        return overlapped(peers, device, delay)
 
     def exchange(self, peers: Exchange[Any]) -> Exchange[Any]:
         """Exchange for a mixer of whole buckets, given an exchange between the peers."""

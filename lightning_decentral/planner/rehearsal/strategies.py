@@ -9,7 +9,6 @@ from copy import copy
 from functools import singledispatch
 from typing import Any, ClassVar
 
-import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
@@ -18,7 +17,6 @@ from torch.optim import Optimizer
 from lightning_decentral.compressed.strategy import CompressedStrategy
 from lightning_decentral.gossip.rounds import MixerBuilder, place
 from lightning_decentral.gossip.strategy import GossipStrategy
-from lightning_decentral.gossip.wire.exchange import Exchange
 from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.making import parameters_of
 from lightning_decentral.gossip.wire.optimizers import Mixers
@@ -133,8 +131,7 @@ def _(strategy: SendsNothing, module: LightningModule, optimizer: Optimizer, at:
 class LoneDevice(IslandMember):
     """A device that is a worker by itself, whose messages take no time that they could be hidden in."""
 
-    def beside(self, peers: Exchange[Any], device: torch.device, delay: int) -> Exchange[Any]:
-        return peers
+    overlaps = False
 
 
 class Gossiping(Member):
