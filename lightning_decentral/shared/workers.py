@@ -22,6 +22,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_decentral.shared import runs
 from lightning_decentral.shared.checkpoint.reading import of_this_model
 from lightning_decentral.shared.checkpoint.worker import Checkpoints, launched_by
 from lightning_decentral.shared.coordination import Result
@@ -267,6 +268,7 @@ class WorkersStrategy(DDPStrategy):
         self.evaluation.arrive()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        runs.keep(self._module.trainer, checkpoint)
         with self._group.saving():
             self.health.check_equal()
             self.checkpoints.save(checkpoint, filepath, storage_options)
