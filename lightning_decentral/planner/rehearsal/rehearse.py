@@ -196,9 +196,8 @@ class RehearsalRun:
             try:
                 found[job] = call(job)
             except OutOfTime:
-                self._refused[job.name] = (
-                    "its share of " * (self._clock.rest > 0)
-                ) + f"the {self._clock.minutes:g} minutes were over"
+                share = "its share of " if self._clock.rest else ""
+                self._refused[job.name] = f"{share}the {self._clock.minutes:g} minutes were over"
             except (ValueError, FloatingPointError) as error:
                 self._refused[job.name] = str(error)
             except torch.OutOfMemoryError:
