@@ -162,6 +162,16 @@ ABOVE_ALL_RATES = 1.25  # rates are up to 1
 LARGEST_PERIOD_STATE = 256  # rows; about 0.1 s for each rate that is tried
 
 
+def stable_at_one(topology: Topology, size: int, delay: int, weights: Weights) -> bool:
+    """True where doubly stochastic mixing is seen to contract at every rate up to 1, without eigenvalues.
+
+    With one message in flight and every w_ii > 0 it does: Gershgorin's discs touch the unit circle at 1 alone.
+    """
+    talking = talking_steps(topology, size)
+    rows = ((weights.row(topology, rank, size, step), rank) for step in talking for rank in range(size))
+    return most_in_flight(topology, size, delay) == 1 and all(row.get(rank, 0.0) > 0 for row, rank in rows)
+
+
 def largest_stable_rate(topology: Topology, size: int, delay: int, weights: Weights | None = None) -> float:
     """The rate below which mixing with this delay contracts.
 

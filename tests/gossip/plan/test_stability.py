@@ -13,8 +13,10 @@ from lightning_decentral.gossip import (
     Auto,
     Complete,
     Every,
+    Exponential,
     FromGraph,
     Gossip,
+    Hypercube,
     OnePeerExponential,
     OnePeerRing,
     RandomMatching,
@@ -23,8 +25,9 @@ from lightning_decentral.gossip import (
     Weights,
     largest_stable_rate,
 )
-from lightning_decentral.gossip.plan.stability import rate_for_any_order, stable_rate
-from lightning_decentral.gossip.plan.weights import mixing_matrix, spectrum
+from lightning_decentral.gossip.compute.combine import gossip
+from lightning_decentral.gossip.plan.stability import rate_for_any_order, stable_at_one, stable_rate
+from lightning_decentral.gossip.plan.weights import Own, mixing_matrix, spectrum
 from tests.gossip.topologies import directed_circulant, every_topology
 
 MARGIN = 2e-3  # bisection stops at 1e-3
@@ -213,3 +216,16 @@ def test_rates_that_an_error_proposes_contract_fast(delay: int) -> None:
     proposed = re.search(r"Gossip\(rate=([0-9.]+)\)", str(error.value))
     assert proposed is not None
     assert lifted_growth(Complete(), 8, delay, float(proposed[1])) < 0.95
+
+
+@pytest.mark.parametrize("topology", [Ring(), Exponential(), OnePeerExponential(), Hypercube(), Every(4, Complete())])
+def test_what_is_seen_to_be_stable_without_eigenvalues_is(topology: Topology) -> None:
+    for delay in (0, 1):
+        assert stable_at_one(topology, 8, delay, Own())
+        assert largest_stable_rate(topology, 8, delay) > 1 - 1e-9
+    assert stable_at_one(topology, 8, 4, Own()) == isinstance(topology, Every)
+
+
+def test_a_thousand_workers_are_checked_without_eigenvalues(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gossip, "largest_stable_rate", None)
+    Gossip().check(Hypercube(), 1024, Own(), 1)
