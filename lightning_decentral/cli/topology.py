@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from math import ceil
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import networkx as nx
@@ -29,8 +30,10 @@ from lightning_decentral.gossip.plan.weights import (
 from lightning_decentral.gossip.strategy import GossipStrategy
 from lightning_decentral.planner.forecasts import strategy_of
 from lightning_decentral.shared.figure import ACCENT, INK, WORKER, new_figure
+from lightning_decentral.shared.plan.kinds import meant
 
 LONG_SIZE, LARGEST_SIZE = 256, 2048  # workers that take more than seconds; more than an hour, or all memory
+WIDTH = 80  # columns
 PRINTED_SIZE = 16  # workers whose matrices fit on a screen
 LONGEST, SHOWN_STEPS = 64, 6  # steps of the curves, and of the picture
 
@@ -56,7 +59,7 @@ def topology_of(name: str, overrides: list[str]) -> Topology:
         ValueError: an unknown name or field.
     """
     if name not in names():
-        raise ValueError(f"there is no topology {name!r}: use one of {', '.join(names())}")
+        raise ValueError(f"there is no topology {name!r}: {meant(name, names())}use one of {', '.join(names())}")
     fields = [f"strategy.topology.{override}" for override in overrides]
     strategy = strategy_of(" ".join(["strategy=gossip", f"strategy/topology={name}", *fields]))
     assert isinstance(strategy, GossipStrategy)
@@ -148,21 +151,26 @@ class TopologyAnswer:
 
 def lines(topology: Topology, size: int, found: Curves) -> list[str]:
     period = topology.period(size)
-    shown = [
-        f"step {step}: spectral gap {gap:.3g}: {received(topology, size, step)}" for step, gap in enumerate(found.gaps)
-    ]
+    # One step of a graph that is exact after several mixes only some workers, which a gap of 0 would show like a fault.
+    gaps = ["" if found.exact is not None else f"spectral gap {gap:.3g}: " for gap in found.gaps]
+    shown = [f"step {step}: {gap}{received(topology, size, step)}" for step, gap in enumerate(gaps)]
+    mixes = "exact in finite time" if found.exact is not None else f"spectral gap per step {found.gap_per_step:.3g}"
     left = [f"... {period - len(found.gaps)} more steps"] if period > len(found.gaps) else []
-    matrices = [np.array2string(m, precision=3, max_line_width=160) for m in found.matrices if size <= PRINTED_SIZE]
+    matrices = [np.array2string(m, precision=3, max_line_width=WIDTH) for m in found.matrices if size <= PRINTED_SIZE]
     worst, typical = (" ".join(f"{left:.2g}" for left in curve) for curve in (found.distances, found.typical))
     return [
         describe(topology, size),
-        f"period: {period} step{'s' if period > 1 else ''}, spectral gap per step {found.gap_per_step:.3g}",
-        *shown,
+        f"period: {period} step{'s' if period > 1 else ''}, {mixes}",
+        *map(_wrapped, shown),
         *left,
         *(f"matrix of step {step}:\n{matrix}" for step, matrix in enumerate(matrices)),
-        f"distance from the mean that is left after 0, 1, ... steps, worst start: {worst}",
-        f"random start: {typical}",
+        _wrapped(f"distance from the mean that is left after 0, 1, ... steps, worst start: {worst}"),
+        _wrapped(f"random start: {typical}"),
     ]
+
+
+def _wrapped(line: str) -> str:
+    return fill(line, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def draw_topology(topology: Topology, size: int, found: Curves, path: Path) -> None:

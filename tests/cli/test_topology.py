@@ -18,8 +18,23 @@ NEEDED = {"from_graph": ["edges=[[0,1],[1,2],[2,3]]"]}
 def test_every_topology_prints(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["topology", name, *NEEDED.get(name, []), "--workers", "4"])
     printed = capsys.readouterr().out
-    assert "spectral gap" in printed
+    assert "period: " in printed
     assert "matrix of step 0" in printed
+
+
+@pytest.mark.parametrize("name", ["auto", "ring", "complete"])
+@pytest.mark.parametrize("workers", ["6", "16", "32"])
+def test_an_answer_fits_a_terminal(name: str, workers: str, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["topology", name, "--workers", workers, "--per-node", "2"])
+    assert [line for line in capsys.readouterr().out.splitlines() if len(line) > 80] == []
+
+
+def test_a_gap_is_shown_where_it_tells_something(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["topology", "auto", "--workers", "32", "--per-node", "8"])
+    exact = capsys.readouterr().out
+    assert "exact in finite time" in exact and "spectral gap" not in exact
+    cli.main(["topology", "ring", "--workers", "8"])
+    assert "spectral gap 0.195: 0-1" in capsys.readouterr().out
 
 
 def test_names_are_those_of_the_group() -> None:
