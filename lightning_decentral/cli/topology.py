@@ -107,12 +107,25 @@ def curves(topology: Topology, size: int) -> Curves:
 
 
 def received(topology: Topology, size: int, step: int) -> str:
-    """Graph of a step, as text: "0-1 2-3" where both receive from each other, "1>2" where 2 receives from 1."""
+    """Graph of a step, as text: "0-1 2-3" where both receive from each other, "1>2" where 2 receives from 1,
+    "all of 0..3" where four or more all do from each other."""
     rows = enumerate(step_graph(topology, size, step).sources)
     edges = {(source, rank) for rank, sources in rows for source in sources}
     mutual = sorted({(min(e), max(e)) for e in edges if e[::-1] in edges})
     directed = sorted(e for e in edges if e[::-1] not in edges)
-    return " ".join([*(f"{a}-{b}" for a, b in mutual), *(f"{a}>{b}" for a, b in directed)]) or "silent"
+    groups = [sorted(group) for group in nx.connected_components(nx.Graph(mutual))]
+    pairs = [sum(edge[0] in group for edge in mutual) for group in map(set, groups)]
+    whole = [g for g, n in zip(groups, pairs, strict=True) if len(g) > 3 and n == len(g) * (len(g) - 1) / 2]
+    of = {rank for group in whole for rank in group}
+    mutual = [edge for edge in mutual if edge[0] not in of]
+    cliques = (f"all of {_ranks(group)}" for group in sorted(whole))
+    return " ".join([*cliques, *(f"{a}-{b}" for a, b in mutual), *(f"{a}>{b}" for a, b in directed)]) or "silent"
+
+
+def _ranks(group: list[int]) -> str:
+    """Text of sorted ranks: "0..3" or "0,2,4,6"."""
+    dense = group[-1] - group[0] == len(group) - 1
+    return f"{group[0]}..{group[-1]}" if dense else ",".join(map(str, group))
 
 
 def run(options: argparse.Namespace) -> None:
@@ -159,7 +172,7 @@ def lines(topology: Topology, size: int, found: Curves) -> list[str]:
     matrices = [np.array2string(m, precision=3, max_line_width=WIDTH) for m in found.matrices if size <= PRINTED_SIZE]
     worst, typical = (" ".join(f"{left:.2g}" for left in curve) for curve in (found.distances, found.typical))
     return [
-        describe(topology, size),
+        _wrapped(describe(topology, size)),
         f"period: {period} step{'s' if period > 1 else ''}, {mixes}",
         *map(_wrapped, shown),
         *left,
