@@ -97,7 +97,11 @@ def verdict(plan: Comparison) -> Iterator[str]:
         yield "gossip is another algorithm than all-reduce: compare what both reach before you settle"
     yield from _optimizer(plan.setting.model, gossips)
     if plan.setting.cluster.nodes > 1:
-        yield "on every host (docs/cluster.md):"
+        nodes = plan.setting.cluster.nodes
+        yield (
+            f"the same line on each of {nodes} hosts, with NODE_RANK, MASTER_ADDR, MASTER_PORT (docs/cluster.md): "
+            f"they meet at MASTER_ADDR, and one alone waits for the other {nodes - 1}"
+        )
     yield f"python recipes/train.py {plan.command}"
 
 
