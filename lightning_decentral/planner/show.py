@@ -101,8 +101,11 @@ def verdict(plan: Comparison) -> Iterator[str]:
         yield "nothing fits into this memory: more workers, a smaller batch, or smaller pieces of the model"
         return
     yield from _gain(plan, plan.best)
-    if plan.setting.cluster.nodes > 1:
-        yield "on every host (docs/cluster.md):"
+    if (nodes := plan.setting.cluster.nodes) > 1:
+        yield (
+            f"the same line on each of {nodes} hosts, with NODE_RANK, MASTER_ADDR, MASTER_PORT (docs/cluster.md): "
+            f"they meet at MASTER_ADDR, and one alone waits for the other {nodes - 1}"
+        )
     yield f"python recipes/train.py {plan.command}"
 
 

@@ -325,8 +325,9 @@ def test_it_says_where_prices_come_from() -> None:
     assert f"~ {extrapolated}" in said(setting(8, 4))
     part = replace(only, network=links().linked("between", 1e-4, 1e9))
     assert f"~ priced from --bandwidth, not measured, or {extrapolated}" in said(part)
-    assert "on every host (docs/cluster.md):" in said(only)
-    assert not any("every host" in line for line in said(setting(4, 4)))
+    where = "the same line on each of 2 hosts, with NODE_RANK, MASTER_ADDR, MASTER_PORT (docs/cluster.md): they meet"
+    assert f"{where} at MASTER_ADDR, and one alone waits for the other 1" in said(only)
+    assert not any("hosts, with NODE_RANK" in line for line in said(setting(4, 4)))
 
 
 @pytest.mark.parametrize(
