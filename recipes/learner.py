@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import MeanMetric
 
 from lightning_decentral.optim import muon_groups
-from lightning_decentral.shared import runs
+from lightning_decentral.shared.checkpoint import runs
 
 Batch = tuple[Tensor, Tensor]
 MakeOptimizer = Callable[[Iterable[dict[str, Any]]], Optimizer]

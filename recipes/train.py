@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 import lightning_decentral  # noqa: F401  # registers the strategies' names
 from lightning_decentral.recipes.loaders import Loaders
-from lightning_decentral.shared import runs
+from lightning_decentral.shared.checkpoint import runs
 from lightning_decentral.shared.errors import mendable, one_line, refuse_missing, refuse_mistyped, refuse_unowned
 
 FULL_ERROR = "HYDRA_FULL_ERROR"

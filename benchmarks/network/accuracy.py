@@ -33,7 +33,7 @@ from common.paths import RESULTS, command
 from common.quiet_recipe import composed
 from lightning_decentral.recipes.learner import Learner
 from lightning_decentral.recipes.train import build_model
-from lightning_decentral.shared.figure import new_figure
+from lightning_decentral.shared.plan.figure import new_figure
 from lightning_decentral.shared.wire.mean import of_mean
 from network.cluster import Cluster, bits_per_second, cluster
 from network.speed import seconds_per_step

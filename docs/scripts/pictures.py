@@ -25,8 +25,8 @@ from lightning_decentral.gossip.plan.traffic import Round, all_reduce_copies, me
 from lightning_decentral.gossip.plan.weights import Own
 from lightning_decentral.partial.plan.depth import DepthAssignment, Staircase, Temporal
 from lightning_decentral.pipeline.plan.schedule import Action, Kind, OneForwardOneBackward, TeraPipe, forecast
-from lightning_decentral.shared.figure import ACCENT, INK, WORKER, new_figure
 from lightning_decentral.shared.plan.data_parallel import DataParallel
+from lightning_decentral.shared.plan.figure import ACCENT, INK, WORKER, new_figure
 from lightning_decentral.shared.plan.forecast import Cluster, Setting
 from lightning_decentral.shared.plan.network import LinkCost, Network
 from lightning_decentral.shared.plan.profile import BlockCost, Model

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from lightning_decentral.shared.figure import new_figure
+from lightning_decentral.shared.plan.figure import new_figure
 
 UNLIMITED, WIDTH = 10_000, 78  # columns
 BANNERS = ("lightning.pytorch", "lightning.fabric", "transformers")

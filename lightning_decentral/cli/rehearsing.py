@@ -18,9 +18,9 @@ from lightning_decentral.cli.profile import alone, without_strategy
 from lightning_decentral.planner import rehearsal
 from lightning_decentral.planner.rehearsal.answer import HEADINGS, cells, page, title
 from lightning_decentral.planner.rehearsal.rehearse import refuse_unpriced
-from lightning_decentral.planner.show import bytes_per_second, seconds
 from lightning_decentral.shared.plan.network import Network
 from lightning_decentral.shared.plan.profile import read
+from lightning_decentral.shared.plan.units import bytes_per_second, seconds
 
 LATENCY = "100us"
 AT_LEAST_1 = ("per_node", "seeds", "run_steps", "threads")

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from lightning_decentral.cli import gang_schedule
 from lightning_decentral.cli.console import answer, refuse_below, say, whole
-from lightning_decentral.planner import show as units
+from lightning_decentral.shared.plan import units
 from lightning_decentral.shared.plan.profile import read
 from lightning_decentral.shared.plan.timeline import chrome_trace
 from lightning_decentral.sweep import gantt

@@ -29,7 +29,7 @@ from lightning_decentral.gossip.plan.weights import (
 )
 from lightning_decentral.gossip.strategy import GossipStrategy
 from lightning_decentral.planner.forecasts import strategy_of
-from lightning_decentral.shared.figure import ACCENT, INK, WORKER, new_figure
+from lightning_decentral.shared.plan.figure import ACCENT, INK, WORKER, new_figure
 from lightning_decentral.shared.plan.kinds import meant
 
 LONG_SIZE, LARGEST_SIZE = 256, 2048  # workers that take more than seconds; more than an hour, or all memory

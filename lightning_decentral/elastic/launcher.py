@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_decentral.elastic.plan.view import Bounds, ElasticSettings, Times
 from lightning_decentral.elastic.wire.starter import LOBBY, Starter, follow, own_lobby
-from lightning_decentral.shared import runs
+from lightning_decentral.shared.checkpoint import runs
 
 
 class ElasticLauncher(_SubprocessScriptLauncher):

@@ -36,7 +36,7 @@ from lightning_decentral.elastic.loops import plain
 from lightning_decentral.elastic.plan.view import ElasticSettings
 from lightning_decentral.elastic.wire.participant import Participant
 from lightning_decentral.elastic.wire.starter import LOBBY, SEAT, STARTER
-from lightning_decentral.shared import runs
+from lightning_decentral.shared.checkpoint import runs
 from lightning_decentral.shared.workers import WorkersStrategy
 
 

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from lightning_decentral.gossip.callbacks import Monitored
 from lightning_decentral.shared.compute.modules import evaluating
-from lightning_decentral.shared.figure import draw
 from lightning_decentral.shared.plan.arguments import checked
+from lightning_decentral.shared.plan.figure import draw
 from lightning_decentral.shared.plan.units import shown_bytes
 
 UNKNOWN = float("nan")

@@ -9,6 +9,7 @@ import torch
 from lightning_decentral.pipeline.compute.model import StagePlace
 from lightning_decentral.pipeline.plan.schedule import Kind
 from lightning_decentral.pipeline.wire.executor import Edge
+from lightning_decentral.shared.plan.units import shown_bytes
 from lightning_decentral.shared.wire.pipeline_replicas import Bond, Replicas
 from lightning_decentral.shared.wire.transport import Disjoint, Message, Transport, Wire
 
@@ -45,6 +46,17 @@ class StageLayout:
     def pipelines_per_node(self) -> int:
         """1 where a pipeline has several nodes."""
         return max(1, self.per_node // self.stages)
+
+
+def introduced(layout: StageLayout, microbatches: int, replicas: Replicas, own_bytes: int, drifts: bool) -> str:
+    """The pipelines in a line; `own_bytes` are this stage's parameters."""
+    count, stages = layout.pipelines, layout.stages
+    who = f"{count} pipeline{'s' * (count > 1)} of {stages} stage{'s' * (stages > 1)}"
+    cut = f"{microbatches} micro-batch{'es' * (microbatches > 1)} of a batch"
+    average = f", averaging by {replicas!r} of {shown_bytes(own_bytes)} on stage 0" if count > 1 else ""
+    model = "the mean of the pipelines" if drifts else "the model"
+    line = f"{who}, {cut}, hidden states and their gradients between stages{average}, {model} is evaluated"
+    return f"token_pipeline: {line}"
 
 
 def place_of(counts: Sequence[int], stage: int) -> StagePlace:

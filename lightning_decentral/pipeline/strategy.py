@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from lightning_decentral.pipeline.plan.partition import Even, Partition
 from lightning_decentral.pipeline.plan.schedule import OneForwardOneBackward, Schedule, ScheduleForecast
 from lightning_decentral.pipeline.plan.slicing import Slicing
 from lightning_decentral.pipeline.refusals import nothing_to_train, refuse_replaced, refuse_unserved
-from lightning_decentral.pipeline.stage_layout import StageGroups, StageLayout, place_of
+from lightning_decentral.pipeline.stage_layout import StageGroups, StageLayout, introduced, place_of
 from lightning_decentral.pipeline.stage_training import (
     StageEvaluation,
     StageTraining,
@@ -34,7 +35,6 @@ from lightning_decentral.pipeline.wire.stage_runner import StageRunner
 from lightning_decentral.shared.introduction import adam_hint
 from lightning_decentral.shared.plan.arguments import StrategyType, at_least, checked
 from lightning_decentral.shared.plan.timeline import Span
-from lightning_decentral.shared.plan.units import shown_bytes
 from lightning_decentral.shared.updates import GradientCheck, NonFinite, Unfollowed
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
 from lightning_decentral.shared.wire.mean import mean
@@ -110,9 +110,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
         workers = self.num_nodes * self.num_processes
         return StageLayout(self.stages or workers, workers, self.num_processes)
 
-    @property
-    def num_stages(self) -> int:
-        return self.layout.stages
+    num_stages = property(attrgetter("layout.stages"))
 
     @property
     def pipeline(self) -> int:
@@ -285,15 +283,9 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
     def introduction(self) -> Sequence[str]:
         if self.world_size == 1:
             return ()
-        count, stages = self.layout.pipelines, self.num_stages
-        who = f"{count} pipeline{'s' * (count > 1)} of {stages} stage{'s' * (stages > 1)}"
-        cut = f"{self.microbatches} micro-batch{'es' * (self.microbatches > 1)} of a batch"
         own = sum(p.nbytes for p in self._module.parameters() if p.requires_grad)  # of this stage
-        average = f", averaging by {self.replicas!r} of {shown_bytes(own)} on stage 0" if count > 1 else ""
-        model = "the mean of the pipelines" if self.drifts else "the model"
-        line = f"{who}, {cut}, hidden states and their gradients between stages{average}, {model} is evaluated"
-        hint = adam_hint(self.optimizers, count) if self.drifts else ""
-        return [f"token_pipeline: {line}", *filter(None, [hint])]
+        hint = adam_hint(self.optimizers, self.layout.pipelines) if self.drifts else ""
+        return [introduced(self.layout, self.microbatches, self.replicas, own, self.drifts), *filter(None, [hint])]
 
     def summary(self) -> dict[str, str]:
         by = f", replicas by {self.replicas!r}" if self.layout.pipelines > 1 else ""

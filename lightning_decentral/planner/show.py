@@ -4,7 +4,6 @@ The page has speed-up curves, where each method wins, timelines. It needs matplo
 """
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from html import escape
@@ -17,7 +16,7 @@ from lightning_decentral.gossip.plan.forecast import GossipForecast
 from lightning_decentral.gossip.plan.warm_start import WarmStarted
 from lightning_decentral.planner.compare import RATES, Cell, ComparedMethod, Comparison, grid, sizes
 from lightning_decentral.planner.plan.optimizer_cost import ALIKE, MUON, products_seconds
-from lightning_decentral.shared.figure import ACCENT, INK, WORKER, new_figure
+from lightning_decentral.shared.plan.figure import ACCENT, INK, WORKER, new_figure
 from lightning_decentral.shared.plan.profile import Model
 from lightning_decentral.shared.plan.timeline import Task, run
 from lightning_decentral.shared.plan.units import shown_bytes
@@ -145,26 +144,6 @@ def _optimizer(model: Model, gossip: bool) -> Iterator[str]:
         yield f"{why}Muon would take {1e3 * more:.3g} ms a step more: --optimizer muon (when: docs/optimizers.md)"
     if model.optimizer == MUON and gossip:
         yield "Muon under gossip takes a momentum of its own: tune optimizer.lr and .momentum (docs/optimizers.md)"
-
-
-BITS = {"bit": 1 / 8, "kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": 1e9 / 8}
-SPANS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-SIZES = {"B": 1.0, "kB": 1e3, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "": 1.0}
-SIZES |= {"KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
-
-
-def _number(text: str, units: dict[str, float], wanted: str) -> float:
-    """The positive number that a text means: 200mbit is 25e6. ValueError for another text."""
-    found = re.fullmatch(r"(\d+\.?\d*(?:e[+-]?\d+)?)\s*([a-zA-Z]*)", text)
-    value = float(found[1]) * units.get(found[2], 0.0) if found else 0.0
-    if not 0 < value < math.inf:
-        raise ValueError(f"{text!r} isn't {wanted}")
-    return value
-
-
-bytes_per_second = partial(_number, units=BITS, wanted="a rate such as 200mbit or 25gbit")
-seconds = partial(_number, units=SPANS, wanted="a time such as 100us or 2ms")
-size_bytes = partial(_number, units=SIZES, wanted="a size such as 24GB, 80GiB or 24000000000")
 
 
 DDP = "#c8ccd4"

@@ -9,9 +9,6 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Adam, AdamW, Optimizer
 
-from lightning_decentral.shared.plan.known_losses import RECIPES, known_losses, overrides_of
-from lightning_decentral.shared.plan.units import shown_bytes
-
 MUON, ACCUM = "gossip, int8, Muon", "gossip, int8, AccumAdamW"  # methods of `known_losses`
 LONGEST_WINDOW = 8
 """Steps that the source of AccumAdam averages at 16 and 32 workers."""
@@ -35,6 +32,10 @@ def introduce(lines: Sequence[str], trainer: Trainer) -> None:
 
 def traffic(sent_bytes: float, model_bytes: float, size: int) -> str:
     """Bytes that a worker sends in a step, and those of an all-reduce of all gradients."""
+    from lightning_decentral.shared.plan.units import (
+        shown_bytes,  # a worker alone reads neither this nor the table below
+    )
+
     return f"{shown_bytes(sent_bytes)} a worker and step (all-reduce: {shown_bytes(of_all_reduce(model_bytes, size))})"
 
 
@@ -48,6 +49,8 @@ def adam_hint(optimizers: Sequence[Optimizer], workers: int) -> str:
     adams = [optimizer for optimizer in optimizers if isinstance(optimizer, (Adam, AdamW))]
     if not adams or workers < 2:
         return ""
+    from lightning_decentral.shared.plan.known_losses import RECIPES, known_losses, overrides_of
+
     text = (one for one in known_losses() if one.kind == RECIPES["gpt"])
     known = min(text, key=lambda one: abs(log2(one.workers / workers)))
     own, window = adams[0].defaults, min(workers, LONGEST_WINDOW)

@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,7 +23,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_decentral.shared import runs
+from lightning_decentral.shared.checkpoint import runs
 from lightning_decentral.shared.checkpoint.reading import of_this_model
 from lightning_decentral.shared.checkpoint.worker import Checkpoints, launched_by
 from lightning_decentral.shared.coordination import Result
@@ -61,7 +62,7 @@ class WorkersStrategy(DDPStrategy):
 
     checkpoints: Checkpoints
     wire: Wire | None = None
-    root_device = property(own_device)
+    root_device, alone = property(own_device), property(attrgetter("_group.alone"))
     __repr__ = named
     gradient_check = Unchecked()
     followed: Follows = Unfollowed()
@@ -98,8 +99,6 @@ class WorkersStrategy(DDPStrategy):
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
-
-    # ---- what a method adds -----------------------------------------------------------------------------------------
 
     @property
     @abstractmethod
@@ -160,8 +159,6 @@ class WorkersStrategy(DDPStrategy):
     def release(self) -> None:
         """Give the model its own storage back."""
 
-    # ---- set-up -----------------------------------------------------------------------------------------------------
-
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         self._launcher = launched_by(self, self._start_method)
@@ -199,8 +196,6 @@ class WorkersStrategy(DDPStrategy):
     def convert(self, module: nn.Module) -> nn.Module:
         return self.precision_plugin.convert_module(module)
 
-    # ---- Lightning's collectives, counted in a fit ------------------------------------------------------------------
-
     def meet(self, call: Callable[[], Result]) -> Result:
         """Run what waits for other workers; for parts that are made before a fit is coordinated."""
         return self._group.coordination.meet(call)
@@ -235,8 +230,6 @@ class WorkersStrategy(DDPStrategy):
                 self.advance(optimizer)
                 coordination.tick()
         return output
-
-    # ---- the mean model: what Lightning does once for all workers sees it -------------------------------------------
 
     def shown(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Tensors that stand for these ones of the module in the mean of the workers."""
@@ -288,10 +281,6 @@ class WorkersStrategy(DDPStrategy):
         super().on_train_start()
         self.checkpoints.start()
         introduce(self.introduction(), self._module.trainer)
-
-    @property
-    def alone(self) -> bool:
-        return self._group.alone
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)

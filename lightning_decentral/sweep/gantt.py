@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_decentral.shared.figure import INK, new_figure
+from lightning_decentral.shared.plan.figure import INK, new_figure
 from lightning_decentral.shared.plan.timeline import Span
 from lightning_decentral.sweep.plan.simulation import Ran
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_decentral  # noqa: F401  # registers the names
 from lightning_decentral.gossip import ConsensusMonitor, Report, WorkerLossMonitor
-from lightning_decentral.shared import figure
+from lightning_decentral.shared.plan import figure
 from tests.gossiping import Scripted
 from tests.tiny import QUIET, Record, in_processes, recorded
 

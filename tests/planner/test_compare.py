@@ -14,12 +14,12 @@ from lightning_decentral import CompressedStrategy, GossipStrategy, PartialBackp
 from lightning_decentral.gossip import Auto, GossipForecast, Int8, Ring
 from lightning_decentral.gossip.plan.step_costs import ReplicatedCost
 from lightning_decentral.pipeline import Pipelining
-from lightning_decentral.planner import show as units
 from lightning_decentral.planner.candidates import Candidate, candidates
 from lightning_decentral.planner.compare import chosen, plan
 from lightning_decentral.planner.forecasts import encoding_of, method_of, strategy_of
 from lightning_decentral.planner.show import sentences, verdict
 from lightning_decentral.recipes import command as cli
+from lightning_decentral.shared.plan import units
 from lightning_decentral.shared.plan.data_parallel import DataParallel, ShardedForecast
 from lightning_decentral.shared.plan.forecast import Cluster, Setting, even
 from lightning_decentral.shared.plan.network import Network

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_decentral.elastic.plan.view import View, shown
-from lightning_decentral.shared.figure import INK, new_figure
+from lightning_decentral.shared.plan.figure import INK, new_figure
 
 COLOURS = ("#8fb3d9", "#9ccc9c", "#e6b566", "#b79ad1", "#d98c8c", "#7fc4c4", "#c2a27c", "#a9a9d9")
 NARROW = 0.04

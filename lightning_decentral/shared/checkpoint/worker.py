@@ -25,8 +25,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_decentral.shared import runs
-from lightning_decentral.shared.checkpoint import store
+from lightning_decentral.shared.checkpoint import runs, store
 from lightning_decentral.shared.checkpoint.reading import Reading
 from lightning_decentral.shared.checkpoint.saving import CheckpointedStrategy, Saving
 from lightning_decentral.shared.compute import worker_state

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 
 from lightning_decentral import GossipStrategy
-from lightning_decentral.shared import runs
+from lightning_decentral.shared.checkpoint import runs
 from tests.tiny import QUIET, Quadratic, in_processes
 from tests.wandb_file import history, run
 
