@@ -74,11 +74,8 @@ def run(options: argparse.Namespace) -> None:
 
 
 def jigsaw(options: argparse.Namespace) -> Planned:
-    """Every pairing of the file's gangs; the best one's iterations.
-
-    Raises:
-        ValueError: not a piece for each device, or too many pieces to go through.
-    """
+    """Every pairing of the file's gangs; the best one's iterations. ValueError: not a piece for each device, or too
+    many pieces to go through."""
     gangs = read_gangs(options.jobs)
     size = len(gangs[0].seconds)
     if options.devices not in (None, size):

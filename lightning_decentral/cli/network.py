@@ -37,11 +37,7 @@ class NetworkAnswer:
 
 
 def place(environment: Mapping[str, str]) -> tuple[int, int, int, int]:
-    """(rank, size, local rank, workers of a node) that torchrun gave.
-
-    Raises:
-        ValueError: it gave none.
-    """
+    """(rank, size, local rank, workers of a node) that torchrun gave. ValueError: it gave none."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     missing = [name for name in names if name not in environment]
     if missing:

@@ -21,11 +21,8 @@ SHAPES: dict[str, Graph] = {"ring": RingPlacement(), "pipeline": ChainPlacement(
 
 
 def graph(name: str, overrides: Sequence[str]) -> Graph:
-    """`ring`, `pipeline`, or a topology of gossip by the name of its configuration.
-
-    Raises:
-        ValueError: no such topology, or overrides of one that has nothing to set.
-    """
+    """`ring`, `pipeline`, or a topology of gossip by the name of its configuration. ValueError: no such topology, or
+    overrides of one that has nothing to set."""
     if name in SHAPES and overrides:
         raise ValueError(f"--topology {name} has nothing to set, got {' '.join(overrides)}: leave it out")
     if name in SHAPES:

@@ -46,22 +46,14 @@ QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": 
 
 
 class StepProfile(Callback):
-    """Measures the blocks in one step of a real run, then whole steps until the run ends.
-
-    Attributes:
-        blocks: from the inputs to the loss.
-        batch: samples of the first batch.
-        state_bytes, states: of the optimizers after the last step; by name, as in `Model`.
-        products_per_second: as in `Model`.
-        processors: that whole steps took, without their data.
-    """
+    """Measures the blocks in one step of a real run, then whole steps until the run ends."""
 
     def __init__(self, done: Callable[[], None]) -> None:
-        self.processors = ProcessorTime()
-        self.blocks: tuple[BlockCost, ...] = ()
-        self.batch, self.state_bytes = 1, 0
-        self.states: tuple[tuple[str, int], ...] = ()
-        self.products_per_second = 0.0
+        self.processors = ProcessorTime()  # that whole steps took, without their data
+        self.blocks: tuple[BlockCost, ...] = ()  # from the inputs to the loss
+        self.batch, self.state_bytes = 1, 0  # samples of the first batch; of the optimizers after the last step
+        self.states: tuple[tuple[str, int], ...] = ()  # the same by name, as in `Model`
+        self.products_per_second = 0.0  # as in `Model`
         self._done = done
         self._laps: HostLaps | DeviceLaps | None = None
 
@@ -109,11 +101,8 @@ class StepProfile(Callback):
 
 
 def alone(application: Application, overrides: Sequence[str]) -> DictConfig:
-    """Compose these overrides for one device, without the strategy that they may name.
-
-    Raises:
-        ValueError: they, or an experiment, set more of a strategy than which one it is.
-    """
+    """Compose these overrides for one device, without the strategy that they may name. ValueError: they, or an
+    experiment, set more of a strategy than which one it is."""
     try:
         return application.compose([*overrides, *ALONE, "trainer.default_root_dir=null"])
     except HydraException as error:
@@ -136,11 +125,8 @@ def without_strategy(overrides: Sequence[str]) -> tuple[list[str], tuple[str, ..
 def profile(
     application: Application, overrides: Sequence[str], steps: int, done: Callable[[], None] = lambda: None
 ) -> tuple[Profile, float]:
-    """(the profile of one device for these overrides of the command line, mean seconds from batch to batch).
-
-    Args:
-        steps: whole steps that the distribution is taken from.
-    """
+    """(the profile of one device for these overrides of the command line, mean seconds from batch to batch). `steps`:
+    whole steps that the distribution is taken from."""
     if steps < 2:
         raise ValueError(f"steps must be at least 2, got {steps}: 30 show how unequal steps are")
     cfg = alone(application, overrides)

@@ -18,16 +18,11 @@ from lightning_decentral.elastic.plan.view import shown
 from lightning_decentral.elastic.wire.sockets.frames import connected, receive
 from lightning_decentral.elastic.wire.sockets.values import UNREAD_SECONDS, receive_value, send_value
 
-Key = tuple[int, int]
-"""(round, number in that round): it rises."""
-KEPT = 2
-"""Results, for members that ask again: none can be further ahead of another."""
-LOOK_SECONDS = 0.1
-"""Seconds between two looks at who is still there."""
-ASK_SECONDS = 0.5
-"""Seconds until members that haven't given anything are asked whether they have a result."""
-KEPT_SECONDS = 0.05
-"""Seconds between two questions for what is kept."""
+Key = tuple[int, int]  # (round, number in that round): it rises
+KEPT = 2  # results, for members that ask again: none can be further ahead of another
+LOOK_SECONDS = 0.1  # seconds between two looks at who is still there
+ASK_SECONDS = 0.5  # seconds until members that haven't given anything are asked whether they have a result
+KEPT_SECONDS = 0.05  # seconds between two questions for what is kept
 LEAVE_SECONDS = 10.0
 
 
@@ -48,19 +43,12 @@ class Collective:
     def meet(
         self,
         key: Key,
-        value: Any,
-        made: Callable[[Sequence[Any]], Any],
-        members: Callable[[], Sequence[str]],
-        seconds: float,
+        value: Any,  # tensors and plain values
+        made: Callable[[Sequence[Any]], Any],  # the result, of what members have given, the oldest's first
+        members: Callable[[], Sequence[str]],  # those that may still come, itself included, the oldest first
+        seconds: float,  # until the result is made without those that haven't come
     ) -> Any:
-        """The same for all members that call it with this key.
-
-        Args:
-            value: tensors and plain values.
-            made: the result, of what members have given, the oldest's first.
-            members: those that may still come, itself included, the oldest first.
-            seconds: until the result is made without those that haven't come.
-        """
+        """The same for all members that call it with this key."""
         self.begins(key)
         end, failed = time.monotonic() + seconds, set[str]()  # who has failed once isn't asked again
         while (first := next((n for n in members() if n not in failed), self.name)) != self.name:

@@ -14,31 +14,19 @@ from lightning_decentral.elastic.plan.view import View
 from lightning_decentral.elastic.wire.endpoint import Endpoint
 from lightning_decentral.shared.wire.transport import Transport
 
-ASK_SECONDS, LOOK_SECONDS = 5.0, 0.05
-"""Members send which views they have begun with each of their beats."""
+ASK_SECONDS, LOOK_SECONDS = 5.0, 0.05  # members send which views they have begun with each of their beats
 
 
 class Course:
-    """Course of a run as one member knows it.
-
-    Args:
-        batches: that the devices of this worker take in a step.
-        over: these devices, which all call the same in the same order; None: it is the only one.
-
-    Attributes:
-        round: that began last; -1: none.
-        next_round: whose batches are drawn next.
-        view: in force in it.
-        calendar: None before the first view.
-        seed: of the order of the examples, the same for all; None: this worker's own.
-    """
+    """Course of a run as one member knows it. The devices of this worker take so many `batches` in a step, and all
+    call the same in the same order `over` their transport; None: it is the only one."""
 
     def __init__(self, worker: Endpoint, batches: int = 1, over: Transport | None = None) -> None:
         self.worker, self._batches, self._over = worker, batches, over
-        self.round, self.next_round = -1, 0
-        self.view: View | None = None
-        self.calendar: Calendar | None = None
-        self.seed: int | None = None
+        self.round, self.next_round = -1, 0  # that began last, -1: none; whose batches are drawn next
+        self.view: View | None = None  # in force in `round`
+        self.calendar: Calendar | None = None  # None before the first view
+        self.seed: int | None = None  # of the order of the examples, the same for all; None: this worker's own
         self._views: dict[int, View] = {}
         self._tally = ViewCounts()
         self._missed: View | None = None
@@ -134,11 +122,8 @@ class Course:
     # ---- data -------------------------------------------------------------------------------------------------------
 
     def deals(self, dealing: Dealing, place: int = 0) -> Callable[[], Iterator[Any]]:
-        """Return what gives this worker's examples of the rest of an epoch, batch by batch.
-
-        Args:
-            place: of the loader among those that are combined. One that is loaded again goes on, with other examples
-                by a new pass.
+        """Return what gives this worker's examples of the rest of an epoch, batch by batch: of the `place`-th of
+        the loaders that are combined. One that is loaded again goes on, with other examples by a new pass.
 
         Raises:
             ValueError: the members have other data.

@@ -27,32 +27,21 @@ from lightning_decentral.elastic.wire.sockets.mesh import Mesh
 from lightning_decentral.elastic.wire.starter import STARTER
 from lightning_decentral.elastic.wire.state_transfer import Beginnings, Donor, asked, fetched
 
-AGAIN_SECONDS = 0.05
-"""Seconds between two questions for what isn't decided yet."""
-Refuses = Callable[[Any], str]
-"""Returns why what a member gives can't be taken; empty: it can."""
+AGAIN_SECONDS = 0.05  # seconds between two questions for what isn't decided yet
+Refuses = Callable[[Any], str]  # returns why what a member gives can't be taken; empty: it can
 
 
 class Endpoint:
-    """One start of one worker: a name that nobody else has or had.
-
-    Args:
-        lobby: "host:port".
-        host: the address at which other workers reach this machine.
-        times: until the lobby sends others.
-        title: what its name begins with.
-        weight: of its batches, in its name.
-        refuses: what it would be given, before anybody counts on it.
-    """
+    """One start of one worker: a name that nobody else has or had."""
 
     def __init__(
         self,
-        lobby: str,
-        host: str,
-        times: Times | None = None,
-        title: str = "",
-        weight: int = 1,
-        refuses: Refuses = lambda value: "",
+        lobby: str,  # "host:port"
+        host: str,  # the address at which other workers reach this machine
+        times: Times | None = None,  # until the lobby sends others
+        title: str = "",  # what its name begins with
+        weight: int = 1,  # of its batches, in its name
+        refuses: Refuses = lambda value: "",  # what it would be given, before anybody counts on it
     ) -> None:
         self._donor, self.beginnings = Donor(self._given), Beginnings()
         self._refuses, self._refused = refuses, ""
@@ -96,12 +85,9 @@ class Endpoint:
         return self.beginnings.add(value)
 
     def healed(self, seconds: float) -> Any:
-        """Wait for what its donor gives; None: it begins the run with its own. This worker is set up.
-
-        Raises:
-            TimeoutError: nobody gave anything in so many seconds.
-            ValueError: the lobby doesn't let this worker in, or it refuses what it would be given; and why.
-        """
+        """Wait for what its donor gives; None: it begins the run with its own. This worker is set up. TimeoutError:
+        nobody gave anything in so many seconds. ValueError: the lobby doesn't let this worker in, or it refuses what it
+        would be given; and why."""
         self.beginnings.close()  # who asks for more than there is uses its own from now on
         self._set_up.set()
         self._until(lambda: bool(self.lobby_client.state.mine.origin), seconds)

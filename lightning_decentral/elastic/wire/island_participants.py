@@ -24,12 +24,8 @@ from lightning_decentral.shared.wire.transport import Transport, Wire
 def member_of(
     elastic: ElasticSettings, seconds: float, wire: Wire | None, batches: int, refuses: Refuses
 ) -> Participant:
-    """This device's part of a member.
-
-    Args:
-        batches: that its devices take in a step: one each, or one for all.
-        wire: among the devices of the member; None: it is the only one.
-    """
+    """This device's part of a member, whose devices take so many `batches` in a step (one each, or one for all) and
+    have a `wire` among them; None: it is the only one."""
     if wire is not None and wire.roll.rank:
         return Following(elastic, seconds, wire.roll, batches)
     host, named = elastic.host or own_address(elastic.lobby), (title(os.environ), elastic.weight * batches, refuses)
@@ -43,8 +39,7 @@ def member_of(
 class Leading(Participant):
     """Participant of the first device: the member, which passes what it knows to the others."""
 
-    _newest = 0
-    """Number of the newest view that was passed on."""
+    _newest = 0  # number of the newest view that was passed on
 
     def _passed_on(self, call: Callable[[], Any]) -> Any:
         try:

@@ -22,34 +22,21 @@ Step = Callable[[MemberState, float], tuple[MemberState, list[Act]]]
 
 
 class LobbyClient:
-    """Runs a `MemberState` on the clock and a connection to the lobby.
-
-    Args:
-        name: of this start of this worker, as no other has or had.
-        place: "host:port" where other members reach it.
-        lobby: "host:port".
-        fetch: begins to fetch from (donor, place), and ends an earlier fetch.
-        ask: sends a beat to the member of this name.
-        changed: notified when the state has changed; None: one of its own.
-        say: prints a line where the lobby isn't there, or refuses this worker.
-
-    Attributes:
-        refused: why the lobby doesn't let this worker in; empty: it does, or hasn't answered.
-        trouble: why the lobby isn't reached; empty: it is.
-    """
+    """Runs a `MemberState` on the clock and a connection to the lobby."""
 
     def __init__(
         self,
-        name: str,
-        place: str,
-        lobby: str,
-        fetch: Callable[[str, str], None],
-        ask: Callable[[str, Heartbeat], None],
+        name: str,  # of this start of this worker, as no other has or had
+        place: str,  # "host:port" where other members reach it
+        lobby: str,  # "host:port"
+        fetch: Callable[[str, str], None],  # begins to fetch from (donor, place), and ends an earlier fetch
+        ask: Callable[[str, Heartbeat], None],  # sends a beat to the member of this name
         times: Times | None = None,
-        changed: threading.Condition | None = None,
-        say: Callable[[str], None] = warned,
+        changed: threading.Condition | None = None,  # notified when the state has changed; None: one of its own
+        say: Callable[[str], None] = warned,  # prints a line where the lobby isn't there, or refuses this worker
     ) -> None:
-        self.refused = self.trouble = ""
+        self.refused = ""  # why the lobby doesn't let this worker in; empty: it does, or hasn't answered
+        self.trouble = ""  # why the lobby isn't reached; empty: it is
         self._say = Once(say)
         self.changed = changed or threading.Condition()
         self.state = MemberState(Heartbeat(name, 0, place), times or Times())
@@ -77,13 +64,8 @@ class LobbyClient:
                     self._fetch(donor, place)
 
     def begin(self, pace: float, seconds: float, at_least: int = 0) -> tuple[View, int]:
-        """The next round and its view, as soon as a round may begin. TimeoutError with why it waits.
-
-        Args:
-            pace: seconds since the last one began; 0: unknown.
-            seconds: to wait at most.
-            at_least: the rounds before this one are left out.
-        """
+        """The next round and its view, as soon as a round may begin. TimeoutError with why it waits, after so many
+        seconds at most. `pace`: seconds since the last one began, 0: unknown. Rounds before `at_least` are left out."""
         end = clock.now() + seconds
         with self.changed:
             while True:

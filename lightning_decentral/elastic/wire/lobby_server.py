@@ -22,19 +22,14 @@ from lightning_decentral.elastic.wire.sockets.frames import (
 )
 
 READ_BYTES = 1 << 16
-SILENT_TIMES = 10
-"""Times `dead_after`, until a guest that has greeted and sends nothing is let go."""
+SILENT_TIMES = 10  # times `dead_after`, until a guest that has greeted and sends nothing is let go
 UNREAD_BYTES = 1 << 18
 """Bytes that a worker may leave unread until it gets no more: a later message has all that an earlier one had."""
 
 
 class LobbyServer:
-    """Serves a `LobbyState`.
-
-    Args:
-        say: called with a line for each view, and once for each cause for which a host's guests are refused.
-        settled: no run can have begun at an earlier lobby: nobody needs to be waited for.
-    """
+    """Serves a `LobbyState`. `say` is called with a line for each view, and once for each cause for which a host's
+    guests are refused. `settled`: no run can have begun at an earlier lobby, nobody needs to be waited for."""
 
     def __init__(self, bounds: Bounds, times: Times, say: Callable[[str], None], settled: bool = False) -> None:
         self._lobby, self._say = LobbyState(bounds, times, clock.now(), settled=settled), say

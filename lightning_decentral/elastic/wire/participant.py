@@ -25,45 +25,30 @@ Found = TypeVar("Found")
 
 
 class Participant(Course):
-    """Participant of a run, from a fit's set-up to its end.
+    """Participant of a run, from a fit's set-up to its end."""
 
-    Args:
-        seconds: how long it waits for others, anywhere.
-        batches, over: as `Course`'s.
-
-    Attributes:
-        entered: the view in force, if it wasn't in force in the round before; else None.
-        live: whether what it computes, it computes with the others.
-        left_out: rounds that it was late for, and didn't take part in.
-    """
-
-    leads = True
-    """True where this device talks to other members."""
+    leads = True  # True where this device talks to other members
 
     def __init__(
         self,
         elastic: ElasticSettings,
-        seconds: float,
+        seconds: float,  # how long it waits for others, anywhere
         worker: Endpoint,
-        batches: int = 1,
+        batches: int = 1,  # as `Course`'s
         over: Transport | None = None,
     ) -> None:
         super().__init__(worker, batches, over)
         self.elastic, self._seconds = elastic, seconds
-        self.entered: View | None = None
-        self.live = False
-        self.left_out = 0
+        self.entered: View | None = None  # the view in force, if it wasn't in force in the round before
+        self.live = False  # whether what it computes, it computes with the others
+        self.left_out = 0  # rounds that it was late for, and didn't take part in
         self._exchange: ElasticExchange | None = None
         self._began, self._met = 0.0, 0
         self._watch = Watch()
 
     def healed(self) -> Any:
-        """Wait for what its donor gives; None: it is the first.
-
-        Raises:
-            TimeoutError: nobody came.
-            ValueError: the run's workers were given other things, or the lobby another least number of workers.
-        """
+        """Wait for what its donor gives; None: it is the first. TimeoutError: nobody came. ValueError: the run's
+        workers were given other things, or the lobby another least number of workers."""
         value = self._passed_on(lambda: self._in_time(self.worker.healed))
         if value is not None:  # what was before it takes part: where nobody is left to be asked when it does
             self.learn(value["run"])
@@ -95,13 +80,8 @@ class Participant(Course):
         return TimeoutError(f"{waiting_at(self.elastic.lobby, str(error))}; gave up after {self._seconds:g} s")
 
     def begin(self, copy: Callable[[], Any], until: int = 0) -> int:
-        """The next round, or where nobody waits and this worker is late, a later one.
-
-        Args:
-            until: the last that it may go on in.
-
-        Returns:
-            How many were left out.
+        """The next round, or where nobody waits and this worker is late, a later one, `until` the last that it may go
+        on in. Return how many were left out.
 
         Raises:
             TimeoutError: it is no member yet, and nobody has made it one.
@@ -215,8 +195,7 @@ class Participant(Course):
         """The same of the members' first devices alone."""
         return self._passed_on(lambda: self._meet(value, made))
 
-    of_first = of_members
-    """The same for the first device alone; what is returned elsewhere means nothing."""
+    of_first = of_members  # the same for the first device alone; what is returned elsewhere means nothing
 
     def _meet(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
         if not self.live:

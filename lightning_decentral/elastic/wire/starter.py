@@ -32,8 +32,7 @@ LOOK_SECONDS, FOLLOW_SECONDS = 0.1, 1.0
 HASTY_SECONDS, LONGEST_PAUSE = 30.0, 60.0
 TERMINATED = -signal.SIGTERM, 128 + signal.SIGTERM
 """Codes of a worker that SIGTERM ended: by itself, or as Lightning ends then."""
-LEAVE_SECONDS = 20.0
-"""Seconds after which a worker that was asked to end is killed."""
+LEAVE_SECONDS = 20.0  # seconds after which a worker that was asked to end is killed
 
 
 Members = Callable[[], tuple[tuple[str, ...], tuple[str, ...]]]
@@ -59,35 +58,23 @@ class WorkerProcess:
 
 
 def started_again(code: int, members: Collection[int] | None) -> bool:
-    """Return whether somebody takes the place of a worker that ended with this code.
-
-    Args:
-        code: of its process; below 0 a signal's.
-        members: of the present view, that are left; None: there was no view yet.
-    """
+    """Return whether somebody takes the place of a worker whose process ended with this code, below 0 a signal's.
+    `members` of the present view are left; None: there was no view yet."""
     if members is None:
         return code < 0 and code not in TERMINATED
     return code not in (0, *TERMINATED) and bool(members)
 
 
 class Starter:
-    """The workers of one run on this machine.
-
-    Args:
-        workers: how many train.
-        command: (command line, folder) of the n-th that is started.
-        members: of its lobby.
-        environment: of all of them, in addition to this process's own.
-        say: called with a line for each worker that is lost.
-    """
+    """The workers of one run on this machine."""
 
     def __init__(
         self,
-        workers: int,
-        command: Callable[[int], tuple[Sequence[str], str | None]],
-        members: Members,
-        environment: Mapping[str, str],
-        say: Callable[[str], None],
+        workers: int,  # how many train
+        command: Callable[[int], tuple[Sequence[str], str | None]],  # (line, folder) of the n-th that is started
+        members: Members,  # of its lobby
+        environment: Mapping[str, str],  # of all of them, in addition to this process's own
+        say: Callable[[str], None],  # called with a line for each worker that is lost
     ) -> None:
         self._command, self._members_of, self._environment, self._say = command, members, environment, say
         self._running: dict[int, WorkerProcess] = {}

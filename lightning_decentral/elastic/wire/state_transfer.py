@@ -18,8 +18,7 @@ from lightning_decentral.elastic.wire.sockets.values import receive_value, send_
 from lightning_decentral.shared.wire.plain import NotPlain, pack
 
 ALIVE: dict[str, Any] = {"prepares": True}
-ALIVE_SECONDS = 0.2
-"""Seconds between two signs of life."""
+ALIVE_SECONDS = 0.2  # seconds between two signs of life
 
 
 class Donor:
@@ -86,19 +85,14 @@ def fetched(place: str, seconds: float) -> tuple[Any, str, int]:
     return value, str(header["origin"]), int(header["round"])
 
 
-SECONDS = 10.0
-"""Seconds of silence, until the other one is asked again."""
+SECONDS = 10.0  # seconds of silence, until the other one is asked again
 
 
 class Beginnings:
-    """One worker's.
-
-    Attributes:
-        given: values so far; None where one can't be sent, and every worker has its own.
-    """
+    """One worker's."""
 
     def __init__(self) -> None:
-        self.given: list[list[Any] | None] = []
+        self.given: list[list[Any] | None] = []  # so far; None where one can't be sent, and every worker has its own
         self._over = False
 
     def add(self, value: Any) -> Any:

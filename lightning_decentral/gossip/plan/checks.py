@@ -11,10 +11,7 @@ from lightning_decentral.gossip.plan.weights import Dyadic, Own, Weights, mixing
 
 def check_columns(topology: Topology, size: int, weights: Weights) -> None:
     """Check the columns of W for push-sum: nobody's share is lost, and the graph is strongly connected over time.
-
-    Raises:
-        ValueError: a column doesn't sum to one, or nothing of some workers ever reaches some others.
-    """
+    ValueError: a column doesn't sum to one, or nothing of some workers ever reaches some others."""
     for step in range(min(topology.period(size), CHECKED_STEPS)):
         _check_sources(topology, size, step)
         rows = [weights.row(topology, rank, size, step) for rank in range(size)]
@@ -81,11 +78,8 @@ CHECKED_STEPS = 16  # whose rows are summed; a plan with a longer period makes a
 @lru_cache(maxsize=256)  # methods of one topology ask for the same check
 def check(topology: Topology, size: int, weights: Weights | None = None) -> None:
     """See that a plan keeps the mean of the workers and lets news of every worker reach, in time, every other.
-
-    Raises:
-        ValueError: the topology can't serve `size`; a row names others than the sources, is negative or doesn't sum to
-            one; a column doesn't sum to one; nothing of some workers reaches some others.
-    """
+    ValueError: the topology can't serve `size`; a row names others than the sources, is negative or doesn't sum to one;
+    a column doesn't sum to one; nothing of some workers reaches some others."""
     period = topology.period(size)
     for step in range(min(period, CHECKED_STEPS)):
         _check_sources(topology, size, step)

@@ -120,10 +120,7 @@ def largest_rate_with_echo(
     topology: Topology, size: int, delay: int, weights: Weights, echo: RepeatedCorrection
 ) -> float:
     """The largest rate up to 1 at which mixing contracts although each correction comes back; 2 if it does at 1.
-
-    Raises:
-        ValueError: a sequence of matrices is too large to be judged.
-    """
+    ValueError: a sequence of matrices is too large to be judged."""
     periods = list(_periods(topology, size, delay, weights))
 
     def contracts(rate: float) -> bool:

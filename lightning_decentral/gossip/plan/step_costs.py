@@ -28,22 +28,15 @@ UNMEASURED = RoundWork(AS_THEY_ARE)
 
 @dataclass(frozen=True)
 class Encoding:
-    """Encoding of messages by a codec: bytes on the wire, and work.
+    """Encoding of messages by a codec: bytes on the wire, and work."""
 
-    Args:
-        codec: its repr, by which the profile knows it.
-        wire_bytes: of the payload, by the bytes of what is encoded; padding (up to 128 bytes a parameter) and headers
-            (16 bytes a bucket) aside.
-        assumed: what it takes more than messages as they are, where the profile doesn't have the codec.
-        copies: messages of the model's size that are encoded for one, as a rule may want.
-        cliques: how workers exchange it where all of a group receive from all.
-    """
-
-    codec: str = AS_THEY_ARE
+    codec: str = AS_THEY_ARE  # its repr, by which the profile knows it
+    # Of the payload, by the bytes of what is encoded; padding (up to 128 bytes a parameter) and headers (16 bytes a
+    # bucket) aside.
     wire_bytes: Callable[[float], float] = float
-    assumed: RoundWork = UNMEASURED
-    copies: float = 1.0
-    cliques: Cliques = Cliques.RING
+    assumed: RoundWork = UNMEASURED  # what it takes more than `Plain()`, where the profile doesn't have the codec
+    copies: float = 1.0  # messages of the model's size that are encoded for one, as a rule may want
+    cliques: Cliques = Cliques.RING  # how workers exchange it where all of a group receive from all
 
     def work(self, model: Model) -> RoundWork:
         """Work of a round as measured, or that of messages as they are plus what is assumed."""
@@ -59,15 +52,10 @@ PLAIN = Encoding()
 
 @dataclass(frozen=True)
 class StateMessage:
-    """A state of the optimizer that travels with the parameters.
+    """A state of the optimizer that travels with the parameters."""
 
-    Args:
-        name: as the profile's `states` have it.
-        topology: when it travels, and to whom.
-    """
-
-    name: str
-    topology: Topology
+    name: str  # as the profile's `states` have it
+    topology: Topology  # when it travels, and to whom
     encoding: Encoding = PLAIN
 
 

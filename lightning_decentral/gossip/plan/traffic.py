@@ -30,21 +30,13 @@ class Cliques(Enum):
 
 @dataclass(frozen=True)
 class RoundLoad:
-    """Load of one worker's exchange: its messages, and how many share a network card.
+    """Load of one worker's exchange: its messages, and how many share a network card."""
 
-    Args:
-        clique: workers that all-reduce together, the worker included; 0 where peers exchange.
-        inside: messages to or from workers of the same node, whichever are more; in a clique 1 if it is in one node.
-        between: the same with other nodes.
-        flows: workers of the node, or cliques on it, that use its network card at the same time.
-        per_node: the most workers of the clique that share a node.
-    """
-
-    clique: int = 0
-    inside: int = 0
-    between: int = 0
-    flows: int = 1
-    per_node: int = 1
+    clique: int = 0  # workers that all-reduce together, the worker included; 0 where peers exchange
+    inside: int = 0  # messages to or from workers of the same node, whichever are more; in a clique 1 if in one node
+    between: int = 0  # the same with other nodes
+    flows: int = 1  # workers of the node, or cliques on it, that use its network card at the same time
+    per_node: int = 1  # the most workers of the clique that share a node
 
 
 @dataclass(frozen=True)

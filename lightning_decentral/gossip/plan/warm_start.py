@@ -16,15 +16,10 @@ from lightning_decentral.shared.plan.timeline import Task
 
 @dataclass(frozen=True)
 class WarmStarted(Method):
-    """`exact_steps` as a share of the run.
+    """`exact_steps` as a share of the run."""
 
-    Args:
-        share: of the steps, in (0, 1).
-        rest: of the others.
-    """
-
-    share: float
-    rest: GossipForecast
+    share: float  # of the steps, in (0, 1)
+    rest: GossipForecast  # of the others
 
     @property
     def first(self) -> GossipForecast:

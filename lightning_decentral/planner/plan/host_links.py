@@ -24,14 +24,10 @@ Matrix = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class HostLinks:
-    """A link between every two hosts.
-
-    Args:
-        latency_seconds: [source, target]; the diagonal of both matrices is ignored.
-    """
+    """A link between every two hosts."""
 
     hosts: tuple[str, ...]
-    latency_seconds: Matrix
+    latency_seconds: Matrix  # [source, target]; the diagonal of both matrices is ignored
     bytes_per_second: Matrix
 
     def __post_init__(self) -> None:
@@ -60,11 +56,7 @@ class HostLinks:
         return found
 
     def only(self, hosts: Sequence[str]) -> "HostLinks":
-        """Between these, in this order.
-
-        Raises:
-            ValueError: naming a host that isn't there.
-        """
+        """Between these, in this order. ValueError where a host isn't there."""
         missing = [host for host in hosts if host not in self.hosts]
         if missing:
             raise ValueError(f"host {missing[0]} is missing: there are {', '.join(self.hosts)}; measure it, too")
@@ -86,11 +78,8 @@ def of(hosts: Sequence[str], pairs: Sequence[Sequence[tuple[float, float]]]) -> 
 
 def read(path: str | Path) -> HostLinks:
     """Read JSON that `HostLinks.write` wrote, or a CSV file with the columns source, target, latency_seconds,
-    bytes_per_second and one line for each direction of each link.
-
-    Raises:
-        ValueError: can't be read, something else, not square, a link or host that is missing, no latency or rate.
-    """
+    bytes_per_second and one line for each direction of each link. ValueError: it can't be read, something else, not
+    square, a link or host that is missing, no latency or rate."""
     text = text_of(path, "give a file of hosts")
     if Path(path).suffix == ".csv":
         return _listed(path, text)

@@ -48,10 +48,7 @@ def products_seconds(model: Model) -> float:
 
 def trained_with(model: Model, optimizer: str) -> Model:
     """The model as this optimizer, named as in `optimizer=`, would train it; its overrides name the optimizer.
-
-    Raises:
-        ValueError: the profile can't tell: it is not of this optimizer, nor is it Muon's cost over Adam's.
-    """
+    ValueError: the profile can't tell: it is not of this optimizer, nor is it Muon's cost over Adam's."""
     others = (one for one in model.words if not re.match(r"[+~]*optimizer\b", one))
     if optimizer == model.optimizer:
         return model

@@ -20,8 +20,7 @@ import numpy.typing as npt
 from lightning_decentral.planner.plan.host_links import Matrix
 
 Order = tuple[int, ...]
-Step = Sequence[tuple[int, int]]
-"""Messages as (rank of the source, rank of the target)."""
+Step = Sequence[tuple[int, int]]  # messages as (rank of the source, rank of the target)
 MOST_BY_FORCE = 9
 MOST_BY_HELD_KARP = 12
 CHUNK = 20_000  # orders that are priced at once, which bounds the memory
@@ -156,17 +155,12 @@ def _descend(steps: Sequence[Step], seconds: Matrix, order: Order) -> tuple[tupl
 
 @dataclass(frozen=True)
 class Placement:
-    """An order and what it costs.
-
-    Args:
-        before: the cost of the order as it was.
-        exact: nothing is better.
-    """
+    """An order and what it costs."""
 
     order: Order
-    before: tuple[float, float]
+    before: tuple[float, float]  # the cost of the order as it was
     after: tuple[float, float]
-    exact: bool
+    exact: bool  # nothing is better
 
 
 def place(graph: Graph, seconds: Matrix, *, seed: int = 0, starts: int = 4) -> Placement:

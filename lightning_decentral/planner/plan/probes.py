@@ -16,16 +16,11 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Probe:
-    """Groups that do the same at the same time.
+    """Groups that do the same at the same time."""
 
-    Args:
-        reach: `inside` a node or `between` nodes.
-        per_node: workers of a group on one node.
-    """
-
-    reach: str
+    reach: str  # `inside` a node or `between` nodes
     groups: tuple[tuple[int, ...], ...]
-    per_node: int
+    per_node: int  # workers of a group on one node
 
     @property
     def workers(self) -> int:
@@ -40,10 +35,7 @@ class Probe:
 def probes(size: int, per_node: int) -> list[Probe]:
     """Inside the first node and between nodes, groups of 2, 4, 8, ... and of all: one flow, and as many as a node has
     workers for; between nodes one worker of each, and last everyone in one group. Workers are numbered node by node.
-
-    Raises:
-        ValueError: one worker, or nodes of different size.
-    """
+    ValueError: one worker, or nodes of different size."""
     if size < 2:
         raise ValueError(f"a network needs at least 2 workers to be measured, got {size}: start it by torchrun")
     if size % per_node:
@@ -60,11 +52,8 @@ def probes(size: int, per_node: int) -> list[Probe]:
 
 
 def fit(points: Sequence[Point]) -> tuple[float, float, float]:
-    """(latency in seconds, bytes per second, largest relative distance of a point from the line).
-
-    Args:
-        points: (bytes, seconds), at least one; seconds > 0.
-    """
+    """(latency in seconds, bytes per second, largest relative distance of a point from the line). `points`: (bytes,
+    seconds), at least one; seconds > 0."""
     sizes, seconds = np.array(points).T
     # Weights between those of equal errors, which would forget the latency, and of equal relative errors, which would
     # take a bandwidth from small messages that a buffer on the way swallows whole.
@@ -97,32 +86,21 @@ SHARED = {
 
 @dataclass(frozen=True)
 class Start:
-    """Start of one worker: its host, its devices and what it was asked to measure.
+    """Start of one worker: its host, its devices and what it was asked to measure."""
 
-    Args:
-        host: where it runs.
-        mistake: what is wrong with its own options or file; empty where nothing is.
-        per_node: workers of its node.
-        device: type of its device.
-        hosts: whether pairs of hosts are measured, too.
-    """
-
-    host: str
-    mistake: str
-    per_node: int
-    device: str
+    host: str  # where it runs
+    mistake: str  # what is wrong with its own options or file; empty where nothing is
+    per_node: int  # workers of its node
+    device: str  # type of its device
     sizes: tuple[int, ...]
     repeats: int
     longest_seconds: float
-    hosts: bool
+    hosts: bool  # whether pairs of hosts are measured, too
 
 
 def refuse_starts(starts: Sequence[Start]) -> None:
     """ValueError with the first worker's mistake, or the first worker that was started otherwise than worker 0.
-
-    Args:
-        starts: in order of rank.
-    """
+    `starts`: in order of rank."""
     names = [f"worker {rank} on {start.host}" for rank, start in enumerate(starts)]
     for name, start in zip(names, starts, strict=True):
         if start.mistake:

@@ -67,8 +67,7 @@ class ThreadModes:
 
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
-TORCH = frozenset(vars(nn.Module()))
-"""Attributes that every module has: parameters, buffers, hooks."""
+TORCH = frozenset(vars(nn.Module()))  # attributes that every module has: parameters, buffers, hooks
 Held = list[Any] | set[Any] | dict[Any, Any] | deque[Any]
 HELD = (list, set, dict, deque)
 
@@ -158,11 +157,8 @@ class Redirected:
     """Redirection of a function: until `close`, a call of it calls `by(original, *args, **kwargs)`.
 
     Where several redirect it, as workers in threads of one process do, the newest of the calling thread is asked (of
-    its context, which a thread that goes on in its place may carry over), and the newest of all where it has none.
-
-    Args:
-        function: a plain one, or one that a decorator wraps; no other of its module is redirected meanwhile.
-    """
+    its context, which a thread that goes on in its place may carry over), and the newest of all where it has none. The
+    function is a plain one, or one that a decorator wraps; no other of its module is redirected meanwhile."""
 
     def __init__(self, function: Callable[..., Any], by: Callable[..., Any]) -> None:
         target: Any = inspect.unwrap(function)  # decorated ones call it by its code
@@ -189,16 +185,11 @@ class Redirected:
         _own.set(tuple(one for one in _own.get() if one.open))
 
 
-_own: ContextVar[tuple[Redirected, ...]] = ContextVar(NAME, default=())
-"""Redirections of this thread."""
+_own: ContextVar[tuple[Redirected, ...]] = ContextVar(NAME, default=())  # redirections of this thread
 
 
 class _Replaced:
-    """A function whose code is another's until `undo`.
-
-    Attributes:
-        owners: who redirect it, the newest last.
-    """
+    """A function whose code is another's until `undo`; `owners` are who redirect it, the newest last."""
 
     def __init__(self, target: Any) -> None:
         self.target, self.owners = target, list[Redirected]()

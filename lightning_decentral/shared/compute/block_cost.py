@@ -25,18 +25,13 @@ Seconds = list[float]
 
 
 class BlockPass:
-    """One forward, and if it is run its backward, with a lap at each boundary.
-
-    Attributes:
-        entered: blocks that the forward has come to, in order, but for what runs before the first boundary, 0.
-        block: whose backward runs.
-        output_bytes: of what enters each block, by block; the first one's aren't counted.
-    """
+    """One forward, and if it is run its backward, with a lap at each boundary."""
 
     def __init__(self, root: nn.Module, names: Sequence[str], device: torch.device) -> None:
+        # Blocks that the forward has come to, in order, but for what runs before the first boundary, 0.
         self.entered: list[int] = []
-        self.block = len(names)
-        self.output_bytes = [0] * (len(names) + 1)
+        self.block = len(names)  # whose backward runs
+        self.output_bytes = [0] * (len(names) + 1)  # of what enters each block; the first one's aren't counted
         self._names = names
         self._parameters = {p.untyped_storage().data_ptr() for p in root.parameters()}
         self._saved: dict[int, tuple[int, int]] = {}
@@ -126,11 +121,8 @@ class BlockPass:
 def measure(root: nn.Module, names: Sequence[str], parameter_bytes: Sequence[int], run: Run) -> tuple[BlockCost, ...]:
     """A forward's costs: of what runs before the first named module (its input), between two, and behind the last.
 
-    Runs the forward a few times; each block's seconds are its shortest.
-
-    Raises:
-        ValueError: the forward doesn't pass the modules in this order, each once in a pass.
-    """
+    Runs the forward a few times; each block's seconds are its shortest. ValueError: the forward doesn't pass the
+    modules in this order, each once in a pass."""
     device = next((p.device for p in root.parameters()), torch.device("cpu"))
     passes: list[BlockPass] = []
     for _ in range(1 + TIMED_RUNS):

@@ -18,12 +18,8 @@ ALIGNMENT_BYTES = 128  # vector loads and matrix kernels want aligned rows; the 
 
 
 class Bucket:
-    """`flat[offset_p : offset_p + numel_p]` is the storage of parameter p, for p in order.
-
-    Args:
-        parameters: of one dtype and one device, each once.
-        parts: `flat` is padded to a multiple of so many aligned parts.
-    """
+    """`flat[offset_p : offset_p + numel_p]` is the storage of parameter p, for p in order: of one dtype and device,
+    each once. `flat` is padded to a multiple of so many aligned `parts`."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], parts: int = 1) -> None:
         self.parameters = tuple(parameters)
@@ -190,8 +186,7 @@ LEAST_BUCKET_BYTES = 2 * 2**20
 DEVICE_BUCKET_BYTES = 2**30  # a device lands none of a round before all have come: few are better than many
 BUCKETS = 8
 SHORT = 16  # a last bucket of at most one part in so many may overlap with the next round
-TAIL = 2 * SHORT
-"""A long last bucket ends in a tail of one part in so many or, as parameters end, up to one in `SHORT`."""
+TAIL = 2 * SHORT  # A long last bucket ends in a tail of one part in so many or, as parameters end, up to one in `SHORT`
 LEAST_CUT_BYTES = 2**20  # smaller models aren't cut: another message would take as long as it saves
 
 
@@ -250,11 +245,8 @@ def pack(
 ) -> list[Bucket]:
     """Buckets over the given parameters, in order, one dtype and device each, each made by `make`; none over
     `bucket_bytes` (by default `message_bytes_of` them) unless one parameter is. Tied parameters count once; what is
-    empty or not floating point or complex is left out.
-
-    Raises:
-        ValueError: `bucket_bytes` is not positive, or a lazy module has not seen its first batch.
-    """
+    empty or not floating point or complex is left out. ValueError: `bucket_bytes` is not positive, or a lazy module has
+    not seen its first batch."""
     parameters = list(parameters)
     if bucket_bytes is None:
         bucket_bytes = message_bytes_of(parameters)

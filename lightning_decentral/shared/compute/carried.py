@@ -12,11 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-WORD = "buffers_averaged"
-"""The attribute by which a module decides for its own buffers."""
+WORD = "buffers_averaged"  # the attribute by which a module decides for its own buffers
 QUANTIZATION = "torch.ao."
-Suffixes = dict[torch.Size, set[str]]
-"""Ends of parameters' names, by shape."""
+Suffixes = dict[torch.Size, set[str]]  # ends of parameters' names, by shape
 
 
 def carried(module: nn.Module) -> dict[str, Tensor]:
@@ -30,11 +28,8 @@ def carried(module: nn.Module) -> dict[str, Tensor]:
     - what is left is carried, where it has rows (two dimensions or more), or an integer or boolean next to it: a
       pointer, a label, a mask. Frozen parameters of the module go with it. Vectors and numbers alone are averaged.
 
-    An attribute `buffers_averaged = True` or `False` of the module decides instead.
-
-    Raises:
-        ValueError: for another value of the attribute.
-    """
+    An attribute `buffers_averaged = True` or `False` of the module decides instead. ValueError for another value of the
+    attribute."""
     mirrored = _suffixes(module)
     found: dict[str, Tensor] = {}
     for prefix, part in module.named_modules(remove_duplicate=False):  # a shared part has several names

@@ -44,8 +44,7 @@ class HostStopwatch:
         return self._total
 
 
-OPEN = 64
-"""Intervals that a device's stopwatch keeps before it looks which of them are over."""
+OPEN = 64  # intervals that a device's stopwatch keeps before it looks which of them are over
 
 
 class DeviceStopwatch:

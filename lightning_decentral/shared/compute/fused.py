@@ -25,12 +25,8 @@ _library = torch.library.Library("lightning_decentral", "FRAGMENT")
 
 
 def operator(schema: str, in_torch: Callable[..., None]) -> Callable[..., None]:
-    """An operator without a result, which changes its first argument.
-
-    Args:
-        schema: as torch.library takes it.
-        in_torch: the same by torch's operations, on any device.
-    """
+    """An operator without a result, which changes its first argument: of a schema as torch.library takes it, and
+    `in_torch`, the same by torch's operations, on any device."""
     name = schema.partition("(")[0]
 
     def run(*args: Any) -> None:

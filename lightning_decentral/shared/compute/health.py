@@ -24,10 +24,7 @@ def sound(scales: Tensor) -> Tensor:
 
     The lower median is the smaller one of two, so that of two workers the absurd one is found; of more, where fewer
     than half are absurd alike. The 1 keeps a worker that has left zero from standing out. Nothing waits for a device.
-
-    Args:
-        scales: [workers, ...], each the largest magnitude of what a worker holds, as `scale` gives it.
-    """
+    `scales`: [workers, ...], each the largest magnitude of what a worker holds, as `scale` gives it."""
     known = scales.nan_to_num(nan=torch.inf, posinf=torch.inf)
     if len(known) == 2:  # a message and its only receiver: a fifth of the kernels
         median = known.amin(0)
@@ -96,8 +93,7 @@ judge_ = operator("judge_(Tensor(a!) sane, Tensor stated) -> ()", _judge)
 
 # ---- norms -----------------------------------------------------------------------------------------------------------
 
-PIECE = 2**16
-"""Elements that a host makes float64 at once: they stay in its cache."""
+PIECE = 2**16  # elements that a host makes float64 at once: they stay in its cache
 
 
 @torch.no_grad()
@@ -167,16 +163,12 @@ def looks(named: Mapping[str, Tensor]) -> dict[str, Look]:
 
 @dataclass(frozen=True)
 class Unequal:
-    """A tensor of two workers that isn't the same: (worker, its look; `ABSENT` where it has no such tensor).
-
-    Attributes:
-        other: the one that stands out.
-        deviation: the largest difference of their smallest, largest and mean element, as a part of the usual magnitude.
-    """
+    """A tensor of two workers that isn't the same: (worker, its look; `ABSENT` where it has no such tensor)."""
 
     name: str
     usual: tuple[int, Look]
-    other: tuple[int, Look]
+    other: tuple[int, Look]  # the one that stands out
+    # The largest difference of their smallest, largest and mean element, as a part of the usual magnitude.
     deviation: float
 
     @property
@@ -195,11 +187,7 @@ def unequal(rows: Mapping[int, Mapping[str, Look]]) -> list[Unequal]:
         deviation = max |p_i - p_j| / max(1e-3, s)    p: smallest, largest, mean; s: the usual largest magnitude
 
     What most workers have is usual; where no look is more frequent than others, that of the lower median by magnitude,
-    so that of two workers the larger one stands out.
-
-    Args:
-        rows: {worker: its looks}.
-    """
+    so that of two workers the larger one stands out. `rows`: {worker: its looks}."""
     names = dict.fromkeys(name for row in rows.values() for name in row)
     found = [_compared(name, {worker: row.get(name, ABSENT) for worker, row in rows.items()}) for name in names]
     return sorted((one for one in found if one is not None), key=lambda one: -one.deviation)

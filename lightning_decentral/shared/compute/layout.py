@@ -111,10 +111,7 @@ def refuse_lazy(parameters: Iterable[Tensor]) -> None:
 
 def described(module: nn.Module) -> dict[str, str]:
     """{name: shape, type, strides unless they are row-major, whether it's frozen} of parameters and buffers.
-
-    Raises:
-        ValueError: a parameter without a shape, or with numbers that share memory.
-    """
+    ValueError: a parameter without a shape, or with numbers that share memory."""
     refuse_lazy(module.parameters())
     parameters = {name: _text(p) + ("" if p.requires_grad else " (frozen)") for name, p in module.named_parameters()}
     for name, parameter in module.named_parameters():
@@ -220,11 +217,8 @@ class ModelLayout:
 
     @torch.no_grad()
     def restore(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """See that these, by default those that are trained, lie as they did.
-
-        Raises:
-            ValueError: one of all that are trained has another shape or type.
-        """
+        """See that these, by default those that are trained, lie as they did. ValueError: one of all that are trained
+        has another shape or type."""
         trained = [p for p in self._places if p.requires_grad]
         for parameter in trained if parameters is None else parameters:
             place = self._places.get(parameter) or Place.row_major(parameter)

@@ -19,16 +19,11 @@ from lightning_decentral.shared.compute.fused import FACTOR
 T = TypeVar("T")
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK = 1024
-NEIGHBOURS = 4
-"""Largest number of neighbours that one launch receives from; for more, torch's operations are as good."""
-PARTS = 1024
-"""Largest magnitudes that a second kernel puts together."""
-HEADERS = 32
-"""Largest number of headers that one program judges."""
-LARGEST_BLOCK = 4096
-"""Largest block of a codec: elements that share a scale, which one program holds."""
-TILE = 2048
-"""Elements that one program decodes, in blocks."""
+NEIGHBOURS = 4  # largest number of neighbours that one launch receives from; for more, torch's operations are as good
+PARTS = 1024  # largest magnitudes that a second kernel puts together
+HEADERS = 32  # largest number of headers that one program judges
+LARGEST_BLOCK = 4096  # largest block of a codec: elements that share a scale, which one program holds
+TILE = 2048  # elements that one program decodes, in blocks
 
 
 @triton.jit
@@ -245,11 +240,7 @@ def int8_decode_(out: Tensor, quantized: Tensor, scales: Tensor, block: int) -> 
 
 
 def try_out(device: torch.device) -> None:
-    """Compile one and look at what it does.
-
-    Raises:
-        RuntimeError: it computed something else.
-    """
+    """Compile one and look at what it does. RuntimeError: it computed something else."""
     x, one, sane = torch.zeros(8, device=device), torch.ones(8, device=device), torch.ones(2, device=device) > 0
     correct_(x, one, [one + one], [0.5], sane, 1.0)
     if not torch.equal(x, one / 2):

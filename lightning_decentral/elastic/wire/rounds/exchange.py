@@ -33,24 +33,16 @@ from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.deterministic import Plain
 from lightning_decentral.shared.compute.health import stated
 
-ROUND, ELEMENTS = 0, 1
-"""Places in a header."""
+ROUND, ELEMENTS = 0, 1  # places in a header
 
 
 @dataclass
 class AsynchronousExchange(PeerExchange):
-    """`PeerExchange` over what has come by the time a round lands: of each member its newest whole message, once.
-
-    Args:
-        order: how much each counts.
-
-    Attributes:
-        age: mean rounds by which what was mixed last was late.
-    """
+    """`PeerExchange` over what has come by the time a round lands: of each member its newest whole message, once."""
 
     transport: Post  # type: ignore[assignment]  # what waits for messages, or for all workers, isn't called
-    order: Asynchronous = Asynchronous()  # noqa: RUF009 - a frozen value
-    age: float = field(default=0.0, init=False)
+    order: Asynchronous = Asynchronous()  # noqa: RUF009 - a frozen value; how much each counts
+    age: float = field(default=0.0, init=False)  # mean rounds by which what was mixed last was late
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,8 +100,7 @@ def _read(raw: bytearray, dtype: torch.dtype) -> Tensor:
 
 
 CPU = torch.device("cpu")
-KEPT_VIEWS = 4
-"""Views whose rounds may still be under way."""
+KEPT_VIEWS = 4  # views whose rounds may still be under way
 
 
 class ForgivingExchange(PeerExchange):
@@ -130,22 +121,16 @@ class ForgivingExchange(PeerExchange):
 
 @dataclass
 class ElasticExchange(Exchange[PeerMessage]):
-    """One `PeerExchange` for each view, on the host.
-
-    Args:
-        codec: one that keeps nothing, as the ends of a link have no past in common.
-        order: in which nobody waits; None: a round waits for those who live and are in its view.
-    """
+    """One `PeerExchange` for each view, on the host."""
 
     topology: Topology
     weights: Weights
     worker: Endpoint
-    codec: Codec = Plain()  # noqa: RUF009 - a frozen value
+    codec: Codec = Plain()  # noqa: RUF009 - frozen, keeps nothing: the ends of a link have no past in common
     pool: Pool = field(default_factory=Pool)
-    order: Asynchronous | None = None
+    order: Asynchronous | None = None  # nobody waits; None: a round waits for those who live and are in its view
     coder: Coder = field(init=False)
-    lost: int = field(default=0, init=False)
-    """Tensors so far that didn't come."""
+    lost: int = field(default=0, init=False)  # tensors so far that didn't come
 
     def __post_init__(self) -> None:
         self.coder = coder_of(self.codec, self.topology, 0, 1, self.pool)  # until there is a view

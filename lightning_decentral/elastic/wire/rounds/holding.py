@@ -73,8 +73,7 @@ Mean = Callable[[Sequence[Tensor]], list[Tensor]]
 class Holding:
     """Model of a member and its mixing, on one device."""
 
-    mixes = True
-    """True where this device has mixers."""
+    mixes = True  # True where this device has mixers
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

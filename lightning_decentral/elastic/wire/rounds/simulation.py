@@ -24,15 +24,11 @@ from lightning_decentral.shared.wire.transport import Message
 
 @dataclass
 class VirtualLinks(Post):
-    """One worker's links.
-
-    Args:
-        transit: seconds that a round takes to another worker; the next one leaves after them.
-    """
+    """One worker's links."""
 
     rank: int
     size: int
-    transit: Callable[[int, int], float]
+    transit: Callable[[int, int], float]  # seconds that a round takes to another worker; then the next one leaves
     all: list["VirtualLinks"] = field(repr=False)
     now: float = 0.0
     round: int = 0

@@ -21,12 +21,7 @@ from lightning_decentral.shared.wire.transport import Message, Transport
 
 
 class Wholes:
-    """Whole tensors, of which each device holds some rows; all devices call the same in the same order.
-
-    Args:
-        over: the devices of the island.
-        device: this one's.
-    """
+    """Whole tensors, of which each device of an island holds some rows; all call the same in the same order."""
 
     def __init__(self, over: Transport, device: torch.device) -> None:
         self._over, self._device = over, device

@@ -5,8 +5,7 @@ Short, as it is one rule: who was away must find out that it was.
 
 import time
 
-NAME = vars(time).get("CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-"""Elsewhere the monotonic clock goes on."""
+NAME = vars(time).get("CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # elsewhere the monotonic clock goes on
 
 
 def now() -> float:

@@ -23,16 +23,11 @@ from lightning_decentral.elastic.wire.sockets.frames import (
     wanted,
 )
 
-GREETING_SECONDS = 5.0
-"""Seconds in which a guest greets, and in which it sends the first of what it wants."""
-MOST_WAITING = 64
-"""Guests that haven't greeted; one more, and the oldest goes."""
-LOOK_SECONDS = 1.0
-"""Seconds until it is seen that the door was closed, where the system doesn't report it."""
-FULL_SECONDS = 0.1
-"""Seconds until the next try to accept where descriptors have run out."""
-LINES = 100
-"""Number of refusals that are remembered, not to be printed again."""
+GREETING_SECONDS = 5.0  # seconds in which a guest greets, and in which it sends the first of what it wants
+MOST_WAITING = 64  # guests that haven't greeted; one more, and the oldest goes
+LOOK_SECONDS = 1.0  # seconds until it is seen that the door was closed, where the system doesn't report it
+FULL_SECONDS = 0.1  # seconds until the next try to accept where descriptors have run out
+LINES = 100  # number of refusals that are remembered, not to be printed again
 
 Serve = Callable[[socket.socket], None]
 
@@ -80,13 +75,8 @@ class Greeting:
 
 
 class Door:
-    """Listens, on a thread.
-
-    Args:
-        host: the address at which others reach this machine.
-        serve: what is done for guests, by what they want.
-        say: prints a line about one that is refused.
-    """
+    """Listens, on a thread, at the address at which others reach this machine; serves guests by what they want, and
+    prints a line by `say` about one that is refused."""
 
     def __init__(self, host: str, serve: Mapping[str, Serve], say: Callable[[str], None] = warned) -> None:
         self._serve, self._say = serve, Once(say)

@@ -22,14 +22,10 @@ from torch import Tensor
 from lightning_decentral.shared.wire.meeting.rendezvous import TOKEN
 
 LENGTH_BYTES = 4
-LARGEST_BYTES = 1 << 20
-"""Bytes of a frame at most: a message to 1000 members has 100 KB."""
-GREETING_BYTES = 1 << 10
-"""Bytes of a greeting at most: of a stranger no more is read."""
-GROWTH_BYTES = 1 << 20
-"""Bytes for which there is room at once; twice as many when they have come, and so on."""
-MOST_BYTES = 1 << 40
-"""Bytes of one tensor at most."""
+LARGEST_BYTES = 1 << 20  # bytes of a frame at most: a message to 1000 members has 100 KB
+GREETING_BYTES = 1 << 10  # bytes of a greeting at most: of a stranger no more is read
+GROWTH_BYTES = 1 << 20  # bytes for which there is room at once; twice as many when they have come, and so on
+MOST_BYTES = 1 << 40  # bytes of one tensor at most
 IDLE, EVERY, TIMES = 60, 20, 6
 """Seconds of silence until TCP asks whether the other host is there still; between its questions; how many."""
 
@@ -90,11 +86,8 @@ def receive(connection: socket.socket) -> Any:
 
 
 def receive_bytes(connection: socket.socket, size: int, at_once: int = GROWTH_BYTES) -> bytearray:
-    """Receive `size` bytes. ValueError where nobody sends so many, OSError where the connection ends before.
-
-    Args:
-        at_once: for which there is room before they come: no more than was sent before.
-    """
+    """Receive `size` bytes. ValueError where nobody sends so many, OSError where the connection ends before. `at_once`:
+    for which there is room before they come: no more than was sent before."""
     if not 0 <= size <= MOST_BYTES:
         raise ValueError(f"{size} bytes are announced: another program speaks here")
     found, have = bytearray(min(size, at_once)), 0

@@ -21,12 +21,9 @@ from typing import NamedTuple
 from lightning_decentral.elastic.wire.sockets.door import Door, Serve, shut
 from lightning_decentral.elastic.wire.sockets.frames import GROWTH_BYTES, connected, frame, receive, receive_bytes
 
-KEPT_ROUNDS = 8
-"""Behind the present one, whose frames are still awaited by somebody."""
-AGAIN_SECONDS = 0.5
-"""Seconds between two tries to connect to a member that waits for what was lost."""
-ENDED_SECONDS = 1.0
-"""Seconds in which all connections of a process that has ended are seen to end."""
+KEPT_ROUNDS = 8  # behind the present one, whose frames are still awaited by somebody
+AGAIN_SECONDS = 0.5  # seconds between two tries to connect to a member that waits for what was lost
+ENDED_SECONDS = 1.0  # seconds in which all connections of a process that has ended are seen to end
 
 
 class Slot(NamedTuple):
@@ -54,24 +51,15 @@ class Sent:
 
 
 class Mesh:
-    """One member's connections.
-
-    Args:
-        host: the address at which others reach this machine.
-        serve: what is done for connections that want something else than rounds, by what they want.
-        changed: notified when something has come.
-
-    Attributes:
-        awaited: whether messages wait until they are taken; otherwise the two newest of each sender are kept.
-        begun: {sender: the newest round that was received from it}
-    """
+    """One member's connections at the address at which others reach this machine. Those that want something else than
+    rounds are served by what they want; `changed` is notified when something has come."""
 
     def __init__(self, host: str, name: str, serve: Mapping[str, Serve], changed: threading.Condition) -> None:
         self.name, self.changed = name, changed
         self.lost: set[str] = set()
         self.round = 0
-        self.awaited = True
-        self.begun: dict[str, int] = {}
+        self.awaited = True  # messages wait until they are taken; otherwise the two newest of each sender are kept
+        self.begun: dict[str, int] = {}  # {sender: the newest round that was received from it}
         self._inbox: dict[Slot, bytearray] = {}  # what has come, until it is taken
         self._floor: dict[str, tuple[int, int]] = {}  # {sender: (round, slot) before which nothing comes}
         self._newest: dict[str, socket.socket] = {}  # {sender: its newest connection}; older ones end unseen

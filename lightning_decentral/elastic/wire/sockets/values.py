@@ -16,10 +16,8 @@ import torch
 from lightning_decentral.elastic.wire.sockets.frames import frame, raw_bytes, receive, receive_bytes
 from lightning_decentral.shared.wire.plain import Serialized, lengths, pack, unpack
 
-PIECE_BYTES = 256 * 2**10
-"""The receiver may be far: small, so that what else it is sent gets its turn."""
-UNREAD_SECONDS = 60.0
-"""Seconds for a piece: who doesn't read doesn't keep a thread."""
+PIECE_BYTES = 256 * 2**10  # the receiver may be far: small, so that what else it is sent gets its turn
+UNREAD_SECONDS = 60.0  # seconds for a piece: who doesn't read doesn't keep a thread
 
 
 def send_value(connection: socket.socket, header: dict[str, Any], value: Any) -> None:

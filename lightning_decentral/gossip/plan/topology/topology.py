@@ -18,11 +18,7 @@ class Topology(ABC):
     """sources(rank, size, step): whom `rank` receives from at `step`; the plan repeats after `period(size)` steps."""
 
     def period(self, size: int) -> int:
-        """Steps after which the plan repeats, at least 1.
-
-        Raises:
-            ValueError: the topology can't serve `size` workers.
-        """
+        """Steps after which the plan repeats, at least 1. ValueError: the topology can't serve `size` workers."""
         at_least_one("the number of workers", size, "set trainer.devices to at least 1")
         return 1
 

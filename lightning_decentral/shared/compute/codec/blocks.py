@@ -32,8 +32,7 @@ def piece_length(block: int) -> int:
     return LARGEST_BLOCK - LARGEST_BLOCK % block
 
 
-_here = threading.local()
-"""Reused memory of each thread, by dtype."""
+_here = threading.local()  # reused memory of each thread, by dtype
 
 
 def scratch(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:

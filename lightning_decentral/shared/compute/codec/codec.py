@@ -87,11 +87,7 @@ class Codec(ABC):
         return sum(part.bytes for part in self.checked_parts(length, dtype))
 
     def checked_parts(self, length: int, dtype: torch.dtype) -> tuple[PayloadPart, ...]:
-        """`parts`.
-
-        Raises:
-            ValueError: the type is not real floating point.
-        """
+        """`parts`. ValueError: the type is not real floating point."""
         if not dtype.is_floating_point:
             raise ValueError(f"{type(self).__name__} encodes real floating-point numbers, got {dtype}: use Plain()")
         return self.parts(length, dtype)

@@ -20,24 +20,18 @@ from lightning_decentral.shared.compute.codec.blocks import key
 from lightning_decentral.shared.compute.codec.codec import Codec, Frame, Payload, PayloadPart
 
 Encode = Callable[[Tensor, Payload, Frame], None]
-GRAIN = 256
-"""Parts begin at multiples of it: few blocks of a codec are cut."""
+GRAIN = 256  # parts begin at multiples of it: few blocks of a codec are cut
 TO_OWNER, FROM_OWNER = 0, 1
 
 
 @dataclass
 class CodedParts:
-    """One worker's share of such means.
+    """One worker's share of such means."""
 
-    Args:
-        codec: without estimates of its own.
-        pool: of the buffers of codes.
-    """
-
-    codec: Codec
+    codec: Codec  # without estimates of its own
     rank: int
     size: int
-    pool: Pool
+    pool: Pool  # of the buffers of codes
     _spans: dict[int, list[tuple[int, int]]] = field(default_factory=dict, init=False)
     _payloads: dict[tuple[int, torch.dtype], tuple[PayloadPart, ...]] = field(default_factory=dict, init=False)
 
@@ -68,11 +62,8 @@ class CodedParts:
         return [self.pool.take_new(torch.Size([p.elements]), p.dtype, like.device) for p in parts]
 
     def to_owners(self, message: Tensor, encode: Encode, *noise: int) -> dict[int, list[Tensor]]:
-        """{owner: codes of its part}; these parts of the message become what `encode` makes of them.
-
-        Args:
-            noise: a number that differs from those of this worker's other means.
-        """
+        """{owner: codes of its part}; these parts of the message become what `encode` makes of them. `noise`: a number
+        that differs from those of this worker's other means."""
         return {
             owner: self._coded(part, encode, *noise, owner, TO_OWNER)
             for owner, part in enumerate(self.views(message))
@@ -92,12 +83,7 @@ class CodedParts:
         return {j: self.payload(mine.numel(), mine) for j in range(self.size) if j != self.rank and mine.numel()}
 
     def reduced(self, mean: Tensor, owned: Tensor, *noise: int) -> list[Tensor]:
-        """Codes of the mean;  mean <- r,  owned <- s - r, dropped where that isn't finite.
-
-        Args:
-            mean: (1/n) sum_i q_i.
-            owned: f.
-        """
+        """Codes of the mean (1/n) sum_i q_i;  mean <- r,  owned <- s - r, f before, dropped where that isn't finite."""
         mean.copy_(owned.add_(mean))  # s, in both
         codes = self._coded(mean, self.codec.replace, *noise, self.rank, FROM_OWNER) if mean.numel() else []
         drop_if_sick(owned.sub_(mean))  # s - r, which the next mean gets
