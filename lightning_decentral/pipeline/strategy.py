@@ -114,11 +114,11 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
 
     @property
     def pipeline(self) -> int:
-        return self.global_rank // self.num_stages
+        return int(self.global_rank // self.num_stages)
 
     @property
     def stage(self) -> int:
-        return self.global_rank % self.num_stages
+        return int(self.global_rank % self.num_stages)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -268,8 +268,6 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
             self._stage.holdings.give_back(self.root_device)
         self._stage, self._totals, self._groups = None, None, None
 
-    # ---- what users watch -------------------------------------------------------------------------------------------
-
     @property
     def step_seconds(self) -> float:
         """Seconds of the latest step's forward and backward on this stage, its waits included."""
@@ -284,8 +282,8 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
         if self.world_size == 1:
             return ()
         own = sum(p.nbytes for p in self._module.parameters() if p.requires_grad)  # of this stage
-        hint = adam_hint(self.optimizers, self.layout.pipelines) if self.drifts else ""
-        return [introduced(self.layout, self.microbatches, self.replicas, own, self.drifts), *filter(None, [hint])]
+        line = introduced(self.layout, self.microbatches, self.replicas, own, self.drifts)
+        return [line, *filter(None, [self.drifts and adam_hint(self.optimizers, self.layout.pipelines)])]
 
     def summary(self) -> dict[str, str]:
         by = f", replicas by {self.replicas!r}" if self.layout.pipelines > 1 else ""
