@@ -177,11 +177,7 @@ def slots(devices: int | Sequence[str] | None, gpus: int) -> tuple[str, ...]:
 def arbiter_of(
     devices: int | Sequence[str] | None, memory_bytes: int | None, policy: Policy, quantum_seconds: float
 ) -> Arbiter:
-    """The arbiter of a launcher's configuration, on this machine.
-
-    Raises:
-        ValueError: a value that can't be.
-    """
+    """The arbiter of a launcher's configuration, on this machine; ValueError for a value that can't be."""
     if memory_bytes is not None and memory_bytes < 1:
         raise ValueError(
             f"hydra.launcher.memory_bytes={memory_bytes}: give each device at least 1, or null for no limit"

@@ -59,10 +59,8 @@ def spawn(run: Run, member: SweepMember, environment: Mapping[str, str], lifelin
 
 
 def packed(run: Run, member: SweepMember) -> bytes:
-    """All that a new interpreter needs; functions of a script and within functions by their value.
-
-    Raises:
-        ValueError: cloudpickle is missing.
+    """All that a new interpreter needs; functions of a script and within functions by their value. ValueError:
+    cloudpickle is missing.
     """
     try:
         import cloudpickle

@@ -77,11 +77,7 @@ class Sweep:
         return time.perf_counter() - self.began
 
     def run(self) -> dict[str, JobReturn]:
-        """The outcome of each by its name.
-
-        Raises:
-            KeyboardInterrupt: all members have been ended.
-        """
+        """The outcome of each by its name; on KeyboardInterrupt, which goes on, all members have been ended."""
         # A folder that only this user may enter, as no name without one would be: who may write to the socket may
         # ask for a device. Members remove it if the sweep is killed.
         with tempfile.TemporaryDirectory(prefix="sweep-") as folder, socket.socket(socket.AF_UNIX) as listener:

@@ -193,10 +193,8 @@ class Reducer(Average):
             bucket.pending = group.reduce(bucket.flat, target=0)
 
     def finish(self) -> None:
-        """After the backward: start what is left, hand on, wait, and put the means into `.grad`.
-
-        Raises:
-            RuntimeError: a gradient appeared in a segment that this worker doesn't contribute to.
+        """After the backward: start what is left, hand on, wait, and put the means into `.grad`. RuntimeError: a
+        gradient appeared in a segment that this worker doesn't contribute to.
         """
         self._refuse_strays()
         self._launcher.rest()

@@ -224,10 +224,8 @@ class Standing:
         return standing
 
     def look(self) -> None:
-        """The host's parameters are frozen and thawed as what stood for them, which isn't held any longer.
-
-        Raises:
-            ValueError: somebody wrote to what stood there.
+        """The host's parameters are frozen and thawed as what stood for them, which isn't held any longer. ValueError:
+        somebody wrote to what stood there.
         """
         hosts, standing = self._loader.hosts, {**self._away, **self._stay}
         for name, tensor in self._away.items():

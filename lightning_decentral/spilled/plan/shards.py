@@ -102,10 +102,8 @@ class Footprint:
 
 
 def double_buffered(loads_seconds: Sequence[float], computes_seconds: Sequence[float]) -> float:
-    """T = load_1 + sum_i max(compute_i, load_{i+1}): the next piece is loaded while this one computes.
-
-    Raises:
-        ValueError: not one load for each piece.
+    """T = load_1 + sum_i max(compute_i, load_{i+1}): the next piece is loaded while this one computes. ValueError: not
+    one load for each piece.
     """
     if len(loads_seconds) != len(computes_seconds):
         raise ValueError(
@@ -201,10 +199,8 @@ class ShardPlan:
 
 
 def plan(footprint: Footprint, budget_bytes: int) -> ShardPlan:
-    """The fastest of the plans that fit; of equally fast ones, that with the fewest shards.
-
-    Raises:
-        ValueError: not even single blocks fit (which one, its bytes, the least budget).
+    """The fastest of the plans that fit; of equally fast ones, that with the fewest shards. ValueError: not even single
+    blocks fit (which one, its bytes, the least budget).
     """
     finest = ShardPlan(footprint, tuple((block,) for block in footprint.order))
     _refuse(finest, budget_bytes)  # shards of one block need the least: what is too small for them is too small

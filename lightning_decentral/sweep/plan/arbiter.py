@@ -116,10 +116,8 @@ class Arbiter:
         self._grants = 0
 
     def join(self, name: str, width: int = 1) -> MemberAccount:
-        """A new member; with pinned members, at home on the devices where the fewest are.
-
-        Raises:
-            ValueError: it needs more devices than there are.
+        """A new member; with pinned members, at home on the devices where the fewest are. ValueError: more devices than
+        there are.
         """
         self.refuse_wider(name, width)
         homes = [device for member in self.members.values() for device in member.home]

@@ -61,11 +61,7 @@ class Processor:
 
 
 def devices(number: int, memory_bytes: float = inf) -> tuple[Processor, ...]:
-    """Equal ones.
-
-    Raises:
-        ValueError: less than one.
-    """
+    """Equal ones; ValueError for less than one."""
     if number < 1:
         raise ValueError(f"devices must be at least 1, got {number}: give 1 or more")
     return tuple(Processor(f"device {i}", memory_bytes) for i in range(number))

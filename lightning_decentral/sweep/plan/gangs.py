@@ -46,10 +46,8 @@ class Gang:
 
 
 def of_depths(name: str, forward: float, backward: float, depths: Sequence[float], iterations: int = 1) -> Gang:
-    """Pieces of forward + backward depth seconds: a worker of a depth trains that share of the model.
-
-    Raises:
-        ValueError: a depth that is no share.
+    """Pieces of forward + backward depth seconds: a worker of a depth trains that share of the model. ValueError: a
+    depth that is no share.
     """
     wrong = [depth for depth in depths if not 0 <= depth <= 1]
     if wrong:
@@ -139,11 +137,7 @@ class Pairing(ABC):
     """An assignment of every job's pieces to devices."""
 
     def turns(self, gangs: Sequence[Gang]) -> Turns:
-        """The assignment, jobs in the given order.
-
-        Raises:
-            ValueError: no job, or jobs with unequal numbers of pieces.
-        """
+        """The assignment, jobs in the given order; ValueError for no job, or jobs with unequal numbers of pieces."""
         sizes = {gang.name: len(gang.seconds) for gang in gangs}
         if not gangs or len(sizes) < len(gangs):
             raise ValueError(f"jobs must be one or more of different names, got {[gang.name for gang in gangs]}")

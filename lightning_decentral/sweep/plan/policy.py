@@ -107,11 +107,7 @@ class Policy(ABC):
         """
 
     def choose(self, waiting: Sequence[Job], running: Sequence[Job] = ()) -> Job:
-        """min over the waiting of (key, arrived).
-
-        Raises:
-            ValueError: nobody waits.
-        """
+        """min over the waiting of (key, arrived); ValueError if nobody waits."""
         if not waiting:
             raise ValueError("no job waits: ask a policy only while one does")
         return min(waiting, key=lambda job: (self.key(job, waiting, running), job.arrived))

@@ -72,9 +72,7 @@ class Scheduled(Arbiter):
 
     def ran(self, rows: Sequence[Processor]) -> Spans:
         """Every stretch of every member in the rows of a simulation's devices, in seconds since all were there.
-
-        Raises:
-            ValueError: one ended before its last piece.
+        ValueError: one ended before its last piece.
         """
         for name, member in self.ended.items():
             _refuse_early(name, member.turn.progress or 0.0)

@@ -63,11 +63,7 @@ class Baggage(Protocol):
 
 
 class Seat:
-    """One member's connection to the arbiter.
-
-    Raises:
-        SystemExit: in any wait, when the sweep has ended.
-    """
+    """One member's connection to the arbiter; any wait raises SystemExit when the sweep has ended."""
 
     def __init__(self, admission: Admission, baggage: Baggage) -> None:
         self.admission, self.baggage = admission, baggage
@@ -144,11 +140,7 @@ class Seat:
 
 
 def turn_of(message: Mapping[str, Any]) -> TurnReport:
-    """The report in a message of a member.
-
-    Raises:
-        ValueError: a value that is no number.
-    """
+    """The report in a message of a member; ValueError for a value that is no number."""
     found = {key: message[key] for key in asdict(TurnReport()) if key in message}
     for key, value in found.items():
         if isinstance(value, bool) or not isinstance(value, (int, float, type(None) if key != "kept_bytes" else int)):
@@ -157,11 +149,7 @@ def turn_of(message: Mapping[str, Any]) -> TurnReport:
 
 
 def score_of(message: Mapping[str, Any]) -> Score:
-    """The score in a message of a member.
-
-    Raises:
-        ValueError: no name, no direction or no number.
-    """
+    """The score in a message of a member; ValueError for no name, no direction or no number."""
     metric, mode, step, value = (message.get(key) for key in ("metric", "mode", "step", "value"))
     if not isinstance(metric, str) or not isinstance(mode, str) or mode not in MODES:
         raise ValueError(f"{metric!r:.40}, {mode!r:.40} is no metric")
