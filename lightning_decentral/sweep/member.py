@@ -27,19 +27,13 @@ LOG, RECORD, SCORES = "member.log", "member.json", "scores.json"
 
 @dataclass(frozen=True)
 class SweepMember:
-    """Settings that a member is started with.
-
-    Args:
-        own_overrides: those that make it differ from the others.
-        folder: its output folder.
-        width: devices that its trainer asks for.
-    """
+    """Settings that a member is started with."""
 
     name: str
-    own_overrides: tuple[str, ...]
+    own_overrides: tuple[str, ...]  # those that make it differ from the others
     config: DictConfig
-    folder: Path
-    width: int = 1
+    folder: Path  # its output folder
+    width: int = 1  # devices that its trainer asks for
 
     @property
     def log(self) -> Path:

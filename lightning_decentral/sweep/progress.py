@@ -119,18 +119,12 @@ RETURNED = "returned"
 
 @dataclass(frozen=True)
 class RankedMember:
-    """A member at the end.
-
-    Args:
-        status: "completed", "failed", or "ended early".
-        score: what it is ranked by; None: it has none.
-        returned: by its program.
-    """
+    """A member at the end."""
 
     member: SweepMember
-    status: str
-    score: Score | None
-    returned: object = None
+    status: str  # "completed", "failed", or "ended early"
+    score: Score | None  # what it is ranked by; None: it has none
+    returned: object = None  # by its program
 
     @property
     def loss(self) -> float:

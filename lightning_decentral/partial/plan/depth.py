@@ -142,6 +142,7 @@ class Order(ABC):
 @dataclass(frozen=True, kw_only=True)
 class Cyclic(Order):
     """depth = ceil(f_t segments), f_t the fractions in turn; with None all depths in turn: segments, ..., 2, 1.
+
     ValueError: a fraction outside of (0, 1].
     """
 
@@ -245,8 +246,9 @@ class Balanced(Staircase):
 @checked
 @dataclass(frozen=True, kw_only=True)
 class PerWorker(DepthAssignment):
-    """depth = ceil(f_rank segments): fixed fractions, for devices that are unequally fast. ValueError: a fraction
-    outside of (0, 1]; at set-up, another number of fractions than of workers.
+    """depth = ceil(f_rank segments): fixed fractions, for devices that are unequally fast.
+
+    ValueError: a fraction outside of (0, 1]; at set-up, another number of fractions than of workers.
     """
 
     uniform: ClassVar[bool] = False

@@ -39,9 +39,6 @@ class Engine:
 
     Raises:
         ValueError: see `blocks.find`; a block that is compiled, or larger than the budget.
-
-    Attributes:
-        plans: by the kind of step.
     """
 
     def __init__(
@@ -55,7 +52,7 @@ class Engine:
         announce: Announce = lambda kind, plan: None,
     ) -> None:
         self.device = device
-        self.plans: dict[str, ShardPlan] = {}
+        self.plans: dict[str, ShardPlan] = {}  # by the kind of step
         self._module, self._budget_bytes, self._announce = module, budget_bytes, announce
         self._wished = blocks, resident
         self._spilling: list[Spilling] = []

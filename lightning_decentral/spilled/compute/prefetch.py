@@ -26,14 +26,10 @@ class Waiting(Protocol):
 
 @dataclass(frozen=True)
 class Singly:
-    """Every block is a shard and none comes early: how a step is measured.
-
-    Args:
-        keeps: copies of the block that was visited last; not outside of steps, where parameters may change.
-    """
+    """Every block is a shard and none comes early: how a step is measured."""
 
     prefetches: ClassVar[bool] = False
-    keeps: bool = True
+    keeps: bool = True  # copies of the block that was visited last; not outside of steps, where parameters may change
 
     def step(self, block: int, backward: bool) -> tuple[Shard, Shard | None]:
         """(the shard of this visit, the one that comes)."""
@@ -63,9 +59,6 @@ class Route:
 class Loader:
     """Copies of parameters on a device, shard by shard.
 
-    Args:
-        blocks: the names of each block's parameters.
-
     Attributes:
         hosts: the parameters themselves, by name.
         runs: calls whose backward is still to come, the next one last.
@@ -79,7 +72,7 @@ class Loader:
         self.runs: list[Waiting] = []
         self.log: Log | None = None
         self.in_step = False
-        self._blocks = blocks
+        self._blocks = blocks  # the names of each block's parameters
         self._route: Route | Singly = Singly(keeps=False)
         self._present: dict[str, PendingCopies] = {}
         self._leaving: list[Leaving] = []  # sent in this visit
@@ -168,13 +161,10 @@ class Log:
     """Measures a step's visits while every block is loaded alone, and all copying is waited for.
 
     A visit lasts until the next one begins. Its `other_bytes` are the device's peak less the parameters loaded for it.
-
-    Args:
-        checks: whether blocks are compared with their second run.
     """
 
     def __init__(self, device: OffloadDevice, checks: bool) -> None:
-        self.checks = checks
+        self.checks = checks  # whether blocks are compared with their second run
         self.visits: list[Visit] = []
         self.opening_bytes = 0
         self._device = device

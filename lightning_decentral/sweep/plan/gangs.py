@@ -27,16 +27,11 @@ MOST_TRIED = 200_000  # pieces that all orders of the jobs may come to
 
 @dataclass(frozen=True)
 class Gang:
-    """A job whose iteration has a piece of each depth.
-
-    Args:
-        seconds: of the pieces, as many as devices.
-        iterations: of the whole job.
-    """
+    """A job whose iteration has a piece of each depth."""
 
     name: str
-    seconds: tuple[float, ...]
-    iterations: int = 1
+    seconds: tuple[float, ...]  # of the pieces, as many as devices
+    iterations: int = 1  # of the whole job
 
     def __post_init__(self) -> None:
         if not self.seconds or not all(isfinite(s) and s >= 0 for s in self.seconds):
@@ -62,16 +57,11 @@ def staircase(name: str, forward: float, backward: float, size: int, iterations:
 
 @dataclass(frozen=True)
 class Turns:
-    """Assignment of pieces to devices, and the order in which devices go through the jobs.
-
-    Args:
-        pieces: pieces[j][g] is the number of the piece of job j on device g.
-        order: of the jobs, the same on every device.
-    """
+    """Assignment of pieces to devices, and the order in which devices go through the jobs."""
 
     gangs: tuple[Gang, ...]
-    pieces: tuple[tuple[int, ...], ...]
-    order: tuple[int, ...]
+    pieces: tuple[tuple[int, ...], ...]  # pieces[j][g] is the number of the piece of job j on device g
+    order: tuple[int, ...]  # of the jobs, the same on every device
 
     def seconds(self, job: int, device: int) -> float:
         return self.gangs[job].seconds[self.pieces[job][device]]

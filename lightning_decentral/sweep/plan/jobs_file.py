@@ -57,18 +57,12 @@ PIECE = ("compute_seconds", "load_seconds")
 
 @dataclass(frozen=True)
 class Training:
-    """A job that is a real training; a step is a piece.
-
-    Args:
-        overrides: on the command line of `recipes/train.py`.
-        steps: `trainer.max_steps` among them.
-        step_seconds: of its profile; None: to be measured.
-    """
+    """A job that is a real training; a step is a piece."""
 
     name: str
-    overrides: tuple[str, ...]
-    steps: int
-    step_seconds: float | None = None
+    overrides: tuple[str, ...]  # on the command line of `recipes/train.py`
+    steps: int  # `trainer.max_steps` among them
+    step_seconds: float | None = None  # of its profile; None: to be measured
     arrival_seconds: float = 0.0
     memory_bytes: float = 0.0
 

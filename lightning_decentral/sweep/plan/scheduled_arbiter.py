@@ -20,14 +20,11 @@ class Scheduled(Arbiter):
     """Members that are jobs: they arrive as the jobs do, and policies see what they see in a simulation.
 
     No device is granted before all members have asked for one: the clock starts then, and nobody's start is counted.
-
-    Attributes:
-        opened: when the clock started; infinite before.
     """
 
     def __init__(self, queues: Sequence[Queue], policy: Policy, devices: Sequence[str]) -> None:
         super().__init__(policy, devices, quantum_seconds=EVERY_BATCH)
-        self.opened = math.inf
+        self.opened = math.inf  # when the clock started; infinite before
         self._queues = {queue.name: queue for queue in queues}
         self._remaining = {queue.name: remaining_seconds(queue) for queue in queues}
         self._absent, self._asking = set(self._queues), list[str]()

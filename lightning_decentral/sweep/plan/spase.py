@@ -53,16 +53,11 @@ class Granted:
 
 @dataclass(frozen=True)
 class SpasePlan:
-    """Plan of all jobs.
-
-    Args:
-        bound_seconds: proven: no plan is shorter.
-        how: what found it.
-    """
+    """Plan of all jobs."""
 
     granted: tuple[Granted, ...]
-    bound_seconds: float
-    how: str
+    bound_seconds: float  # proven: no plan is shorter
+    how: str  # what found it
 
     @property
     def gap(self) -> float:

@@ -21,25 +21,15 @@ LONGEST_BYTES = 1 << 16  # of a message, which has some hundred
 
 @dataclass(frozen=True)
 class Admission:
-    """Admission of a member to its sweep: what it knows of it.
+    """Admission of a member to its sweep: what it knows of it."""
 
-    Args:
-        socket: path of the arbiter's socket.
-        member: its name.
-        width: devices that it was granted.
-        quantum_seconds: after how long it should return a grant.
-        memory_bytes: of its device; None: no limit.
-        threads: processor threads to compute with, on a device that is one.
-        watched: the scores that it is asked for, and may be ended for; None: none.
-    """
-
-    socket: str
-    member: str
-    width: int = 1
-    quantum_seconds: float = 0.25
-    memory_bytes: int | None = None
-    threads: int | None = None
-    watched: Watched | None = None
+    socket: str  # path of the arbiter's socket
+    member: str  # its name
+    width: int = 1  # devices that it was granted
+    quantum_seconds: float = 0.25  # after how long it should return a grant
+    memory_bytes: int | None = None  # of its device; None: no limit
+    threads: int | None = None  # processor threads to compute with, on a device that is one
+    watched: Watched | None = None  # the scores that it is asked for, and may be ended for; None: none
 
     def variable(self) -> dict[str, str]:
         """The environment variable that carries it."""
