@@ -47,21 +47,15 @@ class Launch:
 
     def __call__(
         self,
-        arbiter: Arbiter,
+        arbiter: Arbiter,  # of this batch: who may use which device
         hydra_context: HydraContext,
         task_function: TaskFunction,
         config: DictConfig,
         job_overrides: Sequence[Sequence[str]],
         initial_job_idx: int,
     ) -> list[JobReturn]:
-        """The outcome of each job of a batch, in their order.
-
-        Args:
-            arbiter: of this batch: who may use which device.
-
-        Raises:
-            ValueError: nothing to run, or a job that no device of this sweep can take.
-        """
+        """The outcome of each job of a batch, in their order; ValueError for nothing to run, or a job that no device of
+        this sweep can take."""
         if not job_overrides:
             raise ValueError("the sweep is empty: a value list such as optimizer.lr=1e-3,3e-4 has no values")
         setup_globals()

@@ -94,6 +94,7 @@ class LiveTable:
         self._live.stop()
 
     def show(self, sweep: Sweep) -> None:
+        """Show the sweep's state; called from time to time."""
         if self._live.is_started:
             self._live.update(picture(sweep), refresh=True)
 

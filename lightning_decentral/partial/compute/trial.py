@@ -26,8 +26,7 @@ Found = TypeVar("Found")
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 HOLDING = (list, tuple, dict, set, deque)
 DRAWING = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-LONGEST = 10_000
-"""A longer list is data, not what a step counts or keeps: it would be copied for every run."""
+LONGEST = 10_000  # a longer list is data, not what a step counts or keeps: it would be copied for every run
 
 
 class Decide(Protocol):

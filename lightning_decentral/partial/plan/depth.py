@@ -29,8 +29,7 @@ class DepthAssignment(ABC):
     """
 
     warm_up: float = 0
-    uniform: ClassVar[bool] = True
-    """True where all workers have the same depth at a step."""
+    uniform: ClassVar[bool] = True  # True where all workers have the same depth at a step
     whole: ClassVar[bool] = False
     """True where a tied parameter gets its whole gradient, from below its segment, too; else the top `depth`'s."""
 

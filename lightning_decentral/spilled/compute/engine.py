@@ -191,11 +191,7 @@ class Engine:
 
 
 class Standing:
-    """No numbers where blocks are loaded by themselves, and a copy for the whole step where a parameter is resident.
-
-    Attributes:
-        absent: by storage, names of the parameters without numbers.
-    """
+    """No numbers where blocks are loaded by themselves, and a copy for the whole step where a parameter is resident."""
 
     def __init__(self, places: Sequence[ParameterPlace], blocks: Sequence[Spilling], device: torch.device) -> None:
         loaded = {name for block in blocks for name in block.parameters}
@@ -204,7 +200,7 @@ class Standing:
             # Scalar NaN (0 for integers), to be expanded: a wrong use of it shows. (): a few bytes.
             nothing = float("nan") if held.is_floating_point() or held.is_complex() else 0
             self._hollow[name] = torch.full((), nothing, dtype=held.dtype, device=device)
-        # By storage, which `expand` keeps.
+        # By storage, which `expand` keeps: names of the parameters without numbers.
         self.absent = {base.untyped_storage()._cdata: name for name, base in self._hollow.items()}
 
     def fill(self, loader: Loader) -> Mapping[str, Tensor]:

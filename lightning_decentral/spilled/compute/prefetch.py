@@ -7,21 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
 from lightning_decentral.spilled.compute.transfer import Leaving, OffloadDevice, PendingCopies
 from lightning_decentral.spilled.plan.shards import BlockFootprint, Footprint, ShardPlan, Visit
 
+if TYPE_CHECKING:
+    import lightning_decentral.spilled.compute.spill as spill
+
 Shard = tuple[int, ...]
-
-
-class Waiting(Protocol):
-    """A call whose backward is still to come."""
-
-    def prefetch(self) -> None:
-        """Bring its inputs to the device."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +65,7 @@ class Loader:
     def __init__(self, device: OffloadDevice, blocks: Sequence[Sequence[str]]) -> None:
         self.device = device
         self.hosts: dict[str, Tensor] = {}
-        self.runs: list[Waiting] = []
+        self.runs: list[spill.Run] = []
         self.log: Log | None = None
         self.in_step = False
         self._blocks = blocks  # the names of each block's parameters
@@ -99,12 +95,8 @@ class Loader:
         self.runs = []
         self._route, self.log, self.in_step = Singly(keeps=False), None, False
 
-    def enter(self, block: int, run: Waiting | None = None) -> dict[str, Tensor]:
-        """Copies of the block's parameters, by name.
-
-        Args:
-            run: the call whose backward this is.
-        """
+    def enter(self, block: int, run: spill.Run | None = None) -> dict[str, Tensor]:
+        """Copies of the block's parameters, by name; `run`: the call whose backward this is."""
         self.device.settle()  # what is given back below isn't used any more, so that it never adds to what comes
         self._land(everything=not self._route.prefetches)
         if self.log is not None:

@@ -66,11 +66,7 @@ class OnDevice(Update):
 
 
 class StreamedUpdate:
-    """Takes the place of an optimizer's step.
-
-    Args:
-        budget_bytes: of the device, for everything.
-    """
+    """Takes the place of an optimizer's step, within `budget_bytes` of the device for everything."""
 
     def __init__(self, device: OffloadDevice, budget_bytes: int) -> None:
         self._device, self._budget_bytes = device, budget_bytes

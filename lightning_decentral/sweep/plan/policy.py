@@ -33,8 +33,7 @@ class Score:
         return f"{self.metric} {self.value:.6g}"
 
 
-Histories = Mapping[str, Sequence[Score]]
-"""{member: its scores, in the order of their steps}."""
+Histories = Mapping[str, Sequence[Score]]  # {member: its scores, in the order of their steps}
 
 
 class Scoreboard:

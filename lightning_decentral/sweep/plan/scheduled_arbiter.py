@@ -85,11 +85,8 @@ class Scheduled(Arbiter):
 
             seconds of step k = grants until k steps were done - grants until k - 1 were
 
-        Args:
-            first: steps, slower than others, that are as they were; the others are as their mean.
-
-        Raises:
-            ValueError: it made fewer steps than it should have, or several in a batch.
+        The `first`, slower than others, are as they were; the others as their mean. ValueError: it made fewer steps
+        than it should have, or several in a batch.
         """
         until, steps = self._until.get(name, {}), len(self._queues[name].pieces)
         _refuse_early(name, max(until, default=0) / steps)
