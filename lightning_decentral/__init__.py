@@ -67,7 +67,14 @@ def __getattr__(name: str) -> Any:
 def _register() -> None:
     trainers = {module: functools.partial(_enter, package) for module, package in REGISTRIES.items()}
     loops = {module: functools.partial(_enter_loops, package) for module, package in FABRIC_REGISTRIES.items()}
-    registry.when_imported({**trainers, **loops})
+    paths = {name: functools.partial(_path, strategy) for name, (strategy, _) in NAMES.items()}
+    spell = functools.partial(registry.spell, {**paths, "spilled": functools.partial(_path, "SpilledStrategy")})
+    registry.when_imported({**trainers, **loops, "jsonargparse._typehints": spell})
+
+
+def _path(strategy: str, base: str) -> str:
+    """Path of the class, for the Lightning in whose module the base is."""
+    return f"{REGISTRIES[base.removesuffix('.strategy')]}.{strategy}"
 
 
 def _enter(package: str, strategies: ModuleType) -> None:
@@ -80,6 +87,7 @@ def _enter(package: str, strategies: ModuleType) -> None:
         path, made = f"{package}.{strategy}", functools.partial(_made, package, strategy)
         # The class by its path, which LightningCLI hands on as a name where no options follow it.
         names.register(path.lower(), made, description=f"{path} with its own defaults", override=True)
+    registry.offer(names, [*NAMES, "spilled"])
 
 
 def _enter_loops(package: str, strategies: ModuleType) -> None:
@@ -88,6 +96,7 @@ def _enter_loops(package: str, strategies: ModuleType) -> None:
         if name not in TRAINERS_ALONE:
             made = functools.partial(_made, f"{package}.{STRATEGIES[strategy]}", f"Fabric{strategy}")
             registry.register(names, name, made, what)
+    registry.offer(names, [name for name in NAMES if name not in TRAINERS_ALONE])
     for name, why in TRAINERS_ALONE.items():
         registry.register(names, name, functools.partial(_refused, name, why), "for Trainers alone")
 

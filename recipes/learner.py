@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import MeanMetric
 
 from lightning_decentral.optim import muon_groups
+from lightning_decentral.shared import runs
 
 Batch = tuple[Tensor, Tensor]
 MakeOptimizer = Callable[[Iterable[dict[str, Any]]], Optimizer]
@@ -84,6 +85,10 @@ class Learner(LightningModule):
         score.update(self.scores(logits, targets))
         self.log(f"{stage}/loss", loss, on_step=False, on_epoch=True)
         self.log(f"{stage}/{self.score_name}", score, on_step=False, on_epoch=True, prog_bar=True)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the loggers' runs, in which a training that is resumed goes on."""
+        runs.keep(self.trainer, checkpoint)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The optimizer and its schedule, one value per step. Weight decay for matrices and filters (two axes or more),

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 import lightning_decentral  # noqa: F401  # registers the strategies' names
 from lightning_decentral.recipes.loaders import Loaders
+from lightning_decentral.shared import runs
 from lightning_decentral.shared.errors import mendable, one_line, refuse_missing, refuse_mistyped, refuse_unowned
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -52,6 +53,16 @@ def build_trainer(cfg: DictConfig) -> Trainer:
         _convert_="all",
     )
     return trainer
+
+
+def name_run(cfg: DictConfig, choices: Mapping[str, Any]) -> None:
+    """Name, group and tags of a W&B run, where the user gives none: recipe, strategy, codec and workers."""
+    if cfg.logger and cfg.logger.get("_target_", "").endswith(".WandbLogger"):
+        chosen = [choices.get(group) for group in ("recipe", "strategy", "strategy/codec")]
+        tags = [*(str(one) for one in chosen if one), f"{cfg.trainer.devices} x {cfg.trainer.num_nodes} workers"]
+        given = {"name": "-".join(tags).replace(" ", ""), "group": tags[0], "tags": tags}
+        with open_dict(cfg.logger):
+            cfg.logger.update({key: value for key, value in given.items() if cfg.logger.get(key) is None})
 
 
 def launched_elsewhere() -> bool:
@@ -97,10 +108,12 @@ def train(cfg: DictConfig) -> float | None:
     seed_everything(cfg.seed, workers=True)
     data: Loaders = instantiate(cfg.data, _convert_="all")
     model = build_model(cfg, data.sizes)
+    name_run(cfg, HydraConfig.get().runtime.choices)
     trainer = build_trainer(cfg)
     if sweep:
         refuse_scripts_in_sweeps(trainer)
     choices: Any = OmegaConf.to_container(cfg, resolve=True)
+    runs.go_on(trainer, cfg.checkpoint)
     for logger in trainer.loggers:
         logger.log_hyperparams(choices)
     trainer.fit(model, datamodule=data, ckpt_path=cfg.checkpoint)

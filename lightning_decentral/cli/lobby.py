@@ -1,7 +1,8 @@
 """`lightning-decentral lobby --port 29400 --workers 2:16`: where elastic workers meet.
 
     started        listening at port 29400 for 2 to 16 workers
-    a new view     view 3: 4 workers from round 120; came: w7; lost: w2
+    waiting        waiting at host0:29400 for 2 workers, 1 is here
+    a new view     view 3: 4 workers from round 120; joined: host2:711; lost: host1:93 (connection ended)
 
 Short: the server is `elastic/wire/lobby_server.py`. It may be killed and started again while the workers train.
 """

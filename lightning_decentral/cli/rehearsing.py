@@ -17,6 +17,7 @@ from lightning_decentral.cli.console import answer, filled, number, refuse_below
 from lightning_decentral.cli.profile import alone, without_strategy
 from lightning_decentral.planner import rehearsal
 from lightning_decentral.planner.rehearsal.answer import HEADINGS, cells, page, title
+from lightning_decentral.planner.rehearsal.rehearse import refuse_unpriced
 from lightning_decentral.planner.show import bytes_per_second, seconds
 from lightning_decentral.shared.plan.network import Network
 from lightning_decentral.shared.plan.profile import read
@@ -67,6 +68,7 @@ def run(options: argparse.Namespace) -> None:
     if options.bandwidth is not None and profile is not None:
         link = seconds(options.latency), bytes_per_second(options.bandwidth)
         network = Network(profile.network).linked("between", *link)
+    refuse_unpriced(workers, profile, network, options.per_node)
     cfg = alone(options.application, overrides)
     refuse_left_out(cfg)
     seed_everything(cfg.seed, workers=True, verbose=False)
@@ -93,6 +95,9 @@ def run(options: argparse.Namespace) -> None:
         device=options.device,
         say=lambda text: say(errors, text),
     )
+    if not found.rows:
+        why = "; ".join(dict.fromkeys(found.refused.values()))
+        raise ValueError(f"none of {len(found.refused)} methods was rehearsed: {why}")
     if options.report:
         write_text("--report", options.report, page(found))
     *sentences, last = found.sentences()

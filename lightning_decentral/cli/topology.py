@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from math import ceil
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import networkx as nx
@@ -29,8 +30,10 @@ from lightning_decentral.gossip.plan.weights import (
 from lightning_decentral.gossip.strategy import GossipStrategy
 from lightning_decentral.planner.forecasts import strategy_of
 from lightning_decentral.shared.figure import ACCENT, INK, WORKER, new_figure
+from lightning_decentral.shared.plan.kinds import meant
 
 LONG_SIZE, LARGEST_SIZE = 256, 2048  # workers that take more than seconds; more than an hour, or all memory
+WIDTH = 80  # columns
 PRINTED_SIZE = 16  # workers whose matrices fit on a screen
 LONGEST, SHOWN_STEPS = 64, 6  # steps of the curves, and of the picture
 
@@ -56,7 +59,7 @@ def topology_of(name: str, overrides: list[str]) -> Topology:
         ValueError: an unknown name or field.
     """
     if name not in names():
-        raise ValueError(f"there is no topology {name!r}: use one of {', '.join(names())}")
+        raise ValueError(f"there is no topology {name!r}: {meant(name, names())}use one of {', '.join(names())}")
     fields = [f"strategy.topology.{override}" for override in overrides]
     strategy = strategy_of(" ".join(["strategy=gossip", f"strategy/topology={name}", *fields]))
     assert isinstance(strategy, GossipStrategy)
@@ -104,12 +107,25 @@ def curves(topology: Topology, size: int) -> Curves:
 
 
 def received(topology: Topology, size: int, step: int) -> str:
-    """Graph of a step, as text: "0-1 2-3" where both receive from each other, "1>2" where 2 receives from 1."""
+    """Graph of a step, as text: "0-1 2-3" where both receive from each other, "1>2" where 2 receives from 1,
+    "all of 0..3" where four or more all do from each other."""
     rows = enumerate(step_graph(topology, size, step).sources)
     edges = {(source, rank) for rank, sources in rows for source in sources}
     mutual = sorted({(min(e), max(e)) for e in edges if e[::-1] in edges})
     directed = sorted(e for e in edges if e[::-1] not in edges)
-    return " ".join([*(f"{a}-{b}" for a, b in mutual), *(f"{a}>{b}" for a, b in directed)]) or "silent"
+    groups = [sorted(group) for group in nx.connected_components(nx.Graph(mutual))]
+    pairs = [sum(edge[0] in group for edge in mutual) for group in map(set, groups)]
+    whole = [g for g, n in zip(groups, pairs, strict=True) if len(g) > 3 and n == len(g) * (len(g) - 1) / 2]
+    of = {rank for group in whole for rank in group}
+    mutual = [edge for edge in mutual if edge[0] not in of]
+    cliques = (f"all of {_ranks(group)}" for group in sorted(whole))
+    return " ".join([*cliques, *(f"{a}-{b}" for a, b in mutual), *(f"{a}>{b}" for a, b in directed)]) or "silent"
+
+
+def _ranks(group: list[int]) -> str:
+    """Text of sorted ranks: "0..3" or "0,2,4,6"."""
+    dense = group[-1] - group[0] == len(group) - 1
+    return f"{group[0]}..{group[-1]}" if dense else ",".join(map(str, group))
 
 
 def run(options: argparse.Namespace) -> None:
@@ -148,21 +164,26 @@ class TopologyAnswer:
 
 def lines(topology: Topology, size: int, found: Curves) -> list[str]:
     period = topology.period(size)
-    shown = [
-        f"step {step}: spectral gap {gap:.3g}: {received(topology, size, step)}" for step, gap in enumerate(found.gaps)
-    ]
+    # One step of a graph that is exact after several mixes only some workers, which a gap of 0 would show like a fault.
+    gaps = ["" if found.exact is not None else f"spectral gap {gap:.3g}: " for gap in found.gaps]
+    shown = [f"step {step}: {gap}{received(topology, size, step)}" for step, gap in enumerate(gaps)]
+    mixes = "exact in finite time" if found.exact is not None else f"spectral gap per step {found.gap_per_step:.3g}"
     left = [f"... {period - len(found.gaps)} more steps"] if period > len(found.gaps) else []
-    matrices = [np.array2string(m, precision=3, max_line_width=160) for m in found.matrices if size <= PRINTED_SIZE]
+    matrices = [np.array2string(m, precision=3, max_line_width=WIDTH) for m in found.matrices if size <= PRINTED_SIZE]
     worst, typical = (" ".join(f"{left:.2g}" for left in curve) for curve in (found.distances, found.typical))
     return [
-        describe(topology, size),
-        f"period: {period} step{'s' if period > 1 else ''}, spectral gap per step {found.gap_per_step:.3g}",
-        *shown,
+        _wrapped(describe(topology, size)),
+        f"period: {period} step{'s' if period > 1 else ''}, {mixes}",
+        *map(_wrapped, shown),
         *left,
         *(f"matrix of step {step}:\n{matrix}" for step, matrix in enumerate(matrices)),
-        f"distance from the mean that is left after 0, 1, ... steps, worst start: {worst}",
-        f"random start: {typical}",
+        _wrapped(f"distance from the mean that is left after 0, 1, ... steps, worst start: {worst}"),
+        _wrapped(f"random start: {typical}"),
     ]
+
+
+def _wrapped(line: str) -> str:
+    return fill(line, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def draw_topology(topology: Topology, size: int, found: Curves, path: Path) -> None:

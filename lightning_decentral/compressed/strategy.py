@@ -14,6 +14,7 @@ from lightning_decentral.shared.compute.buckets import bucket_bytes_of, check_bu
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Int8
 from lightning_decentral.shared.compute.device import DeviceSteps
+from lightning_decentral.shared.introduction import of_all_reduce, traffic
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import ReplicaStrategy
@@ -146,6 +147,20 @@ class CompressedStrategy(ReplicaStrategy):
             self._owners.turns = state.get("turns", 0)
 
     # ---- what users watch -------------------------------------------------------------------------------------------
+
+    def introduction(self) -> Sequence[str]:
+        size = self.world_size
+        if size == 1:
+            return ()
+        trained = [p for p in self._module.parameters() if p.requires_grad]
+        # Of a complex number both parts travel.
+        lengths = [(p.numel() * (1 + p.is_complex()), p.dtype.to_real()) for p in trained]
+        codes = of_all_reduce(sum(self.codec.bytes(*length) for length in lengths), size)
+        messages = (
+            f"gradients averaged as {type(self.codec).__name__} codes" if self.codec.encodes else "gradients averaged"
+        )
+        sent = traffic(codes, sum(p.nbytes for p in trained), size)
+        return (f"compressed: {size} workers, {messages}, {sent}, all have the same model, which is evaluated",)
 
     @property
     def sent_bytes(self) -> int:

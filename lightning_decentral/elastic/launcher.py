@@ -16,6 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_decentral.elastic.plan.view import Bounds, ElasticSettings, Times
 from lightning_decentral.elastic.wire.starter import LOBBY, Starter, follow, own_lobby
+from lightning_decentral.shared import runs
 
 
 class ElasticLauncher(_SubprocessScriptLauncher):
@@ -45,6 +46,7 @@ class FollowingLauncher(_SubprocessScriptLauncher):
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         follow(os.environ)
+        runs.launched(trainer, args)
         return function(*args, **kwargs)
 
 

@@ -36,6 +36,7 @@ from lightning_decentral.elastic.loops import plain
 from lightning_decentral.elastic.plan.view import ElasticSettings
 from lightning_decentral.elastic.wire.participant import Participant
 from lightning_decentral.elastic.wire.starter import LOBBY, SEAT, STARTER
+from lightning_decentral.shared import runs
 from lightning_decentral.shared.workers import WorkersStrategy
 
 
@@ -175,10 +176,8 @@ class OneProcess(WorkersStrategy):
         return bool(min(given) if all else max(given))
 
 
-KEPT = "_version", "_id", "_run_id", "_experiment_key"
+KEPT = "_version", *runs.RUN_IDS
 """Attributes in which loggers keep their version."""
-ARGUMENTS = {"_wandb_init": "id"}
-"""Arguments of the version, in what a logger keeps until it opens its run."""
 
 
 def began(trainer: Trainer) -> list[Any]:
@@ -191,11 +190,7 @@ def began(trainer: Trainer) -> list[Any]:
 def go_on(loggers: Sequence[Logger], versions: Sequence[Any]) -> None:
     """Make what these loggers log, if they ever do, go into the run of those versions."""
     for logger, version in zip(loggers, versions, strict=False):
-        kept = vars(logger)
-        for name in set(KEPT).intersection(kept):
-            setattr(logger, name, version)
-        for name in set(ARGUMENTS).intersection(kept):
-            kept[name][ARGUMENTS[name]] = version
+        runs.set_version(logger, version, KEPT)
         if logger.version != version:
             warnings.warn(
                 f"{type(logger).__name__} can't go on in the oldest worker's run {version!r}: if that one is lost, "

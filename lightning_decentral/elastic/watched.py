@@ -18,6 +18,8 @@ from lightning_decentral.gossip.wire.consensus import Consensus, spread
 from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.gossip.wire.making import parameters_of
 from lightning_decentral.gossip.wire.optimizers import Mixers
+from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.introduction import adam_hint
 from lightning_decentral.shared.replica import Evaluate
 from lightning_decentral.shared.updates import Mixed
 from lightning_decentral.shared.wire.fsdp import local
@@ -29,6 +31,7 @@ class WatchedProcess(OneProcess):
     topology: Topology
     weights: Weights
     combine: Combine
+    codec: Codec
     delay: int
     evaluate: Evaluate
     heals: int
@@ -91,6 +94,14 @@ class WatchedProcess(OneProcess):
         own, means = (list(map(local, tensors)) for tensors in (trained, self.mean_of(trained)))
         return spread(own, means, lambda squares: self.mean_of(self._held.sums(squares)), 1)
 
+    def introduction(self) -> Sequence[str]:
+        (least, most), size = self.elastic.workers, len(self.members)
+        who = f"{size} member{'s' * (size > 1)} of {least} to {most} on {self.topology!r}"
+        messages = f"{type(self.codec).__name__ if self.codec.encodes else 'uncompressed'} messages"
+        model = "the mean of the members" if self.evaluate == "mean" else "each worker's own model"
+        hint = adam_hint(self.optimizers, most)
+        return [f"elastic gossip: {who}, {messages}, {model} is evaluated", *filter(None, [hint])]
+
     def summary(self) -> dict[str, str]:
         """Description of the plan: {topic: text}; who trains together is known later."""
         least, most = self.elastic.workers
@@ -107,4 +118,5 @@ class WatchedProcess(OneProcess):
             "a worker with NaN": f"takes its neighbours' parameters, {self.heals} times at most"
             if self.heals
             else "ends its training, the others train on",
+            **({"hint": hint} if (hint := adam_hint(self.optimizers, most)) else {}),
         }

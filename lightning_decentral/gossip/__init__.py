@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lightning_decentral.gossip.callbacks import CommunicationMonitor as CommunicationMonitor
     from lightning_decentral.gossip.callbacks import ConsensusMonitor as ConsensusMonitor
     from lightning_decentral.gossip.callbacks import MixingMonitor as MixingMonitor
+    from lightning_decentral.gossip.callbacks import SpeedMonitor as SpeedMonitor
     from lightning_decentral.gossip.callbacks import StartSummary as StartSummary
     from lightning_decentral.gossip.callbacks import WorkerLossMonitor as WorkerLossMonitor
     from lightning_decentral.gossip.compute.combine import Combine as Combine

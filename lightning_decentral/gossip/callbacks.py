@@ -1,30 +1,36 @@
-"""Callbacks that log a gossip run: consensus distance, mixing rate, wait and exchange seconds, bytes, worker losses.
+"""Callbacks that log a run: consensus distance, mixing rate, wait and exchange seconds, bytes, losses, speed.
 
-Under a strategy that does not gossip each of these does nothing. Values go to every logger, at the step that Lightning
-gives its own rows; consensus distance, waiting and mixing rate go to the progress bar too, and what every worker knows
-of itself to `trainer.callback_metrics`.
+Under a strategy that does not gossip each but `SpeedMonitor` does nothing. Values go to every logger, at the step that
+Lightning gives its own rows, and to `trainer.callback_metrics`; the progress bar shows `members`, of an elastic run,
+and `waiting`, the share of the batches' time that went into waiting for others.
 """
 
 import json
+import time
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Mapping
+from time import perf_counter
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_decentral.gossip.wire.consensus import Consensus
 from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.shared.compute.device import AsyncRead
-from lightning_decentral.shared.plan.arguments import checked
+from lightning_decentral.shared.introduction import StartTable
+from lightning_decentral.shared.plan.arguments import at_least, checked
 from lightning_decentral.shared.replica import ReplicaStrategy
 
 KEPT_LOSSES = 8
-ON_BAR = ("gossip/members", "gossip/mixing_rate")  # the first that there is
+NOTHING: Mapping[str, float] = {}
+SEEN = 0.0005  # the bar has three digits: what is less would be a line of 0.000
 
 
 @runtime_checkable
@@ -99,7 +105,7 @@ class ConsensusMonitor(_EveryNSteps):
     def measure(self, trainer: Trainer, pl_module: LightningModule, strategy: Monitored, steps: int) -> None:
         error = strategy.consensus()
         metrics = {"gossip/consensus_distance": error.absolute, "gossip/consensus_distance_relative": error.relative}
-        _publish(trainer, pl_module, metrics, on_bar="gossip/consensus_distance")
+        _publish(trainer, pl_module, metrics)
 
 
 @checked
@@ -119,7 +125,16 @@ class CommunicationMonitor(_EveryNSteps):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # A strategy's counters start anew with every fit.
         super().on_train_start(trainer, pl_module)
-        self._before = Traffic()
+        self._before, self._seconds = Traffic(), 0.0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._began = time.monotonic()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._seconds += time.monotonic() - self._began
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def measure(self, trainer: Trainer, pl_module: LightningModule, strategy: Monitored, steps: int) -> None:
         before, now = self._before, strategy.traffic()
@@ -132,7 +147,9 @@ class CommunicationMonitor(_EveryNSteps):
             "gossip/left_out_of_mean": now.left_out,
             "gossip/healed": now.healed,
         }
-        _publish(trainer, pl_module, metrics, on_bar="gossip/wait_seconds")
+        waited, seconds, self._seconds = now.wait_seconds - before.wait_seconds, self._seconds, 0.0
+        waiting = min(1.0, waited / seconds) if seconds else 0.0
+        _publish(trainer, pl_module, metrics, {"waiting": waiting} if waiting >= SEEN else {})
 
 
 @checked
@@ -151,7 +168,8 @@ class MixingMonitor(_EveryNSteps):
 
     def measure(self, trainer: Trainer, pl_module: LightningModule, strategy: Monitored, steps: int) -> None:
         metrics = {f"gossip/{name}": value for name, value in strategy.mixing().items()}
-        _publish(trainer, pl_module, metrics, on_bar=next((key for key in ON_BAR if key in metrics), ""))
+        members = metrics.get("gossip/members")
+        _publish(trainer, pl_module, metrics, {} if members is None else {"members": members})
 
 
 @checked
@@ -215,11 +233,101 @@ class WorkerLossMonitor(_EveryNSteps):
             _log(trainer, found[step], step)
 
 
-class StartSummary(Callback):
+@checked
+class SpeedMonitor(Callback):
+    """Log this worker's speed under any strategy, `ddp` too, so that runs are compared on one chart.
+
+    speed/step_seconds         seconds per step, its data included
+    speed/samples_per_second   of this worker: the length of what a batch has first
+    speed/tokens_per_second    the same times the columns, where that is a matrix of integers
+    speed/wait_share           share of the time in which training waited for the exchange, where the strategy counts it
+    speed/bytes_per_second     sent, where the strategy counts it; under `ddp` as a ring's all-reduce of gradients sends
+
+    Means of `every_n_steps` steps, from the second such window on: set-up isn't in it, nor is validation.
+
+    Cost: reads the clock and counters; no communication.
+
+    Raises:
+        ValueError: `every_n_steps` below 1.
+    """
+
+    def __init__(self, *, every_n_steps: int = 10) -> None:
+        at_least(1, "leave the callback out to measure never", every_n_steps=every_n_steps)
+        self.every_n_steps = every_n_steps
+        self._began: float | None = None  # of this window; the first one is set-up's
+        self._paused = 0.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._began = None
+        self._step, self._samples, self._tokens = trainer.global_step, 0, 0
+        self._before = _counted(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._paused = perf_counter()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._began is not None:
+            self._began += perf_counter() - self._paused
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        first = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim > 0), None)
+        if first is not None:
+            self._samples += len(first)
+            words = first.ndim == 2 and not first.is_floating_point() and not first.is_complex()
+            self._tokens += first.numel() if words else 0
+        steps = trainer.global_step - self._step
+        if steps < self.every_n_steps:
+            return
+        now, began, before = perf_counter(), self._began, self._before
+        after = _counted(trainer)
+        if began is not None:
+            seconds = max(now - began, 1e-9)
+            rates = {"speed/samples_per_second": self._samples, "speed/tokens_per_second": self._tokens}
+            metrics = {key: count / seconds for key, count in rates.items() if count}
+            metrics["speed/step_seconds"] = seconds / steps
+            if "waited" in after:
+                metrics["speed/wait_share"] = (after["waited"] - before.get("waited", 0.0)) / seconds
+            if "sent" in after:
+                metrics["speed/bytes_per_second"] = (after["sent"] - before.get("sent", 0.0)) / seconds
+            _publish(trainer, pl_module, metrics, on_bar="")
+        self._began, self._before = now, after
+        self._step, self._samples, self._tokens = trainer.global_step, 0, 0
+
+
+@runtime_checkable
+class CountsBytes(Protocol):
+    """Strategy that counts what this worker sends."""
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes sent since fit began."""
+
+
+def _counted(trainer: Trainer) -> dict[str, float]:
+    """Seconds waited and bytes sent since fit began, as far as they are known."""
+    strategy = trainer.strategy
+    if isinstance(strategy, Monitored):
+        traffic = strategy.traffic()
+        return {"waited": traffic.wait_seconds, "sent": traffic.bytes_sent}
+    if isinstance(strategy, CountsBytes):
+        return {"sent": strategy.sent_bytes}
+    if type(strategy) is DDPStrategy and strategy._ddp_comm_hook is None:
+        size, module = strategy.world_size, trainer.lightning_module
+        gradients = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+        return {"sent": 2 * (size - 1) / size * gradients * trainer.global_step}
+    return {}
+
+
+class StartSummary(StartTable):
     """A table of the plan when training begins: workers, topology, steps to consensus, bytes per worker and step.
 
-    The same lines go to the loggers once, as hyperparameters `gossip/...`.
+    The same lines go to the loggers once, as hyperparameters `gossip/...`. Without it a strategy prints one line.
     """
+
+    def shows(self, strategy: Any) -> bool:
+        return isinstance(strategy, Monitored)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         strategy = trainer.strategy
@@ -231,7 +339,12 @@ class StartSummary(Callback):
             table.add_row(*row)
         Console().print(table)
         for logger in trainer.loggers:
-            logger.log_hyperparams({f"gossip/{name}": text for name, text in summary.items()})
+            logger.log_hyperparams({f"gossip/{name}": _number(text) for name, text in summary.items()})
+
+
+def _number(text: str) -> int | str:
+    """A whole number as one, so that a tracker sorts by it."""
+    return int(text) if text.isdecimal() else text
 
 
 def _steps_taken(trainer: Trainer) -> int:
@@ -251,11 +364,13 @@ def _log(trainer: Trainer, metrics: Mapping[str, float], step: int) -> None:
         logger.log_metrics(dict(metrics), step=step)
 
 
-def _publish(trainer: Trainer, pl_module: LightningModule, metrics: Mapping[str, float], on_bar: str) -> None:
-    for name, value in metrics.items():
+def _publish(
+    trainer: Trainer, pl_module: LightningModule, metrics: Mapping[str, float], on_bar: Mapping[str, float] = NOTHING
+) -> None:
+    for name, value in {**metrics, **on_bar}.items():
         # To the loggers directly: through `pl_module.log` they would repeat a value until the next one is
         # measured.
-        pl_module.log(name, float(value), prog_bar=name == on_bar, logger=False)
+        pl_module.log(name, float(value), prog_bar=name in on_bar, logger=False)
     _log(trainer, metrics, _log_step(trainer))
 
 

@@ -23,6 +23,7 @@ from lightning_decentral.gossip.callbacks import Monitored
 from lightning_decentral.shared.compute.modules import evaluating
 from lightning_decentral.shared.figure import draw
 from lightning_decentral.shared.plan.arguments import checked
+from lightning_decentral.shared.plan.units import shown_bytes
 
 UNKNOWN = float("nan")
 PICTURES = ("report.png", "members.png")
@@ -157,10 +158,12 @@ def _table(result: Mapping[str, Any], trainer: Trainer, pl_module: LightningModu
     score = _known(float(trainer.callback_metrics.get(f"test/{name}", UNKNOWN)))
     workers = result.get("workers", [])
     sent = sum(worker["bytes_sent"] for worker in workers)
-    table.add_row(result.get("evaluated", "model"), _number(score), _size(sent) if workers else "", "", style="bold")
+    table.add_row(
+        result.get("evaluated", "model"), _number(score), shown_bytes(sent) if workers else "", "", style="bold"
+    )
     for rank, worker in enumerate(workers):
         waited = f"{worker['seconds_waited']:.2f} s"
-        table.add_row(f"worker {rank}'s own model", _number(worker["score"]), _size(worker["bytes_sent"]), waited)
+        table.add_row(f"worker {rank}'s own model", _number(worker["score"]), shown_bytes(worker["bytes_sent"]), waited)
     return table
 
 
@@ -181,14 +184,6 @@ def _number(value: float | None) -> str:
 def _known(value: float) -> float | None:
     # JSON has no NaN.
     return None if value != value else value
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.4g} TB"
 
 
 class Rows(Logger):

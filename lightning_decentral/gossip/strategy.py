@@ -17,7 +17,7 @@ from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.gossip.rounds import MixerBuilder, check_numbers, exact_steps_of, place
 from lightning_decentral.gossip.sharded import IslandModel, WholeMatrices, joined
-from lightning_decentral.gossip.summary import described
+from lightning_decentral.gossip.summary import described, introduced
 from lightning_decentral.gossip.wire.consensus import Consensus, spread
 from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.gossip.wire.island_member import IslandMember
@@ -279,6 +279,9 @@ class GossipStrategy(ReplicaStrategy, metaclass=StrategyType):
         own = [bucket.flat for bucket in self.buckets]
         means = self.member.mean_of_buckets(own, super().mean_of)
         return spread(own, means, self.mean_of, self.member.shards)
+
+    def introduction(self) -> Sequence[str]:
+        return introduced(self, self._mixers)
 
     def summary(self) -> dict[str, str]:
         return described(self, self._mixers)

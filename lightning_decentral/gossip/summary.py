@@ -4,12 +4,12 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from torch import view_as_real
-from torch.optim import Adam, AdamW
 
 from lightning_decentral.gossip.compute.link import cliques_of
 from lightning_decentral.gossip.plan.traffic import all_reduce_copies, copies_sent, copies_through_card
 from lightning_decentral.gossip.plan.weights import consensus_steps, describe
 from lightning_decentral.gossip.wire.optimizer_mixer import OptimizerMixer
+from lightning_decentral.shared.introduction import adam_hint, traffic
 
 if TYPE_CHECKING:
     import lightning_decentral.gossip.strategy as gossip
@@ -21,37 +21,63 @@ def described(plan: "gossip.GossipStrategy", mixers: Iterable[OptimizerMixer]) -
     """Describe the plan: {topic: text}."""
     mixers, size = list(mixers), plan.workers
     steps = consensus_steps(plan.topology, size, plan.weights)
-    # Of the parameters: each device packs all of them, or one of so many shards.
-    model_bytes = sum(bucket.bytes for of in mixers for bucket in of.buckets) * plan.island.shards
-    # Of a message to another worker, a part of it from each device. A talk carries one fragment, about as many bytes
-    # as any other; states travel, too, from the first update on.
-    fragments = len(plan.topology.fragments)
-    of_device = sum(of.mixer.exchange.coder.bytes for of in mixers) * plan.combine.form.copies // fragments
-    message_bytes = of_device * plan.island.devices
-    cliques = cliques_of(plan.codec, plan.combine, plan.topology, plan.weights, size)
-    copies = copies_sent(plan.topology, plan.weights, plan.worker, size, cliques)
-    sent = copies * message_bytes
-    anchors = "' anchors" if plan.island.shards == 1 and any(of.mixer.shown() for of in mixers) else ""
+    model_bytes, message_bytes = _bytes(plan, mixers)
+    sent = _copies(plan) * message_bytes
     lines = {
-        "workers": str(size) if plan.island.devices == 1 else f"{size} islands, each {plan.island!r}",
+        "workers": str(size) if plan.island.devices == 1 else _workers(plan),
         "topology": describe(plan.topology, size, plan.weights),
         "steps to exact consensus": "never exact" if steps is None else str(steps),
         "order": ORDERS.get(plan.delay, f"landed {plan.delay} updates later"),
         "codec": repr(plan.codec),
         "bytes per worker and step": f"{sent:,.0f} ({sent / max(model_bytes, 1):.3g} x the parameters)",
         "bytes through a node's card": through_card(plan, message_bytes, model_bytes),
-        "evaluated": f"the mean of the workers{anchors}" if plan.evaluate == "mean" else "each worker's own model",
+        "evaluated": _evaluated(plan, mixers),
     }
     if size > 1:
         lines["a worker with NaN"] = healing(plan)
     if plan.states:
         lines["states beside"] = ", ".join(_beside(plan, name, mixers) for name in plan.states)
-    adams = {type(o).__name__ for o in plan.optimizers if isinstance(o, (Adam, AdamW)) and size > 1}
-    hint = (
-        "takes smaller steps here than under ddp: for a transformer take lightning_decentral.optim.Muon "
-        "(experiment=gossip_muon), or AccumAdamW (optimizer=accum_adamw); docs/optimizers.md has the table"
+    hint = adam_hint(plan.optimizers, size)
+    return lines | ({"hint": hint} if hint else {})
+
+
+def introduced(plan: "gossip.GossipStrategy", mixers: Iterable[OptimizerMixer]) -> list[str]:
+    """The plan in a line, and the hint where there is one; nothing where a worker is alone."""
+    mixers, size = list(mixers), plan.workers
+    if size == 1:
+        return []
+    model_bytes, message_bytes = _bytes(plan, mixers)
+    messages = f"{type(plan.codec).__name__ if plan.codec.encodes else 'uncompressed'} messages"
+    sent = traffic(_copies(plan) * message_bytes, model_bytes, size)
+    line = (
+        f"{_workers(plan)} on {plan.topology.label(size)}, {messages}, {sent}, {_evaluated(plan, mixers)} is evaluated"
     )
-    return lines | ({"hint": f"{' and '.join(sorted(adams))} {hint}"} if adams else {})
+    return [f"gossip: {line}", *filter(None, [adam_hint(plan.optimizers, size)])]
+
+
+def _workers(plan: "gossip.GossipStrategy") -> str:
+    return f"{plan.workers} workers" if plan.island.devices == 1 else f"{plan.workers} islands, each {plan.island!r}"
+
+
+def _evaluated(plan: "gossip.GossipStrategy", mixers: Sequence[OptimizerMixer]) -> str:
+    anchors = "' anchors" if plan.island.shards == 1 and any(of.mixer.shown() for of in mixers) else ""
+    return f"the mean of the workers{anchors}" if plan.evaluate == "mean" else "each worker's own model"
+
+
+def _bytes(plan: "gossip.GossipStrategy", mixers: Sequence[OptimizerMixer]) -> tuple[int, int]:
+    """Bytes of the parameters, and of a worker's message to another one."""
+    # Of the parameters: each device packs all of them, or one of so many shards.
+    model_bytes = sum(bucket.bytes for of in mixers for bucket in of.buckets) * plan.island.shards
+    # Of a message, a part of it from each device. A talk carries one fragment, about as many bytes as any other; states
+    # travel, too, from the first update on.
+    fragments = len(plan.topology.fragments)
+    of_device = sum(of.mixer.exchange.coder.bytes for of in mixers) * plan.combine.form.copies // fragments
+    return model_bytes, of_device * plan.island.devices
+
+
+def _copies(plan: "gossip.GossipStrategy") -> float:
+    cliques = cliques_of(plan.codec, plan.combine, plan.topology, plan.weights, plan.workers)
+    return copies_sent(plan.topology, plan.weights, plan.worker, plan.workers, cliques)
 
 
 def _beside(plan: "gossip.GossipStrategy", name: str, mixers: Sequence[OptimizerMixer]) -> str:

@@ -37,7 +37,7 @@ class Muon(Optimizer):
     Args:
         params: groups, as of `muon_groups(module)`; what has no `hidden` counts as hidden.
         lr: learning rate.
-        momentum: of hidden matrices, in [0, 1).
+        momentum: of hidden matrices, in [0, 1). With large batches 0.95 is usual, under gossip 0.9 was best.
         betas: of AdamW.
         eps: of AdamW, in units of the gradient.
         weight_decay: decoupled, for both.
@@ -59,8 +59,8 @@ class Muon(Optimizer):
     def __init__(
         self,
         params: Iterable[Tensor] | Iterable[dict[str, Any]],
-        lr: float = 1e-3,
-        momentum: float = 0.95,
+        lr: float = 2e-2,
+        momentum: float = 0.8,
         betas: Betas = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
@@ -86,7 +86,9 @@ class Muon(Optimizer):
         for parameter in self.param_groups[-1]["params"] if self.param_groups[-1]["hidden"] else []:
             if parameter.ndim < 2 or parameter.is_complex():
                 shape, kind = tuple(parameter.shape), parameter.dtype
-                raise ValueError(f"a hidden parameter of shape {shape}, {kind}, is no real matrix: use muon_groups")
+                raise ValueError(
+                    f"a hidden parameter of shape {shape}, {kind}, is no real matrix: give Muon(muon_groups(self))"
+                )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

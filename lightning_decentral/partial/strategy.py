@@ -1,5 +1,6 @@
 """`Trainer(strategy="partial_backprop")`: data-parallel training in which the backward stops at a cut."""
 
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter
@@ -28,6 +29,7 @@ from lightning_decentral.partial.plan.cost import Balance
 from lightning_decentral.partial.plan.depth import DepthAssignment, Temporal
 from lightning_decentral.partial.wire.depth_controller import CutSteps, DepthController
 from lightning_decentral.partial.wire.reducer import Rank
+from lightning_decentral.shared.introduction import of_all_reduce, traffic
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import ReplicaStrategy
@@ -176,6 +178,17 @@ class PartialBackpropStrategy(ReplicaStrategy):
         return checkpoint
 
     # ---- what users watch -------------------------------------------------------------------------------------------
+
+    def introduction(self) -> Sequence[str]:
+        size = self.world_size
+        if size == 1:
+            return ()
+        whole = sum(p.nbytes for p in self._module.parameters() if p.requires_grad)
+        sent = traffic(of_all_reduce(whole, size), whole, size)
+        part = f"each trains the top of the network by {self.depth!r}, the first batch finds the cuts"
+        return (
+            f"partial_backprop: {size} workers, {part}, at most {sent}, all have the same model, which is evaluated",
+        )
 
     @property
     def sent_bytes(self) -> float:

@@ -142,10 +142,19 @@ class StageTraining:
 
     def _log_plan(self) -> None:
         rank_zero_info("\n".join(f"{name}: {value}" for name, value in self._summary().items()))
+        slices = [*self._plans.slices.values()][-1]
+        if self.pipe.size > 1 and len(slices) * self._plans.microbatches == 1:
+            rank_zero_info(NOT_FASTER)
 
     def measured(self) -> dict[str, Span]:
         """Span of each action of the latest step, on all stages, by their hosts' clocks. Collective."""
         return {str(action): span for row in self.pipe.gather(self.spans) for action, span in row.items()}
+
+
+NOT_FASTER = (
+    "one slice and one micro-batch: each stage waits for the one before, so this token pipeline can't be faster than "
+    "one device; give strategy.microbatches=4, longer sequences, or slices by strategy/slicing=uniform"
+)
 
 
 @contextmanager

@@ -31,8 +31,10 @@ from lightning_decentral.pipeline.wire.executor import Boundary, ExactActivation
 from lightning_decentral.pipeline.wire.ownership import Ownership
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
+from lightning_decentral.shared.introduction import adam_hint
 from lightning_decentral.shared.plan.arguments import StrategyType, at_least, checked
 from lightning_decentral.shared.plan.timeline import Span
+from lightning_decentral.shared.plan.units import shown_bytes
 from lightning_decentral.shared.updates import GradientCheck, NonFinite, Unfollowed
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
 from lightning_decentral.shared.wire.mean import mean
@@ -279,6 +281,19 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
         """The sum of a number over the stages of this pipeline, during a fit. Collective."""
         assert self._stage is not None, "stages sum between set-up and teardown"
         return self._stage.pipe.total(number.detach().to(self.root_device, copy=True))
+
+    def introduction(self) -> Sequence[str]:
+        if self.world_size == 1:
+            return ()
+        count, stages = self.layout.pipelines, self.num_stages
+        who = f"{count} pipeline{'s' * (count > 1)} of {stages} stage{'s' * (stages > 1)}"
+        cut = f"{self.microbatches} micro-batch{'es' * (self.microbatches > 1)} of a batch"
+        own = sum(p.nbytes for p in self._module.parameters() if p.requires_grad)  # of this stage
+        average = f", averaging by {self.replicas!r} of {shown_bytes(own)} on stage 0" if count > 1 else ""
+        model = "the mean of the pipelines" if self.drifts else "the model"
+        line = f"{who}, {cut}, hidden states and their gradients between stages{average}, {model} is evaluated"
+        hint = adam_hint(self.optimizers, count) if self.drifts else ""
+        return [f"token_pipeline: {line}", *filter(None, [hint])]
 
     def summary(self) -> dict[str, str]:
         by = f", replicas by {self.replicas!r}" if self.layout.pipelines > 1 else ""

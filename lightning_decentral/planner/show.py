@@ -20,6 +20,7 @@ from lightning_decentral.planner.plan.optimizer_cost import ALIKE, MUON, product
 from lightning_decentral.shared.figure import ACCENT, INK, WORKER, new_figure
 from lightning_decentral.shared.plan.profile import Model
 from lightning_decentral.shared.plan.timeline import Task, run
+from lightning_decentral.shared.plan.units import shown_bytes
 
 HEADINGS = ("method", "ms/step", "p95", "exposed", "card", "memory", "x ddp", "to loss", "")
 NEVER, UNKNOWN = "never", "-"
@@ -100,8 +101,11 @@ def verdict(plan: Comparison) -> Iterator[str]:
         yield "nothing fits into this memory: more workers, a smaller batch, or smaller pieces of the model"
         return
     yield from _gain(plan, plan.best)
-    if plan.setting.cluster.nodes > 1:
-        yield "on every host (docs/cluster.md):"
+    if (nodes := plan.setting.cluster.nodes) > 1:
+        yield (
+            f"the same line on each of {nodes} hosts, with NODE_RANK, MASTER_ADDR, MASTER_PORT (docs/cluster.md): "
+            f"they meet at MASTER_ADDR, and one alone waits for the other {nodes - 1}"
+        )
     yield f"python recipes/train.py {plan.command}"
 
 
@@ -161,14 +165,6 @@ def _number(text: str, units: dict[str, float], wanted: str) -> float:
 bytes_per_second = partial(_number, units=BITS, wanted="a rate such as 200mbit or 25gbit")
 seconds = partial(_number, units=SPANS, wanted="a time such as 100us or 2ms")
 size_bytes = partial(_number, units=SIZES, wanted="a size such as 24GB, 80GiB or 24000000000")
-
-
-def shown_bytes(value: float) -> str:
-    """Format bytes with three digits: 12.3 MB."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if value >= scale:
-            return f"{value / scale:.3g} {unit}"
-    return f"{value:.3g} B" if value else "0"
 
 
 DDP = "#c8ccd4"

@@ -8,6 +8,8 @@ import torch
 from lightning.pytorch.strategies import Strategy
 from torch import nn
 
+from lightning_decentral.shared.plan.arguments import no_option
+
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -45,10 +47,8 @@ def refuse_unknown(strategy: type, options: Iterable[str]) -> None:
     if unknown:
         constructors = [vars(cls)["__init__"] for cls in own_bases(strategy) if "__init__" in vars(cls)]
         named = [p for made in constructors for p in inspect.signature(made).parameters.values() if p.kind in NAMED]
-        valid = ", ".join(sorted({p.name for p in named} - {"self"}))
-        raise ValueError(
-            f"{strategy.__name__} has no option {unknown[0]!r} (there is no DDP wrapper to take it): it has {valid}"
-        )
+        valid, why = {p.name for p in named} - {"self"}, " (there is no DDP wrapper to take it)"
+        raise ValueError(no_option(strategy.__name__, unknown[0], valid, why))
 
 
 def own_bases(strategy: type) -> tuple[type, ...]:

@@ -1,10 +1,13 @@
 """Names of strategies in the registries of `lightning` and of `pytorch_lightning`, whichever is imported, and when.
 
-Neither is imported for the sake of its registry: a name is entered when the user's own import has made that.
+Neither is imported for the sake of its registry: a name is entered when the user's own import has made that. The same
+for jsonargparse, LightningCLI's, which looks for classes by their own names alone: `spell` adds those of Hydra's files.
 """
 
+import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -26,6 +29,57 @@ def register(registry: Any, name: str, strategy: Callable[..., Any], what: str) 
             registry.register(
                 f"{name}{ending}{choice}", strategy, description=description, override=True, start_method=start_method
             )
+
+
+class Choices(list[str]):
+    """Names of a registry. Trainers ask whether theirs is `in` it, and their own error names none of this package's:
+    one that is nearly a name of ours is refused here, in one line."""
+
+    def __init__(self, names: Sequence[str], ours: Sequence[str]) -> None:
+        super().__init__(names)
+        self._ours = ours
+
+    def __contains__(self, name: object) -> bool:
+        if super().__contains__(name) or not isinstance(name, str):
+            return super().__contains__(name)
+        nearest = get_close_matches(name.replace("-", "_"), self, 1)
+        if nearest and nearest[0].startswith(tuple(self._ours)):
+            ours = ", ".join(self._ours)
+            raise ValueError(
+                f"strategy={name!r} is not a strategy: did you mean {nearest[0]!r}? Example choices: {ours}, and "
+                "Lightning's own: auto, ddp, fsdp, ..."
+            )
+        return False
+
+
+def offer(registry: Any, ours: Sequence[str]) -> None:
+    """The registry's names, where Trainers look one up, are `Choices`."""
+    registry.available_strategies = lambda: Choices(list(registry), ours)
+
+
+def spell(strategies: Mapping[str, Callable[[str], str]], typehints: ModuleType) -> None:
+    """Names as in Hydra's files for jsonargparse: `--trainer.strategy=gossip --trainer.strategy.topology=ring`.
+
+    Args:
+        strategies: {name: path of its class, given the module of the base that an annotation asks for}.
+        typehints: jsonargparse's module that finds a class by its name.
+    """
+    find = getattr(typehints, "resolve_class_path_by_name", None)
+    if find is None or hasattr(find, "__wrapped__"):
+        return
+
+    @functools.wraps(find)
+    def found(cls: Any, name: str) -> Any:
+        path = find(cls, name)
+        if "." in path or not isinstance(cls, type):
+            return path
+        if cls.__name__ == "Strategy" and name in strategies:
+            return strategies[name](cls.__module__)
+        from lightning_decentral.shared.plan.kinds import class_path
+
+        return class_path(cls, name) or path
+
+    typehints.resolve_class_path_by_name = found  # type: ignore[attr-defined]
 
 
 def when_imported(modules: dict[str, Then]) -> None:

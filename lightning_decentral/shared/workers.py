@@ -22,10 +22,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_decentral.shared import runs
 from lightning_decentral.shared.checkpoint.reading import of_this_model
 from lightning_decentral.shared.checkpoint.worker import Checkpoints, launched_by
 from lightning_decentral.shared.coordination import Result
 from lightning_decentral.shared.evaluation import Evaluation
+from lightning_decentral.shared.introduction import introduce
 from lightning_decentral.shared.meeting import TIMEOUT, WorkerGroup
 from lightning_decentral.shared.refusals import StartMethod, named, own_device, refuse_sync_batch_norm, refuse_unknown
 from lightning_decentral.shared.replica_health import ReplicaHealth
@@ -147,6 +149,10 @@ class WorkersStrategy(DDPStrategy):
         """Settings that may differ from those of the run that this one goes on from: a difference is reported."""
         return {}
 
+    def introduction(self) -> Sequence[str]:
+        """Lines that are printed when training starts: what, with whom, bytes of a step, what is evaluated; a hint."""
+        return ()
+
     def settle(self) -> None:
         """Land what is in flight."""
 
@@ -262,6 +268,7 @@ class WorkersStrategy(DDPStrategy):
         self.evaluation.arrive()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        runs.keep(self._module.trainer, checkpoint)
         with self._group.saving():
             self.health.check_equal()
             self.checkpoints.save(checkpoint, filepath, storage_options)
@@ -280,6 +287,7 @@ class WorkersStrategy(DDPStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self.checkpoints.start()
+        introduce(self.introduction(), self._module.trainer)
 
     @property
     def alone(self) -> bool:

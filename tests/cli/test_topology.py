@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_decentral.cli.topology import curves, names, received, topology_of
-from lightning_decentral.gossip import BaseGraph, Hypercube, OnePeerExponential, Ring
+from lightning_decentral.gossip import BaseGraph, Complete, Hypercube, OnePeerExponential, Ring
 from lightning_decentral.recipes import command as cli
 from tests.conf.groups import choices
 
@@ -18,8 +18,25 @@ NEEDED = {"from_graph": ["edges=[[0,1],[1,2],[2,3]]"]}
 def test_every_topology_prints(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["topology", name, *NEEDED.get(name, []), "--workers", "4"])
     printed = capsys.readouterr().out
-    assert "spectral gap" in printed
+    assert "period: " in printed
     assert "matrix of step 0" in printed
+
+
+@pytest.mark.parametrize("name", ["auto", "ring", "complete"])
+@pytest.mark.parametrize("workers", ["6", "16", "32"])
+def test_an_answer_fits_a_terminal(name: str, workers: str, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["topology", name, "--workers", workers, "--per-node", "2"])
+    assert [line for line in capsys.readouterr().out.splitlines() if len(line) > 80] == []
+
+
+def test_a_gap_is_shown_where_it_tells_something(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["topology", "auto", "--workers", "32", "--per-node", "8"])
+    exact = capsys.readouterr().out
+    assert "exact in finite time" in exact
+    assert "spectral gap" not in exact
+    assert "step 1: all of 0..7 all of 8..15 all of 16..31" in exact
+    cli.main(["topology", "ring", "--workers", "8"])
+    assert "spectral gap 0.195: 0-1" in capsys.readouterr().out
 
 
 def test_names_are_those_of_the_group() -> None:
@@ -70,6 +87,7 @@ def test_who_receives_from_whom() -> None:
     assert received(Hypercube(), 4, 0) == "0-1 2-3"
     assert received(OnePeerExponential(), 4, 0) == "0>1 1>2 2>3 3>0"
     assert received(Ring(), 1, 0) == "silent"
+    assert received(Complete(), 5, 0) == "all of 0..4"
 
 
 def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

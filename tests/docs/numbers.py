@@ -11,7 +11,8 @@ from statistics import mean
 from typing import Any
 
 from lightning_decentral.planner.rehearsal.answer import OF_FORECAST
-from pages.choosing import LOSS, by_rate
+from lightning_decentral.shared.plan.known_losses import known_losses
+from pages.choosing import by_rate
 from pages.reports import report
 from tests.docs.pages import ROOT
 from tests.docs.prose import paragraphs
@@ -232,7 +233,11 @@ def ends(name: str) -> dict[str, float]:
 def seconds_to_ddps_loss(rate: str) -> dict[str, str]:
     """{peer or of ours: seconds} of the soonest, in batches of one size."""
     found = by_rate("gpt", "seconds to a loss", "owners-")
-    return {row["soonest"]: row[rate].partition(" s (")[0] for row in found if row["loss"] == LOSS}
+    return {
+        row["soonest"]: row[rate].partition(" s (")[0]
+        for row in found
+        if row["loss"] == f"{known_losses()[0].loss:.3f}"
+    }
 
 
 def why() -> Iterator[str]:

@@ -115,6 +115,8 @@ def test_one_is_killed_one_sleeps_the_others_go_on_and_new_ones_join(tmp_path: P
     assert "2 to 3, who may come and go" in output
     final = [torch.load(tmp_path / f"{name}.pt")["x"] for name in ended]
     assert all(torch.equal(x, final[0]) for x in final)
+    assert f"lost: localhost:{oldest[1:]} (connection ended)" in output
+    assert f"lost: localhost:{sleeper[1:]} (silent for {DEAD:g} s)" in output
     assert "ended by SIGKILL: another one is started" in output or "code 9: another one is started" in output
     assert_one_log(tmp_path / "logs" / "lightning_logs", killed_at=max(last[oldest]["step"], 5))
     assert_resumed(tmp_path, next(tmp_path.glob(f"saved/step={STEPS - 2 * EVERY}.ckpt")))

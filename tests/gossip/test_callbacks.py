@@ -4,6 +4,7 @@ import csv
 import io
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,7 +14,9 @@ import wandb
 import yaml
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_decentral import GossipStrategy
 from lightning_decentral.gossip import (
@@ -25,6 +28,7 @@ from lightning_decentral.gossip import (
     Gossip,
     Int8,
     MixingMonitor,
+    SpeedMonitor,
     StartSummary,
     WorkerLossMonitor,
 )
@@ -78,6 +82,50 @@ def test_consensus_is_measured_at_multiples_and_logged_there(tmp_path: Path, eve
     assert {s: r["gossip/consensus_distance_relative"] for s, r in rows.items()} == {r - 1: r / 1000 for r in expected}
 
 
+class Clocked(Quadratic):
+    """Batches of 2 x 3 tokens; set-up takes 100 s, each batch 2 s and a validation 1000 s."""
+
+    now = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.now += 2.0 + 100.0 * (self.global_step == 0)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.now += 1000.0
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.zeros(400, 3, dtype=torch.long)), batch_size=2)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.zeros(1, 3)))
+
+
+@pytest.mark.parametrize("gossips", [True, False])
+def test_speed_is_of_whole_windows_without_set_up_and_validation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gossips: bool
+) -> None:
+    module, rows = Clocked(), Rows(tmp_path)
+    monkeypatch.setattr(watchers, "perf_counter", lambda: module.now)
+    settings = {**QUIET, "max_steps": 12, "logger": rows, "log_every_n_steps": 10**6, "val_check_interval": 6}
+    strategy: Any = Scripted() if gossips else "auto"
+    options = {**settings, "devices": 1, "num_sanity_val_steps": 1, "strategy": strategy}
+    Trainer(**options, callbacks=[SpeedMonitor(every_n_steps=4)]).fit(module)
+    found = [
+        {key: row[key] for key in row if key.startswith("speed/")} for row in rows.rows if "speed/step_seconds" in row
+    ]
+    speed = {"speed/step_seconds": 2.0, "speed/samples_per_second": 1.0, "speed/tokens_per_second": 3.0}
+    waited = [(64 - 16) / 8, (144 - 64) / 8]
+    counted = [{"speed/wait_share": share, "speed/bytes_per_second": 50.0} for share in waited]
+    assert found == [{**speed, **(row if gossips else {})} for row in counted]
+
+
+def test_ddp_sends_what_a_rings_all_reduce_of_gradients_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DDPStrategy, "world_size", 4)
+    trainer: Any = SimpleNamespace(strategy=DDPStrategy(), lightning_module=Quadratic(dim=5), global_step=3)
+    assert watchers._counted(trainer) == {"sent": 2 * 3 / 4 * 5 * 8 * 3}
+
+
 def test_accumulated_batches_are_no_steps(tmp_path: Path) -> None:
     trainer, _, _ = fit(tmp_path, ConsensusMonitor(every_n_steps=3), accumulate_grad_batches=4)
     assert trainer.strategy.asked == [3, 6, 9, 12]
@@ -99,7 +147,8 @@ def test_how_a_worker_mixes_is_logged_by_name(tmp_path: Path) -> None:
     trainer, _, rows = fit(tmp_path, MixingMonitor(every_n_steps=4))
     assert {s: r["gossip/mixing_rate"] for s, r in rows.items()} == {3: 1 / 5, 7: 1 / 9, 11: 1 / 13}
     assert [r["gossip/delay"] for r in rows.values()] == [2, 2, 2]
-    assert trainer.progress_bar_metrics["gossip/mixing_rate"] == pytest.approx(1 / 13)
+    assert trainer.callback_metrics["gossip/mixing_rate"] == pytest.approx(1 / 13)
+    assert "gossip/mixing_rate" not in trainer.progress_bar_metrics
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -141,10 +190,12 @@ def test_a_workers_loss_on_a_device_is_read_when_the_next_is_due(
     assert [late.read_at for late in Late.waiting] == [*range(1, len(rows)), len(rows)]
 
 
-def test_the_bar_shows_distance_and_waiting_and_callbacks_may_monitor_all(tmp_path: Path) -> None:
-    trainer, _, _ = fit(tmp_path, ConsensusMonitor(every_n_steps=3), CommunicationMonitor(every_n_steps=3))
+def test_the_bar_shows_the_share_of_waiting_and_callbacks_may_monitor_all(tmp_path: Path) -> None:
+    every: dict[str, Any] = {"every_n_steps": 3}
+    trainer, _, _ = fit(tmp_path, ConsensusMonitor(**every), CommunicationMonitor(**every), MixingMonitor(**every))
     shown = {key for key in trainer.progress_bar_metrics if key != "v_num"}
-    assert shown == {"gossip/consensus_distance", "gossip/wait_seconds"}
+    assert shown == {"waiting"}
+    assert trainer.progress_bar_metrics["waiting"] == 1.0  # of seconds that this strategy only counts
     assert float(trainer.callback_metrics["gossip/consensus_distance_relative"]) == pytest.approx(0.012)
 
 
@@ -169,7 +220,9 @@ def test_under_another_strategy_nothing_is_logged_or_printed(
     assert "topology" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("monitor", [ConsensusMonitor, CommunicationMonitor, MixingMonitor, WorkerLossMonitor])
+@pytest.mark.parametrize(
+    "monitor", [ConsensusMonitor, CommunicationMonitor, MixingMonitor, SpeedMonitor, WorkerLossMonitor]
+)
 def test_measuring_every_0_steps_is_refused(monitor: Callable[..., Callback]) -> None:
     with pytest.raises(ValueError, match="every_n_steps must be at least 1, got 0"):
         monitor(every_n_steps=0)
@@ -248,7 +301,7 @@ def test_two_workers_in_the_csv(tmp_path: Path) -> None:
     in_processes(train, tmp_path, csv_logger)
     rows = list(csv.DictReader(io.StringIO((tmp_path / "metrics.csv").read_text())))
     assert_all_is_there(tmp_path, rows, "step")
-    assert yaml.safe_load((tmp_path / "hparams.yaml").read_text())["gossip/workers"] == "2"
+    assert yaml.safe_load((tmp_path / "hparams.yaml").read_text())["gossip/workers"] == 2
 
 
 def train_encoded(folder: Path) -> None:
@@ -299,7 +352,7 @@ def test_two_workers_in_one_wandb_run(tmp_path: Path) -> None:
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     assert_all_is_there(tmp_path, history(file), "trainer/global_step")
     assert settings(file)["recipe"] == "tiny"
-    assert settings(file)["gossip/workers"] == "2"
+    assert settings(file)["gossip/workers"] == 2
 
 
 @pytest.mark.thorough

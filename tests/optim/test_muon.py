@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -20,6 +21,7 @@ from tests.tiny import QUIET, Quadratic, Record, in_processes, recorded
 
 STEPS = 7
 LIKE_TORCHS = {"lr": 0.03, "weight_decay": 0.1}
+MOMENTUM = {"momentum": 0.95}  # torch's default
 
 
 class Small(nn.Module):
@@ -51,7 +53,7 @@ def path(make: Callable[[nn.Module], Optimizer], dtype: torch.dtype = torch.floa
 
 
 def muon(net: nn.Module, **options: Any) -> Muon:
-    return Muon(muon_groups(net), **{**LIKE_TORCHS, **options})
+    return Muon(muon_groups(net), **{**LIKE_TORCHS, **MOMENTUM, **options})
 
 
 class ByFormula(Optimizer):
@@ -92,7 +94,7 @@ class Torchs(Optimizer):
     def __init__(self, net: Small) -> None:
         super().__init__(net.parameters(), {})
         hidden, matrices, vectors = (group["params"] for group in muon_groups(net, adamw=["filters.*"]))
-        self.muon = torch.optim.Muon(hidden, **LIKE_TORCHS, adjust_lr_fn="match_rms_adamw")
+        self.muon = torch.optim.Muon(hidden, **LIKE_TORCHS, **MOMENTUM, adjust_lr_fn="match_rms_adamw")
         groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
         self.adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95), **LIKE_TORCHS)
 
@@ -104,7 +106,7 @@ class Torchs(Optimizer):
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon from 2.9 on")
 def test_it_is_torchs_muon_and_adamw() -> None:
     """To the rounding of bfloat16, in which torch's always computes: 2**-8 of what was moved."""
-    options = {**LIKE_TORCHS, "dtype": "bfloat16"}
+    options = {**LIKE_TORCHS, **MOMENTUM, "dtype": "bfloat16"}
     found = path(lambda net: Muon(muon_groups(net, adamw=["filters.*"]), **options), torch.float32)
     expected = path(Torchs, torch.float32)
     moved = (expected[-1] - expected[0]).abs().mean()
@@ -247,7 +249,9 @@ def test_refuses(option: dict[str, Any], message: str, of_a_group: bool) -> None
 
 @pytest.mark.parametrize("tensor", [torch.zeros(3), torch.zeros(2, 2, dtype=torch.complex64)], ids=["vector", "pairs"])
 def test_refuses_what_is_no_matrix(tensor: Tensor) -> None:
-    with pytest.raises(ValueError, match=r"a hidden parameter of shape .* is no real matrix: use muon_groups"):
+    with pytest.raises(
+        ValueError, match=r"a hidden parameter of shape .* is no real matrix: give Muon\(muon_groups\(self\)\)"
+    ):
         Muon([nn.Parameter(tensor)])
 
 
@@ -332,3 +336,15 @@ def test_under_gossip_islands_update_as_one_process_does(tmp_path: Path, island:
     in_processes(train, tmp_path, island.devices, GossipStrategy(start_method="fork", island=island), island.devices)
     expected = alone(lambda net, step: pull(net, 0, step))[:, None].expand(-1, island.devices, -1)
     torch.testing.assert_close(recorded(tmp_path, island.devices), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_its_defaults_are_those_of_the_recipes() -> None:
+    conf = OmegaConf.load("conf/optimizer/muon.yaml")
+    defaults = Muon([torch.zeros(2, 2)]).defaults
+    given = {name: conf[name] for name in conf if not name.startswith("_")}
+    assert {name: defaults[name] for name in given} == {**given, "betas": tuple(given["betas"])}
+
+
+def test_all_parameters_without_groups_end_in_a_line_with_the_remedy() -> None:
+    with pytest.raises(ValueError, match=r"^a hidden .* is no real matrix: give Muon\(muon_groups\(self\)\)$"):
+        Muon(nn.Linear(3, 3).parameters())

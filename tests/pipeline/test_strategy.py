@@ -20,6 +20,7 @@ from lightning_decentral.pipeline import (
     TeraPipe,
     Uniform,
     ZeroBubble,
+    stage_training,
 )
 from lightning_decentral.pipeline.compute.causal import trial
 from tests.pipeline.training import Language, alone, ddp, distance, fit, forked, pipeline
@@ -346,6 +347,19 @@ def test_slices_are_planned_from_measurements(tmp_path, slicing):
     found, found_losses, _ = forked(make(), pipeline(2, slicing=slicing), tmp_path / "p", max_steps=3)
     assert found_losses == pytest.approx(losses, rel=1e-10)
     assert distance(found, wanted) < 1e-9
+
+
+@pytest.mark.parametrize(("slices", "microbatches", "lines"), [(1, 1, 1), (2, 1, 0), (1, 3, 0)])
+def test_a_plan_that_is_no_faster_than_one_device_says_so(tmp_path, monkeypatch, slices, microbatches, lines):
+    def info(text):
+        with (tmp_path / "lines").open("a") as stream:
+            stream.write(f"{text}\n")
+
+    monkeypatch.setattr(stage_training, "rank_zero_info", info)
+    options = {"slicing": Uniform(slices), "microbatches": microbatches}
+    forked(Language(), pipeline(2, **options), tmp_path / "p", max_steps=2)
+    found = (tmp_path / "lines").read_text()
+    assert found.count("can't be faster than one device; give strategy.microbatches=4, longer sequences") == 2 * lines
 
 
 # ---- what cannot be -------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from lightning_decentral.shared.plan.forecast import Cluster, Setting, even
 from lightning_decentral.shared.plan.network import Network
 from lightning_decentral.shared.plan.profile import Model, Profile, RoundWork, read, write
 from lightning_decentral.shared.plan.timeline import makespan, run
+from lightning_decentral.shared.plan.units import shown_bytes
 from tests.settings import links, model, setting
 
 CLUSTER = Cluster(8, 4)
@@ -324,8 +325,9 @@ def test_it_says_where_prices_come_from() -> None:
     assert f"~ {extrapolated}" in said(setting(8, 4))
     part = replace(only, network=links().linked("between", 1e-4, 1e9))
     assert f"~ priced from --bandwidth, not measured, or {extrapolated}" in said(part)
-    assert "on every host (docs/cluster.md):" in said(only)
-    assert not any("every host" in line for line in said(setting(4, 4)))
+    where = "the same line on each of 2 hosts, with NODE_RANK, MASTER_ADDR, MASTER_PORT (docs/cluster.md): they meet"
+    assert f"{where} at MASTER_ADDR, and one alone waits for the other 1" in said(only)
+    assert not any("hosts, with NODE_RANK" in line for line in said(setting(4, 4)))
 
 
 @pytest.mark.parametrize(
@@ -382,9 +384,9 @@ def test_units() -> None:
     assert units.seconds("100us") == pytest.approx(1e-4)
     assert units.size_bytes("24GB") == 24e9
     for size in (1.0, 999.6, 1e3, 255e3, 12.1e6, 999.9e6, 24e9, 1.5e12):
-        assert units.size_bytes(units.shown_bytes(size)) == pytest.approx(size, rel=5e-3), "what is printed is read"
+        assert units.size_bytes(shown_bytes(size)) == pytest.approx(size, rel=5e-3), "what is printed is read"
     assert units.size_bytes("1000") == 1000
-    assert [units.shown_bytes(size) for size in (0, 999, 12.3e6, 1.49e9)] == ["0", "999 B", "12.3 MB", "1.49 GB"]
+    assert [shown_bytes(size) for size in (0, 999, 12.3e6, 1.49e9)] == ["0", "999 B", "12.3 MB", "1.49 GB"]
 
 
 def test_more_of_the_same_measured_is_no_extrapolation() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from omegaconf import OmegaConf
 
 from lightning_decentral.recipes import train
 from tests.fresh import Script
@@ -83,6 +84,18 @@ def test_run_leaves_checkpoint_metrics_and_choices(monkeypatch):
     assert choices["model"]["config"]["num_labels"] == 10
     state = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
     assert state["network.classifier.weight"].shape == (10, 16)
+
+
+def test_a_wandb_run_is_named_by_what_it_is_unless_the_user_names_it():
+    choices = {"recipe": "gpt", "strategy": "gossip", "strategy/codec": "int8"}
+    of = {"_target_": "lightning.pytorch.loggers.WandbLogger", "name": None, "group": "mine", "tags": None}
+    cfg = OmegaConf.create({"logger": of, "trainer": {"devices": 4, "num_nodes": 2}})
+    train.name_run(cfg, choices)
+    assert (cfg.logger.name, cfg.logger.group) == ("gpt-gossip-int8-4x2workers", "mine")
+    assert cfg.logger.tags == ["gpt", "gossip", "int8", "4 x 2 workers"]
+    without = OmegaConf.create({"logger": False, "trainer": cfg.trainer})
+    train.name_run(without, choices)
+    assert without.logger is False
 
 
 @pytest.mark.thorough

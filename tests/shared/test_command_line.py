@@ -55,6 +55,28 @@ def test_options_are_dotted_words(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told(made) == told(GossipStrategy(delay=2, topology=Ring(), start_method="fork"))
 
 
+@pytest.mark.parametrize("named", ["gossip", "lightning_decentral.GossipStrategy"])
+def test_parts_are_named_as_in_python(monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+    parts = {"topology": "ring", "codec": "int8", "combine": "push_sum"}
+    made = cli(monkeypatch, f"--trainer.strategy={named}", *(f"--trainer.strategy.{k}={v}" for k, v in parts.items()))
+    assert told(made) == told(GossipStrategy(**parts))  # type: ignore[arg-type]
+    words = ["topology=every", "topology.steps=4", "topology.inner=ring"]
+    made = cli(monkeypatch, f"--trainer.strategy={named}", *(f"--trainer.strategy.{word}" for word in words))
+    assert told(made) == told(GossipStrategy(topology=Every(4, Ring())))
+
+
+def test_a_misspelt_name_is_answered_by_the_one_that_was_meant(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli(monkeypatch, "--trainer.strategy=gossip", "--trainer.strategy.topology=rng")
+    assert "'rng' is not a Topology: did you mean 'ring'? use one of alternating_exp" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"did you mean 'gossip'. Example choices: compressed, gossip, .* ddp"):
+        cli(monkeypatch, "--trainer.strategy=gossp")
+    with pytest.raises(ValueError, match="invalid strategy name: `strategy='horse'`"):  # Lightning's own
+        cli(monkeypatch, "--trainer.strategy=horse")
+
+
 def test_a_printed_configuration_makes_the_same_strategy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     given, printed = tmp_path / "given.yaml", tmp_path / "printed.yaml"
     gossip = "lightning_decentral.gossip"

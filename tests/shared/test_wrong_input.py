@@ -12,6 +12,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -20,7 +21,13 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-from lightning_decentral import GossipStrategy, PartialBackpropStrategy, SpilledStrategy, TokenPipelineStrategy
+from lightning_decentral import (
+    CompressedStrategy,
+    GossipStrategy,
+    PartialBackpropStrategy,
+    SpilledStrategy,
+    TokenPipelineStrategy,
+)
 from lightning_decentral.gossip import (
     Auto,
     Elastic,
@@ -36,6 +43,7 @@ from lightning_decentral.gossip import (
 )
 from lightning_decentral.pipeline import Given, Uniform, ZeroBubble
 from lightning_decentral.shared.plan.arguments import checked
+from lightning_decentral.shared.plan.kinds import _parts
 from lightning_decentral.sweep import WorkPiece
 from tests.conf.groups import choices
 from tests.exported import concrete
@@ -223,7 +231,34 @@ def test_the_names_of_the_yaml_files_are_accepted(strategy: Any, parameter: str,
 def test_an_unknown_name_lists_the_known_ones() -> None:
     line = refusal(GossipStrategy, topology="rng")
     assert [name for name in choices("strategy/topology") if name not in line] == []
-    assert "GossipStrategy: topology must be a Topology or None, got 'rng': use one of" in line
+    assert "GossipStrategy: topology must be a Topology or None, got 'rng': did you mean 'ring'? use one of" in line
+
+
+@pytest.mark.parametrize(("part", "options", "line"), [
+    (SpilledStrategy, {"foo": 1}, "SpilledStrategy has no option 'foo': it has accelerator, blocks, "),
+    (SpilledStrategy, {"memory_byte": 1}, "has no option 'memory_byte': did you mean 'memory_bytes'? it has"),
+    (GossipStrategy, {"dely": 2}, "(there is no DDP wrapper to take it): did you mean 'delay'? it has"),
+    (Every, {"stps": 2}, "Every has no option 'stps': did you mean 'steps'? it has inner, steps"),
+])  # fmt: skip
+def test_an_unknown_option_is_one_line_with_the_one_that_was_meant(part: Any, options: Any, line: str) -> None:
+    assert line in refusal(part, **options)
+
+
+def test_names_of_parts_are_those_of_the_configuration_files() -> None:
+    strategies = [GossipStrategy, CompressedStrategy, PartialBackpropStrategy, SpilledStrategy, TokenPipelineStrategy]
+    walked = 0
+    for strategy in strategies:
+        for option, hint in get_type_hints(inspect.unwrap(strategy.__init__)).items():
+            group = Path("conf/strategy", option)
+            if group.is_dir():
+                own = {name for cls in get_args(hint) for name, part in _parts(cls).items() if ours(part)}
+                assert own == {file.stem for file in group.glob("*.yaml")}, option
+                walked += 1
+    assert walked >= 16
+
+
+def ours(part: type) -> bool:
+    return part.__module__.startswith("lightning_decentral.")
 
 
 def test_a_name_inside_a_part_and_one_of_the_user() -> None:

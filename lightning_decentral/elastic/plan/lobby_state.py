@@ -245,7 +245,9 @@ class LobbyState:
     def paused(self, now: float) -> str:
         """Return why the members wait, or those of whom a run is made; empty: they go on."""
         if self.view is None and not self.seen and (there := len(self._newcomers(now))) < self.bounds.least:
-            return f"{there} of the {self.bounds.least} workers are there that a run begins with: start the others"
+            return f"waiting for {self.bounds.least} workers, {there} {'is' if there == 1 else 'are'} here"
+        if self.view is None and not self.seen:
+            return f"waiting until {self.bounds.most} workers are here or none came for {self.times.dead_after:g} s"
         (stay, size), most = self._counted(now), self.bounds.most
         wanted = min(stay + len(self.ready(now)), most)
         if not self.seen or not self.settled or 2 * stay > size or self.bounds.may_follow(stay, size, wanted):
@@ -276,4 +278,5 @@ class LobbyState:
             paused=self.paused(now),
             least=self.bounds.least,
             dead_after=self.times.dead_after,
+            ended=tuple(sorted(self.ended)),
         )

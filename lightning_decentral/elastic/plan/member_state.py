@@ -58,6 +58,7 @@ class MemberState:
         woke: when it last went on after a sleep.
         entered: {member: which views came into force for it in which rounds}
         gone: members that are silent to the lobby.
+        ended: members of these views whose connection to the lobby has ended.
         paused: why the lobby lets nobody go on.
         out: why it comes back as a newcomer with another name: what this one sends is refused. Empty: it needn't.
     """
@@ -75,6 +76,7 @@ class MemberState:
     woke: float = float("-inf")
     entered: Mapping[str, History] = field(default_factory=dict)
     gone: frozenset[str] = frozenset()
+    ended: frozenset[str] = frozenset()
     paused: str = ""
     out: str = ""
 
@@ -91,11 +93,13 @@ class MemberState:
                 "another fit"
             )
             return replace(self, out=why), []
+        known = {name for view in self.views.values() for name in view.members}
         state = replace(
             self,
             acknowledged_at=max(self.acknowledged_at, self.asked.get(update.acknowledged, float("-inf"))),
             asked={count: at for count, at in self.asked.items() if count > update.acknowledged},
             gone=frozenset(update.gone),
+            ended=(self.ended & known - set(update.view.members if update.view else ())).union(update.ended),
             paused=update.paused,
             times=Times(update.dead_after),
             least=update.least,

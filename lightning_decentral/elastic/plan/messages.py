@@ -73,6 +73,7 @@ class LobbyUpdate:
         paused: why nobody goes on; empty: they do.
         least: of the lobby's bounds.
         dead_after: seconds, of the lobby's times.
+        ended: members, of the view before too, whose connection to the lobby has ended.
     """
 
     acknowledged: int
@@ -88,6 +89,7 @@ class LobbyUpdate:
     paused: str
     least: int
     dead_after: float
+    ended: tuple[str, ...] = ()
 
 
 def read_message(kind: type[T], found: Any) -> T:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_decentral.elastic.plan.view import View
+from lightning_decentral.elastic.plan.view import View, shown
 from lightning_decentral.shared.figure import INK, new_figure
 
 COLOURS = ("#8fb3d9", "#9ccc9c", "#e6b566", "#b79ad1", "#d98c8c", "#7fc4c4", "#c2a27c", "#a9a9d9")
@@ -34,7 +34,7 @@ def draw_bars(axes: Any, found: Stays) -> None:
             axes.barh(row, end - begin, left=begin, height=0.8, color=COLOURS[(view - 1) % len(COLOURS)])
             if end - begin > NARROW * width:
                 axes.text((begin + end) / 2, row, f"view {view}", ha="center", va="center", fontsize=7, color=INK)
-    axes.set_yticks(range(len(found)), [name.partition("@")[0] for name in found], fontsize=8)
+    axes.set_yticks(range(len(found)), [*map(shown, found)], fontsize=8)
     axes.set_ylim(len(found) - 0.5, -0.5)
     axes.spines[["top", "right"]].set_visible(False)
 

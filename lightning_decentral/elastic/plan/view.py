@@ -9,7 +9,9 @@ allow a smaller side, too: then the lobby alone decides which side goes on, and 
 goes on only while those it doesn't reach either are too few for a view of their own.
 """
 
+import re
 import zlib
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from lightning_decentral.elastic.plan.asynchronous import Asynchronous
@@ -31,6 +33,21 @@ def weight_of(name: str) -> int:
     """Weight of a member: how many times the examples of one of weight 1 it takes."""
     _, starred, weight = name.partition("@")[0].rpartition("*")
     return int(weight) if starred and weight.isdigit() else 1
+
+
+def shown(name: str) -> str:
+    """Name of a member for a reader: host:number of one that a starter started, else host:pid, or its place."""
+    title, _, place = name.partition("@")
+    host = place.rpartition(":")[0]
+    if number := re.match(r"w(\d+)-", title):
+        return f"{'localhost' if host.startswith('127.') else host}:{number[1]}"
+    pid = re.match(r"(.+)-(\d+)-\w+", title)
+    return f"{pid[1]}:{pid[2]}" if pid else place or name
+
+
+def waiting_at(place: str, why: str) -> str:
+    """A line on what a worker waits for at a lobby."""
+    return f"waiting at {place}" + (why.removeprefix("waiting") if why.startswith("waiting ") else f": {why}")
 
 
 @dataclass(frozen=True)
@@ -57,6 +74,24 @@ class View:
         """number * 2^31 + a checksum of the rest: what messages carry. Below 2^63 for 2^32 views."""
         rest = f"{self.members} {self.first_round} {self.before} {self.origin} {self.left}"
         return self.number << 31 | zlib.crc32(rest.encode()) >> 1
+
+    def line(self, ended: Collection[str], dead_after: float) -> str:
+        """A line for a reader: who joined, left, was lost and why.
+
+        Args:
+            ended: those whose connection to the lobby has ended.
+            dead_after: seconds of silence of the others.
+        """
+        why = {True: "connection ended", False: f"silent for {dead_after:g} s"}
+        lost = [name for name in self.before if name not in (*self.members, *self.left)]
+        joined = [name for name in self.members if self.number == 1 or name not in self.before]
+        changes = {
+            "joined": map(shown, joined),
+            "left": map(shown, self.left),
+            "lost": (f"{shown(name)} ({why[name in ended]})" for name in lost),
+        }
+        texts = [f"; {change}: {', '.join(found)}" for change, names in changes.items() if (found := list(names))]
+        return f"view {self.number}: {len(self.members)} workers from round {self.first_round}{''.join(texts)}"
 
 
 @checked

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from lightning_decentral.elastic.plan.view import shown
 from lightning_decentral.elastic.wire.sockets.frames import connected, receive
 from lightning_decentral.elastic.wire.sockets.values import UNREAD_SECONDS, receive_value, send_value
 
@@ -156,7 +157,7 @@ class Collective:
                         raise ConnectionResetError("the connection has ended")
                     break
                 if not there() or time.monotonic() > end:
-                    raise ConnectionResetError(f"{first} has ended")
+                    raise ConnectionResetError(f"{shown(first)} has ended")
             connection.settimeout(None)  # a large result may take long, and the oldest is there
             return receive_value(connection)[1]
 

@@ -7,6 +7,7 @@ while training:
     view, round = worker.begin(pace, copy)   then a step, and a round over `worker.links(view)`
 """
 
+import os
 import secrets
 import socket
 import threading
@@ -17,12 +18,13 @@ from dataclasses import asdict
 from typing import Any
 
 from lightning_decentral.elastic.plan.messages import Heartbeat, read_message
-from lightning_decentral.elastic.plan.view import Times, View, name_of, place_of
+from lightning_decentral.elastic.plan.view import Times, View, name_of, place_of, shown, waiting_at
 from lightning_decentral.elastic.wire.collective import Collective
 from lightning_decentral.elastic.wire.lobby_client import LobbyClient
 from lightning_decentral.elastic.wire.sockets.door import Once
 from lightning_decentral.elastic.wire.sockets.frames import connected, frame, receive
 from lightning_decentral.elastic.wire.sockets.mesh import Mesh
+from lightning_decentral.elastic.wire.starter import STARTER
 from lightning_decentral.elastic.wire.state_transfer import Beginnings, Donor, asked, fetched
 
 AGAIN_SECONDS = 0.05
@@ -67,6 +69,7 @@ class Endpoint:
         self._view: View | None = None
         self._failed = ""
         self._say = Once()
+        self._speaks = STARTER not in os.environ  # the lobby's lines go where its own would
         self.lobby_client.start()  # last: its updates use all of the above
 
     def founds(self, seconds: float) -> bool:
@@ -88,7 +91,7 @@ class Endpoint:
             if self.out:
                 raise ValueError(self.out)
             if time.monotonic() > end:
-                raise TimeoutError(f"{mine.donor or 'nobody'} didn't say how the run began")
+                raise TimeoutError(f"{shown(mine.donor) or 'nobody'} didn't say how the run began")
             time.sleep(AGAIN_SECONDS)
         return self.beginnings.add(value)
 
@@ -112,11 +115,11 @@ class Endpoint:
                 if of.changed.wait_for(lambda: holds() or bool(of.refused or self._refused or self.out), limit):
                     break
             donor = of.state.mine.donor
-            heals = f"{donor} hasn't healed it" if donor else "no member has healed this worker"
-            why = of.state.paused or of.trouble or self._failed or heals
+            heals = f"{shown(donor)} hasn't healed it" if donor else "no member has healed this worker"
+            why = of.trouble or self._failed or of.state.paused or heals
             if last:
                 raise TimeoutError(why)
-            self._say(why, f"this worker waits: {why}")  # who started it by hand may see no lobby's lines
+            self._say(why, waiting_at(of.lobby, why))  # who started it by hand may see no lobby's lines
         if self._refused or not holds():
             raise ValueError(self._refused or of.refused or self.out)
 
@@ -131,12 +134,16 @@ class Endpoint:
             except TimeoutError as error:
                 if self.lobby_client.state.out or time.monotonic() > began + seconds:
                     raise
-                if time.monotonic() > began + self.lobby_client.state.times.dead_after:
-                    self._say(str(error), f"this worker waits: {error}")
+                soon = self._view is None and self._speaks
+                if soon or time.monotonic() > began + self.lobby_client.state.times.dead_after:
+                    self._say(str(error), waiting_at(self.lobby_client.lobby, str(error)))
                 continue
             self.mesh.begins(round)
             if self._view is not None and self._view != view:
                 self.mesh.forget(set(self._view.members).difference(view.members))
+            if self._view != view and self._speaks and (self._view is None or view.members[0] == self.name):
+                state = self.lobby_client.state
+                self._say(f"view {view.number}", view.line(state.ended, state.times.dead_after))
             self._view = view
             return view, round
 
@@ -157,7 +164,7 @@ class Endpoint:
 
     def _report_refused(self, connection: socket.socket) -> None:
         who, _, why = str(receive(connection)).partition(": ")
-        self._say(why, f"a worker can't join, {who}: {why}")
+        self._say(why, f"a worker can't join, {shown(who)}: {why}")
 
     def _met(self, connection: socket.socket) -> None:
         found = read_message(Heartbeat, receive(connection))
@@ -174,7 +181,7 @@ class Endpoint:
         try:
             value, origin, round = fetched(place, self.lobby_client.state.times.dead_after)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            self._failed = f"healing at {donor} failed: {error}"
+            self._failed = f"healing at {shown(donor)} failed: {error}"
             self._say(self._failed, self._failed)
             self.lobby_client.step(lambda state, now: state.failed(donor, now))
             return

@@ -1,6 +1,7 @@
 """The lobby's server: it answers beats, on one connection for each worker; it keeps no file and may be killed."""
 
 import asyncio
+import platform
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
@@ -8,7 +9,7 @@ from functools import partial
 
 from lightning_decentral.elastic.plan.lobby_state import LobbyState, Outgoing
 from lightning_decentral.elastic.plan.messages import Heartbeat, read_message
-from lightning_decentral.elastic.plan.view import Bounds, Times, View
+from lightning_decentral.elastic.plan.view import Bounds, Times, waiting_at
 from lightning_decentral.elastic.wire.sockets import clock
 from lightning_decentral.elastic.wire.sockets.door import GREETING_SECONDS, Once
 from lightning_decentral.elastic.wire.sockets.frames import (
@@ -39,14 +40,16 @@ class LobbyServer:
         self._lobby, self._say = LobbyState(bounds, times, clock.now(), settled=settled), say
         self._say_once = Once(say)
         self._guests: dict[str, asyncio.StreamWriter] = {}
-        self._paused = ""
+        self._paused = self._place = ""
         self._members: tuple[str, ...] = ()
 
     async def serve(self, host: str, port: int, ready: Callable[[int], None] = lambda port: None) -> None:
         """Serve until cancelled; `ready` is called with the port when it listens. OSError where it can't."""
         server = await asyncio.start_server(self._guest, host, port)  # one thread: states change one after the other
         async with server:
-            ready(server.sockets[0].getsockname()[1])
+            port = server.sockets[0].getsockname()[1]
+            self._place = f"{platform.node() if host in ('', '0.0.0.0') else host}:{port}"
+            ready(port)
             while True:
                 await asyncio.sleep(self._lobby.times.beat)
                 self._next(*self._lobby.ticked(clock.now()))
@@ -94,7 +97,7 @@ class LobbyServer:
     def _next(self, lobby: LobbyState, updates: Outgoing) -> None:
         before, self._lobby = self._lobby.view, lobby
         if lobby.view is not None and lobby.view != before:
-            self._say(line_of(before, lobby))
+            self._say(lobby.view.line(lobby.ended, lobby.times.dead_after))
             there = {*lobby.guests, *lobby.members}
             self._members = tuple(dict.fromkeys(n for n in (*self._members, *lobby.members) if n in there))
         for name, update in updates:
@@ -102,24 +105,8 @@ class LobbyServer:
             if writer and writer.transport.get_write_buffer_size() < UNREAD_BYTES:
                 writer.write(frame(asdict(update)))
             if update.paused not in ("", self._paused) and lobby.stayed:  # else all have ended, and nobody waits
-                self._say(f"waiting: {update.paused}")
+                self._say(waiting_at(self._place, update.paused))
             self._paused = update.paused
-
-
-def line_of(before: View | None, lobby: LobbyState) -> str:
-    """A line about a lobby's new view: who came, who left, who was lost."""
-    view = lobby.view
-    assert view is not None
-    earlier = before.members if before else view.members if view.number == 1 else view.before
-    went = set(earlier) - set(view.members)
-    left = went & set(lobby.leaving)
-    found = {
-        "came:": sorted(set(view.members) - set(before.members if before else ())),
-        "left:": sorted(left),
-        "lost:": sorted(went - left),
-    }
-    changes = [f"{change} {', '.join(names)}" for change, names in found.items() if names]
-    return f"view {view.number}: {len(view.members)} workers from round {view.first_round}; {'; '.join(changes)}"
 
 
 def serve(bounds: Bounds, times: Times, host: str, port: int, ready: Callable[[int], None]) -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from lightning_decentral.elastic.compute.gathered import Unlike, named, of_alike, of_each
 from lightning_decentral.elastic.plan.chronicle import Watch
-from lightning_decentral.elastic.plan.view import ElasticSettings, View, weight_of
+from lightning_decentral.elastic.plan.view import ElasticSettings, View, shown, waiting_at, weight_of
 from lightning_decentral.elastic.wire.course import Course
 from lightning_decentral.elastic.wire.endpoint import Endpoint
 from lightning_decentral.elastic.wire.rounds.exchange import ElasticExchange
@@ -92,7 +92,7 @@ class Participant(Course):
         return found
 
     def _late(self, error: TimeoutError) -> TimeoutError:
-        return TimeoutError(f"{error}, in {self._seconds:g} s, at the lobby {self.elastic.lobby}")
+        return TimeoutError(f"{waiting_at(self.elastic.lobby, str(error))}; gave up after {self._seconds:g} s")
 
     def begin(self, copy: Callable[[], Any], until: int = 0) -> int:
         """The next round, or where nobody waits and this worker is late, a later one.
@@ -176,9 +176,9 @@ class Participant(Course):
         assert self.view is not None
         found = self.worker.collective.kept(self.view.number, whom, self._seconds)
         if found is None and (silent := whom()):
+            names = ", ".join(map(shown, silent))
             raise RuntimeError(
-                f"{', '.join(silent)} didn't say within {self._seconds:g} s what the run is: give the strategy a "
-                "longer timeout"
+                f"{names} didn't say within {self._seconds:g} s what the run is: give the strategy a longer timeout"
             )
         return found
 

@@ -210,7 +210,7 @@ class SlicePlanner:
     """
 
     def __init__(self, schedule: Schedule, microbatches: int) -> None:
-        self._schedule, self._microbatches = schedule, microbatches
+        self._schedule, self.microbatches = schedule, microbatches
         self.slices: dict[str, list[int]] = {}
         self.profiles: list[StageCost] = []
         """Measured costs of the stages, where the slicing measures."""
@@ -252,11 +252,11 @@ class SlicePlanner:
     def situation(self, num_stages: int) -> Situation:
         """Situation that slices are planned for; without measurements a slice costs its length."""
         if self.profiles:
-            return priced(self.profiles, self._schedule, self._microbatches)
+            return priced(self.profiles, self._schedule, self.microbatches)
         return Situation(
             num_stages=num_stages,
             seconds=lambda tokens, context: float(tokens),
-            num_microbatches=self._microbatches,
+            num_microbatches=self.microbatches,
             schedule=self._schedule,
         )
 
@@ -264,12 +264,12 @@ class SlicePlanner:
         """Forecast of a step with the latest plan by its timeline; None where nothing was measured."""
         if not self.slices or not self.profiles:
             return None
-        return expected(self.profiles, self._schedule, self._microbatches, [*self.slices.values()][-1])
+        return expected(self.profiles, self._schedule, self.microbatches, [*self.slices.values()][-1])
 
     def summary(self) -> dict[str, str]:
         """Stages, slices, bubble and memory, as text."""
         slices, found = ([*self.slices.values()] or [[]])[-1], self.expected()
-        sizes = len(self.stages), self._microbatches, max(1, len(slices))
+        sizes = len(self.stages), self.microbatches, max(1, len(slices))
         equal = forecast(self._schedule, *sizes, lambda action: 1.0)
         measured = f"; {found.bubble:.1%} and {found.seconds:.4g} s a step by measured costs" if found else ""
         errors = [cost.error for profile in self.profiles for cost in (profile.forward, profile.backward)]
@@ -280,7 +280,7 @@ class SlicePlanner:
         return {
             **{f"stage {r}": text for r, text in enumerate(self.stages)},
             "slices": f"{len(slices)} of {', '.join(map(str, slices))} tokens" if slices else "not planned yet",
-            "micro-batches": str(self._microbatches),
+            "micro-batches": str(self.microbatches),
             "bubble": f"{equal.bubble:.1%} with slices of equal cost{measured}",
             **(fitted if errors else {}),
             "memory": f"at most {held} slices of a sequence at once on stages 0, 1, ..",

@@ -14,7 +14,8 @@ from operator import attrgetter
 from lightning_decentral.planner.candidates import BASELINE, Candidate, in_full
 from lightning_decentral.planner.compare import THRESHOLD, Cell, chosen
 from lightning_decentral.planner.noise import steps_ratio
-from lightning_decentral.planner.show import STYLE, line, new_axes, palette, shown_bytes, svg, winners
+from lightning_decentral.planner.show import STYLE, line, new_axes, palette, svg, winners
+from lightning_decentral.shared.plan.units import shown_bytes
 
 OF_FORECAST = (0.94, 1.35)
 """Range, in forecast seconds, of nine in ten measured steps (benchmarks/rehearse.py compared)."""
@@ -41,6 +42,7 @@ class Reached:
         excess: mean loss of the workers' own models less that of their mean, in the end.
         excess_predicted: the same, by the probe of the first method of gossip (`disagreement`); of gossip.
         rates: how many were tried.
+        trained: steps of the first seed, at the target or where time was over fewer than were asked for.
     """
 
     title: str
@@ -58,6 +60,7 @@ class Reached:
     excess: float = 0.0
     excess_predicted: float | None = None
     rates: int = 1
+    trained: int = 0
 
     @property
     def steps(self) -> int | None:
@@ -157,9 +160,7 @@ class Answer:
         lines += [*self._disagreement(), *self._over_rates()]
         best = self.best
         if best is None:
-            missing = not any(row.steps for row in self.rows)
-            why = f"no method reached {self.target:g} in {self.steps} steps" if missing else "there is no profile"
-            return [*lines, f"nobody knows the seconds to the target: {why}"]
+            return [*lines, f"nobody knows the seconds to the target: {self._unknown()}"]
         largest = max(self.workers)
         if best.workers < largest:
             lines.append(f"more workers than {best.workers} don't pay: up to {largest} gain less than {THRESHOLD:.0%}")
@@ -167,6 +168,15 @@ class Answer:
         where = f"{choice} on {best.workers} workers, learning rates times {best.rate:g}"
         where += ", by extrapolation" if best.extrapolated else ""
         return [*lines, where, " ".join(best.all_overrides)]
+
+    def _unknown(self) -> str:
+        """Return why there is no best method, as far as it was seen."""
+        if not self.rows:
+            return "no method was rehearsed"
+        if any(row.steps for row in self.rows):
+            return "there is no profile"
+        which = f"none of the {len(self.rows)} rehearsed" if self.refused else "no method"
+        return f"{which} reached {self.target:g} in {max(row.trained for row in self.rows) or self.steps} steps"
 
     def _disagreement(self) -> list[str]:
         """Excess loss of gossip's workers over their mean, as predicted and as it came."""
@@ -202,7 +212,7 @@ def result_text(row: Reached) -> str:
     """Result of a method that was rehearsed, as text, while others aren't yet."""
     noise = "" if row.noise is None or row.overrides != BASELINE else f"; {noise_text(row.noise, row.workers)}"
     if row.steps is None:
-        return f"{row.loss:.4f} in the end, not at the target{noise}"
+        return f"{row.loss:.4f} after {row.trained} steps, not at the target{noise}"
     about, seconds = "about " * row.extrapolated, "" if row.seconds is None else f", {row.seconds:.1f} s"
     return f"at the target after {about}{row.steps} steps{seconds}{noise}"
 

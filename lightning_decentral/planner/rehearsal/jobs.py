@@ -1,6 +1,6 @@
 """A method on so many workers: how long a step of it takes here, on threads or without, and what it comes to."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
@@ -19,7 +19,7 @@ from lightning_decentral.planner.rehearsal.answer import Reached
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.disagreement import Drift
 from lightning_decentral.planner.rehearsal.loop import LoopSettings
-from lightning_decentral.planner.rehearsal.search import SearchCourse, search, updates
+from lightning_decentral.planner.rehearsal.search import Found, OutOfTime, SearchCourse, search, updates
 from lightning_decentral.planner.rehearsal.strategies import SendsNothing
 from lightning_decentral.planner.rehearsal.worker import copies_of
 from lightning_decentral.shared.plan.forecast import Cluster, Setting, drawn, forecast
@@ -166,8 +166,7 @@ def rehearsed(ask: Ask, job: RehearsalJob, known: Foreknowledge | None) -> tuple
     """(What it came to, what is known of gossip from now on)."""
     probes = known is None or known.workers != job.workers
     first = search(partial(job.crew, ask, 0), ask.rates, replace(ask.course, probes=probes))
-    others = (search(partial(job.crew, ask, seed), [first.rate], ask.course) for seed in range(1, ask.seeds))
-    found, strategy, learnt = [first, *others], job.strategy, known
+    found, strategy, learnt = [first, *_further(ask, job, first.rate)], job.strategy, known
     if first.early is not None and first.early.drift is not None and isinstance(strategy, GossipStrategy):
         measured = first.rate, first.loss, first.early.drift, first.early.excess
         learnt = Foreknowledge(job.workers, strategy, *measured)
@@ -180,18 +179,31 @@ def rehearsed(ask: Ask, job: RehearsalJob, known: Foreknowledge | None) -> tuple
         workers=job.workers,
         rate=first.rate,
         seeds=tuple(one.steps or there for one, there in zip(found, foreseen, strict=True)),
-        loss=sum(one.loss for one in found) / ask.seeds,
+        loss=sum(one.loss for one in found) / len(found),
         step_seconds=step_seconds,
         step_bytes=first.sent_bytes,
         curve=first.points,
         extrapolated=any(foreseen),
         step_seconds_at=step_seconds_at,
         noise=first.noise,
-        excess=sum(one.excess for one in found) / ask.seeds,
+        excess=sum(one.excess for one in found) / len(found),
         excess_predicted=None if predicting is None else predicting.excess(ask, job, first.learning_rates),
         rates=len(ask.rates),
+        trained=first.trained,
     )
     return reached, learnt
+
+
+def _further(ask: Ask, job: RehearsalJob, rate: float) -> Iterator[Found]:
+    """Yield what the seeds behind the first come to, as far as there is time for all of their steps."""
+    for seed in range(1, ask.seeds):
+        try:
+            found = search(partial(job.crew, ask, seed), [rate], ask.course)
+        except OutOfTime:
+            return
+        if found.steps is None and found.trained < ask.course.steps:
+            return  # its loss is that of another step than the first one's
+        yield found
 
 
 def step_costs(ask: Ask, job: RehearsalJob) -> tuple[float | None, dict[float, float]]:

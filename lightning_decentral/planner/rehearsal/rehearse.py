@@ -18,10 +18,12 @@ from lightning_decentral.planner.rehearsal.answer import Answer, Reached, result
 from lightning_decentral.planner.rehearsal.evaluation import HeldOutEvaluation, held_out
 from lightning_decentral.planner.rehearsal.jobs import Ask, Foreknowledge, RehearsalJob, rehearsed, threads_ratio, timed
 from lightning_decentral.planner.rehearsal.loop import LoopSettings
-from lightning_decentral.planner.rehearsal.search import SearchCourse
+from lightning_decentral.planner.rehearsal.search import OutOfTime, SearchCourse
 from lightning_decentral.planner.rehearsal.turns import CPU
 from lightning_decentral.planner.rehearsal.worker import data_of
 from lightning_decentral.shared.compute import cuda
+from lightning_decentral.shared.plan.data_parallel import DataParallel
+from lightning_decentral.shared.plan.forecast import Cluster, Setting
 from lightning_decentral.shared.plan.network import Network
 from lightning_decentral.shared.plan.profile import Profile
 
@@ -78,7 +80,7 @@ def rehearse(
         profile: gives the seconds of a step.
         network: that they are forecast on; the profile's.
         clip: the Trainer's `gradient_clip_val`.
-        minutes: it takes at most: fewer steps where they wouldn't do, and methods that get no turn are reported.
+        minutes: it takes at most: fewer steps where they wouldn't do. Each method gets its share of what is left.
         threads: of so many workers gradients are computed at the same time at most, where that is faster and no step
             draws random numbers; None: as many as torch has threads, which they share. On a device it is one.
         device: "cpu", or "cuda" for the first device that is visible.
@@ -88,6 +90,7 @@ def rehearse(
         ValueError: the module can't be rehearsed, there is nothing to validate by, or an argument is wrong.
     """
     _refuse(workers, steps, run_steps, rates, seeds, minutes, threads, device)
+    refuse_unpriced(workers, profile, network, per_node)
     clock, place = Clock(minutes), torch.device(device, 0) if device == "cuda" else CPU
     most = (threads or torch.get_num_threads()) if place == CPU else 1
     given = data_of(data)
@@ -106,16 +109,13 @@ def rehearse(
     return RehearsalRun(_on_threads(ask, workers, most, say), clock, say).of(jobs)
 
 
-class OutOfTime(Exception):
-    """The minutes are over."""
-
-
 class Clock:
     """Begins now."""
 
     def __init__(self, minutes: float) -> None:
         self.minutes, self._begun = minutes, monotonic()
         self._expected, self._taken = 0.0, 0.0
+        self._turn = inf
 
     @property
     def rest(self) -> float:
@@ -123,9 +123,13 @@ class Clock:
         return max(0.0, self._begun + 60 * self.minutes - monotonic())
 
     def tick(self) -> None:
-        """Raise OutOfTime once the minutes are over."""
-        if not self.rest:
+        """Raise OutOfTime once the minutes, or those of this turn, are over."""
+        if not self.rest or monotonic() > self._turn:
             raise OutOfTime
+
+    def turn(self, share: float) -> None:
+        """Begin a turn, which has this share of the rest."""
+        self._turn = monotonic() + share * self.rest
 
     def counted(self, expected: float, call: Callable[[], Result]) -> Result:
         """Return what the call returns; its seconds correct what is expected of others."""
@@ -133,10 +137,13 @@ class Clock:
         self._expected, self._taken = self._expected + expected, self._taken + monotonic() - begun
         return found
 
+    def takes(self, expected: float) -> float:
+        """Seconds that so much expected work takes, at the pace so far."""
+        return expected * (self._taken / self._expected if self._expected else 1.0)
+
     def left(self, expected: float) -> float:
-        """Seconds that so much expected work takes, at the pace so far, and no more than there are."""
-        pace = self._taken / self._expected if self._expected else 1.0
-        return min(self.rest, expected * pace)
+        """The same, and no more than there are."""
+        return min(self.rest, self.takes(expected))
 
 
 class RehearsalRun:
@@ -149,7 +156,7 @@ class RehearsalRun:
 
     def of(self, jobs: Sequence[RehearsalJob]) -> Answer:
         seconds = self._each(jobs, lambda job: timed(self._ask, job))
-        self._ask = _fitted(self._ask, sum(seconds.values()), self._clock, self._say)
+        self._ask = _fitted(self._ask, list(seconds.values()), self._clock, self._say)
         left = {job: each * self._ask.updates for job, each in seconds.items()}
         rows = self._each(list(left), lambda job: self._one(job, left, len(seconds)))
         # The shortest time to the target first; by steps where no seconds are known, by loss where it wasn't reached.
@@ -160,15 +167,20 @@ class RehearsalRun:
         """Rehearse one job, whose expected seconds are no longer left."""
         minutes = self._clock.left(sum(left.values())) / 60
         self._say(f"{count - len(left) + 1} of {count}: {job.name}, {minutes:.1f} minutes are left")
-        known = self._known
+        # Steps are planned anew for each method, from what those before took: none takes the time of the next ones.
+        ask, whole, known = self._ask, sum(left.values()), self._known
+        course = replace(ask.course, steps=_fitting(ask.course.steps, self._clock.takes(whole), self._clock))
+        self._clock.turn(left[job] / whole if whole else 1.0)
         rates = self._ask.rates if known is None else known.rates(self._ask, job)  # those that are worth trying
         if len(rates) < len(self._ask.rates):
             why = "its workers' disagreement is predicted to cost nothing"
             self._say(f"  {why}: learning rates times {rates[0]:g} only")
-        ask = replace(self._ask, rates=rates)
+        ask = replace(self._ask, rates=rates, course=course)
         expected = left.pop(job) * ask.updates / self._ask.updates
         found, learnt = self._clock.counted(expected, partial(rehearsed, ask, job, known))
         self._say(f"  {result_text(found)}")
+        if found.steps is None and found.trained < self._ask.course.steps:
+            self._say(f"  {found.trained} of {self._ask.course.steps} steps: its share of the minutes was over")
         if learnt is not None and learnt is not known:  # of the methods to come
             costs = {one.name: learnt.at_most(self._ask, one) for one in left}
             predicted = ", ".join(f"{name} {cost:.4f}" for name, cost in costs.items() if cost is not None)
@@ -184,7 +196,8 @@ class RehearsalRun:
             try:
                 found[job] = call(job)
             except OutOfTime:
-                self._refused[job.name] = f"the {self._clock.minutes:g} minutes were over"
+                share = "its share of " if self._clock.rest else ""
+                self._refused[job.name] = f"{share}the {self._clock.minutes:g} minutes were over"
             except (ValueError, FloatingPointError) as error:
                 self._refused[job.name] = str(error)
             except torch.OutOfMemoryError:
@@ -205,14 +218,32 @@ def _on_threads(ask: Ask, workers: Sequence[int], most: int, say: Callable[[str]
     return replace(ask, threads=threads)
 
 
-def _fitted(ask: Ask, step_seconds: float, clock: Clock, say: Callable[[str], None]) -> Ask:
+def _fitted(ask: Ask, step_seconds: Sequence[float], clock: Clock, say: Callable[[str], None]) -> Ask:
     """Settings with as many steps as the minutes allow, if a step of all methods takes so long; schedules stay."""
-    asked, seconds = ask.course.steps, step_seconds * ask.updates
-    fitting = max(FEWEST, int(asked * min(1.0, clock.rest * MARGIN / seconds))) if seconds else asked
+    asked, seconds = ask.course.steps, sum(step_seconds) * ask.updates
+    fitting = _fitting(asked, seconds, clock)
     shorter = "" if fitting >= asked else f" ({asked} would take {seconds / 60:.1f})"
     expected = min(seconds, clock.rest) / 60
-    say(f"{min(asked, fitting)} steps, about {expected:.1f} minutes, at most {clock.minutes:g}{shorter}")
-    return replace(ask, course=replace(ask.course, steps=min(asked, fitting)))
+    say(f"{fitting} steps, about {expected:.1f} minutes, at most {clock.minutes:g}{shorter}")
+    if fitting < asked:
+        some = int(len(step_seconds) * clock.rest * MARGIN / seconds)
+        methods = f"{some} of the {len(step_seconds)} methods, " if some else ""
+        fit = f"minutes={clock.minutes - clock.rest / 60 + seconds / 60 / MARGIN:.1f}, {methods}or fewer workers"
+        say(f"what needs more than {fitting} steps can't be answered in {clock.minutes:g} minutes; would fit: {fit}")
+    return replace(ask, course=replace(ask.course, steps=fitting))
+
+
+def _fitting(steps: int, seconds: float, clock: Clock) -> int:
+    """Steps of which there is time for, if all would take so many seconds; never under `FEWEST`."""
+    return max(FEWEST, int(steps * min(1.0, clock.rest * MARGIN / seconds))) if seconds else steps
+
+
+def refuse_unpriced(workers: Sequence[int], profile: Profile | None, network: Network | None, per_node: int) -> None:
+    """ValueError for a profile without a network that would give the seconds of a step."""
+    for count in workers if profile is not None else ():
+        assert profile is not None
+        where = Setting(profile.model, network or Network(profile.network), Cluster(count, per_node))
+        DataParallel().prices(where)
 
 
 def _refuse(

@@ -20,6 +20,11 @@ from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.disagreement import Drift, probed
 from lightning_decentral.planner.rehearsal.evaluation import PAIRED, HeldOutEvaluation
 
+
+class OutOfTime(Exception):
+    """The minutes, or a method's share of them, are over."""
+
+
 MARKS = 20
 """Number of marks in the steps of a rehearsal."""
 Point = tuple[float, float]
@@ -37,6 +42,7 @@ class Found:
         noise: of the gradients, in batches of a worker; None where workers drift.
         excess: mean of the workers' own losses in the end, less the loss of their mean.
         learning_rates: of each step.
+        trained: steps; fewer than were asked for at the target, or where time was over.
         early: of a rate that was left behind first, where its crew's workers drift.
     """
 
@@ -47,6 +53,7 @@ class Found:
     noise: float | None
     excess: float
     learning_rates: tuple[float, ...]
+    trained: int
     early: "Early | None" = None
 
     def foreseen(self, target: float) -> int | None:
@@ -141,7 +148,9 @@ class Track:
         self.crew.release()
         noise, excess = self.crew.noise.scale, excess_now(self.crew, self.course.evaluation)
         learning_rates = tuple(self.crew.learning_rates)
-        return Found(self.rate, self.reached, tuple(self.points), sent, noise, excess, learning_rates)
+        return Found(
+            self.rate, self.reached, tuple(self.points), sent, noise, excess, learning_rates, len(learning_rates)
+        )
 
     def early(self) -> Early | None:
         """Early disagreement of a crew that isn't needed any more; None: its workers are equal, or diverged."""
@@ -209,15 +218,25 @@ def search(make: Callable[[float], Crew], rates: Sequence[float], course: Search
     Args:
         make: workers at so many times their learning rates.
 
+    Where time is over, the best of what was trained until then.
+
     Raises:
         ValueError: all diverged.
+        OutOfTime: nothing was trained.
     """
     with ExitStack() as crews:
         left = [Track(rate, crews.enter_context(make(rate)), course) for rate in rates]
         early: Early | None = None
         for rung in rungs(len(rates), course.steps):
-            for track in left:
-                track.train_to(rung)
+            try:
+                for track in left:
+                    track.train_to(rung)
+            except OutOfTime:
+                left = [track for track in left if track.marks]
+                if not left:
+                    raise
+                left.sort(key=Track.order)
+                break
             left.sort(key=Track.order)
             if left[0].reached is not None:
                 break

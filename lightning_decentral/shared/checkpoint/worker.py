@@ -19,12 +19,13 @@ from typing import Any, Protocol
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.trainer.call import _interrupt
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_decentral.shared import runs
 from lightning_decentral.shared.checkpoint import store
 from lightning_decentral.shared.checkpoint.reading import Reading
 from lightning_decentral.shared.checkpoint.saving import CheckpointedStrategy, Saving
@@ -149,10 +150,20 @@ class Checkpoints(ABC):
 
 
 def launched_by(strategy: Strategy, start_method: str) -> Any:
-    """The strategy's launcher; of forked or spawned workers one without a file of the untrained model."""
+    """A launcher that goes on in the logged run of a checkpoint; of forked or spawned workers one without a file of the
+    untrained model."""
     if start_method == "popen":
-        return strategy.launcher
+        of: Any = strategy
+        return ScriptLauncher(of.cluster_environment, of.num_processes, of.num_nodes)
     return WorkersLauncher(strategy, start_method=start_method)  # type: ignore[arg-type]
+
+
+class ScriptLauncher(_SubprocessScriptLauncher):
+    """Lightning's own, and the loggers go on in the runs of the checkpoint."""
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        runs.launched(trainer, args)
+        return super().launch(function, *args, trainer=trainer, **kwargs)
 
 
 class WorkersLauncher(_MultiProcessingLauncher):
@@ -160,6 +171,7 @@ class WorkersLauncher(_MultiProcessingLauncher):
     is. Lightning itself calls `on_exception` in the process that started them alone, whose model was never trained."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        runs.launched(trainer, args)
         vars(self._strategy).pop("save_checkpoint", None)
         try:
             return super().launch(partial(_run, trainer, function), *args, trainer=trainer, **kwargs)

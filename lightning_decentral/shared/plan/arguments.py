@@ -14,14 +14,14 @@ of layers above them, which they don't import:
 import functools
 import inspect
 from abc import ABC, ABCMeta, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
-from lightning_decentral.shared.plan.kinds import ArgumentKind, Mismatch, kind_of
+from lightning_decentral.shared.plan.kinds import ArgumentKind, Mismatch, kind_of, meant
 
 Class = TypeVar("Class", bound=type)
 SHOWN = 80  # characters of a value
@@ -34,7 +34,9 @@ def checked(cls: Class) -> Class:
     @functools.wraps(made)
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
         constructor = constructor_of(cls, made)
-        # More than it takes are left to Python to refuse.
+        if unknown := [] if constructor.options is None else sorted(kwargs.keys() - constructor.options):
+            raise ValueError(no_option(cls.__name__, unknown[0], constructor.options or ()))
+        # More by place than it takes are left to Python to refuse.
         args = (*map(constructor.one, constructor.places, args), *args[len(constructor.places) :])
         kwargs = {name: constructor.one(name, value) for name, value in kwargs.items()}
         made(self, *args, **kwargs)
@@ -56,12 +58,14 @@ class Constructor:
         places: names of the parameters that may be given without, in order.
         kinds: by name.
         defaults: by name, as the remedy prints them.
+        options: names of all parameters; None where it passes others on.
     """
 
     owner: str
     places: tuple[str, ...]
     kinds: Mapping[str, ArgumentKind]
     defaults: Mapping[str, str]
+    options: frozenset[str] | None
 
     def one(self, name: str, value: Any, place: str = "") -> Any:
         """This argument, converted; ValueError for one of another kind.
@@ -77,7 +81,7 @@ class Constructor:
         except Mismatch as mismatch:
             remedy = str(mismatch) or _rewritten(place or name, value, kind)
         if not remedy and (names := kind.names()):
-            remedy = f"use {'one of ' if len(names) > 1 else ''}{', '.join(names)}"
+            remedy = f"{meant(value, names)}use {'one of ' if len(names) > 1 else ''}{', '.join(names)}"
         title, remedy = place or f"{self.owner}: {name}", remedy or self.defaults.get(name) or f"give {kind.text}"
         raise ValueError(f"{title} must be {kind.text}, got {shown(value)}: {remedy}") from None
 
@@ -100,7 +104,8 @@ def constructor_of(target: Any, made: Callable[..., Any]) -> Constructor:
     places = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
     texts = {p.name: shown(p.default) for p in parameters if p.default is not p.empty}
     defaults = {n: f"leave it out for {'the default' if text.startswith('<') else text}" for n, text in texts.items()}
-    return Constructor(target.__name__, places, {name: kind_of(hints[name]) for name in named}, defaults)
+    kinds = {name: kind_of(hints[name]) for name in named}
+    return Constructor(target.__name__, places, kinds, defaults, None if further else frozenset(own))
 
 
 def _hints(init: Any) -> dict[str, Any]:
@@ -120,6 +125,11 @@ def _rewritten(name: str, value: Any, kind: ArgumentKind) -> str:
         except (TypeError, ValueError, OverflowError, RuntimeError):
             continue
     return ""
+
+
+def no_option(owner: str, unknown: str, known: Collection[str], why: str = "") -> str:
+    """Text for an option that isn't there."""
+    return f"{owner} has no option {unknown!r}{why}: {meant(unknown, known)}it has {', '.join(sorted(known)) or 'none'}"
 
 
 def at_least(least: float, remedy: str, /, **numbers: float | None) -> None:

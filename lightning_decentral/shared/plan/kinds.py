@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -174,6 +175,12 @@ GENERIC: dict[Any, Callable[..., ArgumentKind]] = {
 }
 
 
+def meant(name: object, names: Iterable[str]) -> str:
+    """Text that begins a remedy: the name that a misspelt one is nearest to; empty where none is near."""
+    close = get_close_matches(str(name).lower().replace("-", "_"), names, 1) if isinstance(name, str) else []
+    return f"did you mean {close[0]!r}? " if close else ""
+
+
 # ---- parts: instances of a class, or their names as in the YAML files ---------------------------------------------
 
 
@@ -207,23 +214,39 @@ def _parts(part: type) -> dict[str, type]:
     """
     if not part.__module__.startswith(f"{PACKAGE}."):
         return {}
-    _load()
+    shown = _public()
     found: dict[str, type] = {}
     rest = [part]
     while rest:
         cls = rest.pop(0)
         rest = [*cls.__subclasses__(), *rest]
-        if not isabstract(cls) and not cls.__name__.startswith("_"):
+        theirs = not cls.__module__.startswith(f"{PACKAGE}.") and not cls.__name__.startswith("_")
+        if not isabstract(cls) and (theirs or cls in shown):
             found.setdefault(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower(), cls)
     return found
 
 
-def _load() -> None:
-    """Read the faces of the methods: which parts there are, and a pipeline's replicas may gossip."""
+def class_path(part: type, name: str) -> str | None:
+    """Path of the class by which a part may be named, in snake case or by the class's own name; None for other classes.
+
+    Raises:
+        ValueError: there are parts, but none of this name.
+    """
+    parts = _parts(part)
+    if not parts:
+        return None
+    cls = parts.get(name) or next((cls for cls in parts.values() if cls.__name__ == name), None)
+    if cls is None:
+        text, known = kind_of(part).text, sorted(parts)
+        raise ValueError(f"{name!r} is not {text}: {meant(name, known)}use one of {', '.join(known)}")
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _public() -> list[Any]:
+    """What the faces of the methods show: which parts there are, and a pipeline's replicas may gossip."""
     # Those of the Lightning that this process can read: `lightning`, unless it has or uses `pytorch_lightning` alone.
     other = "pytorch_lightning" in sys.modules and "lightning" not in sys.modules
     package = import_module(f"{PACKAGE}.pytorch_lightning" if other or find_spec("lightning") is None else PACKAGE)
-    for strategy in filter(isclass, (getattr(package, name) for name in package.__all__)):
-        face = import_module(strategy.__module__.rpartition(".")[0])
-        for name in face.__all__:
-            getattr(face, name)
+    strategies = filter(isclass, (getattr(package, name) for name in package.__all__))
+    faces = [import_module(strategy.__module__.rpartition(".")[0]) for strategy in strategies]
+    return [getattr(face, name) for face in faces for name in face.__all__]

@@ -74,7 +74,7 @@ def test_fewer_workers_than_the_least_begin_nothing_and_set_themselves_up() -> N
     hall.wait(3.0, newcomer("a", origin="a"), newcomer("b"))
     assert hall.words["b"].donor == ("a", "a:1")
     assert not any(word.view for word in hall.words.values())
-    assert hall.words["a"].paused == "2 of the 3 workers are there that a run begins with: start the others"
+    assert hall.words["a"].paused == "waiting for 3 workers, 2 are here"
 
 
 def test_where_the_first_one_ends_in_its_set_up_the_next_one_is_the_first() -> None:

@@ -1,6 +1,7 @@
 """The largest stable rate against brute force: the roots, the lifted system and the recursion itself."""
 
 import math
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,16 +13,21 @@ from lightning_decentral.gossip import (
     Auto,
     Complete,
     Every,
+    Exponential,
     FromGraph,
+    Gossip,
+    Hypercube,
     OnePeerExponential,
+    OnePeerRing,
     RandomMatching,
     Ring,
     Topology,
     Weights,
     largest_stable_rate,
 )
-from lightning_decentral.gossip.plan.stability import rate_for_any_order, stable_rate
-from lightning_decentral.gossip.plan.weights import mixing_matrix, spectrum
+from lightning_decentral.gossip.compute.combine import gossip
+from lightning_decentral.gossip.plan.stability import rate_for_any_order, stable_at_one, stable_rate
+from lightning_decentral.gossip.plan.weights import Own, mixing_matrix, spectrum
 from tests.gossip.topologies import directed_circulant, every_topology
 
 MARGIN = 2e-3  # bisection stops at 1e-3
@@ -188,3 +194,38 @@ def test_spectrum_by_blocks_is_the_spectrum(plan: tuple[Topology, int], step: in
     values = spectrum(matrix)
     for power in range(1, 5):
         assert (values**power).sum() == pytest.approx(np.trace(np.linalg.matrix_power(matrix, power)), abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("topology", "size", "rate"),
+    [(Auto(), 5, 1.0), (OnePeerExponential(), 5, 1.0), (OnePeerExponential(), 8, 1.0), (OnePeerRing(), 7, 1.0)],
+)
+def test_sequences_that_contract_though_no_matrix_alone_does_are_not_refused(
+    topology: Topology, size: int, rate: float
+) -> None:
+    assert min(stable_rate(mixing_matrix(topology, size, step), 2) for step in range(topology.period(size))) <= rate
+    assert lifted_growth(topology, size, 2, rate) < 0.98
+    assert largest_stable_rate(topology, size, 2) > rate
+    Gossip(rate=rate).check(topology, size, Gossip().weights, 2)
+
+
+@pytest.mark.parametrize("delay", [3, 4, 6])
+def test_rates_that_an_error_proposes_contract_fast(delay: int) -> None:
+    with pytest.raises(ValueError, match=r"use Gossip\(rate=") as error:
+        Gossip().check(Complete(), 8, Gossip().weights, delay)
+    proposed = re.search(r"Gossip\(rate=([0-9.]+)\)", str(error.value))
+    assert proposed is not None
+    assert lifted_growth(Complete(), 8, delay, float(proposed[1])) < 0.95
+
+
+@pytest.mark.parametrize("topology", [Ring(), Exponential(), OnePeerExponential(), Hypercube(), Every(4, Complete())])
+def test_what_is_seen_to_be_stable_without_eigenvalues_is(topology: Topology) -> None:
+    for delay in (0, 1):
+        assert stable_at_one(topology, 8, delay, Own())
+        assert largest_stable_rate(topology, 8, delay) > 1 - 1e-9
+    assert stable_at_one(topology, 8, 4, Own()) == isinstance(topology, Every)
+
+
+def test_a_thousand_workers_are_checked_without_eigenvalues(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gossip, "largest_stable_rate", None)
+    Gossip().check(Hypercube(), 1024, Own(), 1)

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_decentral import GossipStrategy
+from lightning_decentral.cli import rehearsing
 from lightning_decentral.cli.rehearsing import split
 from lightning_decentral.planner.candidates import BASELINE
 from lightning_decentral.planner.forecasts import strategy_of
@@ -20,8 +22,20 @@ from lightning_decentral.planner.noise import NoiseScale, steps_ratio
 from lightning_decentral.planner.rehearsal import Answer, Reached, rehearse
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.evaluation import PAIRED, HeldOutEvaluation
+from lightning_decentral.planner.rehearsal.jobs import Ask, RehearsalJob, rehearsed
 from lightning_decentral.planner.rehearsal.loop import LoopSettings
-from lightning_decentral.planner.rehearsal.search import SearchCourse, beyond, reached, rungs, search, smoothed, updates
+from lightning_decentral.planner.rehearsal.rehearse import METHODS, Clock, _fitted
+from lightning_decentral.planner.rehearsal.search import (
+    OutOfTime,
+    SearchCourse,
+    beyond,
+    reached,
+    rungs,
+    search,
+    smoothed,
+    updates,
+)
+from lightning_decentral.planner.rehearsal.turns import CPU
 from lightning_decentral.planner.rehearsal.worker import copies_of
 from lightning_decentral.recipes import command as cli
 from lightning_decentral.shared.plan.profile import Profile, write
@@ -253,6 +267,55 @@ def test_more_workers_that_gain_too_little_dont_pay() -> None:
     nobody = Answer(1.0, 200, (row(BASELINE, 4, None),), {})
     assert nobody.best is None
     assert "no method reached 1" in nobody.sentences()[-1]
+
+
+def test_without_a_network_or_with_nothing_rehearsed_there_is_one_error(tmp_path: Path) -> None:
+    write(Profile(model(), ()), tmp_path / "profile.json")
+    asked = ["rehearse", "recipe=none", "workers=2", "--profile", str(tmp_path / "profile.json"), "--target", "9"]
+    with pytest.raises(SystemExit) as before:  # before the recipe is read, which isn't there
+        cli.main(asked)
+    assert "nothing was measured between nodes" in str(before.value)
+    with pytest.raises(ValueError, match="nothing was measured between nodes"):
+        rehearse(Line(), loader(), workers=[2], target=0.0, validation=loader(8), profile=Profile(model(), ()))
+
+
+def test_a_rehearsal_of_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = {"ddp on 2 workers": "no", "gossip on 2 workers": "no"}
+    monkeypatch.setattr(rehearsing, "rehearse", lambda *given, **options: Answer(9.0, 10, (), refused))
+    with pytest.raises(SystemExit) as nothing:
+        cli.main(["rehearse", "recipe=vit", "workers=2", "--target", "9"])
+    assert "none of 2 methods was rehearsed: no" in str(nothing.value)
+    assert Answer(9.0, 10, (), refused).sentences()[-1].endswith("no method was rehearsed")
+
+
+def test_a_turn_ends_with_its_share_and_what_was_trained_is_kept() -> None:
+    clock = Clock(60)
+    clock.turn(0.5)
+    clock.tick()
+    clock.turn(-1.0)
+    with pytest.raises(OutOfTime):
+        clock.tick()
+    marks = count()
+
+    def tick() -> None:
+        if next(marks) >= 5:
+            raise OutOfTime
+
+    course = SearchCourse(20, 0.0, HeldOutEvaluation(Line(), list(loader(8))), tick)
+    ask = Ask(Line(), loader(), course, (1.0,), 2, 20, None, None, 1, None, CPU)
+    row, _ = rehearsed(ask, RehearsalJob(2, METHODS[0]), None)
+    assert (row.trained, len(row.seeds), row.steps) == (5, 1, None)
+
+
+def test_minutes_that_are_too_few_are_said_with_what_would_fit() -> None:
+    heard: list[str] = []
+    course = SearchCourse(100, 0.0, HeldOutEvaluation(Line(), []), lambda: None)
+    ask = Ask(Line(), None, course, (1.0,), 1, 100, None, None, 1, None, CPU)
+    fitted = _fitted(ask, [1.0, 1.0], Clock(1.0), heard.append)
+    assert fitted.course.steps == 26
+    assert heard[-1] == (
+        "what needs more than 26 steps can't be answered in 1 minutes; would fit: minutes=3.7, or fewer workers"
+    )
 
 
 def test_the_command_answers_with_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

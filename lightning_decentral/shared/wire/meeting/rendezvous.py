@@ -18,6 +18,7 @@ import os
 import re
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections import Counter
@@ -37,7 +38,9 @@ LIBUV_LISTENS = TorchVersion(torch.__version__) >= "2.8"
 TOKEN = "LIGHTNING_DECENTRAL_TOKEN"
 LOOK_SECONDS = 0.05
 DOUBT_SECONDS = 10.0  # time that workers wait for the rest of theirs once one with another layout has come
+NAMED = 4  # missing workers are named up to so many
 COMPLETE = "complete"
+SLOW_SECONDS = 10.0  # of a wait, until it is printed for whom; and again after each six times as long
 LINGER_SECONDS = 2.0  # seconds that worker 0 keeps the store, where nobody will train, for the others to find out why
 
 _met: Counter[str] = Counter()
@@ -113,7 +116,11 @@ class Meeting:
         # A thread: a program that takes the connection and sends nothing would keep torch waiting for ever.
         thread = threading.Thread(target=reach, name="lightning_decentral-rendezvous", daemon=True)
         thread.start()
-        thread.join(self.timeout.total_seconds())
+        end, slow = time.monotonic() + self.timeout.total_seconds(), SlowWait()
+        while thread.is_alive() and time.monotonic() < end:
+            thread.join(min(slow.seconds, end - time.monotonic()))
+            if thread.is_alive() and self.rank % self.layout[1] == 0:
+                slow.report(f"waiting for {self._keeper} at {self.place}")
         if not found:
             raise MeetingFailed(
                 f"worker {self.rank} reached no store at {self.place}: {self._keeper} didn't start, "
@@ -209,8 +216,12 @@ class Meeting:
                     raise ValueError(verdict)
             return not missing
 
+        def line() -> str:
+            who = f": {names()}" if len(missing) <= NAMED else ""
+            return f"waiting for {len(missing)} of {self.size} workers at {self.place}{who}"
+
         try:
-            self._wait(come, end, names)
+            self._wait(come, end, names, line if self.rank == 0 else None)
         except RuntimeError as error:
             raise MeetingFailed(
                 f"worker {self.rank} waited at {self.place} for {names()}, and the store is gone: "
@@ -218,14 +229,37 @@ class Meeting:
             ) from error
         return store
 
-    def _wait(self, come: Callable[[], bool], end: float, missing: Callable[[], str]) -> None:
+    def _wait(
+        self, come: Callable[[], bool], end: float, missing: Callable[[], str], line: Callable[[], str] | None = None
+    ) -> None:
+        slow = SlowWait()
         while not come():
+            if line is not None and slow.seconds <= 0:
+                slow.report(line())
             if time.monotonic() > end:
                 raise MeetingFailed(
                     f"worker {self.rank} waited {self.timeout.total_seconds():g} s at {self.place} for {missing()}: "
                     "not started, ended before it came, or can't reach this address; see its own output"
                 )
             time.sleep(LOOK_SECONDS)
+
+
+class SlowWait:
+    """A wait that prints a line when it takes long, and again rarely."""
+
+    def __init__(self) -> None:
+        self._began, self._after = time.monotonic(), SLOW_SECONDS
+
+    @property
+    def seconds(self) -> float:
+        """Seconds until a line is due."""
+        return max(0.0, self._began + self._after - time.monotonic())
+
+    def report(self, line: str) -> None:
+        """Print it, if one is due."""
+        if not self.seconds:
+            self._after *= 6
+            print(f"lightning_decentral: {line}", file=sys.stderr, flush=True)
 
 
 def group_failed(store: Any, rank: int, error: RuntimeError) -> MeetingFailed:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import socket
 import time
 from contextlib import closing
@@ -29,6 +30,34 @@ def meet(size: int, layout: tuple[int, int] = (1, 3), timeout: timedelta = TIMEO
     store.wait([f"read/{other}" for other in range(size)])
     time.sleep(0.3)  # worker 0 has the store
     return word
+
+
+def meet_late(size: int) -> str:
+    """As `meet`; the last one comes late, unless LATE is 0."""
+    rendezvous.SLOW_SECONDS = 0.5
+    if int(os.environ["LOCAL_RANK"]) == size - 1:
+        time.sleep(float(os.environ["LATE"]))
+    return meet(size, timeout=timedelta(seconds=20))
+
+
+@pytest.mark.parametrize("late", [0.0, 2.0])
+def test_a_long_wait_says_for_whom_and_where(late: float) -> None:
+    outcomes = crew(3, meet_late, 3, environment={"LATE": str(late)})
+    line = r"lightning_decentral: waiting for 1 of 3 workers at 127.0.0.1:\d+: worker 2\n"
+    found = [len(re.findall(line, outcome.output)) for outcome in outcomes]
+    assert found == [int(late > 0), 0, 0]
+
+
+def meet_killed(size: int) -> str:
+    rendezvous.SLOW_SECONDS = 0.5
+    if int(os.environ["LOCAL_RANK"]) == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return meet(size, (3, 1), timeout=timedelta(seconds=2))
+
+
+def test_where_the_first_worker_was_killed_each_node_says_that_it_waits_for_it() -> None:
+    for outcome in crew(3, meet_killed, 3)[1:]:
+        assert re.search(r"lightning_decentral: waiting for worker 0 at 127.0.0.1:\d+\n", outcome.output)
 
 
 def said(outcomes: list[Outcome]) -> list[str]:

@@ -1,0 +1,68 @@
+"""The line that a strategy prints when training with several workers starts, and what Adam does where they drift."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from math import log2
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.optim import Adam, AdamW, Optimizer
+
+from lightning_decentral.shared.plan.known_losses import RECIPES, known_losses, overrides_of
+from lightning_decentral.shared.plan.units import shown_bytes
+
+MUON, ACCUM = "gossip, int8, Muon", "gossip, int8, AccumAdamW"  # methods of `known_losses`
+LONGEST_WINDOW = 8
+"""Steps that the source of AccumAdam averages at 16 and 32 workers."""
+USUAL_DECAY = 0.01  # AccumAdamW's
+
+
+class StartTable(Callback, ABC):
+    """A callback that shows a run's plan in full when it starts: the strategy then prints no line of its own."""
+
+    @abstractmethod
+    def shows(self, strategy: Any) -> bool:
+        """Return whether it has a table of runs under this strategy."""
+
+
+def introduce(lines: Sequence[str], trainer: Trainer) -> None:
+    """Print the lines on worker 0, unless a callback of this Trainer has shown the same as a table."""
+    if not any(isinstance(c, StartTable) and c.shows(trainer.strategy) for c in trainer.callbacks):  # type: ignore[attr-defined]
+        for line in lines:
+            rank_zero_info(line)
+
+
+def traffic(sent_bytes: float, model_bytes: float, size: int) -> str:
+    """Bytes that a worker sends in a step, and those of an all-reduce of all gradients."""
+    return f"{shown_bytes(sent_bytes)} a worker and step (all-reduce: {shown_bytes(of_all_reduce(model_bytes, size))})"
+
+
+def of_all_reduce(sent_bytes: float, size: int) -> float:
+    """2 (n - 1) / n: what each of n workers sends in an all-reduce of so many bytes."""
+    return 2 * (size - 1) / size * sent_bytes
+
+
+def adam_hint(optimizers: Sequence[Optimizer], workers: int) -> str:
+    """What to take in Adam's place where each of several workers updates by its own gradient; "" where nothing."""
+    adams = [optimizer for optimizer in optimizers if isinstance(optimizer, (Adam, AdamW))]
+    if not adams or workers < 2:
+        return ""
+    text = (one for one in known_losses() if one.kind == RECIPES["gpt"])
+    known = min(text, key=lambda one: abs(log2(one.workers / workers)))
+    own, window = adams[0].defaults, min(workers, LONGEST_WINDOW)
+    remembered = ", ".join(f"{beta**window:.3g}" for beta in own["betas"])
+    decay = "" if own["weight_decay"] == USUAL_DECAY else f", weight_decay={own['weight_decay']:g}"
+    accum = f"AccumAdamW(self.parameters(), lr={float(own['lr']):g}, betas=({remembered}), window={window}{decay})"
+    names = " and ".join(sorted({type(one).__name__ for one in adams}))
+    more = f" ({_reached(known.share(ACCUM))})" if ACCUM in known.batches else ""
+    return (
+        f"{names} takes smaller steps here than under ddp. For configure_optimizers, from lightning_decentral.optim: "
+        f"`return Muon(muon_groups(self), lr=2e-2, momentum=0.9)`, in recipes {overrides_of(MUON)} "
+        f"({_reached(known.share(MUON))}; {known.kind} on {known.workers} workers); or `return {accum}`, in recipes "
+        f"{overrides_of(ACCUM)}{more}. More: docs/optimizers.md"
+    )
+
+
+def _reached(share: float | None) -> str:
+    return f"ddp's loss in {share:.2f} of its steps" if share else "not ddp's loss in as many steps"

@@ -1,0 +1,138 @@
+"""Each strategy with several workers introduces itself in a line, and what it says of bytes is what it sends."""
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from omegaconf import OmegaConf
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from lightning_decentral import CompressedStrategy, GossipStrategy, PartialBackpropStrategy, TokenPipelineStrategy
+from lightning_decentral.gossip import GossipReplicas, Int8, StartSummary
+from lightning_decentral.optim import AccumAdamW, Muon, muon_groups
+from lightning_decentral.pipeline import Uniform
+from lightning_decentral.shared import introduction
+from lightning_decentral.shared.introduction import ACCUM, MUON, adam_hint
+from lightning_decentral.shared.plan.known_losses import known_losses, overrides_of
+from tests.pipeline.training import Language
+from tests.tiny import QUIET, Net, SizedBatches, in_processes
+
+FORKED: dict[str, Any] = {"start_method": "fork"}
+
+
+class Layers(Net):
+    """As `Net`, with a chain of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__("adamw")
+        self.drop = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))  # type: ignore[assignment]
+
+
+@rank_zero_only
+def shown(line: str) -> None:
+    sys.stderr.write(f"start| {line}\n")
+
+
+def fitted(module: LightningModule, strategy: Any, size: int, callbacks: list[Callback]) -> Any:
+    trainer = Trainer(**QUIET, max_steps=2, devices=size, strategy=strategy, callbacks=callbacks)
+    trainer.fit(module, None if isinstance(module, Language) else SizedBatches(6))
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    monkeypatch.setattr(introduction, "rank_zero_info", shown)
+
+    def of(module: LightningModule, strategy: Any, size: int, *callbacks: Callback) -> list[str]:
+        in_processes(fitted, module, strategy, size, list(callbacks))
+        return [row.partition("| ")[2] for row in capsys.readouterr().err.splitlines() if row.startswith("start| ")]
+
+    return of
+
+
+STARTS = {
+    "gossip": (
+        GossipStrategy(codec=Int8(), **FORKED),
+        Net(),
+        "gossip: 2 workers on Auto -> Hypercube, Int8 messages, ",
+    ),
+    "compressed": (
+        CompressedStrategy(**FORKED),
+        Net("adamw"),
+        "compressed: 2 workers, gradients averaged as Int8 codes, ",
+    ),
+    "partial": (PartialBackpropStrategy(**FORKED), Layers(), "partial_backprop: 2 workers, each trains the top of "),
+    "pipeline": (
+        TokenPipelineStrategy(slicing=Uniform(1), **FORKED),
+        Language(),
+        "token_pipeline: 1 pipeline of 2 stages, 1 micro-batch ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_one_line_by_worker_0_says_what_trains_and_what_is_evaluated(name: str, lines: Any) -> None:
+    strategy, module, start = STARTS[name]
+    (line,) = lines(module, strategy, 2)
+    assert line.startswith(start)
+    assert line.endswith("evaluated")
+    assert name == "pipeline" or " a worker and step (all-reduce: " in line
+
+
+def test_pipelines_that_gossip_name_it_and_what_adam_does(lines: Any) -> None:
+    line, hint = lines(
+        Language(), TokenPipelineStrategy(stages=1, slicing=Uniform(1), replicas=GossipReplicas(), **FORKED), 2
+    )
+    assert line.startswith("token_pipeline: 2 pipelines of 1 stage, ")
+    assert line.endswith("the mean of the pipelines is evaluated")
+    assert hint.startswith("AdamW takes smaller steps here than under ddp.")
+
+
+def test_the_hint_comes_without_the_table_and_not_twice_with_it(lines: Any) -> None:
+    _, hint = lines(Net("adamw"), GossipStrategy(**FORKED), 2)
+    assert "return Muon(muon_groups(self), lr=2e-2, momentum=0.9)" in hint
+    assert lines(Net("adamw"), GossipStrategy(**FORKED), 2, StartSummary()) == [], "the table has all of it"
+    (line,) = lines(Net("adamw"), CompressedStrategy(**FORKED), 2, StartSummary())
+    assert line.startswith("compressed: "), "of which the table has nothing"
+    assert lines(Net("adamw"), GossipStrategy(**FORKED), 1) == [], "one worker"
+
+
+# ---- the hint --------------------------------------------------------------------------------------------------------
+
+
+class Own(nn.Linear):
+    """A module of which the pasted code makes an optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+
+
+@pytest.mark.parametrize("make", [Adam, AdamW])
+def test_the_code_of_the_hint_makes_an_optimizer_that_keeps_the_users_rate(make: type[Adam]) -> None:
+    self = Own()
+    hint = adam_hint([make(self.parameters(), lr=3e-4)], 4)
+    codes = [part.removeprefix("return ") for part in hint.split("`")[1::2]]
+    names = {"Muon": Muon, "muon_groups": muon_groups, "AccumAdamW": AccumAdamW, "self": self}
+    muon, accum = (eval(code, names) for code in codes)
+    conf = OmegaConf.load("conf/experiment/gossip_muon.yaml").optimizer
+    assert (muon.defaults["lr"], muon.defaults["momentum"]) == (conf.lr, conf.momentum), "as measured"
+    assert (accum.defaults["lr"], accum.defaults["window"]) == (3e-4, 4)
+    assert accum.defaults["betas"] == pytest.approx((0.9**4, 0.999**4), abs=1e-3)
+    assert accum.defaults["weight_decay"] == make(self.parameters()).defaults["weight_decay"]
+
+
+@pytest.mark.parametrize("workers", [2, 4, 8, 64])
+def test_its_numbers_and_overrides_are_those_of_the_table(workers: int) -> None:
+    hint = adam_hint([AdamW(Own().parameters())], workers)
+    known = next(one for one in known_losses() if one.kind == "text" and f"text on {one.workers} workers" in hint)
+    assert f"in recipes {overrides_of(MUON)} (ddp's loss in {known.share(MUON):.2f} of its steps; text on" in hint
+    assert f"in recipes {overrides_of(ACCUM)}" in hint
+    assert ("not ddp's loss in as many steps" in hint) == (ACCUM in known.batches)
+
+
+@pytest.mark.parametrize(("make", "workers"), [(SGD, 4), (Muon, 4), (AccumAdamW, 4), (AdamW, 1)])
+def test_there_is_none_where_steps_are_as_long(make: type[Optimizer], workers: int) -> None:
+    assert adam_hint([make([nn.Parameter(torch.zeros(2, 2))])], workers) == ""  # type: ignore[call-arg]
