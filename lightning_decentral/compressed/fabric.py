@@ -23,18 +23,14 @@ from lightning_decentral.shared.wire.transport import Wire
 
 
 class Reduced:
-    """One module's gradients, averaged within each backward that isn't blocked, and its running statistics.
-
-    Args:
-        taken: parameters that a module has which was set up before: they are averaged once.
-    """
+    """One module's gradients, averaged within each backward that isn't blocked, and its running statistics."""
 
     def __init__(
         self, module: nn.Module, wire: Wire, strategy: "FabricCompressedStrategy", taken: Set[nn.Parameter]
     ) -> None:
         hosts = wire.hosts(None)
         assert hosts is not None
-        self.module, self._taken = module, taken
+        self.module, self._taken = module, taken  # those of modules that were set up before: averaged once
         self.mean = mean_by(strategy.codec, partial(of_all, wire), strategy.root_device)
         bucket_bytes = strategy.bucket_bytes or bucket_bytes_of(module.parameters())
         scaler = getattr(strategy.precision, "scaler", None)

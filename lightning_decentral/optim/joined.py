@@ -41,16 +41,13 @@ def memory_of(members: Sequence[nn.Parameter]) -> Tensor | None:
 
 
 class Joined:
-    """The small parameters of one group that have a gradient, as one.
-
-    Attributes:
-        flat: what the optimizer sees in their place, with `state`, of which theirs are views.
-    """
+    """The small parameters of one group that have a gradient, as one."""
 
     def __init__(self, group: dict[str, Any], members: Sequence[nn.Parameter], others: Sequence[nn.Parameter]) -> None:
         self.group, self.members, self._others = group, members, others
         memory = memory_of(members)
         self._copied = memory is None
+        # What the optimizer sees in their place, with `state`, of which theirs are views.
         self.flat = nn.Parameter(members[0].new_zeros(sum(p.numel() for p in members)) if memory is None else memory)
         self.flat.grad = torch.zeros_like(self.flat)
         self._rows, self._gradients = parts(self.flat.detach(), members), parts(self.flat.grad, members)

@@ -18,8 +18,7 @@ from lightning_decentral.optim.groups import Betas, check_options, evaluated, re
 from lightning_decentral.optim.newton_schulz import orthogonalize
 from lightning_decentral.shared.plan.arguments import checked
 
-LIKE_ADAMW = 0.2
-"""Root mean square of a usual update of AdamW, in units of the learning rate."""
+LIKE_ADAMW = 0.2  # root mean square of a usual update of AdamW, in units of the learning rate
 Dtype = Literal["bfloat16", "float32", "float64"]
 TYPES: dict[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 

@@ -18,8 +18,7 @@ def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
         X <- X / ||X||
         `steps` times:  A = X X^T;  X <- a X + (b A + c A^2) X        (a, b, c) = COEFFICIENTS
 
-    Args:
-        matrices: [count, rows, columns], in the type to compute in; rows <= columns takes the fewest operations.
+    `matrices` are [count, rows, columns], in the type to compute in; rows <= columns takes the fewest operations.
 
     Source: Jordan et al., Muon (kellerjordan.github.io/posts/muon, 2024); Bernstein and Newhouse 2409.20325.
     """
@@ -35,10 +34,8 @@ def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
 def orthogonalize(tensors: Sequence[Tensor], steps: int = 5, dtype: torch.dtype | None = None) -> None:
     """Each tensor becomes what `newton_schulz` makes of it, in place; filters [out, in, ...] as a matrix [out, rest].
 
-    Matrices of one shape, lying or standing, go together, as many as fill a call.
-
-    Args:
-        dtype: to compute in; None: bfloat16 on devices, on the CPU float32, or the tensors' own type if it is better.
+    Matrices of one shape, lying or standing, go together, as many as fill a call. `dtype` is that to compute in;
+    None: bfloat16 on devices, on the CPU float32, or the tensors' own type if it is better.
     """
     alike: dict[tuple[torch.device, torch.dtype, torch.Size], list[Tensor]] = {}
     for tensor in tensors:

@@ -11,8 +11,7 @@ HEADS = frozenset({
     "classifier", "cls", "fc", "head", "heads", "lm_head", "logits", "out", "output", "proj_out", "qa_outputs", "score",
 })  # fmt: skip
 """Names that output layers go by."""
-COLOURS = 4
-"""A convolution that reads no more channels than these reads pixels: it is the input layer."""
+COLOURS = 4  # a convolution that reads no more channels than these reads pixels: it is the input layer
 
 
 def muon_groups(module: nn.Module, *, hidden: Sequence[str] = (), adamw: Sequence[str] = ()) -> list[dict[str, Any]]:

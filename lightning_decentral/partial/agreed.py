@@ -210,11 +210,7 @@ def warm_up_state(depth: DepthAssignment, in_steps: DepthAssignment) -> dict[str
 
 
 def loss_of(output: Any) -> Tensor:
-    """The loss in what a training step returned.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The loss in what a training step returned; ValueError if there is none."""
     match output:
         case Tensor() as loss:
             return loss

@@ -28,8 +28,7 @@ from lightning_decentral.shared.plan.arguments import at_least, checked
 class Partial(Protocol):
     """Interface of a strategy with cuts, for callbacks that watch it."""
 
-    driver: DepthController | None
-    """The cuts in use, from the first batch on."""
+    driver: DepthController | None  # the cuts in use, from the first batch on
 
     @property
     def sent_bytes(self) -> float:

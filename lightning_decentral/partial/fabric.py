@@ -188,9 +188,7 @@ class FabricPartialBackpropStrategy(FabricWorkers):
 
 def weighted(output: Any) -> Tensor:
     """sum of r * output over all tensors of an output, r random: any loss's gradient by the outputs is such an r.
-
-    Raises:
-        ValueError: nothing in it has a gradient.
+    ValueError: nothing in it has a gradient.
     """
     leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not leaves:

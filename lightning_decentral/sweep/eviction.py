@@ -11,13 +11,10 @@ from lightning_decentral.shared.compute import cuda
 
 
 class Residence:
-    """The storages of one training on one device: of parameters, their gradients, buffers, optimizer state.
-
-    Args:
-        device: what lies elsewhere (the step counters of some optimizers) stays where it is.
-    """
+    """The storages of one training on one device: of parameters, their gradients, buffers, optimizer state."""
 
     def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer], device: torch.device) -> None:
+        # What lies on another device (the step counters of some optimizers) stays where it is.
         self._module, self._optimizers, self._device = module, optimizers, device
         self._away: list[tuple[torch.UntypedStorage, Tensor]] = []
 

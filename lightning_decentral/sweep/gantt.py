@@ -34,10 +34,8 @@ def bars_of_sweep(spans: Mapping[str, Span]) -> list[Bar]:
 
 
 def draw(panels: Mapping[str, Sequence[Bar]], path: str | Path) -> None:
-    """One panel for each title, in seconds since its first bar.
-
-    Raises:
-        ValueError: no matplotlib, a suffix that it doesn't write, or a folder that isn't there.
+    """Draw one panel for each title, in seconds since its first bar; ValueError without matplotlib, for a suffix that
+    it doesn't write, or a folder that isn't there.
     """
     every = [bar for bars in panels.values() for bar in bars]
     jobs, rows = list(dict.fromkeys(bar.job for bar in every)), sorted({bar.span.worker for bar in every}, key=_place)

@@ -47,21 +47,15 @@ class Launch:
 
     def __call__(
         self,
-        arbiter: Arbiter,
+        arbiter: Arbiter,  # of this batch: who may use which device
         hydra_context: HydraContext,
         task_function: TaskFunction,
         config: DictConfig,
         job_overrides: Sequence[Sequence[str]],
         initial_job_idx: int,
     ) -> list[JobReturn]:
-        """The outcome of each job of a batch, in their order.
-
-        Args:
-            arbiter: of this batch: who may use which device.
-
-        Raises:
-            ValueError: nothing to run, or a job that no device of this sweep can take.
-        """
+        """The outcome of each job of a batch, in their order; ValueError for nothing to run, or a job that no device of
+        this sweep can take."""
         if not job_overrides:
             raise ValueError("the sweep is empty: a value list such as optimizer.lr=1e-3,3e-4 has no values")
         setup_globals()
@@ -177,11 +171,7 @@ def slots(devices: int | Sequence[str] | None, gpus: int) -> tuple[str, ...]:
 def arbiter_of(
     devices: int | Sequence[str] | None, memory_bytes: int | None, policy: Policy, quantum_seconds: float
 ) -> Arbiter:
-    """The arbiter of a launcher's configuration, on this machine.
-
-    Raises:
-        ValueError: a value that can't be.
-    """
+    """The arbiter of a launcher's configuration, on this machine; ValueError for a value that can't be."""
     if memory_bytes is not None and memory_bytes < 1:
         raise ValueError(
             f"hydra.launcher.memory_bytes={memory_bytes}: give each device at least 1, or null for no limit"

@@ -27,19 +27,13 @@ LOG, RECORD, SCORES = "member.log", "member.json", "scores.json"
 
 @dataclass(frozen=True)
 class SweepMember:
-    """Settings that a member is started with.
-
-    Args:
-        own_overrides: those that make it differ from the others.
-        folder: its output folder.
-        width: devices that its trainer asks for.
-    """
+    """Settings that a member is started with."""
 
     name: str
-    own_overrides: tuple[str, ...]
+    own_overrides: tuple[str, ...]  # those that make it differ from the others
     config: DictConfig
-    folder: Path
-    width: int = 1
+    folder: Path  # its output folder
+    width: int = 1  # devices that its trainer asks for
 
     @property
     def log(self) -> Path:
@@ -149,10 +143,8 @@ def plain(value: object) -> bool:
 
 
 def read_record(member: SweepMember) -> JobReturn | None:
-    """Read the member's outcome from its folder; None: it has not ended.
-
-    Raises:
-        ValueError: the folder's member had other overrides, or the record isn't one.
+    """The member's outcome, read from its folder; None: it has not ended. ValueError: the folder's member had other
+    overrides, or the record isn't one.
     """
     path = member.folder / RECORD
     if not path.exists():
@@ -181,11 +173,7 @@ def write_scores(member: SweepMember, board: Scoreboard) -> None:
 
 
 def read_scores(member: SweepMember, board: Scoreboard) -> None:
-    """Read the folder's scores and verdict onto the board, if there are any.
-
-    Raises:
-        ValueError: it is no such file.
-    """
+    """Read the folder's scores and verdict onto the board, if there are any; ValueError for no such file."""
     path = member.folder / SCORES
     if not path.exists():
         return

@@ -23,8 +23,7 @@ from lightning_decentral.sweep.member import SweepMember, failed, returned, writ
 from lightning_decentral.sweep.wire.client import Admission
 
 Run = Callable[[SweepMember], JobReturn]
-Lifeline = tuple[Connection, Connection]
-"""(the end that a member's process reads, the one that the sweep keeps open)."""
+Lifeline = tuple[Connection, Connection]  # (the end that a member's process reads, the one that the sweep keeps open)
 
 
 def fork(run: Run, member: SweepMember, environment: Mapping[str, str], lifeline: Lifeline) -> Any:
@@ -59,10 +58,8 @@ def spawn(run: Run, member: SweepMember, environment: Mapping[str, str], lifelin
 
 
 def packed(run: Run, member: SweepMember) -> bytes:
-    """All that a new interpreter needs; functions of a script and within functions by their value.
-
-    Raises:
-        ValueError: cloudpickle is missing.
+    """All that a new interpreter needs; functions of a script and within functions by their value. ValueError:
+    cloudpickle is missing.
     """
     try:
         import cloudpickle

@@ -94,6 +94,7 @@ class LiveTable:
         self._live.stop()
 
     def show(self, sweep: Sweep) -> None:
+        """Show the sweep's state; called from time to time."""
         if self._live.is_started:
             self._live.update(picture(sweep), refresh=True)
 
@@ -119,18 +120,12 @@ RETURNED = "returned"
 
 @dataclass(frozen=True)
 class RankedMember:
-    """A member at the end.
-
-    Args:
-        status: "completed", "failed", or "ended early".
-        score: what it is ranked by; None: it has none.
-        returned: by its program.
-    """
+    """A member at the end."""
 
     member: SweepMember
-    status: str
-    score: Score | None
-    returned: object = None
+    status: str  # "completed", "failed", or "ended early"
+    score: Score | None  # what it is ranked by; None: it has none
+    returned: object = None  # by its program
 
     @property
     def loss(self) -> float:

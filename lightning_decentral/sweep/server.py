@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Pipe
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.utils import JobReturn
 
@@ -23,25 +23,15 @@ from lightning_decentral.sweep.processes import Lifeline, kill_group
 from lightning_decentral.sweep.wire.client import Admission, Message, score_of, turn_of
 from lightning_decentral.sweep.wire.seats import Seats
 
+if TYPE_CHECKING:
+    import lightning_decentral.sweep.progress as progress
+
 # How long interrupted members may take to close their files and runs.
 GRACE_SECONDS = 8.0
 REFRESH_SECONDS = 0.5
 
 Starts = Callable[[SweepMember, Mapping[str, str], Lifeline], Any]
 """Starts a member's process: (member, environment, lifeline) -> a multiprocessing process."""
-
-
-class Watcher(Protocol):
-    """Watcher of a sweep, notified of its progress."""
-
-    def show(self, sweep: "Sweep") -> None:
-        """Show the sweep's state; called from time to time."""
-
-    def ended(self, member: SweepMember, outcome: JobReturn) -> None:
-        """A member has ended."""
-
-    def judged(self, member: SweepMember, verdict: str) -> None:
-        """A member was ended early, and why."""
 
 
 class Sweep:
@@ -57,7 +47,7 @@ class Sweep:
         members: Sequence[SweepMember],
         arbiter: Arbiter,
         starts: Starts,
-        watcher: Watcher,
+        watcher: "progress.LiveTable",  # notified of the sweep's progress
         alive: int,
         scores: Scoreboard | None = None,
     ) -> None:
@@ -77,11 +67,7 @@ class Sweep:
         return time.perf_counter() - self.began
 
     def run(self) -> dict[str, JobReturn]:
-        """The outcome of each by its name.
-
-        Raises:
-            KeyboardInterrupt: all members have been ended.
-        """
+        """The outcome of each by its name; on KeyboardInterrupt, which goes on, all members have been ended."""
         # A folder that only this user may enter, as no name without one would be: who may write to the socket may
         # ask for a device. Members remove it if the sweep is killed.
         with tempfile.TemporaryDirectory(prefix="sweep-") as folder, socket.socket(socket.AF_UNIX) as listener:

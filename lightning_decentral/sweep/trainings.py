@@ -71,9 +71,7 @@ class Trainings:
 
     def queues(self) -> list[Queue]:
         """Queues as the simulation needs them; the seconds of those without a profile are measured, all at once.
-
-        Raises:
-            ValueError: a configuration that can't be, or a training that failed.
+        ValueError: a configuration that can't be, or a training that failed.
         """
         known = {t.name: [t.step_seconds] * t.steps for t in self._trainings if t.step_seconds is not None}
         with self._composing():  # mistakes are found before anything runs
@@ -88,10 +86,8 @@ class Trainings:
         return [training.queue(known[training.name]) for training in self._trainings]
 
     def rehearse(self, queues: Sequence[Queue], devices: Sequence[Processor], policy: Policy) -> Spans:
-        """Run the schedule; spans in which each piece really ran.
-
-        Raises:
-            ValueError: a training failed, or made fewer steps than it should have.
+        """Run the schedule; spans in which each piece really ran. ValueError: a training failed, or made fewer steps
+        than it should have.
         """
         arbiter = Scheduled(queues, policy, self._slots())
         self._through(self._trainings, arbiter, self._folder, [])

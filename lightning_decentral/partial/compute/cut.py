@@ -66,13 +66,10 @@ class Cutter:
     Args:
         root: the module, or a LightningModule around it.
         boundaries: names of modules.
-
-    Attributes:
-        met: the boundaries met since `at` began, by index.
     """
 
     def __init__(self, root: nn.Module, boundaries: Sequence[str]) -> None:
-        self.met: list[int] = []
+        self.met: list[int] = []  # the boundaries met since `at` began, by index
         self._cut: int | None = None
         self._factors: Sequence[float] = [1.0] * len(boundaries)
         self._active, self._graph_wanted = False, True

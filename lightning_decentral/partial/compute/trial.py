@@ -26,8 +26,7 @@ Found = TypeVar("Found")
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 HOLDING = (list, tuple, dict, set, deque)
 DRAWING = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-LONGEST = 10_000
-"""A longer list is data, not what a step counts or keeps: it would be copied for every run."""
+LONGEST = 10_000  # a longer list is data, not what a step counts or keeps: it would be copied for every run
 
 
 class Decide(Protocol):
@@ -85,11 +84,7 @@ class Trial:
 
 
 def trial_copy(module: nn.Module) -> nn.Module:
-    """A copy in which every parameter may show its gradient.
-
-    Raises:
-        ValueError: it can't be copied.
-    """
+    """A copy in which every parameter may show its gradient; ValueError if it can't be copied."""
     attributes = [value for part in module.modules() for value in vars(part).values()]
     # What pruning has computed from mask and parameter, which torch doesn't copy; a forward computes it anew.
     computed = {id(v): v.detach().clone() for v in attributes if isinstance(v, Tensor) and not v.is_leaf}
@@ -117,9 +112,7 @@ def trial_copy(module: nn.Module) -> nn.Module:
 @contextmanager
 def untouched(module: nn.Module) -> Iterator[None]:
     """Put back what runs of a copy change in the module itself: a copy shares the functions that it keeps (a lambda).
-
-    Raises:
-        ValueError: behind the runs, where gradients have reached the module's own parameters.
+    ValueError, behind the runs: gradients have reached the module's own parameters.
     """
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     before = {name: _state_of(p.grad) for name, p in module.named_parameters()}

@@ -15,9 +15,7 @@ KEPT = (
 
 def counts(shares: Sequence[float], samples: int) -> list[int]:
     """Whole numbers in proportion to the shares that add up to `samples`: one each, the rest by largest remainders.
-
-    Raises:
-        ValueError: fewer samples than workers.
+    ValueError: fewer samples than workers.
     """
     if samples < len(shares):
         raise ValueError(f"{samples} samples can't be shared by {len(shares)} workers: use a larger batch_size")
@@ -60,10 +58,8 @@ class SharedBatches(Sampler[list[int]]):
 
 
 def shared(loader: object, shares: Sequence[float]) -> tuple[DataLoader[object], tuple[int, ...]]:
-    """The same loader with batches shared out, and the samples of each worker.
-
-    Raises:
-        ValueError: it isn't a DataLoader with a batch size and a DistributedSampler.
+    """The same loader with batches shared out, and the samples of each worker. ValueError: it isn't a DataLoader with a
+    batch size and a DistributedSampler.
     """
     if not isinstance(loader, DataLoader) or not isinstance(loader.sampler, DistributedSampler):
         raise ValueError(

@@ -29,8 +29,7 @@ class DepthAssignment(ABC):
     """
 
     warm_up: float = 0
-    uniform: ClassVar[bool] = True
-    """True where all workers have the same depth at a step."""
+    uniform: ClassVar[bool] = True  # True where all workers have the same depth at a step
     whole: ClassVar[bool] = False
     """True where a tied parameter gets its whole gradient, from below its segment, too; else the top `depth`'s."""
 
@@ -105,11 +104,7 @@ def contributors(assignment: DepthAssignment, size: int, step: int, segments: in
 
 
 def check(assignment: DepthAssignment, size: int, segments: int) -> None:
-    """Every segment has a contributor at some step.
-
-    Raises:
-        ValueError: the lowest ones never have.
-    """
+    """Every segment has a contributor at some step; ValueError: the lowest ones never have."""
     reach = assignment.reach(size, segments)
     if reach < segments and assignment.warm_up == 0:
         raise ValueError(
@@ -147,8 +142,7 @@ class Order(ABC):
 class Cyclic(Order):
     """depth = ceil(f_t segments), f_t the fractions in turn; with None all depths in turn: segments, ..., 2, 1.
 
-    Raises:
-        ValueError: a fraction outside of (0, 1].
+    ValueError: a fraction outside of (0, 1].
     """
 
     fractions: tuple[float, ...] | None = (1.0, 0.5)
@@ -253,8 +247,7 @@ class Balanced(Staircase):
 class PerWorker(DepthAssignment):
     """depth = ceil(f_rank segments): fixed fractions, for devices that are unequally fast.
 
-    Raises:
-        ValueError: a fraction outside of (0, 1]; at set-up, another number of fractions than of workers.
+    ValueError: a fraction outside of (0, 1]; at set-up, another number of fractions than of workers.
     """
 
     uniform: ClassVar[bool] = False

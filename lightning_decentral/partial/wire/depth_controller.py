@@ -26,9 +26,6 @@ class DepthController:
     Args:
         place: of this worker.
 
-    Attributes:
-        now: who trains what in the step that was cut last.
-
     Raises:
         ValueError: the assignment leaves a segment without contributors.
     """
@@ -40,10 +37,9 @@ class DepthController:
         self.segments: list[list[nn.Parameter]] = [[] for _ in range(plan.segments)]
         for name, segment in plan.segment_of.items():
             self.segments[segment].append(parameters[name])
-        self.bypass = Bypass()
-        """Active from a forward to the end of its backward."""
+        self.bypass = Bypass()  # active from a forward to the end of its backward
         self._depths = partial(StepDepths.of, assignment, place.rank, place.size, plan.segments)
-        self.now = self._depths(0)
+        self.now = self._depths(0)  # who trains what in the step that was cut last
         self._cutter = Cutter(module, plan.boundaries)
 
     def remove(self) -> None:

@@ -46,18 +46,14 @@ class Rank:
 
 
 class ContributorBucket(GradientBucket):
-    """Gradients with the same contributors.
-
-    Args:
-        place: of the last of them in the order of backward.
-    """
+    """Gradients with the same contributors."""
 
     def __init__(
         self,
         ranks: Ranks,
         parameters: Sequence[nn.Parameter],
         flat: Tensor,  # (elements of all gradients,), for this backward
-        place: int,
+        place: int,  # of the last of them in the order of backward
     ) -> None:
         super().__init__(parameters)
         self.ranks, self.flat, self.place = ranks, flat, place
@@ -119,9 +115,6 @@ class Reducer(Average):
         hosts: the same for CPU tensors.
         bucket_bytes: gradients that travel together, at most, unless one parameter is larger; by default
             `bucket_bytes_of` them.
-
-    Attributes:
-        sent_bytes: this worker's part of what travelled so far (the mean over the workers of a collective).
     """
 
     def __init__(
@@ -133,7 +126,7 @@ class Reducer(Average):
         bucket_bytes: int | None = None,
     ) -> None:
         super().__init__()
-        self.sent_bytes = 0.0
+        self.sent_bytes = 0.0  # this worker's part of what travelled so far (the mean over the workers of a collective)
         self._segments, self._place, self._bucket_bytes = segments, place, bucket_bytes
         self._group, self._world, self._hosts = group, of_all(group), of_all(hosts)
         self._groups: dict[Ranks, Transport | None] = {}  # of contributors
@@ -193,10 +186,8 @@ class Reducer(Average):
             bucket.pending = group.reduce(bucket.flat, target=0)
 
     def finish(self) -> None:
-        """After the backward: start what is left, hand on, wait, and put the means into `.grad`.
-
-        Raises:
-            RuntimeError: a gradient appeared in a segment that this worker doesn't contribute to.
+        """After the backward: start what is left, hand on, wait, and put the means into `.grad`. RuntimeError: a
+        gradient appeared in a segment that this worker doesn't contribute to.
         """
         self._refuse_strays()
         self._launcher.rest()

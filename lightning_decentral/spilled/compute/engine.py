@@ -39,9 +39,6 @@ class Engine:
 
     Raises:
         ValueError: see `blocks.find`; a block that is compiled, or larger than the budget.
-
-    Attributes:
-        plans: by the kind of step.
     """
 
     def __init__(
@@ -55,7 +52,7 @@ class Engine:
         announce: Announce = lambda kind, plan: None,
     ) -> None:
         self.device = device
-        self.plans: dict[str, ShardPlan] = {}
+        self.plans: dict[str, ShardPlan] = {}  # by the kind of step
         self._module, self._budget_bytes, self._announce = module, budget_bytes, announce
         self._wished = blocks, resident
         self._spilling: list[Spilling] = []
@@ -194,11 +191,7 @@ class Engine:
 
 
 class Standing:
-    """No numbers where blocks are loaded by themselves, and a copy for the whole step where a parameter is resident.
-
-    Attributes:
-        absent: by storage, names of the parameters without numbers.
-    """
+    """No numbers where blocks are loaded by themselves, and a copy for the whole step where a parameter is resident."""
 
     def __init__(self, places: Sequence[ParameterPlace], blocks: Sequence[Spilling], device: torch.device) -> None:
         loaded = {name for block in blocks for name in block.parameters}
@@ -207,7 +200,7 @@ class Standing:
             # Scalar NaN (0 for integers), to be expanded: a wrong use of it shows. (): a few bytes.
             nothing = float("nan") if held.is_floating_point() or held.is_complex() else 0
             self._hollow[name] = torch.full((), nothing, dtype=held.dtype, device=device)
-        # By storage, which `expand` keeps.
+        # By storage, which `expand` keeps: names of the parameters without numbers.
         self.absent = {base.untyped_storage()._cdata: name for name, base in self._hollow.items()}
 
     def fill(self, loader: Loader) -> Mapping[str, Tensor]:
@@ -224,10 +217,8 @@ class Standing:
         return standing
 
     def look(self) -> None:
-        """The host's parameters are frozen and thawed as what stood for them, which isn't held any longer.
-
-        Raises:
-            ValueError: somebody wrote to what stood there.
+        """The host's parameters are frozen and thawed as what stood for them, which isn't held any longer. ValueError:
+        somebody wrote to what stood there.
         """
         hosts, standing = self._loader.hosts, {**self._away, **self._stay}
         for name, tensor in self._away.items():

@@ -7,33 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
 from lightning_decentral.spilled.compute.transfer import Leaving, OffloadDevice, PendingCopies
 from lightning_decentral.spilled.plan.shards import BlockFootprint, Footprint, ShardPlan, Visit
 
+if TYPE_CHECKING:
+    import lightning_decentral.spilled.compute.spill as spill
+
 Shard = tuple[int, ...]
-
-
-class Waiting(Protocol):
-    """A call whose backward is still to come."""
-
-    def prefetch(self) -> None:
-        """Bring its inputs to the device."""
 
 
 @dataclass(frozen=True)
 class Singly:
-    """Every block is a shard and none comes early: how a step is measured.
-
-    Args:
-        keeps: copies of the block that was visited last; not outside of steps, where parameters may change.
-    """
+    """Every block is a shard and none comes early: how a step is measured."""
 
     prefetches: ClassVar[bool] = False
-    keeps: bool = True
+    keeps: bool = True  # copies of the block that was visited last; not outside of steps, where parameters may change
 
     def step(self, block: int, backward: bool) -> tuple[Shard, Shard | None]:
         """(the shard of this visit, the one that comes)."""
@@ -63,9 +55,6 @@ class Route:
 class Loader:
     """Copies of parameters on a device, shard by shard.
 
-    Args:
-        blocks: the names of each block's parameters.
-
     Attributes:
         hosts: the parameters themselves, by name.
         runs: calls whose backward is still to come, the next one last.
@@ -76,10 +65,10 @@ class Loader:
     def __init__(self, device: OffloadDevice, blocks: Sequence[Sequence[str]]) -> None:
         self.device = device
         self.hosts: dict[str, Tensor] = {}
-        self.runs: list[Waiting] = []
+        self.runs: list[spill.Run] = []
         self.log: Log | None = None
         self.in_step = False
-        self._blocks = blocks
+        self._blocks = blocks  # the names of each block's parameters
         self._route: Route | Singly = Singly(keeps=False)
         self._present: dict[str, PendingCopies] = {}
         self._leaving: list[Leaving] = []  # sent in this visit
@@ -106,12 +95,8 @@ class Loader:
         self.runs = []
         self._route, self.log, self.in_step = Singly(keeps=False), None, False
 
-    def enter(self, block: int, run: Waiting | None = None) -> dict[str, Tensor]:
-        """Copies of the block's parameters, by name.
-
-        Args:
-            run: the call whose backward this is.
-        """
+    def enter(self, block: int, run: spill.Run | None = None) -> dict[str, Tensor]:
+        """Copies of the block's parameters, by name; `run`: the call whose backward this is."""
         self.device.settle()  # what is given back below isn't used any more, so that it never adds to what comes
         self._land(everything=not self._route.prefetches)
         if self.log is not None:
@@ -168,13 +153,10 @@ class Log:
     """Measures a step's visits while every block is loaded alone, and all copying is waited for.
 
     A visit lasts until the next one begins. Its `other_bytes` are the device's peak less the parameters loaded for it.
-
-    Args:
-        checks: whether blocks are compared with their second run.
     """
 
     def __init__(self, device: OffloadDevice, checks: bool) -> None:
-        self.checks = checks
+        self.checks = checks  # whether blocks are compared with their second run
         self.visits: list[Visit] = []
         self.opening_bytes = 0
         self._device = device

@@ -198,9 +198,6 @@ class GivenObjects:
     Args:
         arguments: (args, kwargs) of the call.
         inputs: the tensors in them that the backward gives gradients to.
-
-    Attributes:
-        unreached: types of the objects that hold other tensors which need gradients.
     """
 
     def __init__(self, arguments: tuple[Iterable[Any], dict[str, Any]], inputs: Sequence[Tensor]) -> None:
@@ -223,6 +220,7 @@ class GivenObjects:
             self._held += [_Held(holder, _copy(holder), owner) for holder in holders]
             parts = [part for holder in holders for part in _parts(holder)]
             waiting += [(part, owner) for part in (*parts, *(value if isinstance(value, tuple) else ()))]
+        # Types of the objects that hold other tensors which need gradients.
         self.unreached = [owner.kind for tensor, _, owner in self._tensors if tensor.requires_grad]
 
     def put_back(self) -> tuple[list[Any], list[str]]:

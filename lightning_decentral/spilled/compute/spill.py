@@ -38,16 +38,13 @@ PLAIN = (bool, int, float, str, type(None))  # what a block may return in additi
 
 @dataclass(frozen=True)
 class Spilling:
-    """One block of a module: what is called, and the places of its parameters.
-
-    Attributes:
-        emptied: by identity, caches that it wrote to, and that were put back as they were.
-    """
+    """One block of a module: what is called, and the places of its parameters."""
 
     index: int
     name: str
     module: nn.Module
     places: tuple[ParameterPlace, ...]
+    # By identity, caches that it wrote to, and that were put back as they were.
     emptied: WeakValueDictionary[int, Any] = field(default_factory=WeakValueDictionary, compare=False)
 
     @property
@@ -81,11 +78,7 @@ def spilled(block: Spilling, loader: Loader) -> Callable[..., Any]:
 
 
 class Run:
-    """One call of a block, and what its backward needs.
-
-    Args:
-        given: the arguments; only their form is kept.
-    """
+    """One call of a block, and what its backward needs; of the arguments `given` only the form is kept."""
 
     def __init__(self, block: Spilling, loader: Loader, given: Taken) -> None:
         self._block, self._loader, self._given = block, loader, given
@@ -168,6 +161,7 @@ class Run:
     # ---- backward -----------------------------------------------------------------------------------------------
 
     def prefetch(self) -> None:
+        """Bring the inputs to the device."""
         if self._arriving is None and self._kept is not None:
             self._arriving = self._loader.device.fetch(self._kept.land())
 

@@ -34,11 +34,7 @@ class Leaving:
         self._held = [(tensor, tensor._version) for tensor in held]
 
     def land(self) -> list[Tensor]:
-        """The copies; the host waits for them.
-
-        Raises:
-            ValueError: what was to be copied was changed meanwhile.
-        """
+        """The copies; the host waits for them. ValueError: what was to be copied was changed meanwhile."""
         if self._event is not None:
             self._event.synchronize()
         held, self._held = self._held, []  # from here on their memory may be used again

@@ -66,11 +66,7 @@ class OnDevice(Update):
 
 
 class StreamedUpdate:
-    """Takes the place of an optimizer's step.
-
-    Args:
-        budget_bytes: of the device, for everything.
-    """
+    """Takes the place of an optimizer's step, within `budget_bytes` of the device for everything."""
 
     def __init__(self, device: OffloadDevice, budget_bytes: int) -> None:
         self._device, self._budget_bytes = device, budget_bytes
@@ -79,11 +75,8 @@ class StreamedUpdate:
 
     @contextmanager
     def around(self, optimizer: Optimizer, named: Mapping[str, Tensor]) -> Iterator[None]:
-        """Context manager in which `optimizer.step` brings what it updates to the device.
-
-        Raises:
-            ValueError: a parameter whose update is larger than the budget, or an optimizer that updates one with what
-                it knows of others.
+        """Context manager in which `optimizer.step` brings what it updates to the device. ValueError: a parameter whose
+        update is larger than the budget, or an optimizer that updates one with what it knows of others.
         """
         own = vars(optimizer).get("step")  # a scheduler's, which counts
         plain = optimizer.step
@@ -203,9 +196,7 @@ class Trip:
 
     def bring_back(self, states: Mapping[Tensor, MutableMapping[str, Any]]) -> None:
         """Copy back what the update left in the parameter and in its state, which may have appeared only now.
-
-        Raises:
-            ValueError: tensors within lists, which would stay.
+        ValueError: tensors within lists, which would stay.
         """
         state = states.get(self._parameter, {})
         for key, value in state.items():

@@ -20,14 +20,10 @@ MOST_CAPS = 200  # sizes of shards that are tried; one a block would be quadrati
 
 @dataclass(frozen=True)
 class BlockFootprint:
-    """Consecutive layers that are loaded together.
-
-    Args:
-        parameters: bytes by name; a parameter that blocks share has one name.
-    """
+    """Consecutive layers that are loaded together."""
 
     name: str
-    parameters: Mapping[str, int]
+    parameters: Mapping[str, int]  # bytes by name; a parameter that blocks share has one name
 
     @property
     def parameter_bytes(self) -> int:
@@ -36,44 +32,27 @@ class BlockFootprint:
 
 @dataclass(frozen=True)
 class Visit:
-    """One time that a step comes to a block, until it comes to the next one.
+    """One time that a step comes to a block, until it comes to the next one."""
 
-    Args:
-        block: which one, by its place among the blocks.
-        backward: whether it computes the forward again and then the backward.
-        seconds: without waiting for any load.
-        other_bytes: that the device holds at most besides loaded parameters: activations, gradients, what stays.
-        sent_bytes: on their way to the host when the next visit begins.
-        awaited_bytes: of inputs that come from the host while the visit before computes.
-        again_seconds: of `seconds`, those of the forward's second run.
-        saved_bytes: what the second run saved for the backward.
-    """
-
-    block: int
-    backward: bool
-    seconds: float
-    other_bytes: int
-    sent_bytes: int = 0
-    awaited_bytes: int = 0
-    again_seconds: float = 0.0
-    saved_bytes: int = 0
+    block: int  # which one, by its place among the blocks
+    backward: bool  # whether it computes the forward again and then the backward
+    seconds: float  # without waiting for any load
+    other_bytes: int  # that the device holds at most besides loaded parameters: activations, gradients, what stays
+    sent_bytes: int = 0  # on their way to the host when the next visit begins
+    awaited_bytes: int = 0  # of inputs that come from the host while the visit before computes
+    again_seconds: float = 0.0  # of `seconds`, those of the forward's second run
+    saved_bytes: int = 0  # what the second run saved for the backward
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """One step as it was measured, block by block.
-
-    Args:
-        opening_bytes: on the device before the first visit.
-        bytes_per_second: of the link between host and device.
-        overlaps: whether the device computes while parameters come.
-    """
+    """One step as it was measured, block by block."""
 
     blocks: tuple[BlockFootprint, ...]
     visits: tuple[Visit, ...]
-    opening_bytes: int
-    bytes_per_second: float
-    overlaps: bool = True
+    opening_bytes: int  # on the device before the first visit
+    bytes_per_second: float  # of the link between host and device
+    overlaps: bool = True  # whether the device computes while parameters come
 
     @property
     def parameter_bytes(self) -> int:
@@ -102,10 +81,8 @@ class Footprint:
 
 
 def double_buffered(loads_seconds: Sequence[float], computes_seconds: Sequence[float]) -> float:
-    """T = load_1 + sum_i max(compute_i, load_{i+1}): the next piece is loaded while this one computes.
-
-    Raises:
-        ValueError: not one load for each piece.
+    """T = load_1 + sum_i max(compute_i, load_{i+1}): the next piece is loaded while this one computes. ValueError: not
+    one load for each piece.
     """
     if len(loads_seconds) != len(computes_seconds):
         raise ValueError(
@@ -201,10 +178,8 @@ class ShardPlan:
 
 
 def plan(footprint: Footprint, budget_bytes: int) -> ShardPlan:
-    """The fastest of the plans that fit; of equally fast ones, that with the fewest shards.
-
-    Raises:
-        ValueError: not even single blocks fit (which one, its bytes, the least budget).
+    """The fastest of the plans that fit; of equally fast ones, that with the fewest shards. ValueError: not even single
+    blocks fit (which one, its bytes, the least budget).
     """
     finest = ShardPlan(footprint, tuple((block,) for block in footprint.order))
     _refuse(finest, budget_bytes)  # shards of one block need the least: what is too small for them is too small

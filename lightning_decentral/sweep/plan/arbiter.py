@@ -38,34 +38,22 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class TurnReport:
-    """Report of a member with the grant that it returns; None: not known yet.
+    """Report of a member with the grant that it returns; None: not known yet."""
 
-    Args:
-        progress: the share of all its work that is done, in 0..1.
-        remaining_seconds: predicted device time until it is through.
-        peak_bytes: what it needed on the device, at most.
-        kept_bytes: what it leaves there while it waits.
-    """
-
-    progress: float | None = None
-    remaining_seconds: float | None = None
-    peak_bytes: int | None = None
-    kept_bytes: int = 0
+    progress: float | None = None  # the share of all its work that is done, in 0..1
+    remaining_seconds: float | None = None  # predicted device time until it is through
+    peak_bytes: int | None = None  # what it needed on the device, at most
+    kept_bytes: int = 0  # what it leaves there while it waits
 
 
 @dataclass
 class MemberAccount:
-    """The arbiter's account of one member.
-
-    Args:
-        width: devices that it needs at once, for as long as it trains.
-        home: the devices that it stays on; empty: any.
-    """
+    """The arbiter's account of one member."""
 
     name: str
     arrived: int
-    width: int = 1
-    home: tuple[str, ...] = ()
+    width: int = 1  # devices that it needs at once, for as long as it trains
+    home: tuple[str, ...] = ()  # the devices that it stays on; empty: any
     phase: Phase = Phase.AWAY
     devices: tuple[str, ...] = ()
     turn: TurnReport = TurnReport()
@@ -116,10 +104,8 @@ class Arbiter:
         self._grants = 0
 
     def join(self, name: str, width: int = 1) -> MemberAccount:
-        """A new member; with pinned members, at home on the devices where the fewest are.
-
-        Raises:
-            ValueError: it needs more devices than there are.
+        """A new member; with pinned members, at home on the devices where the fewest are. ValueError: more devices than
+        there are.
         """
         self.refuse_wider(name, width)
         homes = [device for member in self.members.values() for device in member.home]

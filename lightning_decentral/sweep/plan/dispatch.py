@@ -31,18 +31,12 @@ class WorkPiece:
 @checked
 @dataclass(frozen=True)
 class Queue:
-    """A job: pieces that run one after the other, on whichever device.
+    """A job: pieces that run one after the other, on whichever device."""
 
-    Args:
-        name: unique.
-        arrival_seconds: before that it can't run.
-        memory_bytes: a device with less can't run it, nor load it next to a job with which it doesn't fit.
-    """
-
-    name: str
+    name: str  # unique
     pieces: tuple[WorkPiece, ...]
-    arrival_seconds: float = 0.0
-    memory_bytes: float = 0.0
+    arrival_seconds: float = 0.0  # before that it can't run
+    memory_bytes: float = 0.0  # a device with less can't run it, nor load it next to a job with which it doesn't fit
 
     def __post_init__(self) -> None:
         if not self.pieces:
@@ -61,11 +55,7 @@ class Processor:
 
 
 def devices(number: int, memory_bytes: float = inf) -> tuple[Processor, ...]:
-    """Equal ones.
-
-    Raises:
-        ValueError: less than one.
-    """
+    """Equal ones."""
     if number < 1:
         raise ValueError(f"devices must be at least 1, got {number}: give 1 or more")
     return tuple(Processor(f"device {i}", memory_bytes) for i in range(number))

@@ -27,16 +27,11 @@ MOST_TRIED = 200_000  # pieces that all orders of the jobs may come to
 
 @dataclass(frozen=True)
 class Gang:
-    """A job whose iteration has a piece of each depth.
-
-    Args:
-        seconds: of the pieces, as many as devices.
-        iterations: of the whole job.
-    """
+    """A job whose iteration has a piece of each depth."""
 
     name: str
-    seconds: tuple[float, ...]
-    iterations: int = 1
+    seconds: tuple[float, ...]  # of the pieces, as many as devices
+    iterations: int = 1  # of the whole job
 
     def __post_init__(self) -> None:
         if not self.seconds or not all(isfinite(s) and s >= 0 for s in self.seconds):
@@ -46,10 +41,8 @@ class Gang:
 
 
 def of_depths(name: str, forward: float, backward: float, depths: Sequence[float], iterations: int = 1) -> Gang:
-    """Pieces of forward + backward depth seconds: a worker of a depth trains that share of the model.
-
-    Raises:
-        ValueError: a depth that is no share.
+    """Pieces of forward + backward depth seconds: a worker of a depth trains that share of the model. ValueError: a
+    depth that is no share.
     """
     wrong = [depth for depth in depths if not 0 <= depth <= 1]
     if wrong:
@@ -64,16 +57,11 @@ def staircase(name: str, forward: float, backward: float, size: int, iterations:
 
 @dataclass(frozen=True)
 class Turns:
-    """Assignment of pieces to devices, and the order in which devices go through the jobs.
-
-    Args:
-        pieces: pieces[j][g] is the number of the piece of job j on device g.
-        order: of the jobs, the same on every device.
-    """
+    """Assignment of pieces to devices, and the order in which devices go through the jobs."""
 
     gangs: tuple[Gang, ...]
-    pieces: tuple[tuple[int, ...], ...]
-    order: tuple[int, ...]
+    pieces: tuple[tuple[int, ...], ...]  # pieces[j][g] is the number of the piece of job j on device g
+    order: tuple[int, ...]  # of the jobs, the same on every device
 
     def seconds(self, job: int, device: int) -> float:
         return self.gangs[job].seconds[self.pieces[job][device]]
@@ -139,11 +127,7 @@ class Pairing(ABC):
     """An assignment of every job's pieces to devices."""
 
     def turns(self, gangs: Sequence[Gang]) -> Turns:
-        """The assignment, jobs in the given order.
-
-        Raises:
-            ValueError: no job, or jobs with unequal numbers of pieces.
-        """
+        """The assignment, jobs in the given order; ValueError for no job, or jobs with unequal numbers of pieces."""
         sizes = {gang.name: len(gang.seconds) for gang in gangs}
         if not gangs or len(sizes) < len(gangs):
             raise ValueError(f"jobs must be one or more of different names, got {[gang.name for gang in gangs]}")

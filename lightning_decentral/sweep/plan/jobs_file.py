@@ -57,18 +57,12 @@ PIECE = ("compute_seconds", "load_seconds")
 
 @dataclass(frozen=True)
 class Training:
-    """A job that is a real training; a step is a piece.
-
-    Args:
-        overrides: on the command line of `recipes/train.py`.
-        steps: `trainer.max_steps` among them.
-        step_seconds: of its profile; None: to be measured.
-    """
+    """A job that is a real training; a step is a piece."""
 
     name: str
-    overrides: tuple[str, ...]
-    steps: int
-    step_seconds: float | None = None
+    overrides: tuple[str, ...]  # on the command line of `recipes/train.py`
+    steps: int  # `trainer.max_steps` among them
+    step_seconds: float | None = None  # of its profile; None: to be measured
     arrival_seconds: float = 0.0
     memory_bytes: float = 0.0
 
@@ -85,10 +79,8 @@ class Jobs:
 
 
 def read_jobs(path: str | Path) -> Jobs:
-    """Read jobs of a YAML file as above; profiles are looked for next to it.
-
-    Raises:
-        ValueError: can't be read, no list of jobs, an unknown key, something that isn't a number, two of one name.
+    """Read jobs of a YAML file as above; profiles are looked for next to it. ValueError: can't be read, no list of
+    jobs, an unknown key, something that isn't a number, two of one name.
     """
     placed = [(job, Path(path).parent, place) for job, place in _entries(path)]
     queues = tuple(_queue(*entry) for entry in placed if "overrides" not in entry[0])
@@ -115,10 +107,8 @@ def _entries(path: str | Path) -> list[tuple[Mapping[str, Any], str]]:
 
 
 def read_gangs(path: str | Path) -> list[Gang]:
-    """Read a file for JigSaw: jobs whose iteration has a piece for each device.
-
-    Raises:
-        ValueError: as `read_jobs`, and for an entry that has neither a list of `seconds` nor depths.
+    """Read a file for JigSaw: jobs whose iteration has a piece for each device. ValueError: as `read_jobs`, and for an
+    entry that has neither a list of `seconds` nor depths.
     """
     gangs = []
     for job, place in _entries(path):
@@ -139,10 +129,8 @@ def read_gangs(path: str | Path) -> list[Gang]:
 
 
 def read_tables(path: str | Path) -> list[Table]:
-    """Read a file for SPASE: what each job takes on so many devices.
-
-    Raises:
-        ValueError: as `read_jobs`, and for an entry without a table of `seconds`.
+    """Read a file for SPASE: what each job takes on so many devices. ValueError: as `read_jobs`, and for an entry
+    without a table of `seconds`.
     """
     tables = []
     for job, place in _entries(path):
@@ -202,10 +190,8 @@ def _queue(job: Mapping[str, Any], folder: Path, place: str) -> Queue:
 
 
 def step_pieces(model: Model, shards: int = 1, load_bytes_per_second: float = float("inf")) -> list[WorkPiece]:
-    """A training step: the whole batch in one shard; otherwise forward shard by shard, and back.
-
-    Raises:
-        ValueError: more shards than blocks.
+    """A training step: the whole batch in one shard; otherwise forward shard by shard, and back. ValueError: more
+    shards than blocks.
     """
     if shards == 1:
         return [WorkPiece(model.seconds, model.parameter_bytes / load_bytes_per_second)]
@@ -221,9 +207,7 @@ def step_pieces(model: Model, shards: int = 1, load_bytes_per_second: float = fl
 
 def split(blocks: Sequence[BlockCost], shards: int) -> list[list[BlockCost]]:
     """Split into consecutive groups, none empty: the largest has as few bytes as can be, then the least sum of squares.
-
-    Raises:
-        ValueError: more shards than blocks.
+    ValueError: more shards than blocks.
     """
     if shards > len(blocks):
         raise ValueError(f"{shards} shards need as many blocks, the profile has {len(blocks)}: give fewer shards")

@@ -15,17 +15,11 @@ MODES = ("min", "max")
 
 @dataclass(frozen=True)
 class Score:
-    """One validation of one member.
+    """One validation of one member."""
 
-    Args:
-        metric: the name under which the value was logged.
-        mode: whether "min" or "max" is good.
-        step: optimizer steps so far.
-    """
-
-    metric: str
-    mode: str
-    step: int
+    metric: str  # the name under which the value was logged
+    mode: str  # whether "min" or "max" is good
+    step: int  # optimizer steps so far
     value: float
 
     @property
@@ -39,20 +33,15 @@ class Score:
         return f"{self.metric} {self.value:.6g}"
 
 
-Histories = Mapping[str, Sequence[Score]]
-"""{member: its scores, in the order of their steps}."""
+Histories = Mapping[str, Sequence[Score]]  # {member: its scores, in the order of their steps}
 
 
 class Scoreboard:
-    """The histories of all members, and who was ended for them.
-
-    Attributes:
-        verdicts: by member, why it was ended early.
-    """
+    """The histories of all members, and who was ended for them."""
 
     def __init__(self) -> None:
         self.histories: dict[str, list[Score]] = {}
-        self.verdicts: dict[str, str] = {}
+        self.verdicts: dict[str, str] = {}  # by member, why it was ended early
 
     def add(self, member: str, score: Score) -> None:
         """Add a score. A member that goes on from a checkpoint repeats steps: older scores of them count no more."""
@@ -107,11 +96,7 @@ class Policy(ABC):
         """
 
     def choose(self, waiting: Sequence[Job], running: Sequence[Job] = ()) -> Job:
-        """min over the waiting of (key, arrived).
-
-        Raises:
-            ValueError: nobody waits.
-        """
+        """min over the waiting of (key, arrived); ValueError if nobody waits."""
         if not waiting:
             raise ValueError("no job waits: ask a policy only while one does")
         return min(waiting, key=lambda job: (self.key(job, waiting, running), job.arrived))

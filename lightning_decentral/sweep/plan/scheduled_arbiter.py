@@ -20,14 +20,11 @@ class Scheduled(Arbiter):
     """Members that are jobs: they arrive as the jobs do, and policies see what they see in a simulation.
 
     No device is granted before all members have asked for one: the clock starts then, and nobody's start is counted.
-
-    Attributes:
-        opened: when the clock started; infinite before.
     """
 
     def __init__(self, queues: Sequence[Queue], policy: Policy, devices: Sequence[str]) -> None:
         super().__init__(policy, devices, quantum_seconds=EVERY_BATCH)
-        self.opened = math.inf
+        self.opened = math.inf  # when the clock started; infinite before
         self._queues = {queue.name: queue for queue in queues}
         self._remaining = {queue.name: remaining_seconds(queue) for queue in queues}
         self._absent, self._asking = set(self._queues), list[str]()
@@ -72,9 +69,7 @@ class Scheduled(Arbiter):
 
     def ran(self, rows: Sequence[Processor]) -> Spans:
         """Every stretch of every member in the rows of a simulation's devices, in seconds since all were there.
-
-        Raises:
-            ValueError: one ended before its last piece.
+        ValueError: one ended before its last piece.
         """
         for name, member in self.ended.items():
             _refuse_early(name, member.turn.progress or 0.0)
@@ -90,11 +85,8 @@ class Scheduled(Arbiter):
 
             seconds of step k = grants until k steps were done - grants until k - 1 were
 
-        Args:
-            first: steps, slower than others, that are as they were; the others are as their mean.
-
-        Raises:
-            ValueError: it made fewer steps than it should have, or several in a batch.
+        The `first`, slower than others, are as they were; the others as their mean. ValueError: it made fewer steps
+        than it should have, or several in a batch.
         """
         until, steps = self._until.get(name, {}), len(self._queues[name].pieces)
         _refuse_early(name, max(until, default=0) / steps)

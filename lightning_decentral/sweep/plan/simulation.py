@@ -41,8 +41,7 @@ def row(device: Processor, load: bool) -> str:
 def simulate(queues: Sequence[Queue], devices: Sequence[Processor], policy: Policy) -> Spans:
     """Simulate a schedule: spans in which each piece is loaded and computed, and where.
 
-    Raises:
-        ValueError: no jobs, two of one name, or one that needs more memory than any device has.
+    ValueError: no jobs, two of one name, or one that needs more memory than any device has.
     """
     dispatch = Dispatch(queues, devices, policy)
     # (when, device, job, whether a load): the end of a load or of a piece; an arrival's device is -1.

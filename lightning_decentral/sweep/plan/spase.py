@@ -34,11 +34,7 @@ class Table:
             raise ValueError(f"job {self.name} must map 1 or more devices to seconds above 0, got {dict(self.seconds)}")
 
     def within(self, devices: int) -> "Table":
-        """The table without what needs more devices.
-
-        Raises:
-            ValueError: nothing is left.
-        """
+        """The table without what needs more devices; ValueError if nothing is left."""
         found = {k: s for k, s in self.seconds.items() if k <= devices}
         if not found:
             raise ValueError(f"job {self.name} needs {min(self.seconds)} devices, there are {devices}")
@@ -57,16 +53,11 @@ class Granted:
 
 @dataclass(frozen=True)
 class SpasePlan:
-    """Plan of all jobs.
-
-    Args:
-        bound_seconds: proven: no plan is shorter.
-        how: what found it.
-    """
+    """Plan of all jobs."""
 
     granted: tuple[Granted, ...]
-    bound_seconds: float
-    how: str
+    bound_seconds: float  # proven: no plan is shorter
+    how: str  # what found it
 
     @property
     def gap(self) -> float:
@@ -109,10 +100,8 @@ class GreedySpase:
     """
 
     def plan(self, tables: Sequence[Table], devices: int) -> SpasePlan:
-        """Plan the jobs on equal devices.
-
-        Raises:
-            ValueError: no jobs, two of one name, or one that needs more devices than there are.
+        """Plan the jobs on equal devices; ValueError for no jobs, two of one name, or one that needs more devices than
+        there are.
         """
         tables = _fitting(tables, devices)
         shortest = max(min(table.seconds.values()) for table in tables)

@@ -84,10 +84,8 @@ LAYOUTS: Mapping[str, Layout] = {"tiresias": tiresias, "gavel": gavel}
 
 
 def read_trace(path: str | Path, layout: Layout) -> list[Submitted]:
-    """Read the jobs of a trace from a file, in its order.
-
-    Raises:
-        ValueError: can't be read, has no jobs, or malformed: the line's number.
+    """Read the jobs of a trace from a file, in its order; ValueError: can't be read, has no jobs, or malformed (the
+    line's number).
     """
     text = text_of(path, "give a trace")
     try:

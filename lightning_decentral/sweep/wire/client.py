@@ -21,25 +21,15 @@ LONGEST_BYTES = 1 << 16  # of a message, which has some hundred
 
 @dataclass(frozen=True)
 class Admission:
-    """Admission of a member to its sweep: what it knows of it.
+    """Admission of a member to its sweep: what it knows of it."""
 
-    Args:
-        socket: path of the arbiter's socket.
-        member: its name.
-        width: devices that it was granted.
-        quantum_seconds: after how long it should return a grant.
-        memory_bytes: of its device; None: no limit.
-        threads: processor threads to compute with, on a device that is one.
-        watched: the scores that it is asked for, and may be ended for; None: none.
-    """
-
-    socket: str
-    member: str
-    width: int = 1
-    quantum_seconds: float = 0.25
-    memory_bytes: int | None = None
-    threads: int | None = None
-    watched: Watched | None = None
+    socket: str  # path of the arbiter's socket
+    member: str  # its name
+    width: int = 1  # devices that it was granted
+    quantum_seconds: float = 0.25  # after how long it should return a grant
+    memory_bytes: int | None = None  # of its device; None: no limit
+    threads: int | None = None  # processor threads to compute with, on a device that is one
+    watched: Watched | None = None  # the scores that it is asked for, and may be ended for; None: none
 
     def variable(self) -> dict[str, str]:
         """The environment variable that carries it."""
@@ -63,11 +53,7 @@ class Baggage(Protocol):
 
 
 class Seat:
-    """One member's connection to the arbiter.
-
-    Raises:
-        SystemExit: in any wait, when the sweep has ended.
-    """
+    """One member's connection to the arbiter; any wait raises SystemExit when the sweep has ended."""
 
     def __init__(self, admission: Admission, baggage: Baggage) -> None:
         self.admission, self.baggage = admission, baggage
@@ -144,11 +130,7 @@ class Seat:
 
 
 def turn_of(message: Mapping[str, Any]) -> TurnReport:
-    """The report in a message of a member.
-
-    Raises:
-        ValueError: a value that is no number.
-    """
+    """The report in a message of a member; ValueError for a value that is no number."""
     found = {key: message[key] for key in asdict(TurnReport()) if key in message}
     for key, value in found.items():
         if isinstance(value, bool) or not isinstance(value, (int, float, type(None) if key != "kept_bytes" else int)):
@@ -157,11 +139,7 @@ def turn_of(message: Mapping[str, Any]) -> TurnReport:
 
 
 def score_of(message: Mapping[str, Any]) -> Score:
-    """The score in a message of a member.
-
-    Raises:
-        ValueError: no name, no direction or no number.
-    """
+    """The score in a message of a member; ValueError for no name, no direction or no number."""
     metric, mode, step, value = (message.get(key) for key in ("metric", "mode", "step", "value"))
     if not isinstance(metric, str) or not isinstance(mode, str) or mode not in MODES:
         raise ValueError(f"{metric!r:.40}, {mode!r:.40} is no metric")

@@ -19,8 +19,7 @@ from typing import Any
 SECONDS, NANOSECONDS = ("time", "monotonic", "perf_counter"), ("time_ns", "monotonic_ns", "perf_counter_ns")
 
 _true_ns = time.monotonic_ns
-_waited_ns: dict[int, int] = {}
-"""{thread: nanoseconds that it waited}; a forked worker goes on with its parent's."""
+_waited_ns: dict[int, int] = {}  # {thread: nanoseconds that it waited}; a forked worker goes on with its parent's
 _standing: set[int] = set()
 
 

@@ -25,9 +25,6 @@ class Seats:
         expects: whether a member of this name trains now.
         receive: takes a message of a member; ValueError where it is none.
         leave: called when the process of a member that held the device is gone; the member may live on.
-
-    Attributes:
-        refused: how many connections sent what no member sends.
     """
 
     def __init__(
@@ -40,7 +37,7 @@ class Seats:
         self._selector, self._expects, self._receive, self._leave = selector, expects, receive, leave
         self._taken: dict[str, Lines] = {}
         self._guests: list[socket.socket] = []  # by age: the oldest is closed where there are too many
-        self.refused = 0
+        self.refused = 0  # how many connections sent what no member sends
 
     def accept(self, listener: socket.socket) -> None:
         """Accept a new connection, of a member as its first message will show."""
