@@ -141,7 +141,7 @@ EVERY_RATE = ("gpt", "gpt-1024-tokens")
 
 
 def planned(known: KnownLosses, rate: str) -> Comparison:
-    """What `lightning-decentral plan` answers of hosts like the measured ones: one thread each, on two processors."""
+    """Comparison that `lightning-decentral plan` makes for hosts like those measured, of one thread each."""
     profile = read(RESULTS / f"profile-{known.recipe}-2-cores.json")
     shared = max(1, known.workers / CORES)
     network = Network(profile.network).linked("between", LATENCY, float(rate) / 8)

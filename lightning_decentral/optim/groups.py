@@ -31,7 +31,7 @@ def together(
     optimizer: Optimizer, group: Mapping[str, Any], start: Callable[[Tensor], dict[str, Any]]
 ) -> list[list[Tensor]]:
     """A group's parameters with a gradient by what one call handles: of one device and type, having taken equally many
-    steps; each by itself without `foreach`, which None turns on for a CUDA device.
+    steps. Without `foreach`, which None turns on for a CUDA device, each is by itself.
 
     Args:
         start: the state of a parameter that had no gradient before.

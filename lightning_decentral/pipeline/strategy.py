@@ -283,7 +283,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
             return ()
         own = sum(p.nbytes for p in self._module.parameters() if p.requires_grad)  # of this stage
         line = introduced(self.layout, self.microbatches, self.replicas, own, self.drifts)
-        return [line, *filter(None, [self.drifts and adam_hint(self.optimizers, self.layout.pipelines)])]
+        return [line, *([adam_hint(self.optimizers, self.layout.pipelines)] if self.drifts else [])]
 
     def summary(self) -> dict[str, str]:
         by = f", replicas by {self.replicas!r}" if self.layout.pipelines > 1 else ""

@@ -166,7 +166,7 @@ class TrainingStep:
             )
         raise ValueError(
             f"training_step gives {type(self._pipe.model.module).__name__} other inputs on one stage than on another, "
-            "from the same batch: behind its call of the model it runs on the last stage alone, so let nothing before "
+            "from the same batch: behind its call of the model it runs on the last stage alone. Let nothing before "
             "the call depend on what was drawn or counted behind it, nor on the rank"
         )
 

@@ -26,7 +26,7 @@ class StartTable(Callback, ABC):
 def introduce(lines: Sequence[str], trainer: Trainer) -> None:
     """Print the lines on worker 0, unless a callback of this Trainer has shown the same as a table."""
     if not any(isinstance(c, StartTable) and c.shows(trainer.strategy) for c in trainer.callbacks):  # type: ignore[attr-defined]
-        for line in lines:
+        for line in filter(None, lines):
             rank_zero_info(line)
 
 

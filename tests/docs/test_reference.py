@@ -36,7 +36,7 @@ def test_options_have_a_default_and_words() -> None:
 
 def keys_of_the_code() -> set[str]:
     """Of the callbacks' docstrings and calls; `gossip/{name}` is spelt out in `MixingMonitor`'s docstring."""
-    text = "\n".join(path.read_text() for path in PACKAGE.rglob("callbacks.py"))
+    text = "\n".join(path.read_text() for path in (*PACKAGE.rglob("callbacks.py"), PACKAGE / "gossip" / "speed.py"))
     found = re.findall(r"\b(?:gossip|partial|speed|worker)/[a-z_/{}]+[a-z]\b", text.replace("gossip/{name}", ""))
     return {key.replace("{k}", "{rank}") for key in found}
 

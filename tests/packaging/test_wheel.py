@@ -19,7 +19,7 @@ PARTS = {
     "recipes": "lightning_decentral/recipes",
     "hydra_plugins": "hydra_plugins",
 }
-SUFFIXES = {".py", ".yaml", ".typed"}
+SUFFIXES = {".py", ".yaml", ".typed", ".json"}
 
 COMPOSE = """
 import lightning_decentral

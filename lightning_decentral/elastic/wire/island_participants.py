@@ -24,8 +24,8 @@ from lightning_decentral.shared.wire.transport import Transport, Wire
 def member_of(
     elastic: ElasticSettings, seconds: float, wire: Wire | None, batches: int, refuses: Refuses
 ) -> Participant:
-    """This device's part of a member, whose devices take so many `batches` in a step (one each, or one for all) and
-    have a `wire` among them; None: it is the only one."""
+    """This device's part of a member. Its devices take so many `batches` in a step (one each, or one for all)
+    and have a `wire` among them; None: it is the only one."""
     if wire is not None and wire.roll.rank:
         return Following(elastic, seconds, wire.roll, batches)
     host, named = elastic.host or own_address(elastic.lobby), (title(os.environ), elastic.weight * batches, refuses)

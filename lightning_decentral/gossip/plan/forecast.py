@@ -36,8 +36,8 @@ NO_WORK = np.zeros(1)
 def ready(
     compute: Floats, exchange: Sequence[Floats], plan: Sequence[Round], delay: int, work: Sequence[Floats] = (NO_WORK,)
 ) -> Floats:
-    """[runs, steps, size]: when each worker is ready for its next step, by compute [runs, steps, size] seconds,
-    exchange [size] seconds for each step of the period, and work, the same or [1] for all."""
+    """[runs, steps, size]: when each worker is ready for its next step. Compute is [runs, steps, size] seconds,
+    exchange [size] seconds for each step of the period, and work the same or [1] for all."""
     runs, steps, size = compute.shape
     now = link = np.zeros((runs, size))
     found = np.empty_like(compute)
