@@ -35,6 +35,7 @@ def test_help_reads_no_more_than_the_options() -> None:
         "lightning_decentral.recipes.command",
         "lightning_decentral.shared",
         "lightning_decentral.shared.application",
+        "lightning_decentral.shared.plan",
         "lightning_decentral.shared.plan.figure",
         "lightning_decentral.shared.registry",
     ]
