@@ -32,7 +32,7 @@ from lightning_decentral.gossip import (
     StartSummary,
     WorkerLossMonitor,
 )
-from lightning_decentral.gossip import callbacks as watchers
+from lightning_decentral.gossip import speed as watched
 from lightning_decentral.gossip.plan.weights import mixing_matrix
 from lightning_decentral.shared import Rows, WandbPerWorker
 from lightning_decentral.shared.compute.codec.blocks import dither, key
@@ -106,7 +106,7 @@ def test_speed_is_of_whole_windows_without_set_up_and_validation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gossips: bool
 ) -> None:
     module, rows = Clocked(), Rows(tmp_path)
-    monkeypatch.setattr(watchers, "perf_counter", lambda: module.now)
+    monkeypatch.setattr(watched, "perf_counter", lambda: module.now)
     settings = {**QUIET, "max_steps": 12, "logger": rows, "log_every_n_steps": 10**6, "val_check_interval": 6}
     strategy: Any = Scripted() if gossips else "auto"
     options = {**settings, "devices": 1, "num_sanity_val_steps": 1, "strategy": strategy}
@@ -123,7 +123,7 @@ def test_speed_is_of_whole_windows_without_set_up_and_validation(
 def test_ddp_sends_what_a_rings_all_reduce_of_gradients_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DDPStrategy, "world_size", 4)
     trainer: Any = SimpleNamespace(strategy=DDPStrategy(), lightning_module=Quadratic(dim=5), global_step=3)
-    assert watchers._counted(trainer) == {"sent": 2 * 3 / 4 * 5 * 8 * 3}
+    assert watched._counted(trainer) == {"sent": 2 * 3 / 4 * 5 * 8 * 3}
 
 
 def test_accumulated_batches_are_no_steps(tmp_path: Path) -> None:
