@@ -32,6 +32,7 @@ from lightning_decentral.gossip import (
     StartSummary,
     WorkerLossMonitor,
 )
+from lightning_decentral.gossip import callbacks as watchers
 from lightning_decentral.gossip import speed as watched
 from lightning_decentral.gossip.plan.weights import mixing_matrix
 from lightning_decentral.shared import Rows, WandbPerWorker
