@@ -41,8 +41,7 @@ COMMANDS = {
     "completion": ("main", "a script by which a shell completes commands and options"),
 }
 """{command: (module, what it answers)}; only the module of the one that is asked for is read."""
-SILENT = ("lobby", "completion")
-"""Commands without an answer in JSON."""
+SILENT = ("lobby", "completion")  # Commands without an answer in JSON.
 
 BASH = """\
 _lightning_decentral() {{

@@ -35,8 +35,7 @@ class ElasticCheckpoints(Checkpoints):
         super().__init__(worker, mean_model)
         self.held = held
 
-    resuming = False
-    """True where a device restored what no other has."""
+    resuming = False  # True where a device restored what no other has.
 
     def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any) -> None:
         if self._worker.alone and self.held.spread:

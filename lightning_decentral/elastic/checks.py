@@ -25,8 +25,7 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {"states": (None, {}), "exact_steps": 
 """{option of GossipStrategy: the values that it may have in an elastic run}"""
 OF_ONE_MEMBER = ("elastic", "replicas.elastic", "island", "precision_plugin.device")
 """Places, weights, numbers and kinds of devices are each worker's own. `dead_after` is the lobby's."""
-MOST_CHECKED = 64
-"""Sizes for which a topology is checked before training, and the largest."""
+MOST_CHECKED = 64  # Sizes for which a topology is checked before training, and the largest.
 
 
 def served(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -50,11 +50,9 @@ class OneProcess(WorkersStrategy):
 
     batches: int
     _rank: int | None = None
-    _early: Participant | None = None
-    """The member, while this worker is set up."""
+    _early: Participant | None = None  # The member, while this worker is set up.
 
-    _logs = False
-    """True where it has been the one that logs."""
+    _logs = False  # True where it has been the one that logs.
 
     _beside = 0
 
@@ -176,8 +174,7 @@ class OneProcess(WorkersStrategy):
         return bool(min(given) if all else max(given))
 
 
-KEPT = "_version", *runs.RUN_IDS
-"""Attributes in which loggers keep their version."""
+KEPT = "_version", *runs.RUN_IDS  # Attributes in which loggers keep their version.
 
 
 def began(trainer: Trainer) -> list[Any]:

@@ -49,8 +49,7 @@ class ElasticRun(WatchedProcess):
     """Mixin that makes a strategy elastic, in front of that among the bases; what that means is `strategy`'s."""
 
     drifts: ClassVar[bool] = True
-    model_layout: ModelLayout
-    """Layout of what this device has."""
+    model_layout: ModelLayout  # Layout of what this device has.
 
     _joining: Joining
 
@@ -91,8 +90,7 @@ class ElasticRun(WatchedProcess):
 
     # ---- what the strategy adds -------------------------------------------------------------------------------------
 
-    batches = 1
-    """Batches that the devices of this worker take in a step."""
+    batches = 1  # Batches that the devices of this worker take in a step.
 
     @abstractmethod
     def holding(self, member: Participant) -> Holding:
@@ -107,8 +105,7 @@ class ElasticRun(WatchedProcess):
         """The part of the model in which all devices of all members register alike what comes while they train."""
         return self._module
 
-    part = 0
-    """Number of this device's part of the model among the worker's."""
+    part = 0  # Number of this device's part of the model among the worker's.
 
     def parts(self, own: checks.Part) -> Sequence[checks.Part]:
         """The parts of this worker's model: one for each stage of a pipeline, else one. Collective in it."""

@@ -45,8 +45,7 @@ from lightning_decentral.shared.wire.transport import Message, Transport
 
 CODECS: tuple[Codec, ...] = (Plain(), Float32(), BFloat16(), Float16(), Int8(), Int4(), DifferenceCompression(Int4()))
 WARM_UP, REPEATS = 17, 14  # rounds 1, 2, 4, 8, 16, ... also measure the codec's error
-ROUNDS = len(CODECS) * 4 * (WARM_UP + REPEATS)
-"""Rounds that are taken on a host at most."""
+ROUNDS = len(CODECS) * 4 * (WARM_UP + REPEATS)  # Rounds that are taken on a host at most.
 ELEMENT_BYTES = 4  # float32
 SMALL_BYTES = 64 * 2**10
 HOST_BYTES = 4 * 2**20  # of a message; larger ones cost in proportion

@@ -84,8 +84,7 @@ def _refuse_types(island: Island, module: nn.Module) -> None:
 class OnIsland(Protocol):
     """Interface of the strategy on a device, by which it joins its island and holds its model."""
 
-    member: IslandMember
-    """Present part of this device in its island."""
+    member: IslandMember  # Present part of this device in its island.
 
     @property
     def _module(self) -> LightningModule: ...

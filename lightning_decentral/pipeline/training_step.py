@@ -23,8 +23,7 @@ from lightning_decentral.pipeline.wire.stage_runner import StageRunner, checksum
 from lightning_decentral.shared.compute.device import AsyncRead
 
 KNOWN, FIXED, LOGGED = 3, 3, 120
-MOVING = ("transfer_batch_to_device", "on_after_batch_transfer")
-"""Hooks of the user's that move a batch."""
+MOVING = ("transfer_batch_to_device", "on_after_batch_transfer")  # Hooks of the user's that move a batch.
 
 
 class Outcome(NamedTuple):

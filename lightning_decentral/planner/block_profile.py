@@ -23,8 +23,7 @@ from lightning_decentral.shared.plan.profile import BlockCost, Sides
 
 WARM_UP = 2
 REPEATS = 7
-WARM_UP_TURNS, TURNS = 1, 3
-"""Timed calls of Newton-Schulz."""
+WARM_UP_TURNS, TURNS = 1, 3  # Timed calls of Newton-Schulz.
 
 
 def measure_blocks(

@@ -76,7 +76,7 @@ class Comparison:
 
     @property
     def stay(self) -> bool:
-        """Whether a form of ddp is the best because nothing else gains enough."""
+        """True where a form of ddp is the best, because nothing else gains enough."""
         return self.best is not None and is_ddp(self.best.candidate.overrides)
 
     @property

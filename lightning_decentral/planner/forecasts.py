@@ -64,7 +64,7 @@ HALF_PRECISION = "fp16_compress_hook", "bf16_compress_hook"  # torch's, by name
 
 @dataclass(frozen=True)
 class Composed:
-    """What overrides of `recipes/train.py` train with; `optimizer` is empty where they name none."""
+    """Strategy and optimizer of some overrides of `recipes/train.py`; `optimizer` is empty where they name none."""
 
     strategy: Strategy
     optimizer: str = ""

@@ -10,8 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Adam, AdamW, Optimizer
 
 MUON, ACCUM = "gossip, int8, Muon", "gossip, int8, AccumAdamW"  # methods of `known_losses`
-LONGEST_WINDOW = 8
-"""Steps that the source of AccumAdam averages at 16 and 32 workers."""
+LONGEST_WINDOW = 8  # Steps that the source of AccumAdam averages at 16 and 32 workers.
 USUAL_DECAY = 0.01  # AccumAdamW's
 
 

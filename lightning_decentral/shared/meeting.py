@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     import lightning_decentral.shared.fabric.strategy as fabric
     import lightning_decentral.shared.workers as strategies
 
-GOODBYE_SECONDS = 10.0
-"""Time that worker 0, and the store with it, stays for the others to end, too."""
+GOODBYE_SECONDS = 10.0  # Time that worker 0, and the store with it, stays for the others to end, too.
 
 STAGES = {
     RunningStage.VALIDATING: "validation",

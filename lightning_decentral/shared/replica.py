@@ -35,13 +35,11 @@ class ReplicaStrategy(WorkersStrategy):
     evaluate: Evaluate = "mean"
     """Model that is validated, tested and used for prediction: the mean of the workers, or each worker's own model."""
 
-    starts_on_host: bool = False
-    """True where `arrange` brings the model to the device, part by part."""
+    starts_on_host: bool = False  # True where `arrange` brings the model to the device, part by part.
 
     checkpoints: ReplicaCheckpoints
 
-    member: DeviceSteps = DeviceSteps()
-    """This device's part in its worker."""
+    member: DeviceSteps = DeviceSteps()  # This device's part in its worker.
 
     def __init__(self, **workers: Any) -> None:
         super().__init__(**workers)

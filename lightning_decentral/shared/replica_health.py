@@ -38,8 +38,7 @@ WHY = {
     "worker by itself (a validation that updates them, say) or on one alone",
 }
 
-ROUNDING = 1e-4
-"""Part of a tensor's largest magnitude: workers that average exactly in every step differ by less."""
+ROUNDING = 1e-4  # Part of a tensor's largest magnitude: workers that average exactly in every step differ by less.
 OTHER_MODELS = (
     "all_gather(sync_grads=True) while the workers' models differ: the others' rows (negatives, say) are of other "
     "models than this worker's, and only near its own. For the loss of one model train by compressed or "

@@ -113,11 +113,9 @@ class GradientCheck(BeforeUpdate):
         rank_zero_warn(f"the gradients of a step hold NaN or infinity: no worker updates ({self.skipped} skipped)")
 
 
-LOOK_BATCHES = 128
-"""Batches between looks within a long epoch."""
+LOOK_BATCHES = 128  # Batches between looks within a long epoch.
 
-Mixed = tuple[int, Sequence[nn.Parameter]]
-"""Number of rounds that were counted, and the parameters that they mix."""
+Mixed = tuple[int, Sequence[nn.Parameter]]  # Number of rounds that were counted, and the parameters that they mix.
 
 
 class Follows(Protocol):

@@ -58,8 +58,7 @@ def came_and_went(views: Iterable[View]) -> tuple[int, int, int]:
 
 
 KEPT_VIEWS = 32
-HISTORY = 4
-"""Views that have begun and that a member remembers: more than change while a message is under way."""
+HISTORY = 4  # Views that have begun and that a member remembers: more than change while a message is under way.
 
 
 @dataclass(frozen=True)

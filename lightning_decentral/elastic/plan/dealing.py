@@ -29,13 +29,10 @@ from numpy.typing import NDArray
 from lightning_decentral.elastic.plan.view import weight_of
 
 Indices = NDArray[np.int64]
-LATE_TICKS = 1000
-"""Ticks by which a member may learn of a view late."""
-KEPT_VIEWS = 100
-"""Views kept since the floor; of more, the floor is what they made of a pass."""
+LATE_TICKS = 1000  # Ticks by which a member may learn of a view late.
+KEPT_VIEWS = 100  # Views kept since the floor; of more, the floor is what they made of a pass.
 
-UNBOUNDED = 2**40
-"""Batches of an epoch that has no end."""
+UNBOUNDED = 2**40  # Batches of an epoch that has no end.
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,7 @@ class Fetch(NamedTuple):
 
 Act = Send | Fetch
 
-APART = 4
-"""Rounds by which members in step with each other may differ."""
+APART = 4  # Rounds by which members in step with each other may differ.
 
 
 def _number(view: View | None) -> int:

@@ -8,8 +8,7 @@ from lightning_decentral.elastic.plan.view import View, shown
 from lightning_decentral.shared.plan.figure import INK, new_figure
 
 COLOURS = ("#8fb3d9", "#9ccc9c", "#e6b566", "#b79ad1", "#d98c8c", "#7fc4c4", "#c2a27c", "#a9a9d9")
-NARROW = 0.04
-"""Fraction of the picture's width: views that were in force for less have no number written on them."""
+NARROW = 0.04  # Fraction of the picture's width: views that were in force for less have no number written on them.
 LARGEST_INCHES = 40.0
 
 Stays = Mapping[str, Sequence[tuple[float, float, int]]]

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,8 +14,10 @@ from lightning_decentral.gossip.plan.topology.topology import Topology, audience
 from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.codec.blocks import key, real
 from lightning_decentral.shared.compute.codec.codec import Codec, Frame, PayloadPart
-from lightning_decentral.shared.compute.codec.coded_parts import CodedParts
 from lightning_decentral.shared.compute.health import scale, sound, squared_norm
+
+if TYPE_CHECKING:
+    import lightning_decentral.shared.compute.codec.coded_parts as coded
 
 
 def coder_of(codec: Codec, topology: Topology, rank: int, size: int, pool: Pool) -> Coder:
@@ -115,8 +117,7 @@ class BucketCodec:
 
 
 SAMPLE = 2**16
-RULE_OF_THUMB = 0.9
-"""A rate may be over the share that arrives by a tenth."""
+RULE_OF_THUMB = 0.9  # A rate may be over the share that arrives by a tenth.
 
 
 def share_that_arrives(codec: Codec, dtype: torch.dtype) -> float:
@@ -249,7 +250,7 @@ class CodedMean(Memory):
         owned: of each bucket, what the last mean of the own part was rounded by.
     """
 
-    def __init__(self, parts: CodedParts) -> None:
+    def __init__(self, parts: "coded.CodedParts") -> None:
         self.parts, self.lost = parts, CodecError()
         self.owned: list[Tensor] = []
 

@@ -19,8 +19,7 @@ from lightning_decentral.gossip.compute.mixing import Sick
 from lightning_decentral.shared.compute.buckets import Bucket
 from lightning_decentral.shared.compute.health import FACTOR, scale, sound
 
-PATIENCE = 32
-"""Rounds that a worker waits for somebody sound."""
+PATIENCE = 32  # Rounds that a worker waits for somebody sound.
 
 
 class Healing:

@@ -19,18 +19,15 @@ from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.device import AsyncRead
 
-Buffers = list[Tensor]
-"""Tensors that a payload consists of."""
+Buffers = list[Tensor]  # Tensors that a payload consists of.
 
 
 class Memory(ABC):
-    """What an exchange shows of its coder from outside, and saves."""
+    """State of an exchange's coder, as others see and save it."""
 
-    encodes: ClassVar[bool] = True
-    """True where messages travel otherwise than as they are."""
+    encodes: ClassVar[bool] = True  # True where messages travel otherwise than as they are.
 
-    bytes: int = 0
-    """Bytes of one message of all admitted buckets on the wire, without headers."""
+    bytes: int = 0  # Bytes of one message of all admitted buckets on the wire, without headers.
 
     def error(self) -> float | None:
         """||message - decoded|| / ||message - estimate||, relative; None where nothing is encoded or was measured."""

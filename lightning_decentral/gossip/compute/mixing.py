@@ -25,8 +25,7 @@ from lightning_decentral.shared.compute.fused import operator
 from lightning_decentral.shared.compute.health import FACTOR, scales_in, sound, state_
 
 # One would be too soon for a round that lands on a second stream, during the step.
-LAG = 2
-"""Rounds until the host reads a device's verdict."""
+LAG = 2  # Rounds until the host reads a device's verdict.
 
 
 _ABSURD = f"numbers over {FACTOR:.0e} times its neighbours'"
@@ -139,8 +138,7 @@ def refuse(received: Tensor, instead: Tensor, healthy: Tensor) -> None:
     torch.where(healthy, received, instead, out=received)
 
 
-ROUNDING = 1e-12
-"""Rounding error of a sum of weights."""
+ROUNDING = 1e-12  # Rounding error of a sum of weights.
 
 
 def difference(sent: Tensor, received: Sequence[Tensor], weights: Sequence[float], sane: Tensor) -> Tensor:

@@ -25,8 +25,7 @@ from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Message
 
 Number = float | NDArray[np.float64]
-HEADER = 3
-"""Numbers before a message: its round, the elements of all buckets, its largest magnitude."""
+HEADER = 3  # Numbers before a message: its round, the elements of all buckets, its largest magnitude.
 
 
 class StepLinks(Protocol):
@@ -72,8 +71,7 @@ class MessageInFlight(ABC):
     together: bool = False
     """True where the others must land it while this worker does, and it isn't done during the training."""
 
-    corrects: bool = False
-    """True where `correct` may take the place of a landing."""
+    corrects: bool = False  # True where `correct` may take the place of a landing.
 
     @abstractmethod
     def land(self) -> Tensor:
@@ -212,14 +210,11 @@ M = TypeVar("M", bound=MessageInFlight)
 class Exchange(ABC, Generic[M]):
     """One worker's share of every round (or all workers' at once, in a simulation)."""
 
-    pool: Pool
-    """Buffers of messages; the user of what landed gives them back to it."""
+    pool: Pool  # Buffers of messages; the user of what landed gives them back to it.
 
-    coder: Memory
-    """Coder of messages: what both ends of a link remember of each other, and what of a message travels."""
+    coder: Memory  # Coder of messages: what both ends of a link remember of each other, and what of a message travels.
 
-    neighbours: Callable[[int], StepLinks]
-    """Links of a step."""
+    neighbours: Callable[[int], StepLinks]  # Links of a step.
 
     @abstractmethod
     def admit(self, buckets: Sequence[Tensor], combine: Combine) -> None:

@@ -29,8 +29,7 @@ class IslandMember(DeviceSteps):
         meet: runs what waits for other devices.
     """
 
-    shards = 1
-    """Devices that a worker's parameters are spread over."""
+    shards = 1  # Devices that a worker's parameters are spread over.
 
     overlaps = True  # whether its exchange runs while the training goes on, where the delay allows it
 

@@ -14,8 +14,7 @@ from lightning_decentral.gossip.wire.mixer import MeanOfSound, Mixer
 from lightning_decentral.shared.compute.buckets import Bucket, with_tail
 from lightning_decentral.shared.wire.meeting.comparison import Layout, MakeLayouts, Named, TrainingComparison
 
-Pack = Callable[[Sequence[nn.Parameter]], list[Bucket]]
-"""Parameters as buckets, as their island packs them."""
+Pack = Callable[[Sequence[nn.Parameter]], list[Bucket]]  # Parameters as buckets, as their island packs them.
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -203,8 +203,7 @@ class OptimizerMixer:
             own.load_state_dict(state["beside"][own.name])
 
 
-SAMPLES = 64
-"""Elements sampled of each parameter: a pass over all of it in each step would cost as much as a round."""
+SAMPLES = 64  # Elements sampled of each parameter: a pass over all of it in each step would cost as much as a round.
 
 
 class Written:

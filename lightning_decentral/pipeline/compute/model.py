@@ -19,8 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightning_decentral.pipeline.compute.kv_cache import KVCache
 from lightning_decentral.shared.plan.profile import BlockCost
 
-Shape = tuple[tuple[int, ...], torch.dtype]
-"""Shape and dtype of a hidden state, and so of its gradient."""
+Shape = tuple[tuple[int, ...], torch.dtype]  # Shape and dtype of a hidden state, and so of its gradient.
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,7 @@ class Pipelined(ABC):
         module: what the user's step calls, once.
     """
 
-    sliceable: bool
-    """True where a sequence may be cut into slices."""
+    sliceable: bool  # True where a sequence may be cut into slices.
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

@@ -20,8 +20,7 @@ from collections.abc import Mapping, Sequence
 from lightning_decentral.pipeline.plan.schedule import TOWARDS, Action, Kind, equally_long
 
 AHEAD = 2
-Posts = Mapping[Action, Sequence[Action]]
-"""action -> those whose receives are posted before it, in order."""
+Posts = Mapping[Action, Sequence[Action]]  # action -> those whose receives are posted before it, in order.
 
 
 def two_ahead(actions: Sequence[Action]) -> Posts:

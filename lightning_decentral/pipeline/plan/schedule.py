@@ -200,8 +200,7 @@ class ScheduleForecast:
     spans: dict[str, Span]
     seconds: float
     bubble: float
-    chunks_in_flight: tuple[int, ...]
-    """The most that each stage holds at once."""
+    chunks_in_flight: tuple[int, ...]  # The most that each stage holds at once.
 
 
 def always(seconds: float) -> Costs:

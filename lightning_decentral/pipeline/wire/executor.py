@@ -99,12 +99,10 @@ class Edge(NamedTuple):
     """
 
     over: Transport
-    peer: int
-    """The neighbour's rank there."""
+    peer: int  # The neighbour's rank there.
 
 
-Edges = Mapping[tuple[Kind, int], Edge]
-"""Edges of one stage: (direction, neighbouring stage) -> edge."""
+Edges = Mapping[tuple[Kind, int], Edge]  # Edges of one stage: (direction, neighbouring stage) -> edge.
 
 
 class Channel:
@@ -190,8 +188,7 @@ def _tag(action: Action) -> int:
 Close = Callable[[int, Tensor], Tensor]
 """(micro-batch, output of the last stage, all slices together) -> the scalar that goes back."""
 
-Clock = Callable[[], float]
-"""Seconds since any moment."""
+Clock = Callable[[], float]  # Seconds since any moment.
 _name = cache(str)  # of an action: a profile names each, and a run has few
 
 

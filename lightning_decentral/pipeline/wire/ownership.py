@@ -16,8 +16,7 @@ from lightning_decentral.shared.wire.objects import gather_objects
 from lightning_decentral.shared.wire.transport import Transport
 
 State = dict[str, Any]
-Form = tuple[tuple[int, ...], torch.dtype, bool]
-"""Shape, type, and whether it is in a state_dict."""
+Form = tuple[tuple[int, ...], torch.dtype, bool]  # Shape, type, and whether it is in a state_dict.
 
 
 class Ownership:

@@ -22,8 +22,7 @@ from lightning_decentral.shared.wire.transport import Message, Transport
 T = TypeVar("T")
 TIED = (1 << 24) - 1  # a tag that no chunk has
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-Program = tuple[Sequence[Action], Posts]
-"""Actions of a stage in a step, and when it posts its receives."""
+Program = tuple[Sequence[Action], Posts]  # Actions of a stage in a step, and when it posts its receives.
 
 
 class StageRunner:

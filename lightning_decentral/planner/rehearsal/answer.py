@@ -21,8 +21,7 @@ OF_FORECAST = (0.94, 1.35)
 """Range, in forecast seconds, of nine in ten measured steps (benchmarks/rehearse.py compared)."""
 BEYOND_ERROR = 0.11
 """Nine in ten extrapolated numbers of steps were nearer to those of longer runs (from benchmarks/rehearse.py)."""
-BEYOND = 1.5
-"""Multiple of the rehearsed steps beyond which nothing is extrapolated."""
+BEYOND = 1.5  # Multiple of the rehearsed steps beyond which nothing is extrapolated.
 
 
 @dataclass(frozen=True)
@@ -230,8 +229,7 @@ def shown_rate(bytes_per_second: float) -> str:
 
 HEAD = '<!doctype html><html lang="en"><meta charset="utf-8"><title>rehearsal</title>'
 HEADINGS = ("method", "workers", "rates times", "steps", "loss", "excess", "step", "to the target", "sent", "over ddp")
-Across = Callable[[Reached], float | None]
-"""Amount that a step adds to the horizontal axis; None: unknown."""
+Across = Callable[[Reached], float | None]  # Amount that a step adds to the horizontal axis; None: unknown.
 AXES: tuple[tuple[str, Across], ...] = (
     ("steps", lambda row: 1.0),
     ("seconds, forecast", lambda row: row.step_seconds),

@@ -31,8 +31,7 @@ from lightning_decentral.shared.wire.agreement import check_same_model, start_fr
 from lightning_decentral.shared.wire.in_process import InProcessTransport, Mailboxes
 from lightning_decentral.shared.wire.in_process_group import InProcessGroup, ThreadsWorld
 
-LOOK = 10
-"""Steps from one look at the noise of gradients to the next."""
+LOOK = 10  # Steps from one look at the noise of gradients to the next.
 
 
 @dataclass

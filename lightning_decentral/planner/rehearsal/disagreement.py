@@ -31,12 +31,9 @@ from lightning_decentral.gossip.wire.simulation import simulate
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.evaluation import HeldOutEvaluation
 
-ALONE = 8
-"""Updates of a probe without messages."""
-STEPS, ELEMENTS = 192, 1024
-"""Size of a simulation at one learning rate; the second half of its steps counts."""
-LARGEST = 0.99
-"""Largest correlation."""
+ALONE = 8  # Updates of a probe without messages.
+STEPS, ELEMENTS = 192, 1024  # Size of a simulation at one learning rate; the second half of its steps counts.
+LARGEST = 0.99  # Largest correlation.
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,8 @@ from lightning_decentral.planner.rehearsal.turns import CPU, generators, map_on_
 from lightning_decentral.planner.rehearsal.worker import quiet
 from lightning_decentral.shared.compute.carried import carried
 
-BATCHES = 16
-"""Number of batches, the first ones of the validation data."""
-PAIRED = 4
-"""Batches where losses are compared on the same ones: what makes one batch harder is in both, and falls out."""
+BATCHES = 16  # Number of batches, the first ones of the validation data.
+PAIRED = 4  # Batches where losses are compared on the same ones: what makes one batch harder is in both, and falls out.
 
 
 class HeldOutEvaluation:

@@ -28,10 +28,8 @@ from lightning_decentral.shared.plan.profile import Profile
 
 CARDS = (1.25e6, 6.25e6, 2.5e7, 1.25e8, 1.25e9, 1.25e10)
 """Bytes per second, of the map: 10, 50 and 200 Mbit/s, 1, 10 and 100 Gbit/s."""
-WARM, PROBE = 2, 3
-"""Steps before a probe, and those that it times."""
-NEGLIGIBLE = 1e-3
-"""Share of the loss: a disagreement that costs no more isn't seen among the seeds of one method."""
+WARM, PROBE = 2, 3  # Steps before a probe, and those that it times.
+NEGLIGIBLE = 1e-3  # Share of the loss: a disagreement that costs no more isn't seen among the seeds of one method.
 PAIRS, LONG_SECONDS = 7, 1.0
 """Steps on threads and one after the other that are timed at most; none begins after so long."""
 

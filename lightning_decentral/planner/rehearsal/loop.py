@@ -10,8 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_decentral.planner.rehearsal.turns import CPU
 
-RATES = ("lr", "initial_lr", "max_lr", "min_lr")
-"""Entries of a parameter group that are learning rates."""
+RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # Entries of a parameter group that are learning rates.
 
 
 @dataclass(frozen=True)

@@ -36,12 +36,9 @@ METHODS = (
     Candidate(f"{STREAM} strategy/combine=outer_nesterov {OUTER}", "streamed outer rounds"),
 )
 RATES = (0.5, 1.0, 2.0)
-FEWEST = 10
-"""Steps of a rehearsal."""
-MARGIN = 0.9
-"""Share of the time left that steps are planned for."""
-PAYS = 0.9
-"""Share of the time of one worker after the other: threads that gain less aren't taken."""
+FEWEST = 10  # Steps of a rehearsal.
+MARGIN = 0.9  # Share of the time left that steps are planned for.
+PAYS = 0.9  # Share of the time of one worker after the other: threads that gain less aren't taken.
 Result = TypeVar("Result")
 
 

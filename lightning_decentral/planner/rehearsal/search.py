@@ -25,8 +25,7 @@ class OutOfTime(Exception):
     """The minutes, or a method's share of them, are over."""
 
 
-MARKS = 20
-"""Number of marks in the steps of a rehearsal."""
+MARKS = 20  # Number of marks in the steps of a rehearsal.
 Point = tuple[float, float]
 
 

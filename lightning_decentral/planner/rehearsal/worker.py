@@ -100,8 +100,7 @@ def quiet(module: Module) -> Module:
     return module
 
 
-FEW = 1000
-"""Entries of a list: more are examples, which nobody changes."""
+FEW = 1000  # Entries of a list: more are examples, which nobody changes.
 
 
 class AskedTooSoon:

@@ -15,13 +15,11 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.states import TrainerFn
 
-KEY = "lightning_decentral.runs"
-"""In a checkpoint: JSON of the loggers' ids, in their order."""
+KEY = "lightning_decentral.runs"  # In a checkpoint: JSON of the loggers' ids, in their order.
 
 RUN_IDS = "_id", "_run_id", "_experiment_key"
 """Attributes in which loggers of W&B, MLflow and Comet keep the id of their run."""
-ARGUMENTS = {"_wandb_init": "id"}
-"""Arguments of the id, in what a logger keeps until it opens its run."""
+ARGUMENTS = {"_wandb_init": "id"}  # Arguments of the id, in what a logger keeps until it opens its run.
 CHECKPOINT = 4  # its place among the arguments of Lightning's fit
 
 

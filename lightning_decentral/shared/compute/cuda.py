@@ -14,8 +14,7 @@ current_stream, on = torch.cuda.current_stream, torch.cuda.stream
 """The stream that the host queues to on a device; `with on(stream)` makes it another."""
 
 device_count, set_device, device_name = torch.cuda.device_count, torch.cuda.set_device, torch.cuda.get_device_name
-synchronize = torch.cuda.synchronize
-"""The host waits for all streams of a device."""
+synchronize = torch.cuda.synchronize  # The host waits for all streams of a device.
 
 
 def host_like(like: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
@@ -69,5 +68,4 @@ def set_random_states(states: list[Tensor]) -> None:
         torch.cuda.set_rng_state_all(states)
 
 
-random_state, set_random_state = torch.cuda.get_rng_state, torch.cuda.set_rng_state
-"""Random state of one device."""
+random_state, set_random_state = torch.cuda.get_rng_state, torch.cuda.set_rng_state  # Random state of one device.

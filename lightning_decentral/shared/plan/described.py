@@ -18,10 +18,8 @@ from typing import Any
 
 import numpy as np
 
-LONGEST = 60
-"""Characters of a sequence that are shown; a longer one is its length and a checksum."""
-DEEPEST = 12
-"""Parts within parts; what is deeper is a cycle."""
+LONGEST = 60  # Characters of a sequence that are shown; a longer one is its length and a checksum.
+DEEPEST = 12  # Parts within parts; what is deeper is a cycle.
 
 Facts = Iterator[tuple[str, str]]
 

@@ -16,8 +16,7 @@ from math import log2
 from typing import Any
 
 BASELINE = "ddp"
-RECIPES = {"gpt": "text", "vit": "images, a transformer", "resnet": "images, a ResNet"}
-"""Kind of model of each recipe."""
+RECIPES = {"gpt": "text", "vit": "images, a transformer", "resnet": "images, a ResNet"}  # Kind of model of each recipe.
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ VERSION = 1
 ALWAYS_MEASURED = ("name", "forward_seconds", "backward_seconds", "update_seconds", "parameter_bytes")
 
 
-Sides = tuple[int, int]
-"""(the shorter, the longer) of a matrix."""
+Sides = tuple[int, int]  # (the shorter, the longer) of a matrix.
 
 
 @dataclass(frozen=True)

@@ -233,8 +233,7 @@ def refuse_lossy(codec: Codec, rule: Rule) -> None:
         )
 
 
-MOST_LENGTHENED = 1.5
-"""Of what comes in parts; measured: at 1/64 of the elements 1.5 contracts, 2 no longer does."""
+MOST_LENGTHENED = 1.5  # Of what comes in parts; measured: at 1/64 of the elements 1.5 contracts, 2 no longer does.
 
 
 def refuse_overshoot(codec: Codec, rule: Rule) -> None:

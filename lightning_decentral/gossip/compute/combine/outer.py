@@ -17,8 +17,7 @@ from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights, local_steps
 from lightning_decentral.shared.plan.arguments import checked
 
-WARM_UP = 10
-"""Outer steps over which a momentum that suits the local steps rises from its half."""
+WARM_UP = 10  # Outer steps over which a momentum that suits the local steps rises from its half.
 
 
 def suited_lr(workers: int) -> float:

@@ -61,8 +61,7 @@ def _as_written() -> Iterator[None]:
         yield
 
 
-SEPARABLE = ("eager", "sdpa", FLEX)
-"""Kinds of attention whose masks are built from a function of two places."""
+SEPARABLE = ("eager", "sdpa", FLEX)  # Kinds of attention whose masks are built from a function of two places.
 
 
 class Slice(NamedTuple):

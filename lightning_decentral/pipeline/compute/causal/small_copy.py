@@ -36,8 +36,7 @@ REACHES = {
 }
 """The same for tokens, and for what would reach beyond a few of them, or of layers."""
 TRIED = ("vocab_size", "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
-LEAST = 16
-"""Positions and tokens of a copy at least, of however few its model has: the trial must fit."""
+LEAST = 16  # Positions and tokens of a copy at least, of however few its model has: the trial must fit.
 MOST_PARAMETERS = 10**7
 SMALL = 64  # a model that is no wider keeps its widths: they may divide by little else
 SILENCED = re.compile(r".*(dropout|pdrop|layerdrop|jitter).*")
