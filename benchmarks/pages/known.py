@@ -15,7 +15,7 @@ from typing import Any
 from hydra import compose, initialize_config_module
 
 from common.paths import RESULTS, ROOT
-from loss.methods import METHODS
+from loss.methods import METHODS, tuned
 from loss.per_second import RECIPES, TUNED
 from loss.tables import Table
 from network.cluster import bits_per_second
@@ -53,10 +53,14 @@ TYPED = {"strategy=ddp": "strategy=ddp", "hook=fp16": HOOK, "accumulate=4": FOUR
 """What a user types in place of the benchmark's own words."""
 
 
-def typed(method: str) -> str:
-    """Overrides on the command line of `recipes/train.py` that train with a method."""
-    words = [TYPED.get(word, word) for word in (*METHODS[method], *TUNED["gpt", 4].get(method, []))]
-    return " ".join(word for word in words if not (word == "strategy=ddp" and HOOK in words))
+def typed(recipe: str, hosts: int, method: str) -> str:
+    """Overrides on the command line of `recipes/train.py` that train with a method, at its rate and momentum there."""
+    rates, more = RESULTS / f"tuning-{recipe}-2-cores.json", TUNED.get((recipe, hosts), {})
+    if rates.exists():
+        more = tuned(json.loads(rates.read_text())["runs"])
+    words = [TYPED.get(word, word) for word in (*METHODS[method], *more.get(method, []))]
+    kept = {word.partition("=")[0]: word for word in words}  # of two rates the latter is what Hydra takes
+    return " ".join(word for word in kept.values() if not (word == "strategy=ddp" and HOOK in words))
 
 
 def settings() -> Iterator[dict[str, Any]]:
@@ -80,7 +84,7 @@ def settings() -> Iterator[dict[str, Any]]:
             "loss": round(loss, 3),
             "seeds": len(table.runs),
             "batches": {method: table.steps(method, loss) for method in table.methods},
-            "ends": {method: round(table.last(method), 3) for method in table.methods},
+            "overrides": {method: typed(recipe, hosts, method) for method in PLANNED if method in table.methods},
             "seconds": {
                 str(int(bits_per_second(rate))): {name: round(of, 4) for name, of in timed.items()}
                 for rate, timed in table.rates.items()
@@ -88,12 +92,8 @@ def settings() -> Iterator[dict[str, Any]]:
         }
 
 
-def known() -> dict[str, Any]:
-    return {"methods": {method: typed(method) for method in PLANNED}, "settings": [*settings()]}
-
-
 def written() -> str:
-    return json.dumps(known(), indent=1) + "\n"
+    return json.dumps([*settings()], indent=1) + "\n"
 
 
 def main() -> None:

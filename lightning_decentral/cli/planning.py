@@ -76,7 +76,8 @@ def run(options: argparse.Namespace) -> None:
             title=row.candidate.title,
             words=row.candidate.overrides,
             speedup=found.speedup(row),
-            to_loss=row.share,
+            batches_share=None if row.share == inf else row.share,
+            reaches=None if row.share is None else row.share < inf,
             fits=found.fits(row),
             remark=row.candidate.remark,
         )
@@ -84,7 +85,8 @@ def run(options: argparse.Namespace) -> None:
     ]
     cluster, best = setting.cluster, found.best.candidate.title if found.best else None
     command = found.command if found.best else None
-    numbers = PlanAnswer(cluster.workers, cluster.nodes, methods, found.refused, best, command, assumed)
+    losses = str(found.known) if found.known else None
+    numbers = PlanAnswer(cluster.workers, cluster.nodes, methods, found.refused, best, command, assumed, losses)
     answer(options, numbers, table(found), *assumed, *sentences(found))
     if options.report:
         with Console(stderr=True).status("forecasting other clusters for the report"):
@@ -107,7 +109,8 @@ class MethodAnswer:
     card_bytes: float
     memory_bytes: float
     speedup: float
-    to_loss: float | None
+    batches_share: float | None
+    reaches: bool | None
     extrapolated: bool
     fits: bool
     remark: str
@@ -115,7 +118,8 @@ class MethodAnswer:
 
 @dataclass(frozen=True)
 class PlanAnswer:
-    """The answer: methods, the fastest first; `best` is a title, or none where nothing fits."""
+    """The answer: methods in the table's order; `best` is a title, or none where nothing fits; `losses_of` names
+    the setting that losses were measured in, or is null."""
 
     workers: int
     nodes: int
@@ -124,6 +128,7 @@ class PlanAnswer:
     best: str | None
     command: str | None
     assumptions: list[str]
+    losses_of: str | None
 
 
 def assumptions(options: argparse.Namespace) -> list[str]:

@@ -146,7 +146,9 @@ def profile(
     mean = sum(seconds) / len(seconds)
     device = device_name(trainer.strategy.root_device)
     _, kept = without_strategy(overrides)
-    name = " ".join(kept) or "recipe=vit"
+    if not any(word.lstrip("+").startswith("recipe=") for word in kept):
+        kept = (f"recipe={application.choice(overrides, 'recipe')}", *kept)  # which others know the model by
+    name = " ".join(kept)
     works = round_works(sum(b.parameter_bytes for b in measured.blocks), trainer.strategy.root_device, done)
     # Of a host it is processor time, for which others may come in between, as in the steps.
     crowding = measured.processors.crowding if trainer.strategy.root_device.type == "cpu" else 1.0

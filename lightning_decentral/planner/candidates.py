@@ -11,7 +11,7 @@ from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.deterministic import BFloat16
 from lightning_decentral.shared.compute.codec.quantize import Int4, Int8
 from lightning_decentral.shared.plan.forecast import Cluster
-from lightning_decentral.shared.plan.known_losses import KnownLosses, overrides_of
+from lightning_decentral.shared.plan.known_losses import KnownLosses
 from lightning_decentral.shared.plan.profile import Model
 
 BASELINE = "strategy=ddp"
@@ -93,12 +93,10 @@ def _pipelines(cluster: Cluster, batch: int, slices: int) -> Iterator[Candidate]
         yield Candidate(overrides, f"pipelines of {stages}", remark="each takes the batches of its devices")
 
 
-def measured(known: KnownLosses, others: Collection[str]) -> Iterator[Candidate]:
-    """Yield candidates of which it is known when they reach the loss, but for those that these titles name."""
-    for method in known.batches:
-        overrides = overrides_of(method)
-        if overrides and method not in others:
-            yield Candidate(overrides, method)
+def measured(known: KnownLosses) -> Iterator[Candidate]:
+    """Yield candidates of which it is known when they reach the loss."""
+    for method, overrides in known.overrides.items():
+        yield Candidate(overrides, method)
 
 
 def is_ddp(overrides: str) -> bool:

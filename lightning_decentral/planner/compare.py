@@ -1,7 +1,7 @@
 """Comparison of forecasts: all candidates side by side, which one to train with, and the same for other clusters."""
 
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from operator import itemgetter
@@ -23,8 +23,8 @@ RATES = (1.25e7, 1.25e8, 1.25e9, 3.125e9, 1.25e10, 5e10)  # 100 Mbit/s ... 400 G
 MOST_WORKERS = 128
 RUNS = 2
 NOTHING = "nothing fits"
-SUFFIXES = {"adam": "", "adamw": "", "accum_adamw": ", AccumAdamW", "muon": ", Muon"}
-"""Of a method in the table of known losses, by its optimizer."""
+BASES = {"adam": DDP, "adamw": DDP, "accum_adamw": "ddp, AccumAdamW", "muon": "ddp, Muon"}
+"""`ddp` in the table of known losses, by its optimizer."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class ComparedMethod:
     """A candidate with its forecast.
 
     Args:
+        setting: with the candidate's own optimizer.
         share: of the batches that `ddp` with AdamW takes to the loss that it ends at; inf: it doesn't reach that in as
             many; None: nobody knows.
     """
@@ -39,6 +40,7 @@ class ComparedMethod:
     candidate: Candidate
     method: Method
     forecast: StepForecast
+    setting: Setting
     share: float | None = None
 
     @property
@@ -149,7 +151,7 @@ def plan(
             refused[candidate.title] = method
         else:
             share = share_of(candidate, where.model.optimizer, known)
-            rows.append(ComparedMethod(candidate, method, forecast(method, where, factors), share))
+            rows.append(ComparedMethod(candidate, method, forecast(method, where, factors), where, share))
     usable = [row for row in rows if row.method.equal and row.forecast.memory_bytes <= memory_bytes]
     choice = _best([(r.candidate, r.forecast.seconds, r.share, r.forecast.card_bytes) for r in usable], threshold)
     best = next((row for row in usable if row.candidate is choice), None)
@@ -160,18 +162,21 @@ def plan(
 def losses_of(setting: Setting, like: str | None = None) -> KnownLosses | None:
     """Losses that were measured nearest to the setting, for optimizers of which some were; None where none were."""
     kind, model = like or kind_of(setting.model.words), setting.model
-    if kind is None or model.optimizer not in SUFFIXES:
+    if kind is None or model.optimizer not in BASES:
         return None
     return nearest(kind, setting.cluster.workers, model.batch, model.parameter_bytes)
 
 
 def share_of(candidate: Candidate, optimizer: str, known: KnownLosses | None) -> float | None:
-    """`ComparedMethod.share` of a candidate that trains with this optimizer."""
-    names = f"{candidate.title}{SUFFIXES.get(optimizer, '')}", candidate.title
-    named = next((name for name in names if known is not None and name in known.batches), None)
-    if known is None or named is None:
+    """`ComparedMethod.share` of a candidate, which was measured with the very overrides, or is `ddp` by itself."""
+    if known is None:
         return None
-    found = known.share(named)
+    words = set(candidate.overrides.split())
+    same = (method for method, overrides in known.overrides.items() if set(overrides.split()) == words)
+    method = BASES.get(optimizer) if candidate.overrides == BASELINE else next(same, None)
+    if method is None or method not in known.batches:
+        return None
+    found = known.share(method)
     return inf if found is None else found
 
 
@@ -184,15 +189,29 @@ def _best(found: Iterable[tuple[Candidate, float, float | None, float]], thresho
     rows = list(found)
     reaching = sorted((row for row in rows if row[2] not in (None, inf)), key=itemgetter(3))
     if reaching:
-        return chosen([(one, seconds * (share or inf)) for one, seconds, share, _ in reaching], threshold, AS_SOON)
-    return chosen([(one, seconds) for one, seconds, *_ in rows], threshold)
+        to_loss = [(one, seconds * (share or inf)) for one, seconds, share, _ in reaching]
+        return chosen(to_loss, threshold, AS_SOON, forms=is_ddp)
+    unknown = [(one, seconds) for one, seconds, share, _ in rows if share is None or is_baseline(one.overrides)]
+    return chosen(unknown, threshold)
 
 
-def chosen(found: Sequence[tuple[Candidate, float]], threshold: float, alike: float = AS_FAST) -> Candidate | None:
-    """Choose by seconds: the best form of ddp if nothing gains enough over it; otherwise, of the fastest that do, alike
-    to this part, the first."""
-    forms = [pair for pair in found if is_ddp(pair[0].overrides)]
-    ddp, base = min(forms, key=lambda pair: pair[1], default=(None, inf))
+def is_baseline(overrides: str) -> bool:
+    return overrides == BASELINE
+
+
+def chosen(
+    found: Sequence[tuple[Candidate, float]],
+    threshold: float,
+    alike: float = AS_FAST,
+    forms: Callable[[str], bool] = is_baseline,
+) -> Candidate | None:
+    """Choose by seconds: ddp if nothing gains enough over it; otherwise, of the fastest that do, the first.
+
+    Args:
+        alike: candidates are equally fast up to this part.
+        forms: whether overrides are one of ddp's forms, of which the fastest stands for it.
+    """
+    ddp, base = min((pair for pair in found if forms(pair[0].overrides)), key=itemgetter(1), default=(None, inf))
     # Both, as at a threshold of 0 to be as fast is no gain.
     gaining = [(one, seconds) for one, seconds in found if seconds < base and (1 + threshold) * seconds <= base]
     fastest = min((seconds for _, seconds in gaining), default=0.0)
@@ -201,7 +220,7 @@ def chosen(found: Sequence[tuple[Candidate, float]], threshold: float, alike: fl
 
 @dataclass(frozen=True)
 class Cell:
-    """One cluster: seconds of the candidates by title, and the one to train with or `NOTHING`."""
+    """One cluster: seconds of the candidates by title, to a loss where that is known, and which to train with."""
 
     workers: int
     bytes_per_second: float
@@ -237,7 +256,8 @@ def grid(plan: Comparison, workers: Sequence[int], rates: Sequence[float]) -> li
                 one: float(method.seconds(replace(at, network=link), factors).mean()) for one, method, at in served
             }
             best = _best([(one, seconds[one], share, sent) for one, share, sent in about], plan.threshold)
-            by_title = {one.title: spent for one, spent in seconds.items()}
+            to_loss = {one.title: share * seconds[one] for one, share, _ in about if share}
+            by_title = to_loss if "ddp" in to_loss else {one.title: spent for one, spent in seconds.items()}
             found.append(Cell(count, rate, by_title, best.title if best else NOTHING))
     return found
 
@@ -246,10 +266,10 @@ def _methods(
     where: Setting, slices: int, also: Iterable[str], known: KnownLosses | None
 ) -> Iterator[tuple[Candidate, Method | str, Setting]]:
     """Yield each candidate with its method, or why it can't serve the cluster, and the setting with its optimizer."""
-    plain = [*candidates(where.cluster, where.model, slices)]
-    named = {f"{one.title}{SUFFIXES.get(where.model.optimizer, '')}" for one in plain}
-    further = measured(known, {DDP, *named}) if known else ()
-    for candidate in [*plain, *further, *(Candidate(own, own) for own in also)]:
+    own = BASES.get(where.model.optimizer)  # the row `ddp` is that
+    further = [one for one in (measured(known) if known else ()) if one.title != own]
+    asked = (Candidate(one, one) for one in also)
+    for candidate in [*candidates(where.cluster, where.model, slices), *further, *asked]:
         try:
             made = composed(candidate.overrides)
             at = replace(where, model=trained_with(where.model, made.optimizer)) if made.optimizer else where

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from lightning_decentral.gossip.plan.forecast import GossipForecast
 from lightning_decentral.gossip.plan.warm_start import WarmStarted
-from lightning_decentral.planner.compare import RATES, Cell, ComparedMethod, Comparison, grid, sizes
+from lightning_decentral.planner.compare import BASES, RATES, Cell, ComparedMethod, Comparison, grid, sizes
 from lightning_decentral.planner.plan.optimizer_cost import ALIKE, MUON, products_seconds
 from lightning_decentral.shared.plan.figure import ACCENT, INK, WORKER, new_figure
 from lightning_decentral.shared.plan.profile import Model
@@ -38,7 +38,7 @@ def cells(plan: Comparison, row: ComparedMethod) -> tuple[str, ...]:
 
 
 def sooner(plan: Comparison, row: ComparedMethod) -> str:
-    """Times sooner than the baseline at the loss that `ddp` with AdamW ends at."""
+    """Times sooner than the row `ddp` at the loss that `ddp` with AdamW ends at, as text."""
     if row.share is None or not plan.baseline.to_loss < math.inf:
         return UNKNOWN
     return f"{plan.baseline.to_loss / row.to_loss:.2f}" if row.share < math.inf else NEVER
@@ -64,9 +64,15 @@ def sentences(plan: Comparison) -> Iterator[str]:
     )
     if plan.known is not None:
         yield (
-            f"to loss: times sooner at the loss that ddp with AdamW ends at, {plan.known.loss:g}; steps as measured "
-            f"with {plan.known}, seconds as predicted; {NEVER}: not in as many steps; {UNKNOWN}: not measured"
+            f"to loss: times sooner than the row ddp at the loss that ddp with AdamW at its best rate ends at, "
+            f"{plan.known.loss:g}; batches as measured with {plan.known}, seconds as predicted; {NEVER}: not in as "
+            f"many batches; {UNKNOWN}: not measured, so not recommended"
         )
+        if plan.known.is_far(plan.setting.cluster.workers, plan.setting.model.parameter_bytes):
+            yield (
+                "that is far from your setting: with more workers gossip and outer rounds end higher, so rehearse "
+                "before a long run (lightning-decentral rehearse)"
+            )
     if any(row.forecast.extrapolated for row in plan.rows):
         network, extrapolated = plan.setting.network, "extrapolated: not measured on groups of this size"
         options = " and ".join(GIVEN[reach] for reach in network.given)
@@ -90,7 +96,7 @@ def _rounds(plan: Comparison) -> Iterator[str]:
     gossips = [row for row in plan.rows if isinstance(row.method, GossipForecast)]
     for row in sorted(gossips, key=lambda row: row is not plan.best)[:1]:
         assert isinstance(row.method, GossipForecast)
-        if seconds := row.method.round_seconds(plan.setting):
+        if seconds := row.method.round_seconds(row.setting):
             share = f"{1e3 * seconds:.3g} ms, {100 * seconds / row.forecast.seconds:.2g} % of a step"
             yield f"a round takes the device itself (copy, encode, decode, mix): {row.candidate.title} {share}, counted"
 
@@ -129,11 +135,18 @@ def _gain(plan: Comparison, best: ComparedMethod) -> Iterator[str]:
         yield f"{best.candidate.title}: {100 * gain:+.0f} % steps per second against ddp"
     gossips = isinstance(best.method, (GossipForecast, WarmStarted))
     if not plan.stay:
-        yield (
-            "no loss of such a model was measured, so this ranks steps: --like gpt, vit or resnet ranks by steps that "
-            "models of that kind take to a loss; lightning-decentral rehearse measures yours"
-        )
+        yield f"{_unranked(plan)}, so this ranks steps; lightning-decentral rehearse measures your losses"
     yield from _optimizer(plan.setting.model, gossips)
+
+
+def _unranked(plan: Comparison) -> str:
+    """Reason why methods aren't ranked by losses, as text."""
+    optimizer = plan.setting.model.optimizer
+    if plan.known is not None:
+        return "no method that is known to reach the loss fits this memory, or this profile doesn't show its cost"
+    if optimizer not in BASES:
+        return f"no loss was measured with {optimizer or 'an unnamed optimizer'}"
+    return "no loss of such a model was measured (--like gpt, vit or resnet takes those of a recipe)"
 
 
 def _optimizer(model: Model, gossip: bool) -> Iterator[str]:
@@ -260,8 +273,9 @@ def page(plan: Comparison, *, workers: Sequence[int] | None = None, rates: Seque
     found = grid(plan, counts, rates) if counts else []
     body = "\n".join([*_head(plan), *(_maps(plan, found) if found else [NO_MAP])])
     for row in dict.fromkeys([plan.baseline, *([plan.best] if plan.best else [])]):
-        body += f"\n<h2>Timeline: {escape(row.candidate.title)}</h2><p>Equally fast workers; the first rows.</p>\n"
-        body += timeline(row.method.tasks(where))
+        body += f"\n<h2>Timeline: {escape(row.candidate.title)}</h2>"
+        body += "<p>Equally fast workers; the first rows; a batch with an update.</p>\n"
+        body += timeline(row.method.tasks(row.setting))
     return f"{HEAD}<style>{STYLE}</style>\n{body}\n</html>\n"
 
 
@@ -286,7 +300,8 @@ def _maps(plan: Comparison, found: Sequence[Cell]) -> Iterator[str]:
     rate = min({c.bytes_per_second for c in found}, key=lambda r: abs(r - own_rate))
     over_workers = [cell for cell in found if cell.bytes_per_second == rate]
     over_rates = [cell for cell in found if cell.workers == own]
-    yield "<h2>Where each method wins</h2><p>Colour: what to train with; number: its speed-up over ddp.</p>"
+    gain = "times sooner than ddp at a loss" if plan.known else "its speed-up over ddp"
+    yield f"<h2>Where each method wins</h2><p>Colour: what to train with; number: {gain}.</p>"
     colours = palette([*titles, *(cell.best for cell in found)])
     yield winners(found, colours)
     yield f"<h2>Over workers, at {8 * rate / 1e9:g} Gbit/s</h2>"

@@ -3,6 +3,7 @@
 import re
 import shlex
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from lightning_decentral.gossip import Auto, GossipForecast, Int8, Ring
 from lightning_decentral.gossip.plan.step_costs import ReplicatedCost
 from lightning_decentral.pipeline import Pipelining
 from lightning_decentral.planner.candidates import Candidate, candidates
-from lightning_decentral.planner.compare import chosen, plan
+from lightning_decentral.planner.compare import _best, chosen, losses_of, plan
 from lightning_decentral.planner.forecasts import encoding_of, method_of, strategy_of
 from lightning_decentral.planner.show import sentences, verdict
 from lightning_decentral.recipes import command as cli
@@ -265,6 +266,42 @@ def test_where_losses_are_known_the_soonest_at_the_loss_is_named() -> None:
     assert plan(replace(profiled("adamw"), model=replace(free, words=()))).known is None
     assert plan(replace(profiled("adamw"), model=replace(free, words=())), like="text").known is not None
     assert plan(replace(profiled("sgd"), model=replace(free, optimizer="sgd"))).known is None
+
+
+def test_a_loss_is_that_of_the_very_overrides_that_were_measured() -> None:
+    known = losses_of(profiled("adamw", 4))
+    assert known is not None
+    asked = known.overrides["gossip, int8, Muon"]
+    muon = plan(profiled("adamw", 4), optimizer="muon", also=[asked])
+    shares = {row.candidate.title: row.share for row in muon.rows}
+    assert shares["gossip, int8"] is None  # momentum 0.8, and 0.9 was measured
+    assert shares["gossip, int8, Muon"] == shares[asked]
+    assert shares["ddp"] not in (None, 1.0)
+    accumulated = profiled("accum_adamw", 16)
+    assert plan(accumulated).baseline.share is None  # not measured on 16 workers
+
+
+def test_what_is_known_not_to_reach_a_loss_is_not_recommended_by_its_steps() -> None:
+    rows = [(Candidate("strategy=ddp", "ddp"), 1.0, inf, 2.0), (Candidate("fast", "fast"), 0.1, inf, 1.0)]
+    best = _best(rows, 0.1)
+    assert best is not None
+    assert best.title == "ddp"
+    unknown = _best([*rows, (Candidate("unknown", "unknown"), 0.5, None, 1.0)], 0.1)
+    assert unknown is not None
+    assert unknown.title == "unknown"
+
+
+def test_why_losses_rank_nothing_is_the_reason_that_holds() -> None:
+    sgd = replace(profiled("sgd").model, optimizer="sgd")
+    assert "no loss was measured with sgd" in " ".join(verdict(plan(replace(profiled("sgd"), model=sgd), like="text")))
+    own = replace(profiled("adamw"), model=replace(profiled("adamw").model, words=()))
+    assert "--like gpt, vit or resnet" in " ".join(verdict(plan(own)))
+    known = losses_of(profiled("adamw", 8))
+    assert known is not None
+    assert not known.is_far(2 * known.workers, 8 * known.parameter_bytes)
+    assert known.is_far(3 * known.workers, 1)
+    assert known.is_far(1, 9 * known.parameter_bytes)
+    assert any("far from your setting" in line for line in sentences(plan(profiled("adamw", 64))))
 
 
 def test_another_optimizer_is_charged_to_every_method() -> None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from math import log2
-from typing import Any
 
 BASELINE = "ddp"
 RECIPES = {"gpt": "text", "vit": "images, a transformer", "resnet": "images, a ResNet"}  # Kind of model of each recipe.
@@ -30,7 +29,7 @@ class KnownLosses:
         loss: that `ddp` with AdamW has in the end; of images the cross-entropy of the test set.
         seeds: runs of each method.
         batches: to that loss, by method; None where a run of as many steps doesn't reach it.
-        ends: the loss of each method after as many batches as `ddp`.
+        overrides: of `recipes/train.py` at the rate and momentum that were measured, by method of this package.
         seconds: of a batch on hosts of one processor thread each, {bits per second: {method: seconds}}.
     """
 
@@ -42,7 +41,7 @@ class KnownLosses:
     loss: float
     seeds: int
     batches: Mapping[str, int | None]
-    ends: Mapping[str, float]
+    overrides: Mapping[str, str]
     seconds: Mapping[str, Mapping[str, float]]
 
     def share(self, method: str) -> float | None:
@@ -56,26 +55,25 @@ class KnownLosses:
         pairs = (self.workers, workers, 2), (self.batch, batch, 1), (self.parameter_bytes, max(1, parameter_bytes), 1)
         return sum(weight * abs(log2(known / asked)) for known, asked, weight in pairs)
 
+    def is_far(self, workers: int, parameter_bytes: int) -> bool:
+        """Return whether a user has more than twice the workers or eight times the parameters."""
+        return workers > 2 * self.workers or parameter_bytes > 8 * self.parameter_bytes
+
     def __str__(self) -> str:
         size = f"{self.parameter_bytes / 4e6:.2g} M parameters"
         return f"recipe {self.recipe.split('-')[0]}, {size}, {self.workers} workers, batches of {self.batch}"
 
 
 @cache
-def _table() -> Any:
-    return json.loads(files("lightning_decentral.shared.plan").joinpath("known_losses.json").read_text())
-
-
-@cache
 def known_losses() -> tuple[KnownLosses, ...]:
-    """Every setting that was measured."""
-    return tuple(KnownLosses(**found) for found in _table()["settings"])
+    """Every setting that was measured, text on four workers first."""
+    text = files("lightning_decentral.shared.plan").joinpath("known_losses.json").read_text()
+    return tuple(KnownLosses(**found) for found in json.loads(text))
 
 
 def overrides_of(method: str) -> str | None:
-    """Overrides on the command line of `recipes/train.py` that train with the method; None for other packages'."""
-    found: str | None = _table()["methods"].get(method)
-    return found
+    """Overrides on the command line of `recipes/train.py` that train text on four workers with the method."""
+    return known_losses()[0].overrides.get(method)
 
 
 def nearest(kind: str, workers: int, batch: int, parameter_bytes: int) -> KnownLosses | None:
@@ -86,5 +84,5 @@ def nearest(kind: str, workers: int, batch: int, parameter_bytes: int) -> KnownL
 
 def kind_of(overrides: Sequence[str]) -> str | None:
     """Kind of the model that overrides of `recipes/train.py` make; None for a model of the user's own."""
-    named = (one.partition("=")[2] for one in overrides if one.startswith("recipe="))
-    return next((RECIPES[name] for name in named if name in RECIPES), None)
+    chosen = dict(one.lstrip("+").partition("=")[::2] for one in overrides)
+    return None if "model" in chosen else RECIPES.get(chosen.get("recipe", ""))
