@@ -167,7 +167,7 @@ def places_of_the_first_step() -> None:
 
 
 def thawed_where_nobody_looks() -> None:
-    _set(spill, "as_standing", lambda places, hosts: None)
+    _set(spill.block_places, "as_standing", lambda places, hosts: None)
     _set(Standing, "look", lambda self: None)
 
 
