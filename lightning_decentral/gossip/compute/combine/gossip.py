@@ -172,8 +172,8 @@ def check_stable(rule: str, rate: Rate, topology: Topology, size: int, weights: 
 
 
 def well_below(limit: float) -> float:
-    """Half of it, in hundredths: near the limit mixing contracts by next to nothing in a round."""
-    return int(limit * 50) / 100
+    """Half of it, to two digits: near the limit mixing contracts by next to nothing in a round."""
+    return float(f"{limit / 2:.2g}")
 
 
 def check_echo(
