@@ -186,7 +186,7 @@ def rehearsed(ask: Ask, job: RehearsalJob, known: Foreknowledge | None) -> tuple
         noise=first.noise,
         excess=sum(one.excess for one in found) / len(found),
         excess_predicted=None if predicting is None else predicting.excess(ask, job, first.learning_rates),
-        rates=len(ask.rates),
+        rates=first.rates,
         trained=first.trained,
     )
     return reached, learnt
