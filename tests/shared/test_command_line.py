@@ -13,6 +13,9 @@ import pytest
 import yaml
 from hydra.utils import instantiate
 from jsonargparse import ArgumentParser
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
@@ -80,6 +83,24 @@ def test_a_misspelt_name_is_answered_by_the_one_that_was_meant(
         cli(monkeypatch, "--trainer.strategy=gossp")
     with pytest.raises(ValueError, match="invalid strategy name: `strategy='horse'`"):  # Lightning's own
         cli(monkeypatch, "--trainer.strategy=horse")
+
+
+@pytest.mark.parametrize(
+    ("made", "registry", "misspelt"),
+    [
+        (Trainer, StrategyRegistry, {"gossp": "gossip", "spill": "spilled"}),
+        (Fabric, STRATEGY_REGISTRY, {"gossp": "gossip", "spilld": "spilled", "token_pipelin": "token_pipeline"}),
+    ],
+)
+def test_who_asks_a_registry_gets_its_names_and_who_chooses_gets_the_one_that_was_meant(
+    made: Any, registry: Any, misspelt: dict[str, str]
+) -> None:
+    for name, meant in misspelt.items():
+        assert name not in registry.available_strategies()
+        with pytest.raises(ValueError, match=f"strategy='{name}' is not a strategy: did you mean '{meant}'"):
+            made(strategy=name, accelerator="cpu")
+    with pytest.raises(ValueError, match="selected an invalid accelerator name"):  # its own
+        made(strategy="gossip", accelerator="horse")
 
 
 def test_a_class_within_a_function_has_no_path() -> None:
