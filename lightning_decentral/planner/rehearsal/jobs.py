@@ -36,8 +36,12 @@ PAIRS, LONG_SECONDS = 7, 1.0
 
 @dataclass(frozen=True)
 class Ask:
-    """Arguments that all methods share, as of `rehearse`. But `threads`: on how many, for which numbers of
-    workers; `data`: what workers get copies of."""
+    """Arguments that all methods share, as of `rehearse`.
+
+    Args:
+        data: what workers get copies of.
+        threads: on how many they are computed, by the number of workers.
+    """
 
     module: LightningModule
     data: Any
