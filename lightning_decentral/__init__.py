@@ -51,11 +51,18 @@ FABRIC_REGISTRIES = {
     "lightning.fabric.strategies": __name__,
     "lightning_fabric.strategies": f"{__name__}.pytorch_lightning",
 }
+CONNECTORS = (
+    "lightning.pytorch.trainer.connectors.accelerator_connector",
+    "pytorch_lightning.trainer.connectors.accelerator_connector",
+)
+FABRIC_CONNECTORS = ("lightning.fabric.connector", "lightning_fabric.connector")
+"""Modules that look a strategy's name up in a registry."""
 TRAINERS_ALONE = {
     "spilled": "it frees what a step has used when a Trainer reports that the step is over",
     "token_pipeline": "it runs a training step slice by slice, for which a Trainer hands it over whole",
 }
 """What Fabric, whose steps are the user's own code, can't run."""
+FABRICS = [name for name in NAMES if name not in TRAINERS_ALONE]
 
 
 def __getattr__(name: str) -> Any:
@@ -69,7 +76,12 @@ def _register() -> None:
     loops = {module: functools.partial(_enter_loops, package) for module, package in FABRIC_REGISTRIES.items()}
     paths = {name: functools.partial(_path, strategy) for name, (strategy, _) in NAMES.items()}
     spell = functools.partial(registry.spell, {**paths, "spilled": functools.partial(_path, "SpilledStrategy")})
-    registry.when_imported({**trainers, **loops, "jsonargparse._typehints": spell})
+    checks = {
+        module: functools.partial(registry.hint, [*paths, "spilled"], served)
+        for served, modules in (([*paths, "spilled"], CONNECTORS), (FABRICS, FABRIC_CONNECTORS))
+        for module in modules
+    }
+    registry.when_imported({**trainers, **loops, **checks, "jsonargparse._typehints": spell})
 
 
 def _path(strategy: str, base: str) -> str:
@@ -87,23 +99,20 @@ def _enter(package: str, strategies: ModuleType) -> None:
         path, made = f"{package}.{strategy}", functools.partial(_made, package, strategy)
         # The class by its path, which LightningCLI hands on as a name where no options follow it.
         names.register(path.lower(), made, description=f"{path} with its own defaults", override=True)
-    registry.offer(names, [*NAMES, "spilled"])
 
 
 def _enter_loops(package: str, strategies: ModuleType) -> None:
     names = strategies.STRATEGY_REGISTRY
-    for name, (strategy, what) in NAMES.items():
-        if name not in TRAINERS_ALONE:
-            made = functools.partial(_made, f"{package}.{STRATEGIES[strategy]}", f"Fabric{strategy}")
-            registry.register(names, name, made, what)
-    registry.offer(names, [name for name in NAMES if name not in TRAINERS_ALONE])
+    for name in FABRICS:
+        strategy, what = NAMES[name]
+        made = functools.partial(_made, f"{package}.{STRATEGIES[strategy]}", f"Fabric{strategy}")
+        registry.register(names, name, made, what)
     for name, why in TRAINERS_ALONE.items():
         registry.register(names, name, functools.partial(_refused, name, why), "for Trainers alone")
 
 
 def _refused(name: str, why: str, **_: Any) -> Any:
-    served = " or ".join(name for name in NAMES if name not in TRAINERS_ALONE)
-    raise ValueError(f"{name} doesn't work with Fabric: {why}; use a Trainer, or {served} with Fabric")
+    raise ValueError(f"{name} doesn't work with Fabric: {why}; use a Trainer, or {' or '.join(FABRICS)} with Fabric")
 
 
 def _made(package: str, strategy: str, **options: Any) -> Any:

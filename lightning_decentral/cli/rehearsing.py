@@ -140,8 +140,8 @@ def command_of(best: rehearsal.Reached | None, overrides: Sequence[str], cfg: Di
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """One row; what isn't known is null. `seeds` are the steps of each, `step_seconds_at` by a card's bytes per second,
-    `noise` in batches of a worker, `rates` how many learning rates were tried."""
+    """One row; what isn't known is null. `seeds` are the steps of each to the target, `trained` those of the first in
+    all, `step_seconds_at` by a card's bytes per second, `noise` in batches of a worker, `rates` how many were tried."""
 
     title: str
     words: str
@@ -149,6 +149,7 @@ class Rehearsed:
     rate: float
     steps: int | None
     seeds: list[int | None]
+    trained: int
     extrapolated: bool
     loss: float
     apart: float

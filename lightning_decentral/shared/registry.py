@@ -31,30 +31,32 @@ def register(registry: Any, name: str, strategy: Callable[..., Any], what: str) 
             )
 
 
-class Choices(list[str]):
-    """Names of a registry. Trainers ask whether theirs is `in` it, and their own error names none of this package's:
-    one that is nearly a name of ours is refused here, in one line."""
+def hint(names: Sequence[str], served: Sequence[str], connectors: ModuleType) -> None:
+    """Answer a strategy that is nearly one of `names` by that one and those that are served, in one line.
 
-    def __init__(self, names: Sequence[str], ours: Sequence[str]) -> None:
-        super().__init__(names)
-        self._ours = ours
+    Trainer's and Fabric's own errors show none of this package's names.
+    """
+    connector = getattr(connectors, "_AcceleratorConnector", None) or getattr(connectors, "_Connector", None)
+    check = getattr(connector, "_check_config_and_set_final_flags", None)
+    if check is None or hasattr(check, "__wrapped__"):
+        return
 
-    def __contains__(self, name: object) -> bool:
-        if super().__contains__(name) or not isinstance(name, str):
-            return super().__contains__(name)
-        nearest = get_close_matches(name.replace("-", "_"), self, 1)
-        if nearest and nearest[0].startswith(tuple(self._ours)):
-            ours = ", ".join(self._ours)
+    @functools.wraps(check)
+    def checked(self: Any, strategy: Any, *others: Any, **options: Any) -> None:
+        try:
+            check(self, strategy, *others, **options)
+        except ValueError:
+            known = self._registered_strategies
+            name = strategy.lower() if isinstance(strategy, str) else "auto"
+            nearest = get_close_matches(name.replace("-", "_"), known, 1)
+            if name == "auto" or name in known or not nearest or not nearest[0].startswith(tuple(names)):
+                raise
             raise ValueError(
-                f"strategy={name!r} is not a strategy: did you mean {nearest[0]!r}? Example choices: {ours}, and "
-                "Lightning's own: auto, ddp, fsdp, ..."
-            )
-        return False
+                f"strategy={strategy!r} is not a strategy: did you mean {nearest[0]!r}? Example choices: "
+                f"{', '.join(served)}, and Lightning's own: auto, ddp, fsdp, ..."
+            ) from None
 
-
-def offer(registry: Any, ours: Sequence[str]) -> None:
-    """The registry's names, where Trainers look one up, are `Choices`."""
-    registry.available_strategies = lambda: Choices(list(registry), ours)
+    connector._check_config_and_set_final_flags = checked  # type: ignore[union-attr]
 
 
 def spell(strategies: Mapping[str, Callable[[str], str]], typehints: ModuleType) -> None:

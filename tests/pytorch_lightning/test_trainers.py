@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from pytorch_lightning import Trainer
+from pytorch_lightning.strategies import StrategyRegistry
 
 import lightning_decentral.pytorch_lightning as mirrored
 from tests import ports
@@ -100,3 +102,9 @@ def test_where_only_pytorch_lightning_is_installed(tmp_path: Path) -> None:
     trained, refused = done.stdout.splitlines()[-2:]
     assert trained.startswith("<GossipStrategy for pytorch_lightning.Trainer;")
     assert refused.endswith("write `from lightning_decentral.pytorch_lightning.gossip import GossipStrategy`")
+
+
+def test_a_misspelt_strategy_is_answered_by_the_one_that_was_meant() -> None:
+    assert "gossp" not in StrategyRegistry.available_strategies()
+    with pytest.raises(ValueError, match="did you mean 'gossip'"):
+        Trainer(strategy="gossp")

@@ -1,8 +1,10 @@
 """LightningCLI: strategies by name, by class path with or without options, from YAML and back into it."""
 
+import gc
 import io
 import sys
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,14 +13,18 @@ import pytest
 import yaml
 from hydra.utils import instantiate
 from jsonargparse import ArgumentParser
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 import lightning_decentral
 from lightning_decentral import GossipStrategy
-from lightning_decentral.gossip import DifferenceCompression, Every, Ring, TopK
+from lightning_decentral.gossip import DifferenceCompression, Every, Ring, TopK, Topology
 from lightning_decentral.shared.plan.described import described
+from lightning_decentral.shared.plan.kinds import class_path
 
 STRATEGIES = [name for name in lightning_decentral.__all__ if name.endswith("Strategy")]
 CONF = Path("conf/strategy")
@@ -70,11 +76,43 @@ def test_a_misspelt_name_is_answered_by_the_one_that_was_meant(
 ) -> None:
     with pytest.raises(SystemExit):
         cli(monkeypatch, "--trainer.strategy=gossip", "--trainer.strategy.topology=rng")
-    assert "'rng' is not a Topology: did you mean 'ring'? use one of alternating_exp" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "'rng' is not a Topology: did you mean 'ring'? use one of " in error
+    assert "alternating_exp" in error  # behind classes of other modules, where those are imported
     with pytest.raises(ValueError, match=r"did you mean 'gossip'. Example choices: compressed, gossip, .* ddp"):
         cli(monkeypatch, "--trainer.strategy=gossp")
     with pytest.raises(ValueError, match="invalid strategy name: `strategy='horse'`"):  # Lightning's own
         cli(monkeypatch, "--trainer.strategy=horse")
+
+
+@pytest.mark.parametrize(
+    ("made", "registry", "misspelt"),
+    [
+        (Trainer, StrategyRegistry, {"gossp": "gossip", "spill": "spilled"}),
+        (Fabric, STRATEGY_REGISTRY, {"gossp": "gossip", "spilld": "spilled", "token_pipelin": "token_pipeline"}),
+    ],
+)
+def test_who_asks_a_registry_gets_its_names_and_who_chooses_gets_the_one_that_was_meant(
+    made: Any, registry: Any, misspelt: dict[str, str]
+) -> None:
+    for name, meant in misspelt.items():
+        assert name not in registry.available_strategies()
+        with pytest.raises(ValueError, match=f"strategy='{name}' is not a strategy: did you mean '{meant}'"):
+            made(strategy=name, accelerator="cpu")
+    with pytest.raises(ValueError, match="selected an invalid accelerator name"):  # its own
+        made(strategy="gossip", accelerator="horse")
+
+
+def test_a_class_within_a_function_has_no_path() -> None:
+    @dataclass(frozen=True)
+    class Unreachable(Ring):
+        pass
+
+    with pytest.raises(ValueError, match="'unreachable' is not a Topology") as error:
+        class_path(Topology, "unreachable")
+    assert "unreachable," not in str(error.value)
+    del Unreachable, error
+    gc.collect()  # else other tests see the class
 
 
 def test_a_printed_configuration_makes_the_same_strategy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ class MemberState:
 
     def doubts(self, now: float) -> str:
         """Return why what it does may be none of the run's: a worker that the lobby doesn't reach, or that slept, can't
-        know whether the others went on without it. Empty: nothing speaks for that."""
+        know whether the others went on without it. Empty: nothing suggests that."""
         if self.out:
             return self.out
         view = self.mine.view

@@ -80,8 +80,8 @@ class LobbyClient:
                 self.changed.wait(min(state.times.beat, max(0.0, end - now)))
 
     def sure(self, seconds: float) -> None:
-        """Wait until nothing speaks for that the others go on without this worker. TimeoutError where they do, or
-        nobody has reported in so many seconds that they don't."""
+        """Wait until nothing suggests that the others went on without this worker. TimeoutError where they did, or
+        where that is still in doubt after so many seconds."""
         end = clock.now() + seconds
         with self.changed:
             while why := self.state.doubts(now := clock.now()):

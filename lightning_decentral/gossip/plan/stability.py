@@ -18,6 +18,8 @@ from lightning_decentral.gossip.plan.weights import (
     without_mean,
 )
 
+CONTRACTS = 1 - 1e-9  # Below it a radius, or a share of the largest rate, is below 1, however it was rounded.
+
 
 def stable_rate(matrix: Matrix, flights: int) -> float:
     """The rate below which x(t+1) = x(t) + rate (W - I) x(t-k+1) contracts, k = flights >= 1 messages in flight.
@@ -71,19 +73,19 @@ def growth(matrices: Sequence[Matrix], delay: int, rate: float) -> float:
     return float(np.abs(np.linalg.eigvals(state)).max())
 
 
-def first_unstable(matrices: Sequence[Matrix], delay: int, below: float, above: float, points: int = 8) -> float:
-    """The lowest rate from `below`, which is stable, to `above` at which a period grows; `above` if there is none."""
+def first_unstable(matrices: Sequence[Matrix], delay: int, below: float, above: float) -> float:
+    """The lowest rate from `below`, which is stable, to `above` without contraction; `above` if there is none."""
     if below >= above:
         return above
-    # A scan before the bisection: a period may grow, and contract again at larger rates.
-    scan = [float(rate) for rate in np.linspace(below, above, points + 1)[1:] * (1 - 1e-4)]
-    unstable = next((i for i, rate in enumerate(scan) if growth(matrices, delay, rate) > 1), None)
+    # A scan before the bisection: a period may grow, and contract again at larger rates; or not contract at 1 alone.
+    scan = sorted([*map(float, np.linspace(below, above, 17)[1:] * (1 - 1e-4)), *[1.0] * (below < 1 < above)])
+    unstable = next((i for i, rate in enumerate(scan) if growth(matrices, delay, rate) >= CONTRACTS), None)
     if unstable is None:
         return above
     below, above = (scan[unstable - 1] if unstable else below), scan[unstable]
     while above - below > 1e-3 * above:
         middle = (below + above) / 2
-        below, above = (below, middle) if growth(matrices, delay, middle) > 1 else (middle, above)
+        below, above = (below, middle) if growth(matrices, delay, middle) >= CONTRACTS else (middle, above)
     return below
 
 
@@ -112,7 +114,6 @@ def echoed_growth(blocks: Sequence[Matrix], delay: int, rate: float, echo: Repea
 
 
 LARGEST_STATE = 1024  # rows; about a second for each rate that is tried
-CONTRACTS = 1 - 1e-9
 
 
 @lru_cache(maxsize=64)
@@ -162,7 +163,8 @@ LARGEST_PERIOD_STATE = 256  # rows; about 0.1 s for each rate that is tried
 def stable_at_one(topology: Topology, size: int, delay: int, weights: Weights) -> bool:
     """True where doubly stochastic mixing is seen to contract at every rate up to 1, without eigenvalues.
 
-    With one message in flight and every w_ii > 0 it does: Gershgorin's discs touch the unit circle at 1 alone.
+    With one message in flight and every w_ii > 0 it does: |W x| < |x|, unless x is the same at all who exchange. So
+    over a period that connects all, x without its mean becomes shorter.
     """
     talking = talking_steps(topology, size)
     rows = ((weights.row(topology, rank, size, step), rank) for step in talking for rank in range(size))
@@ -193,4 +195,4 @@ def largest_stable_rate(topology: Topology, size: int, delay: int, weights: Weig
         return min(by_eigenvalue, in_any_order)
     matrices = [mixing_matrix(topology, size, step, weights) for step in range(period)]
     # A sequence may contract at rates at which none of its matrices alone does.
-    return first_unstable(matrices, window, below=in_any_order, above=max(by_eigenvalue, ABOVE_ALL_RATES), points=16)
+    return first_unstable(matrices, window, below=in_any_order, above=max(by_eigenvalue, ABOVE_ALL_RATES))

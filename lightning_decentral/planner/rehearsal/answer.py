@@ -40,7 +40,7 @@ class Reached:
         noise: of the gradients, in batches of a worker; of methods whose workers stay equal.
         excess: mean loss of the workers' own models less that of their mean, in the end.
         excess_predicted: the same, by the probe of the first method of gossip (`disagreement`); of gossip.
-        rates: how many were tried.
+        rates: how many were tried until time was over.
         trained: steps of the first seed, at the target or where time was over fewer than were asked for.
     """
 
@@ -60,6 +60,10 @@ class Reached:
     excess_predicted: float | None = None
     rates: int = 1
     trained: int = 0
+
+    def cut(self, steps: int, target: float) -> bool:
+        """Return whether the first seed had neither so many steps nor the target when time was over."""
+        return 0 < self.trained < steps and all(loss > target for _, loss in self.curve)
 
     @property
     def steps(self) -> int | None:
@@ -116,8 +120,7 @@ class Answer:
 
     def speedup(self, row: Reached) -> float | None:
         """Seconds to the target of ddp on as many workers over the row's."""
-        same = (one for one in self.rows if one.overrides == BASELINE and one.workers == row.workers)
-        base = next(same, None)
+        base = next((one for one in self.rows if one.overrides == BASELINE and one.workers == row.workers), None)
         return base.seconds / row.seconds if base and base.seconds and row.seconds else None
 
     def best_of(self, workers: int) -> Reached | None:
@@ -152,16 +155,16 @@ class Answer:
         """Conclusions, as sentences; last, the best method's overrides for a command line where there is one."""
         lines = [f"not rehearsed: {title}: {why}" for title, why in self.refused.items()]
         if any(row.extrapolated for row in self.rows):
-            limit = f"to {BEYOND:g} times the rehearsed steps at most"
-            lines.append(f"~ extrapolated, {limit}, by a line over their logarithm")
+            lines.append(f"~ extrapolated, to {BEYOND:g} times the rehearsed steps at most, by a line over logarithms")
+        for row in (row for row in self.rows if row.cut(self.steps, self.target)):
+            lines.append(f"{row.title} on {row.workers} workers: {row.trained} of {self.steps} steps, as time was over")
         noise = [row for row in self.rows if row.overrides == BASELINE and row.noise is not None][:1]
         lines += [noise_text(row.noise, row.workers) for row in noise if row.noise is not None]
         lines += [*self._disagreement(), *self._over_rates()]
         best = self.best
         if best is None:
             return [*lines, f"nobody knows the seconds to the target: {self._unknown()}"]
-        largest = max(self.workers)
-        if best.workers < largest:
+        if best.workers < (largest := max(self.workers)):
             lines.append(f"more workers than {best.workers} don't pay: up to {largest} gain less than {THRESHOLD:.0%}")
         choice = "stay with ddp" if best.overrides == BASELINE else f"train with {best.title}"
         where = f"{choice} on {best.workers} workers, learning rates times {best.rate:g}"
@@ -185,7 +188,8 @@ class Answer:
         columns = zip(*((before, came, abs(before - came)) for before, came, _ in known), strict=True)
         predicted, came, off = (max(0.0, *column) for column in columns)
         most = max(row.rates for row in self.rows)
-        fewer = [f"{row.title} on {row.workers} workers" for *_, row in known if row.rates < most]
+        one = [row for *_, row in known if row.rates == 1 < most and not row.cut(self.steps, self.target)]
+        fewer = [f"{row.title} on {row.workers} workers" for row in one]
         less = [f"so the learning rate of the first method of gossip was taken for {', '.join(fewer)}"] if fewer else []
         what = f"what workers of gossip lose to their mean in the end: up to {predicted:.4f} was predicted"
         return [f"{what}, up to {came:.4f} came, and no method was further off than {off:.4f}", *less]
@@ -195,10 +199,9 @@ class Answer:
         lines = []
         for workers in self.workers:
             here = [cell for cell in self.cells if cell.workers == workers]
-            runs = groupby(here, attrgetter("best"))
-            same = [(best, [cell.bytes_per_second for cell in cells]) for best, cells in runs]
             parts = []
-            for best, rates in same:
+            for best, same in groupby(here, attrgetter("best")):
+                rates = [cell.bytes_per_second for cell in same]
                 low, high = shown_rate(rates[0]), shown_rate(rates[-1])
                 between = f"at {low}" if low == high else f"from {low} to {high}"
                 last = rates[-1] == here[-1].bytes_per_second
@@ -248,13 +251,12 @@ def page(found: Answer) -> str:
 
 def cells(found: Answer, row: Reached) -> list[str]:
     """Table cells of a row, under `HEADINGS`."""
-    speedup, steps = found.speedup(row), f"{'~' * row.extrapolated}{row.steps}"
-    low, high = row.interval_seconds or (0.0, 0.0)
+    speedup, (low, high) = found.speedup(row), row.interval_seconds or (0.0, 0.0)
     return [
         row.title,
         str(row.workers),
         f"{row.rate:g}",
-        steps if row.steps else "not reached",
+        f"{'~' * row.extrapolated}{row.steps}" if row.steps else f"not reached in {row.trained or found.steps}",
         f"{row.loss:.4f}",
         f"{row.excess:.4f}",
         "" if row.step_seconds is None else f"{1e3 * row.step_seconds:.1f} ms",

@@ -36,8 +36,12 @@ PAIRS, LONG_SECONDS = 7, 1.0
 
 @dataclass(frozen=True)
 class Ask:
-    """Arguments that all methods share, as of `rehearse`. But `threads`: on how many, for which numbers of
-    workers; `data`: what workers get copies of."""
+    """Arguments that all methods share, as of `rehearse`.
+
+    Args:
+        data: what workers get copies of.
+        threads: on how many they are computed, by the number of workers.
+    """
 
     module: LightningModule
     data: Any
@@ -186,7 +190,7 @@ def rehearsed(ask: Ask, job: RehearsalJob, known: Foreknowledge | None) -> tuple
         noise=first.noise,
         excess=sum(one.excess for one in found) / len(found),
         excess_predicted=None if predicting is None else predicting.excess(ask, job, first.learning_rates),
-        rates=len(ask.rates),
+        rates=first.rates,
         trained=first.trained,
     )
     return reached, learnt

@@ -176,8 +176,10 @@ class RehearsalRun:
         expected = left.pop(job) * ask.updates / self._ask.updates
         found, learnt = self._clock.counted(expected, partial(rehearsed, ask, job, known))
         self._say(f"  {result_text(found)}")
-        if found.steps is None and found.trained < self._ask.course.steps:
-            self._say(f"  {found.trained} of {self._ask.course.steps} steps: its share of the minutes was over")
+        if found.cut(self._ask.course.steps, course.target):
+            planned = found.trained == course.steps
+            why = " were planned in the minutes left" if planned else ": its share of the minutes was over"
+            self._say(f"  {found.trained} of {self._ask.course.steps} steps{why}")
         if learnt is not None and learnt is not known:  # of the methods to come
             costs = {one.name: learnt.at_most(self._ask, one) for one in left}
             predicted = ", ".join(f"{name} {cost:.4f}" for name, cost in costs.items() if cost is not None)
@@ -218,6 +220,8 @@ def _on_threads(ask: Ask, workers: Sequence[int], most: int, say: Callable[[str]
 def _fitted(ask: Ask, step_seconds: Sequence[float], clock: Clock, say: Callable[[str], None]) -> Ask:
     """Settings with as many steps as the minutes allow, if a step of all methods takes so long; schedules stay."""
     asked, seconds = ask.course.steps, sum(step_seconds) * ask.updates
+    if not step_seconds:  # no method can be rehearsed
+        return ask
     fitting = _fitting(asked, seconds, clock)
     shorter = "" if fitting >= asked else f" ({asked} would take {seconds / 60:.1f})"
     expected = min(seconds, clock.rest) / 60

@@ -43,6 +43,7 @@ class Found:
         learning_rates: of each step.
         trained: steps; fewer than were asked for at the target, or where time was over.
         early: of a rate that was left behind first, where its crew's workers drift.
+        rates: how many were trained.
     """
 
     rate: float
@@ -54,6 +55,7 @@ class Found:
     learning_rates: tuple[float, ...]
     trained: int
     early: "Early | None" = None
+    rates: int = 1
 
     def foreseen(self, target: float) -> int | None:
         """Steps to the target, if it is near, though not reached."""
@@ -133,10 +135,10 @@ class Track:
                 loss = self.course.evaluation.loss([worker.module for worker in self.crew.workers])
             self.marks.append((float(len(self.crew.losses)), loss))
 
-    def order(self) -> tuple[float, float]:
-        """Less is better: steps to the target, then the last loss; one that is no number comes last."""
-        last = self.points[-1][1]
-        return self.reached or inf, last if isfinite(last) else inf
+    def order(self, mark: int) -> tuple[float, float]:
+        """Less is better: steps to the target, then the loss at this mark, or the last one; no number comes last."""
+        loss = inf if self.diverged else self.points[:mark][-1][1]
+        return self.reached or inf, loss
 
     def found(self) -> Found:
         if self.diverged:
@@ -158,6 +160,12 @@ class Track:
         learning_rate, excess = self.crew.learning_rate, excess_now(self.crew, self.course.evaluation)
         drift = probed(self.crew, self.course.evaluation, self.rate) if self.course.probes else None
         return Early(learning_rate, excess, drift)
+
+
+def ranked(tracks: Sequence[Track]) -> list[Track]:
+    """The best first, by losses at the last mark that all have who neither diverged nor are at the target."""
+    left = [len(track.marks) for track in tracks if track.reached is None and not track.diverged]
+    return sorted(tracks, key=lambda track: track.order(min(left, default=len(track.marks))))
 
 
 def excess_now(crew: Crew, evaluation: HeldOutEvaluation) -> float:
@@ -224,22 +232,21 @@ def search(make: Callable[[float], Crew], rates: Sequence[float], course: Search
         OutOfTime: nothing was trained.
     """
     with ExitStack() as crews:
-        left = [Track(rate, crews.enter_context(make(rate)), course) for rate in rates]
+        left = tracks = [Track(rate, crews.enter_context(make(rate)), course) for rate in rates]
         early: Early | None = None
         for rung in rungs(len(rates), course.steps):
             try:
                 for track in left:
                     track.train_to(rung)
             except OutOfTime:
-                left = [track for track in left if track.marks]
+                left = ranked([track for track in left if track.marks])
                 if not left:
                     raise
-                left.sort(key=Track.order)
                 break
-            left.sort(key=Track.order)
+            left = ranked(left)
             if left[0].reached is not None:
                 break
             left, behind = left[: ceil(len(left) / 2)], left[ceil(len(left) / 2) :]
             for track in behind:
                 early = early or track.early()
-        return replace(left[0].found(), early=early)
+        return replace(left[0].found(), early=early, rates=sum(bool(track.marks) for track in tracks))

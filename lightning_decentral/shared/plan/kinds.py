@@ -229,10 +229,12 @@ def _parts(part: type) -> dict[str, type]:
 def class_path(part: type, name: str) -> str | None:
     """Path of the class by which a part may be named, in snake case or by the class's own name; None for other classes.
 
+    Classes within functions have no path.
+
     Raises:
         ValueError: there are parts, but none of this name.
     """
-    parts = _parts(part)
+    parts = {own: cls for own, cls in _parts(part).items() if "<locals>" not in cls.__qualname__}
     if not parts:
         return None
     cls = parts.get(name) or next((cls for cls in parts.values() if cls.__name__ == name), None)

@@ -583,7 +583,7 @@ def test_bad_numbers_are_refused_at_construction(make: Any, message: str) -> Non
     (ExactDiffusion(rate=1.0), Ring(), 4, 0, r"doesn't contract on Ring.* must stay below 0.999"),
     (ExactDiffusion(rate=1.0), Hypercube(), 4, 0, r"ExactDiffusion at rate 1.0 with delay 0 doesn't contract"),
     (ExactDiffusion(), Ring(), 5, 3, r"doesn't contract on Ring.*use a shorter delay"),
-    (Gossip(), Complete(), 4, 3, r"rate 1.0 with delay 3 doesn't contract .* below 0.618; use Gossip\(rate=0.3\)"),
+    (Gossip(), Complete(), 4, 3, r"rate 1.0 with delay 3 doesn't contract .* below 0.618; use Gossip\(rate=0.31\)"),
     (Gossip(rate=LinearRate(first=0.2, last=0.9, rounds=9)), Complete(), 4, 3, r"rate 0.9 with delay 3"),
     (Gossip(rate=LearningRatePower()), Complete(), 4, 3, r"rate 1.0 with delay 3"),
     (Outer(), Ring(), 4, 2, r"Outer needs each message landed before .*delay 2 2 are in flight"),

@@ -21,6 +21,7 @@ from lightning_decentral.gossip import (
     OnePeerRing,
     RandomMatching,
     Ring,
+    Star,
     Topology,
     Weights,
     largest_stable_rate,
@@ -160,6 +161,30 @@ class Drawn(Topology):
         return (partner,) if partner != rank else ()
 
 
+@dataclass(frozen=True)
+class PassedOn(Topology):
+    """Everyone takes the value of the next one for its own."""
+
+    def sources(self, rank: int, size: int, step: int) -> tuple[int, ...]:
+        return ((rank + 1) % size,)
+
+    def row(self, rank: int, size: int, step: int) -> dict[int, float]:
+        return {rank: 0.0, (rank + 1) % size: 1.0}
+
+
+@dataclass(frozen=True)
+class InTurn(Topology):
+    """In each step the sources of all ranks."""
+
+    steps: tuple[tuple[tuple[int, ...], ...], ...]
+
+    def period(self, size: int) -> int:
+        return len(self.steps)
+
+    def sources(self, rank: int, size: int, step: int) -> tuple[int, ...]:
+        return self.steps[step % len(self.steps)][rank]
+
+
 def partners(order: list[int]) -> tuple[int, ...]:
     found = dict(enumerate(range(len(order))))
     for i, j in zip(order[::2], order[1::2], strict=False):
@@ -209,13 +234,36 @@ def test_sequences_that_contract_though_no_matrix_alone_does_are_not_refused(
     Gossip(rate=rate).check(topology, size, Gossip().weights, 2)
 
 
-@pytest.mark.parametrize("delay", [3, 4, 6])
+@pytest.mark.parametrize("delay", [3, 4, 6, 64, 128])
 def test_rates_that_an_error_proposes_contract_fast(delay: int) -> None:
     with pytest.raises(ValueError, match=r"use Gossip\(rate=") as error:
         Gossip().check(Complete(), 8, Gossip().weights, delay)
     proposed = re.search(r"Gossip\(rate=([0-9.]+)\)", str(error.value))
     assert proposed is not None
-    assert lifted_growth(Complete(), 8, delay, float(proposed[1])) < 0.95
+    assert lifted_growth(Complete(), 8, delay, float(proposed[1])) ** delay < 0.65
+
+
+@pytest.mark.parametrize("size", range(3, 9))
+def test_a_rate_at_the_limit_is_refused_however_it_is_rounded(size: int) -> None:
+    """A star's limit with two messages in flight is 1, whose rounding differs with its size."""
+    assert largest_stable_rate(Star(), size, 2) == pytest.approx(1)
+    with pytest.raises(ValueError, match=r"stay below 1; use Gossip\(rate=0.5\), or topology=Every\(2, ...\)"):
+        Gossip().check(Star(), size, Own(), 2)
+
+
+def test_only_a_delay_that_can_be_shared_out_is_answered_by_talking_less_often() -> None:
+    with pytest.raises(ValueError, match=r"stay below 1; use Gossip\(rate=[0-9.]+\)$"):
+        Gossip().check(PassedOn(), 3, Own(), 1)
+
+
+def test_a_period_that_keeps_its_length_at_rate_1_alone_is_refused() -> None:
+    ring, everyone, nobody = ((1, 2), (0, 3), (1, 3), (0, 2)), ((1, 2, 3), (0, 2, 3), (0, 1, 3), (0, 1, 2)), ((),) * 4
+    ends, crossed = ((3,), (2,), (1,), (0,)), ((2,), (3,), (0,), (1,))
+    topology = InTurn((ring, everyone, nobody, nobody, ends, crossed, nobody, crossed))
+    assert lifted_growth(topology, 4, 3, 1.0) == pytest.approx(1)
+    with pytest.raises(ValueError, match="doesn't contract on InTurn"):
+        Gossip().check(topology, 4, Own(), 3)
+    Gossip(rate=0.9).check(topology, 4, Own(), 3)
 
 
 @pytest.mark.parametrize("topology", [Ring(), Exponential(), OnePeerExponential(), Hypercube(), Every(4, Complete())])

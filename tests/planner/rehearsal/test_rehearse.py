@@ -20,11 +20,12 @@ from lightning_decentral.planner.candidates import BASELINE
 from lightning_decentral.planner.forecasts import strategy_of
 from lightning_decentral.planner.noise import NoiseScale, steps_ratio
 from lightning_decentral.planner.rehearsal import Answer, Reached, rehearse
+from lightning_decentral.planner.rehearsal.answer import cells
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.evaluation import PAIRED, HeldOutEvaluation
 from lightning_decentral.planner.rehearsal.jobs import Ask, RehearsalJob, rehearsed
 from lightning_decentral.planner.rehearsal.loop import LoopSettings
-from lightning_decentral.planner.rehearsal.rehearse import METHODS, Clock, _fitted
+from lightning_decentral.planner.rehearsal.rehearse import METHODS, Clock, RehearsalRun, _fitted
 from lightning_decentral.planner.rehearsal.search import (
     OutOfTime,
     SearchCourse,
@@ -128,6 +129,9 @@ def test_a_method_that_cant_be_rehearsed_and_one_without_time_are_said() -> None
     assert not late.rows
     assert set(late.refused.values()) == {"the 1e-09 minutes were over"}
     assert late.best is None
+    none: list[str] = []
+    rehearse(Line(), loader(), workers=[2], target=0.0, steps=10, minutes=1e-9, validation=held, say=none.append)
+    assert not none  # as no step was timed
 
 
 def test_halving_gives_all_rates_the_same_steps_first() -> None:
@@ -305,6 +309,36 @@ def test_a_turn_ends_with_its_share_and_what_was_trained_is_kept() -> None:
     ask = Ask(Line(), loader(), course, (1.0,), 2, 20, None, None, 1, None, CPU)
     row, _ = rehearsed(ask, RehearsalJob(2, METHODS[0]), None)
     assert (row.trained, len(row.seeds), row.steps) == (5, 1, None)
+    found = Answer(0.0, 20, (row,), {})
+    assert cells(found, row)[3] == "not reached in 5"
+    assert "ddp on 2 workers: 5 of 20 steps, as time was over" in found.sentences()
+    assert not replace(row, trained=20).cut(20, 0.0)
+    assert not replace(row, curve=((5.0, 0.0),)).cut(20, 0.0)  # at the target
+
+
+def test_rates_of_unequal_length_are_compared_where_all_have_a_mark() -> None:
+    """Time is over early in the second rate, which learns faster."""
+    marks = count()
+
+    def tick() -> None:
+        if next(marks) >= 9:
+            raise OutOfTime
+
+    def make(rate: float) -> Crew:
+        return Crew(Quiet(), batches, strategy_of(BASELINE), 2, 40, loop=LoopSettings(rate=rate))
+
+    batches = copies_of(loader())
+    found = search(make, (0.5, 1.0, 2.0), SearchCourse(40, 0.0, HeldOutEvaluation(Quiet(), list(loader(8))), tick))
+    assert (found.rate, found.trained, found.rates) == (1.0, 4, 2)
+
+
+def test_steps_that_are_planned_anew_are_reported_so() -> None:
+    heard: list[str] = []
+    course = SearchCourse(20, 0.0, HeldOutEvaluation(Line(), list(loader(8))), lambda: None)
+    ask = Ask(Line(), loader(), course, (1.0,), 1, 20, None, None, 1, None, CPU)
+    job = RehearsalJob(2, METHODS[0])
+    RehearsalRun(ask, Clock(1.0), heard.append)._one(job, {job: 1e3}, 1)
+    assert heard[-1] == "  10 of 20 steps were planned in the minutes left"
 
 
 def test_minutes_that_are_too_few_are_said_with_what_would_fit() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine, State, Turn
 from lightning_decentral.gossip.plan.stability import (
+    CONTRACTS,
     RepeatedCorrection,
     largest_rate_with_echo,
     largest_stable_rate,
@@ -163,17 +164,17 @@ def check_stable(rule: str, rate: Rate, topology: Topology, size: int, weights: 
     if used <= 1 and stable_at_one(topology, size, delay, weights):
         return  # eigenvalues of a thousand workers take minutes
     safe = largest_stable_rate(topology, size, delay, weights)
-    if used >= safe and size > 1:
+    if used >= safe * CONTRACTS and size > 1:
+        every = f", or topology=Every({delay}, ...), which is stable at rate 1" if delay > 1 else ""
         raise ValueError(
             f"rate {used} with delay {delay} doesn't contract on {describe(topology, size, weights)}: the rate must "
-            f"stay below {safe:.4g}; use {rule}(rate={well_below(safe)}), or topology=Every({delay}, ...), which is "
-            "stable at rate 1"
+            f"stay below {safe:.4g}; use {rule}(rate={well_below(safe)}){every}"
         )
 
 
 def well_below(limit: float) -> float:
-    """Half of it, in hundredths: near the limit mixing contracts by next to nothing in a round."""
-    return int(limit * 50) / 100
+    """Half of it, to two digits: near the limit mixing contracts by next to nothing in a round."""
+    return float(f"{limit / 2:.2g}")
 
 
 def check_echo(
