@@ -1,4 +1,4 @@
-"""The picture of an elastic run: who trained together, from which round to which."""
+"""Picture of an elastic run: who trained together, from which round to which. Short: only reports draw it."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

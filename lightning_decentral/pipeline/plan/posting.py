@@ -1,4 +1,4 @@
-"""When a stage posts its receives: before the actions that need them.
+"""Posting of a stage's receives: before which actions. Short, as the wire and tests both read it.
 
 Receives are posted before the actions that need them:
 
