@@ -502,7 +502,7 @@ def test_what_cannot_be_is_said(tmp_path, case):
 
 
 def test_a_stage_that_ends_ends_all(tmp_path):
-    """Which of them speaks first is the launcher's; how the others name it, see test_channel."""
+    """Which of them speaks first is the launcher's; how the others name it, see test_executor."""
     with pytest.raises(RuntimeError, match=r"this stage has had enough|lost stage 1"):
         forked(Dies("llama"), pipeline(3), tmp_path, seconds=60)
 
