@@ -17,7 +17,6 @@ from torchmetrics import MeanMetric
 
 from lightning_decentral import GossipStrategy
 from lightning_decentral.gossip import AllReduce, Auto, FullyShard, Gossip, Hypercube, Island, simulate
-from lightning_decentral.gossip.plan.traffic import WorkerBytes
 from lightning_decentral.gossip.rounds import place
 from lightning_decentral.gossip.summary import through_card
 from lightning_decentral.shared.wire.fsdp import full_tensor
@@ -292,7 +291,7 @@ def test_the_summary_says_what_passes_the_network_card(
     strategy.parallel_devices = [torch.device("cpu")] * per_node
     strategy.num_nodes = nodes
     place(strategy, strategy.workers_per_node, strategy.workers)
-    assert through_card(strategy, WorkerBytes(1000, 1000)) == said
+    assert through_card(strategy, 1000, 1000) == said
 
 
 def test_counters_and_rounds_of_each_device(tmp_path: Path) -> None:
