@@ -10,7 +10,7 @@ QUICK = {
         "tests/processes/test_training.py::test_lightning_starts_the_processes",
     ),
     "pipeline": (
-        "tests/pipeline/wire/test_channel.py::test_messages_of_both_directions_arrive",
+        "tests/pipeline/wire/test_executor.py::test_messages_of_both_directions_arrive",
         "tests/pipeline/test_strategy.py::test_training_is_that_of_one_process",
         "tests/processes/test_recipes.py::test_the_recipe_trains_in_a_pipeline",
     ),

@@ -162,7 +162,7 @@ class ElasticPipeline(ElasticRun):
         return self.gradient_check.after(closure, optimizer, self.precision_plugin)
 
     def counted(self) -> list[nn.Parameter]:
-        return list(self._stage.holdings.counted)
+        return [p for p in self._stage.holdings.counted if p.requires_grad]
 
     def release(self) -> None:
         self._mixers.release()

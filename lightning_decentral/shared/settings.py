@@ -83,8 +83,8 @@ class SameSettings:
         """Compare the optimizers when they exist, and data are attached."""
         trainer: Any = self._worker._module.trainer
         source = trainer.fit_loop.epoch_loop.val_loop._data_source.instance
-        # In a validation all wait for each other.
-        validates = trainer.enable_validation and (source or not isinstance(source, list | tuple | dict))
+        # In a validation all wait for each other. A loader's truth is its length; it may have none.
+        validates = trainer.enable_validation and not (isinstance(source, list | tuple | dict) and not source)
         validated = {"val_dataloaders": "given" if validates else "None"}
         self._compare({**validated, **of_optimizers(self._worker.optimizers, self._worker.own)}, "the optimizers")
 

@@ -49,6 +49,12 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
             assert not anchor or anchor in anchors(target), link
 
 
+@pytest.mark.parametrize("page", BESIDE_RESULTS, ids=name)
+def test_tests_that_a_page_names_exist(page: Path) -> None:
+    named = set(re.findall(r"\btests/[\w/]+\.py\b", page.read_text()))
+    assert not [test for test in named if not (ROOT / test).is_file()]
+
+
 def test_pages_that_the_code_names_exist() -> None:
     """In messages, docstrings and comments."""
     written = [path.read_text() for folder in CODE for path in (ROOT / folder).rglob("*.py")]

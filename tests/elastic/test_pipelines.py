@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.run
 from lightning.pytorch import Trainer
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_decentral import TokenPipelineStrategy
@@ -20,6 +21,9 @@ from lightning_decentral.elastic.wire.rounds.holding import StagesHolding
 from lightning_decentral.elastic.wire.rounds.wholes import StageBucket
 from lightning_decentral.gossip import Elastic, GossipReplicas
 from lightning_decentral.gossip.wire.optimizer_mixer import Written
+from lightning_decentral.pipeline import Chain, blocks_of
+from lightning_decentral.pipeline.compute.model import StagePlace
+from lightning_decentral.pipeline.wire.ownership import Ownership
 from tests.elastic.test_islands import Lines, Weights, assert_one_process, lines, together
 from tests.elastic.weighted_training import BATCH, EXAMPLES, data
 from tests.elastic.wire.lobbies import LobbyProcess
@@ -168,6 +172,18 @@ def test_parameters_that_are_unfrozen_later_are_refused() -> None:
     stages._packed = True
     with pytest.raises(ValueError, match="unfrozen while training, and elastic pipelines mix the same ones"):
         stages.pack(list(Deep().parameters()), None)
+
+
+def test_members_have_their_parameters_in_the_order_of_the_model_without_the_frozen() -> None:
+    """Means take the members' by position; of some hundred, the order of their addresses is no other one by chance."""
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(64)))
+    model[1].requires_grad_(False)
+    wanted = [p for p in model.parameters() if p.requires_grad]
+    chain = Chain(model, blocks_of(list(model)))
+    owned = Ownership(model, chain, StagePlace(0, 64, True, True), None)
+    stage: Any = SimpleNamespace(_stage=SimpleNamespace(holdings=owned))
+    found = ElasticPipeline.counted(stage)
+    assert [id(p) for p in found] == [id(p) for p in wanted]
 
 
 def test_nothing_is_written_where_a_stage_has_no_parameters() -> None:

@@ -5,14 +5,17 @@ import json
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_decentral import TokenPipelineStrategy
 from lightning_decentral.optim import Muon, muon_groups
 from lightning_decentral.pipeline import (
     Balanced,
+    Chain,
     OneForwardOneBackward,
     PipelineReport,
     Planned,
@@ -20,6 +23,7 @@ from lightning_decentral.pipeline import (
     TeraPipe,
     Uniform,
     ZeroBubble,
+    blocks_of,
     stage_training,
 )
 from lightning_decentral.pipeline.compute.causal import trial
@@ -234,6 +238,44 @@ def test_predict(tmp_path):
         wanted = torch.load(tmp_path / "alone" / f"0-{batch}.pt")
         for stage in range(2):
             assert torch.equal(torch.load(tmp_path / "pipeline" / f"{stage}-{batch}.pt"), wanted)
+
+
+class OneNumber(LightningModule):
+    """A model whose output is one number a sample, without a dimension for it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)))
+
+    def pipeline_stages(self):
+        return Chain(self.net, blocks_of(list(self.net)))
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/mean", self.net(batch).mean())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def one_number(how):
+    data = DataLoader(torch.randn(8, 4, generator=torch.Generator().manual_seed(1)), batch_size=4)
+    trainer = Trainer(**{**QUIET, "use_distributed_sampler": False, "max_steps": 2, **how})
+    trainer.fit(module := OneNumber(), data)
+    (row,) = trainer.validate(module, data, verbose=False)
+    return torch.cat([p.detach().flatten() for p in module.parameters()]), row["val/mean"]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_an_output_may_be_one_number_a_sample(stages):
+    (wanted, mean), (found, ours) = (
+        in_processes(one_number, how) for how in (alone(), pipeline(stages, slicing=Uniform(1)))
+    )
+    assert torch.allclose(found, wanted, atol=1e-6)
+    assert ours == pytest.approx(mean, abs=1e-6)
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
@@ -460,7 +502,7 @@ def test_what_cannot_be_is_said(tmp_path, case):
 
 
 def test_a_stage_that_ends_ends_all(tmp_path):
-    """Which of them speaks first is the launcher's; how the others name it, see test_channel."""
+    """Which of them speaks first is the launcher's; how the others name it, see test_executor."""
     with pytest.raises(RuntimeError, match=r"this stage has had enough|lost stage 1"):
         forked(Dies("llama"), pipeline(3), tmp_path, seconds=60)
 

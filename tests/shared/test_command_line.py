@@ -2,6 +2,7 @@
 
 import gc
 import io
+import subprocess
 import sys
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -113,6 +114,22 @@ def test_a_class_within_a_function_has_no_path() -> None:
     assert "unreachable," not in str(error.value)
     del Unreachable, error
     gc.collect()  # else other tests see the class
+
+
+IMPORTS = ["from lightning.pytorch.cli import LightningCLI", "import lightning_decentral"]
+
+
+@pytest.mark.parametrize("imports", [IMPORTS, IMPORTS[::-1]], ids=["before", "after"])
+def test_names_are_known_whichever_is_imported_first(imports: list[str]) -> None:
+    """LightningCLI, and jsonargparse with it, or this package."""
+    then = [
+        "from lightning.pytorch.demos.boring_classes import BoringModel",
+        "LightningCLI(BoringModel, run=False, save_config_callback=None)",
+    ]
+    words = ["--trainer.strategy=gossip", "--trainer.strategy.topology=rng"]
+    command = [sys.executable, "-c", "\n".join([*imports, *then]), *words]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=100).stderr
+    assert "'rng' is not a Topology: did you mean 'ring'? use one of alternating_exp" in said
 
 
 def test_a_printed_configuration_makes_the_same_strategy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

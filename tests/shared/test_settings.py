@@ -3,7 +3,7 @@
 import inspect
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import (
     RichProgressBar,
     Timer,
 )
+from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_decentral
 from lightning_decentral import CompressedStrategy, GossipStrategy, PartialBackpropStrategy, TokenPipelineStrategy
@@ -388,4 +389,20 @@ def test_a_single_worker_compares_nothing(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(settings, name, asked)
     trainer = Trainer(**QUIET, max_steps=1, devices=1, strategy=GossipStrategy())
     trainer.fit(Net(), Batches(2))
+    assert trainer.global_step == 1
+
+
+class Endless(IterableDataset[tuple[torch.Tensor, int]]):
+    """Has no length."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
+        return itertools.repeat((torch.randn(8), 0))
+
+
+@pytest.mark.threads  # its group is in this process
+def test_validation_data_may_have_no_length() -> None:
+    options = {**QUIET, "max_steps": 1, "limit_val_batches": 2, "val_check_interval": 1, "devices": 1}
+    trainer = Trainer(**options, strategy=GossipStrategy())
+    trainer.fit(Net(), Batches(2), DataLoader(Endless(), batch_size=2))
+    assert trainer.num_val_batches == [2]
     assert trainer.global_step == 1

@@ -1,7 +1,5 @@
 """Checks of a plan before training: rows and columns of weights, connectivity, symmetry, one message at a time."""
 
-from functools import lru_cache
-
 import networkx as nx
 import numpy as np
 
@@ -43,7 +41,6 @@ def check_one_flight(rule: str, topology: Topology, size: int, delay: int) -> No
         )
 
 
-@lru_cache(maxsize=256)
 def check_equals(rule: str, topology: Topology, size: int, weights: Weights) -> None:
     """ValueError unless in every step that talks everybody receives from all, with equal weights."""
     for step in talking_steps(topology, size):
@@ -75,7 +72,6 @@ def check_tree(rule: str, topology: Topology, size: int, weights: Weights) -> No
 CHECKED_STEPS = 16  # whose rows are summed; a plan with a longer period makes all of them in one way
 
 
-@lru_cache(maxsize=256)  # methods of one topology ask for the same check
 def check(topology: Topology, size: int, weights: Weights | None = None) -> None:
     """See that a plan keeps the mean of the workers and lets news of every worker reach, in time, every other.
     ValueError: the topology can't serve `size`; a row names others than the sources, is negative or doesn't sum to one;

@@ -133,7 +133,6 @@ def copies_sent(topology: Topology, weights: Weights, rank: int, size: int, cliq
     return sent / len(steps)
 
 
-@lru_cache(maxsize=256)  # a plan of many methods asks for the same few schedules again and again
 def mean_copies(
     topology: Topology, weights: Weights, size: int, workers_per_node: int, cliques: Cliques = Cliques.RING
 ) -> float:
@@ -181,7 +180,6 @@ def partition(topology: Topology, weights: Weights, size: int, step: int) -> Par
     return tuple(dict.fromkeys(members)) if equal and closed else None
 
 
-@lru_cache(maxsize=256)
 def partitions(topology: Topology, weights: Weights, size: int) -> tuple[Partition | None, ...] | None:
     """Cliques that all-reduce in each step of a period, or None where peers exchange; None where no step pays."""
     steps = [partition(topology, weights, size, step) for step in range(topology.period(size))]

@@ -16,7 +16,7 @@ EXACT = 1e-12
 FAR = 1e-6
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # of a user's class without fields no two are equal, for what caches plans
 class Weights(ABC):
     """row(topology, rank, size, step) -> {j: w_ij}, i = rank included, summing to one."""
 

@@ -251,13 +251,12 @@ class Executor:
     def _finish(self, microbatch: int) -> None:
         """The loss over all slices, and its gradient towards each of them."""
         own, parts = self._own(), self._stage.outputs.pop(microbatch)
-        whole = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
-        whole.requires_grad_()  # a leaf: each slice goes on from here with its part when its turn comes
+        whole = joined(parts).requires_grad_()  # a leaf: each slice goes on from here with its part when its turn comes
         loss = self._close(microbatch, whole)
         with _outside_autocast(whole.device):
             loss.backward()
         grad = torch.zeros_like(whole) if whole.grad is None else whole.grad
-        self._grads[microbatch] = list(grad.split([part.shape[1] for part in parts], dim=1))
+        self._grads[microbatch] = list(grad.split([p.shape[1] for p in parts], dim=1)) if len(parts) > 1 else [grad]
         self.loss_seconds += self._own() - own
 
     def _backward(self, action: Action) -> None:
@@ -276,6 +275,11 @@ class Executor:
     def _weights(self, action: Action) -> None:
         with self._timed(action), _outside_autocast(self._stage.calls[action.microbatch].inputs.device):
             self._stage.weights(action.microbatch, action.slice)
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:  # (batch, tokens, ..) each
+    """The output of all slices; of a single one as it is, which may be one number a sample."""
+    return torch.cat(list(parts), dim=1) if len(parts) > 1 else parts[0]
 
 
 def _outside_autocast(device: torch.device) -> torch.autocast:

@@ -57,8 +57,8 @@ class Ownership:
         """Parameters of the model that stand on several stages, and on which."""
         self.outside = [p for p in kept if p not in inside]
         """Parameters outside the model; every stage has them, the last one uses them."""
-        self.counted = {p for p in kept if holders[self.order[p]][0] == rank}
-        """Parameters that a sum over the stages takes from this one."""
+        self.counted = dict.fromkeys(p for p in kept if holders[self.order[p]][0] == rank)
+        """Parameters that a sum over the stages takes from this one, in the order of the model."""
 
     # ---- what is trained now: freezing and thawing come at any time ---------------------------------------------
 

@@ -14,7 +14,7 @@ from lightning_decentral.pipeline.compute.stage import Activations, Stage, put_b
 from lightning_decentral.pipeline.compute.weight_grad import SplitWeights
 from lightning_decentral.pipeline.plan.posting import Posts, in_step, two_ahead
 from lightning_decentral.pipeline.plan.schedule import Action, Kind, Schedule
-from lightning_decentral.pipeline.wire.executor import Boundary, Channel, Clock, Close, Edges, Executor
+from lightning_decentral.pipeline.wire.executor import Boundary, Channel, Clock, Close, Edges, Executor, joined
 from lightning_decentral.shared.compute.modules import evaluating
 from lightning_decentral.shared.wire.objects import gather_objects
 from lightning_decentral.shared.wire.transport import Message, Transport
@@ -85,7 +85,7 @@ class StageRunner:
         forward = [[action for action in actions if action.kind is Kind.FORWARD] for actions in stages]
         with torch.no_grad():
             _, stage = self._run([call], slices, lambda _, output: output, self._posting(forward, len(slices)))
-        output = torch.cat(stage.outputs[0], dim=1) if self.place.last else None
+        output = joined(stage.outputs[0]) if self.place.last else None
         if self.over is None:
             assert output is not None
             return output

@@ -129,15 +129,20 @@ class NotTaken(InFlight):
 
 
 class WhenAsked(Future[Any]):
-    """A call that is done by who asks for its result."""
+    """A call that is done, once, by who asks for its result."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         super().__init__()
-        self._call = call
+        self._call: Any = call
 
     def run(self) -> None:
-        with torch.no_grad():
-            self.set_result(self._call())
+        # Once, and kept no longer: it belongs to what keeps this result.
+        call, self._call = self._call, None
+        try:
+            with torch.no_grad():
+                self.set_result(call())
+        except BaseException as error:  # for all who ask
+            self.set_exception(error)
 
     def result(self, timeout: float | None = None) -> Any:
         if not self.done():
@@ -154,7 +159,7 @@ class CallersQueue:
     def send(self, call: Callable[[], Any]) -> WhenAsked:
         sent = WhenAsked(call)
         if self.at_once:
-            sent.run()
+            sent.result()
         return sent
 
 

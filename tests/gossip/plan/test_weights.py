@@ -30,7 +30,9 @@ from lightning_decentral.gossip import (
     Uniform,
     Weights,
 )
-from lightning_decentral.gossip.plan.checks import check
+from lightning_decentral.gossip.plan.checks import check, check_equals
+from lightning_decentral.gossip.plan.topology.topology import step_graph
+from lightning_decentral.gossip.plan.traffic import mean_copies, partitions, rounds
 from lightning_decentral.gossip.plan.weights import consensus_steps, describe, gap_per_step, mixing_matrix, spectral_gap
 from tests.gossip.topologies import every_topology, instances, serves
 
@@ -154,6 +156,52 @@ class Swap(Weights):
 
     def row(self, topology: Topology, rank: int, size: int, step: int) -> dict[int, float]:
         return {1 - rank: 1.5, rank: -0.5}
+
+
+class Keeping(Weights):
+    """A plain class, as a user may write it, without a dataclass's fields."""
+
+    def __init__(self, own: float) -> None:
+        self.own = own
+
+    def row(self, topology: Topology, rank: int, size: int, step: int) -> dict[int, float]:
+        sources = topology.sources(rank, size, step)
+        return {rank: self.own, **dict.fromkeys(sources, (1 - self.own) / len(sources))}
+
+
+class KeepingEqual(Keeping):
+    """Equal to its like, and unhashable with that."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Keeping)
+
+
+class Reaching(Topology):
+    def __init__(self, distance: int) -> None:
+        self.distance = distance
+
+    def sources(self, rank: int, size: int, step: int) -> tuple[int, ...]:
+        return ((rank + self.distance) % size,)
+
+
+@pytest.mark.parametrize("kind", [Keeping, KeepingEqual])
+def test_two_plans_of_one_plain_class_are_two_plans(kind: type[Keeping]) -> None:
+    mean, lazy, wrong = kind(1 / 3), kind(0.5), kind(2.0)
+    assert partitions(Ring(), mean, 3) == (((0, 1, 2),),)
+    assert partitions(Ring(), lazy, 3) is None
+    assert (mean_copies(Ring(), mean, 3, 1), mean_copies(Ring(), lazy, 3, 1)) == (4 / 3, 2)
+    check(Ring(), 3, mean)
+    check_equals("rule", Ring(), 3, mean)
+    with pytest.raises(ValueError, match="weights must not be negative"):
+        check(Ring(), 3, wrong)
+    with pytest.raises(ValueError, match="rule needs all workers to hear all with equal weights"):
+        check_equals("rule", Ring(), 3, lazy)
+
+
+def test_what_is_kept_of_a_plan_is_not_that_of_another_of_its_class() -> None:
+    assert [rounds(Ring(), Keeping(own), 3, 1)[0].loads[0].clique for own in (1 / 3, 0.5)] == [3, 0]
+    assert [consensus_steps(Ring(), 3, Keeping(own)) for own in (1 / 3, 0.5)] == [1, None]
+    assert [step_graph(Reaching(distance), 5, 0).sources[0] for distance in (1, 2)] == [(1,), (2,)]
 
 
 ISLANDS = FromGraph(nx.disjoint_union(nx.complete_graph(2), nx.complete_graph(2)))

@@ -285,7 +285,7 @@ def test_without_a_network_or_with_nothing_rehearsed_there_is_one_error(tmp_path
 
 def test_a_rehearsal_of_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = {"ddp on 2 workers": "no", "gossip on 2 workers": "no"}
-    monkeypatch.setattr(rehearsing, "rehearse", lambda *given, **options: Answer(9.0, 10, (), refused))
+    monkeypatch.setattr(rehearsing.rehearsal, "rehearse", lambda *given, **options: Answer(9.0, 10, (), refused))
     with pytest.raises(SystemExit) as nothing:
         cli.main(["rehearse", "recipe=vit", "workers=2", "--target", "9"])
     assert "none of 2 methods was rehearsed: no" in str(nothing.value)

@@ -13,7 +13,7 @@ from math import fsum, isqrt
 from random import Random
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # of a user's class without fields no two are equal, for what caches plans
 class Topology(ABC):
     """sources(rank, size, step): whom `rank` receives from at `step`; the plan repeats after `period(size)` steps."""
 
