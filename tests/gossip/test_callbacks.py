@@ -4,7 +4,7 @@ import csv
 import io
 from collections import UserDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -38,6 +38,7 @@ from lightning_decentral.gossip import (
 from lightning_decentral.gossip import callbacks as watchers
 from lightning_decentral.gossip import speed as watched
 from lightning_decentral.gossip.plan.weights import mixing_matrix
+from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.shared import Rows, WandbPerWorker
 from lightning_decentral.shared.compute.codec.blocks import dither, key
 from tests.gossiping import Scripted
@@ -259,6 +260,27 @@ def test_the_bar_shows_the_share_of_waiting_and_callbacks_may_monitor_all(tmp_pa
     assert shown == {"waiting"}
     assert trainer.progress_bar_metrics["waiting"] == 1.0  # of seconds that this strategy only counts
     assert float(trainer.callback_metrics["gossip/consensus_distance_relative"]) == pytest.approx(0.012)
+
+
+class WaitsOnce(Scripted):
+    """Waits in its second and third update alone."""
+
+    def traffic(self) -> Traffic:
+        return replace(super().traffic(), wait_seconds=10.0 * min(2, max(0, self.updates - 1)))
+
+
+class Bar(Callback):
+    def __init__(self) -> None:
+        self.shown: list[float | None] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.shown.append(trainer.progress_bar_metrics.get("waiting"))
+
+
+def test_waiting_is_shown_from_when_there_was_some_and_falls_back_to_0(tmp_path: Path) -> None:
+    bar = Bar()
+    fit(tmp_path, CommunicationMonitor(every_n_steps=1), bar, strategy=WaitsOnce(), max_steps=5)
+    assert bar.shown == [None, 1.0, 1.0, 0.0, 0.0]
 
 
 def test_the_summary_is_printed_and_kept_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
