@@ -174,7 +174,7 @@ class OneProcess(WorkersStrategy):
         return bool(min(given) if all else max(given))
 
 
-KEPT = "_version", *runs.RUN_IDS  # Attributes in which loggers keep their version.
+KEPT = "_version", "_run_id"  # Attributes in which Lightning's loggers but W&B's keep their version.
 
 
 def began(trainer: Trainer) -> list[Any]:
@@ -187,7 +187,10 @@ def began(trainer: Trainer) -> list[Any]:
 def go_on(loggers: Sequence[Logger], versions: Sequence[Any]) -> None:
     """Make what these loggers log, if they ever do, go into the run of those versions."""
     for logger, version in zip(loggers, versions, strict=False):
-        runs.set_version(logger, version, KEPT)
+        for name in set(KEPT).intersection(vars(logger)):
+            setattr(logger, name, version)
+        if isinstance(logger, WandbLogger):
+            runs.set_id(logger, version)
         if logger.version != version:
             warnings.warn(
                 f"{type(logger).__name__} can't go on in the oldest worker's run {version!r}: if that one is lost, "

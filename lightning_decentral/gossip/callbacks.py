@@ -22,7 +22,7 @@ from lightning_decentral.gossip.wire.consensus import Consensus
 from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.shared.compute.device import AsyncRead
 from lightning_decentral.shared.introduction import StartTable
-from lightning_decentral.shared.plan.arguments import checked
+from lightning_decentral.shared.plan.arguments import at_least, checked
 from lightning_decentral.shared.replica import ReplicaStrategy
 
 KEPT_LOSSES = 8
@@ -58,10 +58,7 @@ class _EveryNSteps(Callback, ABC):
     """
 
     def __init__(self, *, every_n_steps: int = 10) -> None:
-        if every_n_steps < 1:
-            raise ValueError(
-                f"every_n_steps must be at least 1, got {every_n_steps}: leave the callback out to measure never"
-            )
+        at_least(1, "leave the callback out to measure never", every_n_steps=every_n_steps)
         self.every_n_steps = every_n_steps
         self._steps = 0
         self._measured = 0
@@ -123,6 +120,7 @@ class CommunicationMonitor(_EveryNSteps):
         # A strategy's counters start anew with every fit.
         super().on_train_start(trainer, pl_module)
         self._before, self._seconds = Traffic(), 0.0
+        self._shows_waiting = False  # From when there was some: then also 0, or the bar would keep what was.
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._began = time.monotonic()
@@ -146,7 +144,8 @@ class CommunicationMonitor(_EveryNSteps):
         }
         waited, seconds, self._seconds = now.wait_seconds - before.wait_seconds, self._seconds, 0.0
         waiting = min(1.0, waited / seconds) if seconds else 0.0
-        _publish(trainer, pl_module, metrics, {"waiting": waiting} if waiting >= SEEN else {})
+        self._shows_waiting |= waiting >= SEEN
+        _publish(trainer, pl_module, metrics, {"waiting": waiting} if self._shows_waiting else {})
 
 
 @checked

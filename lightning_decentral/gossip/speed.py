@@ -1,5 +1,7 @@
 """Callback that logs the speed of a run, under every strategy: so two runs of different strategies share a chart."""
 
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from time import perf_counter
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,12 +19,13 @@ class SpeedMonitor(Callback):
     """Log this worker's speed under any strategy, `ddp` too, so that runs are compared on one chart.
 
     speed/step_seconds         seconds per step, its data included
-    speed/samples_per_second   of this worker: the length of what a batch has first
-    speed/tokens_per_second    the same times the columns, where that is a matrix of integers
+    speed/samples_per_second   of this worker: the length of a batch's first tensor
+    speed/tokens_per_second    of this worker, where the batch's first tensor is a matrix of integers
     speed/wait_share           share of the time in which training waited for the exchange, where the strategy counts it
     speed/bytes_per_second     sent, where the strategy counts it; under `ddp` as a ring's all-reduce of gradients sends
 
-    Means of `every_n_steps` steps, from the second such window on: set-up isn't in it, nor is validation.
+    Means of `every_n_steps` steps, from the second such window on: set-up isn't in it, nor is validation; checkpoints
+    are. A run shorter than two windows logs nothing. However many optimizers step on a batch, that is one step.
 
     Cost: reads the clock and counters; no communication.
 
@@ -38,8 +41,8 @@ class SpeedMonitor(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._began = None
-        self._step, self._samples, self._tokens = trainer.global_step, 0, 0
-        self._before = _counted(trainer)
+        self._steps = self._measured = self._samples = self._tokens = 0
+        self._before = _counted(trainer, 0)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._paused = perf_counter()
@@ -51,16 +54,17 @@ class SpeedMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        first = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim > 0), None)
+        first = next(_tensors(batch), None)
         if first is not None:
             self._samples += len(first)
             words = first.ndim == 2 and not first.is_floating_point() and not first.is_complex()
             self._tokens += first.numel() if words else 0
-        steps = trainer.global_step - self._step
+        self._steps += not trainer.fit_loop._should_accumulate()
+        steps = self._steps - self._measured
         if steps < self.every_n_steps:
             return
         now, began, before = perf_counter(), self._began, self._before
-        after = _counted(trainer)
+        after = _counted(trainer, self._steps)
         if began is not None:
             seconds = max(now - began, 1e-9)
             rates = {"speed/samples_per_second": self._samples, "speed/tokens_per_second": self._tokens}
@@ -71,8 +75,8 @@ class SpeedMonitor(Callback):
             if "sent" in after:
                 metrics["speed/bytes_per_second"] = (after["sent"] - before.get("sent", 0.0)) / seconds
             _publish(trainer, pl_module, metrics)
-        self._began, self._before = now, after
-        self._step, self._samples, self._tokens = trainer.global_step, 0, 0
+        self._began, self._before, self._measured = now, after, self._steps
+        self._samples = self._tokens = 0
 
 
 @runtime_checkable
@@ -84,8 +88,19 @@ class CountsBytes(Protocol):
         """Bytes sent since fit began."""
 
 
-def _counted(trainer: Trainer) -> dict[str, float]:
-    """Seconds waited and bytes sent since fit began, as far as they are known."""
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    """Tensors with an axis, in the batch's order; also of mappings that are no dict, and of dataclasses."""
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor):
+            yield from [leaf] if leaf.ndim else []
+        elif isinstance(leaf, Mapping):
+            yield from _tensors([*leaf.values()])
+        elif is_dataclass(leaf):
+            yield from _tensors([getattr(leaf, field.name) for field in fields(leaf)])
+
+
+def _counted(trainer: Trainer, steps: int) -> dict[str, float]:
+    """Seconds waited and bytes sent since fit began, so many steps ago, as far as they are known."""
     strategy = trainer.strategy
     if isinstance(strategy, Monitored):
         traffic = strategy.traffic()
@@ -95,5 +110,5 @@ def _counted(trainer: Trainer) -> dict[str, float]:
     if type(strategy) is DDPStrategy and strategy._ddp_comm_hook is None:
         size, module = strategy.world_size, trainer.lightning_module
         gradients = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
-        return {"sent": 2 * (size - 1) / size * gradients * trainer.global_step}
+        return {"sent": 2 * (size - 1) / size * gradients * steps}
     return {}

@@ -37,7 +37,8 @@ class Muon(Optimizer):
     Args:
         params: groups, as of `muon_groups(module)`; what has no `hidden` counts as hidden.
         lr: learning rate.
-        momentum: of hidden matrices, in [0, 1). With large batches 0.95 is usual, under gossip 0.9 was best.
+        momentum: of hidden matrices, in [0, 1). In small batches 0.8 was best under `ddp` and 0.9 under gossip; in
+            large ones 0.95 is usual.
         betas: of AdamW.
         eps: of AdamW, in units of the gradient.
         weight_decay: decoupled, for both.
@@ -77,18 +78,23 @@ class Muon(Optimizer):
         options = {**self.defaults, **param_group}
         check_options(options)
         if not 0 <= options["momentum"] < 1:
-            raise ValueError(f"momentum must be in [0, 1), got {options['momentum']}: 0.95 is usual")
+            best = "in small batches 0.8 was best under ddp and 0.9 under gossip, in large ones 0.95 is usual"
+            raise ValueError(f"momentum must be in [0, 1), got {options['momentum']}: {best}")
         if options["steps"] < 1 or options["steps"] != int(options["steps"]):
             raise ValueError(f"steps must be a whole number from 1 up, got {options['steps']}: 5 are usual")
         if options["dtype"] is not None and options["dtype"] not in TYPES:
             raise ValueError(f"dtype must be one of {', '.join(TYPES)}, got {options['dtype']!r}")
-        super().add_param_group(param_group)
-        for parameter in self.param_groups[-1]["params"] if self.param_groups[-1]["hidden"] else []:
-            if parameter.ndim < 2 or parameter.is_complex():
-                shape, kind = tuple(parameter.shape), parameter.dtype
+        given = param_group["params"]
+        if not isinstance(given, set):  # torch refuses these; an iterator is read once
+            param_group["params"] = given = [given] if isinstance(given, Tensor) else list(given)
+        for one in given if options["hidden"] else []:
+            parameter = one[1] if isinstance(one, tuple) else one
+            if isinstance(parameter, Tensor) and (parameter.ndim < 2 or parameter.is_complex()):
                 raise ValueError(
-                    f"a hidden parameter of shape {shape}, {kind}, is no real matrix: give Muon(muon_groups(self))"
+                    f"a hidden parameter of shape {tuple(parameter.shape)}, {parameter.dtype}, is no real matrix: give "
+                    "Muon(muon_groups(self)), or hidden=False in its group"
                 )
+        super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

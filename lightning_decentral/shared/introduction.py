@@ -1,4 +1,4 @@
-"""The line that a strategy prints when training with several workers starts, and what Adam does where they drift."""
+"""Lines that a strategy prints when training with several workers starts: its plan; a hint at what replaces Adam."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class StartTable(Callback, ABC):
 
     @abstractmethod
     def shows(self, strategy: Any) -> bool:
-        """Return whether it has a table of runs under this strategy."""
+        """Return whether this callback shows the plan of a run under this strategy."""
 
 
 def introduce(lines: Sequence[str], trainer: Trainer) -> None:
@@ -44,26 +44,39 @@ def of_all_reduce(sent_bytes: float, size: int) -> float:
 
 
 def adam_hint(optimizers: Sequence[Optimizer], workers: int) -> str:
-    """What to take in Adam's place where each of several workers updates by its own gradient; "" where nothing."""
-    adams = [optimizer for optimizer in optimizers if isinstance(optimizer, (Adam, AdamW))]
+    """Name optimizers to take in place of Adam, whose steps are shorter where each worker updates by its own gradient.
+
+    Returns: code with the settings in use; with several optimizers, or groups whose settings differ, names alone; ""
+        without Adam or with one worker.
+    """
+    adams = sorted({type(one).__name__ for one in optimizers if isinstance(one, (Adam, AdamW))})
     if not adams or workers < 2:
         return ""
     from lightning_decentral.shared.plan.known_losses import RECIPES, known_losses, overrides_of
 
     text = (one for one in known_losses() if one.kind == RECIPES["gpt"])
     known = min(text, key=lambda one: abs(log2(one.workers / workers)))
-    own, window = adams[0].defaults, min(workers, LONGEST_WINDOW)
-    remembered = ", ".join(f"{beta**window:.3g}" for beta in own["betas"])
-    decay = "" if own["weight_decay"] == USUAL_DECAY else f", weight_decay={own['weight_decay']:g}"
-    accum = f"AccumAdamW(self.parameters(), lr={float(own['lr']):g}, betas=({remembered}), window={window}{decay})"
-    names = " and ".join(sorted({type(one).__name__ for one in adams}))
-    more = f" ({_reached(known.share(ACCUM))})" if ACCUM in known.batches else ""
+    settings = {_settings(group) for optimizer in optimizers for group in optimizer.param_groups}
+    start = f"{' or '.join(adams)} takes smaller steps here than under ddp. In its place (keep your scheduler)"
+    if len(optimizers) > 1 or len(settings) > 1:
+        names = "Muon or AccumAdamW" if ACCUM in known.batches else "Muon"
+        return f"{start}: {names} of lightning_decentral.optim, see docs/optimizers.md"
+    (rate, *betas, decay), window = settings.pop(), min(workers, LONGEST_WINDOW)
+    remembered = ", ".join(f"{beta**window:.3g}" for beta in betas)
+    kept = "" if decay == USUAL_DECAY else f", weight_decay={decay:g}"
+    accum = f"AccumAdamW(self.parameters(), lr={rate / 2:g}, betas=({remembered}), window={window}{kept})"
+    other = f"; or `{accum}`, in recipes {overrides_of(ACCUM)} ({_reached(known.share(ACCUM))})"
     return (
-        f"{names} takes smaller steps here than under ddp. For configure_optimizers, from lightning_decentral.optim: "
-        f"`return Muon(muon_groups(self), lr=2e-2, momentum=0.9)`, in recipes {overrides_of(MUON)} "
-        f"({_reached(known.share(MUON))}; {known.kind} on {known.workers} workers); or `return {accum}`, in recipes "
-        f"{overrides_of(ACCUM)}{more}. More: docs/optimizers.md"
+        f"{start}, from lightning_decentral.optim: `Muon(muon_groups(self), lr=2e-2, momentum=0.9)`, in recipes "
+        f"{overrides_of(MUON)} ({_reached(known.share(MUON))}; {known.kind} on {known.workers} workers)"
+        f"{other if ACCUM in known.batches else ''}. More: docs/optimizers.md"
     )
+
+
+def _settings(group: dict[str, Any]) -> tuple[float, ...]:
+    """Rate (before a scheduler changed it), betas and weight decay."""
+    rate = group.get("max_lr", group.get("initial_lr", group["lr"]))
+    return tuple(float(one) for one in (rate, *group.get("betas", ()), group.get("weight_decay", 0.0)))
 
 
 def _reached(share: float | None) -> str:

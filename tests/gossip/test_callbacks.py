@@ -2,7 +2,9 @@
 
 import csv
 import io
+from collections import UserDict
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -17,6 +19,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
+from transformers import BatchEncoding
 
 from lightning_decentral import GossipStrategy
 from lightning_decentral.gossip import (
@@ -35,6 +38,7 @@ from lightning_decentral.gossip import (
 from lightning_decentral.gossip import callbacks as watchers
 from lightning_decentral.gossip import speed as watched
 from lightning_decentral.gossip.plan.weights import mixing_matrix
+from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.shared import Rows, WandbPerWorker
 from lightning_decentral.shared.compute.codec.blocks import dither, key
 from tests.gossiping import Scripted
@@ -123,8 +127,66 @@ def test_speed_is_of_whole_windows_without_set_up_and_validation(
 
 def test_ddp_sends_what_a_rings_all_reduce_of_gradients_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DDPStrategy, "world_size", 4)
-    trainer: Any = SimpleNamespace(strategy=DDPStrategy(), lightning_module=Quadratic(dim=5), global_step=3)
-    assert watched._counted(trainer) == {"sent": 2 * 3 / 4 * 5 * 8 * 3}
+    trainer: Any = SimpleNamespace(strategy=DDPStrategy(), lightning_module=Quadratic(dim=5))
+    assert watched._counted(trainer, 3) == {"sent": 2 * 3 / 4 * 5 * 8 * 3}
+
+
+@dataclass
+class Texts:
+    name: str
+    ids: Tensor
+
+
+BATCHES: dict[str, Any] = {
+    "mapping": UserDict({"length": torch.tensor(3), "ids": torch.zeros(2, 3, dtype=torch.long)}),
+    "Hugging Face's": BatchEncoding({"ids": torch.zeros(2, 3, dtype=torch.long), "mask": torch.zeros(2, 3)}),
+    "dataclass": [Texts("one", torch.zeros(2, 3, dtype=torch.long)), torch.zeros(4)],
+    "numbers": {"pixels": torch.zeros(2, 3)},
+    "nothing": {"name": "one", "length": torch.tensor(3)},
+}
+SAMPLES = {"numbers": (2, 0), "nothing": (0, 0)}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_samples_and_tokens_are_those_of_a_batchs_first_tensor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monitor, trainer, module = SpeedMonitor(), Trainer(**QUIET), Quadratic()
+    monitor.on_train_start(trainer, module)
+    monitor.on_train_batch_end(trainer, module, None, BATCHES[name], 0)
+    assert (monitor._samples, monitor._tokens) == SAMPLES.get(name, (2, 6))
+
+
+class Two(Clocked):
+    """Two optimizers that both step on every batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.parameters(), lr=0.1)]
+
+
+@pytest.mark.parametrize(("kind", "accumulated"), [(Clocked, 1), (Clocked, 2), (Two, 1)])
+def test_a_step_is_one_for_all_its_optimizers_and_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Clocked], accumulated: int
+) -> None:
+    module, rows = kind(), Rows(tmp_path)
+    monkeypatch.setattr(watched, "perf_counter", lambda: module.now)
+    monkeypatch.setattr(watched, "_counted", lambda _, steps: {"sent": 100.0 * steps})
+    options = {**QUIET, "logger": rows, "log_every_n_steps": 10**6, "devices": 1, "limit_train_batches": 12}
+    options |= {"max_epochs": 1, "accumulate_grad_batches": accumulated, "limit_val_batches": 0}
+    Trainer(**options, callbacks=[SpeedMonitor(every_n_steps=3)]).fit(module)
+    speeds = [
+        (row["speed/step_seconds"], row["speed/bytes_per_second"]) for row in rows.rows if "speed/step_seconds" in row
+    ]
+    assert speeds == [(2.0 * accumulated, 50.0 / accumulated)] * (4 // accumulated - 1)
 
 
 def test_accumulated_batches_are_no_steps(tmp_path: Path) -> None:
@@ -198,6 +260,27 @@ def test_the_bar_shows_the_share_of_waiting_and_callbacks_may_monitor_all(tmp_pa
     assert shown == {"waiting"}
     assert trainer.progress_bar_metrics["waiting"] == 1.0  # of seconds that this strategy only counts
     assert float(trainer.callback_metrics["gossip/consensus_distance_relative"]) == pytest.approx(0.012)
+
+
+class WaitsOnce(Scripted):
+    """Waits in its second and third update alone."""
+
+    def traffic(self) -> Traffic:
+        return replace(super().traffic(), wait_seconds=10.0 * min(2, max(0, self.updates - 1)))
+
+
+class Bar(Callback):
+    def __init__(self) -> None:
+        self.shown: list[float | None] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.shown.append(trainer.progress_bar_metrics.get("waiting"))
+
+
+def test_waiting_is_shown_from_when_there_was_some_and_falls_back_to_0(tmp_path: Path) -> None:
+    bar = Bar()
+    fit(tmp_path, CommunicationMonitor(every_n_steps=1), bar, strategy=WaitsOnce(), max_steps=5)
+    assert bar.shown == [None, 1.0, 1.0, 0.0, 0.0]
 
 
 def test_the_summary_is_printed_and_kept_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -236,7 +236,7 @@ def test_memory_while_stepping(monkeypatch: pytest.MonkeyPatch, count: int, toge
     ({"lr": -1.0}, "lr must be a number from 0 up, got -1.0"),
     ({"weight_decay": math.nan}, "weight_decay must be a number from 0 up, got nan"),
     ({"betas": (0.9, 1.0)}, r"betas\[1\] must be in \[0, 1\), got 1.0"),
-    ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0: 0.95 is usual"),
+    ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0: in small .* ddp and 0.9 .* 0.95 is usual"),
     ({"dtype": "int8"}, "dtype must be .*bfloat16.* got 'int8'"),
     ({"steps": 0}, "steps must be a whole number from 1 up, got 0: 5 are usual"),
 ])  # fmt: skip
@@ -250,9 +250,24 @@ def test_refuses(option: dict[str, Any], message: str, of_a_group: bool) -> None
 @pytest.mark.parametrize("tensor", [torch.zeros(3), torch.zeros(2, 2, dtype=torch.complex64)], ids=["vector", "pairs"])
 def test_refuses_what_is_no_matrix(tensor: Tensor) -> None:
     with pytest.raises(
-        ValueError, match=r"a hidden parameter of shape .* is no real matrix: give Muon\(muon_groups\(self\)\)"
+        ValueError,
+        match=r"a hidden parameter of shape .* is no real matrix: give Muon\(muon_groups\(self\)\), or hidden=False in",
     ):
         Muon([nn.Parameter(tensor)])
+
+
+def test_a_group_that_is_refused_is_not_added() -> None:
+    matrix, vector = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))
+    optimizer = Muon([matrix])
+    forms: tuple[Any, ...] = (vector, iter([vector]), [("bias", vector)])
+    for params in forms:
+        with pytest.raises(ValueError, match="or hidden=False in its group"):
+            optimizer.add_param_group({"params": params})
+    with pytest.raises(TypeError, match="set"):
+        optimizer.add_param_group({"params": {nn.Parameter(torch.zeros(2, 2))}})
+    assert [group["params"] for group in optimizer.param_groups] == [[matrix]]
+    optimizer.add_param_group({"params": iter([vector]), "hidden": False})
+    assert optimizer.param_groups[1]["params"] == [vector]
 
 
 def test_refuses_sparse_gradients() -> None:
@@ -346,5 +361,8 @@ def test_its_defaults_are_those_of_the_recipes() -> None:
 
 
 def test_all_parameters_without_groups_end_in_a_line_with_the_remedy() -> None:
-    with pytest.raises(ValueError, match=r"^a hidden .* is no real matrix: give Muon\(muon_groups\(self\)\)$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^a hidden .* no real matrix: give Muon\(muon_groups\(self\)\), or hidden=False in its group$",
+    ):
         Muon(nn.Linear(3, 3).parameters())

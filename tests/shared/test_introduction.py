@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import OmegaConf
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_decentral import CompressedStrategy, GossipStrategy, PartialBackpropStrategy, TokenPipelineStrategy
 from lightning_decentral.gossip import GossipReplicas, Int8, StartSummary
@@ -93,7 +94,7 @@ def test_pipelines_that_gossip_name_it_and_what_adam_does(lines: Any) -> None:
 
 def test_the_hint_comes_without_the_table_and_not_twice_with_it(lines: Any) -> None:
     _, hint = lines(Net("adamw"), GossipStrategy(**FORKED), 2)
-    assert "return Muon(muon_groups(self), lr=2e-2, momentum=0.9)" in hint
+    assert "(keep your scheduler), from lightning_decentral.optim: `Muon(muon_groups(self), lr=2e-2, mom" in hint
     assert lines(Net("adamw"), GossipStrategy(**FORKED), 2, StartSummary()) == [], "the table has all of it"
     (line,) = lines(Net("adamw"), CompressedStrategy(**FORKED), 2, StartSummary())
     assert line.startswith("compressed: "), "of which the table has nothing"
@@ -110,18 +111,43 @@ class Own(nn.Linear):
         super().__init__(3, 3)
 
 
-@pytest.mark.parametrize("make", [Adam, AdamW])
-def test_the_code_of_the_hint_makes_an_optimizer_that_keeps_the_users_rate(make: type[Adam]) -> None:
-    self = Own()
-    hint = adam_hint([make(self.parameters(), lr=3e-4)], 4)
-    codes = [part.removeprefix("return ") for part in hint.split("`")[1::2]]
+def made(hint: str, self: Own) -> list[Any]:
+    """Optimizers of the hint's code."""
     names = {"Muon": Muon, "muon_groups": muon_groups, "AccumAdamW": AccumAdamW, "self": self}
-    muon, accum = (eval(code, names) for code in codes)
+    return [eval(code, names) for code in hint.split("`")[1::2]]
+
+
+@pytest.mark.parametrize("make", [Adam, AdamW])
+def test_the_code_of_the_hint_makes_optimizers_with_the_settings_in_use(make: type[Adam]) -> None:
+    self = Own()
+    group = {"params": [*self.parameters()], "lr": torch.tensor(3e-4), "betas": (0.5, 0.99), "weight_decay": 0.1}
+    muon, accum = made(adam_hint([make([group], lr=1.0)], 4), self)
     conf = OmegaConf.load("conf/experiment/gossip_muon.yaml").optimizer
     assert (muon.defaults["lr"], muon.defaults["momentum"]) == (conf.lr, conf.momentum), "as measured"
-    assert (accum.defaults["lr"], accum.defaults["window"]) == (3e-4, 4)
-    assert accum.defaults["betas"] == pytest.approx((0.9**4, 0.999**4), abs=1e-3)
-    assert accum.defaults["weight_decay"] == make(self.parameters()).defaults["weight_decay"]
+    assert (accum.defaults["lr"], accum.defaults["window"]) == (1.5e-4, 4), "half of the rate, as the docs have it"
+    assert accum.defaults["betas"] == pytest.approx((0.5**4, 0.99**4), abs=1e-3)
+    assert accum.defaults["weight_decay"] == 0.1
+
+
+def test_a_warm_up_that_begins_is_not_taken_for_the_rate() -> None:
+    self = Own()
+    optimizer = AdamW(self.parameters(), lr=3e-4)
+    LambdaLR(optimizer, lambda step: step / 100)
+    assert optimizer.param_groups[0]["lr"] == 0
+    assert made(adam_hint([optimizer], 4), self)[1].defaults["lr"] == 1.5e-4
+
+
+def test_several_optimizers_or_groups_that_differ_get_names_alone() -> None:
+    one, other = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2, 2))
+    differ = AdamW([{"params": [one]}, {"params": [other], "weight_decay": 0.0}])
+    alike = AdamW([{"params": [one]}, {"params": [other]}])
+    text = "Muon or AccumAdamW of lightning_decentral.optim, see docs/optimizers.md"
+    for optimizers in ([differ], [alike, SGD([other], lr=0.1)]):
+        hint = adam_hint(optimizers, 4)
+        assert hint.endswith(text)
+        assert "`" not in hint
+    assert "AccumAdamW" not in adam_hint([differ], 8)
+    assert "`Muon(" in adam_hint([alike], 4)
 
 
 @pytest.mark.parametrize("workers", [2, 4, 8, 64])
@@ -129,8 +155,8 @@ def test_its_numbers_and_overrides_are_those_of_the_table(workers: int) -> None:
     hint = adam_hint([AdamW(Own().parameters())], workers)
     known = next(one for one in known_losses() if one.kind == "text" and f"text on {one.workers} workers" in hint)
     assert f"in recipes {overrides_of(MUON)} (ddp's loss in {known.share(MUON):.2f} of its steps; text on" in hint
-    assert f"in recipes {overrides_of(ACCUM)}" in hint
-    assert ("not ddp's loss in as many steps" in hint) == (ACCUM in known.batches)
+    measured = f"in recipes {overrides_of(ACCUM)} (not ddp's loss in as many steps)" in hint
+    assert measured == ("AccumAdamW" in hint) == (ACCUM in known.batches) == (workers < 8)
 
 
 @pytest.mark.parametrize(("make", "workers"), [(SGD, 4), (Muon, 4), (AccumAdamW, 4), (AdamW, 1)])

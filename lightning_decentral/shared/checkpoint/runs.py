@@ -1,76 +1,88 @@
-"""Runs that loggers write to: a training that is resumed or requeued goes on in the run of its checkpoint.
+"""W&B runs: a training that is resumed or requeued goes on in the run of its checkpoint.
 
-Lightning opens the loggers before it reads the checkpoint, and a W&B run can't be changed once it is open. So a
-launcher looks the id up in the file, without its tensors, before anything is opened.
+Lightning opens the loggers before it reads the checkpoint, and a run can't be changed once it is open. So a launcher
+looks the id up in the file, without its tensors, before anything is opened.
 """
 
 import json
+import os
 import pickletools
+import sys
 import zipfile
 from collections.abc import Sequence
-from typing import Any
+from contextlib import suppress
+from io import BytesIO
+from itertools import islice
+from typing import Any, TypeGuard
 
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-KEY = "lightning_decentral.runs"  # In a checkpoint: JSON of the loggers' ids, in their order.
-
-RUN_IDS = "_id", "_run_id", "_experiment_key"
-"""Attributes in which loggers of W&B, MLflow and Comet keep the id of their run."""
-ARGUMENTS = {"_wandb_init": "id"}  # Arguments of the id, in what a logger keeps until it opens its run.
+KEY = "lightning_decentral.runs"  # In a checkpoint: JSON of {project: id}.
 CHECKPOINT = 4  # its place among the arguments of Lightning's fit
 
 
-def set_version(logger: Logger, version: Any, names: Sequence[str] = RUN_IDS) -> None:
+def set_id(logger: WandbLogger, run: str) -> None:
     """Make what this logger logs go into that run; it isn't open yet."""
-    kept = vars(logger)
-    for name in set(names).intersection(kept):
-        setattr(logger, name, version)
-    for name in set(ARGUMENTS).intersection(kept):
-        kept[name][ARGUMENTS[name]] = version
-
-
-def ids_of(loggers: Sequence[Logger]) -> list[Any]:
-    """Ids of the loggers' runs; None for a logger without, such as CSV's."""
-    return [logger.version if set(RUN_IDS).intersection(vars(logger)) else None for logger in loggers]
+    logger._id = logger._wandb_init["id"] = run
 
 
 def keep(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     """Add the runs to a checkpoint."""
-    ids = ids_of(trainer.loggers)
-    if any(ids):
+    loggers = [logger for logger in trainer.loggers if isinstance(logger, WandbLogger)]
+    ids = {logger._project: getattr(logger._experiment, "id", None) or logger._id for logger in loggers}
+    if any(ids.values()):
         checkpoint[KEY] = json.dumps(ids)
 
 
-def kept_in(path: str) -> list[Any]:
-    """Ids in the file of a checkpoint, of which nothing is executed or loaded; none where it has none."""
-    files = get_filesystem(path)
-    if not files.isfile(path):
-        return []
-    with files.open(path, "rb") as file:
-        if not zipfile.is_zipfile(file):
-            return []
-        with zipfile.ZipFile(file) as archive:
-            pickles = [archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl")]
-    for content in pickles:
-        texts = [value for _, value, _ in pickletools.genops(content) if isinstance(value, str)]
-        if KEY in texts[:-1]:
-            found: list[Any] = json.loads(texts[texts.index(KEY) + 1])
-            return found
-    return []
+def kept_in(path: str) -> dict[str, str]:
+    """{project: id} in the file of a checkpoint, of which nothing is executed or loaded; empty where it has none."""
+    with suppress(Exception):  # Missing, damaged or no archive: the load reports it.
+        with get_filesystem(path).open(path, "rb") as file, zipfile.ZipFile(file) as archive:
+            content = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
+        rest = BytesIO(content[content.rindex(KEY.encode()) + len(KEY) :])
+        # The key is memorised, then its value follows.
+        text = next(value for _, value, _ in islice(pickletools.genops(rest), 2) if isinstance(value, str))
+        return {project: run for project, run in json.loads(text).items() if isinstance(run, str)}
+    return {}
+
+
+def without_run(logger: Logger) -> TypeGuard[WandbLogger]:
+    """Return whether this is a W&B logger that would begin a run by an id of W&B's choice, and may resume one."""
+    if not isinstance(logger, WandbLogger) or logger._experiment is not None or logger._id:
+        return False
+    return logger._wandb_init.get("resume") not in (None, False, "never")
+
+
+def decided() -> bool:
+    """Return whether the run is decided: by the environment, by one that is open, or by a sweep.
+
+    Members of a sweep may all begin with one checkpoint: each has a run of its own.
+    """
+    if os.environ.get("WANDB_RUN_ID") or getattr(sys.modules.get("wandb"), "run", None) is not None:
+        return True
+    hydra = getattr(sys.modules.get("hydra.core.hydra_config"), "HydraConfig", None)
+    return hydra is not None and hydra.initialized() and str(hydra.get().mode).endswith("MULTIRUN")
 
 
 def go_on(trainer: Trainer, path: str | None) -> None:
-    """Make the loggers go on in the runs of the checkpoint that a fit would resume from; one with an id keeps it."""
+    """Make W&B loggers go on in the runs of the checkpoint that a fit would resume from, by project."""
+    loggers = [logger for logger in trainer.loggers if without_run(logger)]
+    if not loggers or decided():
+        return
     of = trainer._checkpoint_connector
     if path or not of._user_managed:  # "last", and what SLURM's requeue finds
         path = of._parse_ckpt_path(TrainerFn.FITTING, path, model_provided=True, model_connected=True)  # type: ignore[assignment]
     ids = kept_in(str(path or trainer.ckpt_path or ""))
-    for logger, own, kept in zip(trainer.loggers, ids_of(trainer.loggers), ids, strict=False):
-        if kept and not own:
-            set_version(logger, kept)
+    for logger in loggers:
+        if run := ids.get(str(logger._project)):
+            set_id(logger, run)
+            rank_zero_info(
+                f"wandb goes on in run {run} of the checkpoint; for a new run give the logger an id of its own"
+            )
 
 
 def launched(trainer: Trainer | None, arguments: Sequence[Any]) -> None:
