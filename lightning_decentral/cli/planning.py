@@ -9,7 +9,8 @@ from rich.console import Console
 
 from lightning_decentral.cli.console import answer, filled, number, refuse_below, say, whole, write_text
 from lightning_decentral.planner.compare import THRESHOLD, plan
-from lightning_decentral.planner.show import page, sentences, table
+from lightning_decentral.planner.report import page
+from lightning_decentral.planner.show import sentences, table
 from lightning_decentral.shared.plan import units
 from lightning_decentral.shared.plan.forecast import Cluster, Setting
 from lightning_decentral.shared.plan.known_losses import RECIPES

@@ -14,7 +14,7 @@ from operator import attrgetter
 from lightning_decentral.planner.candidates import BASELINE, Candidate, in_full
 from lightning_decentral.planner.compare import THRESHOLD, Cell, chosen
 from lightning_decentral.planner.noise import steps_ratio
-from lightning_decentral.planner.show import STYLE, line, new_axes, palette, svg, winners
+from lightning_decentral.planner.report import STYLE, line, new_axes, palette, svg, winners
 from lightning_decentral.shared.plan.units import shown_bytes
 
 OF_FORECAST = (0.94, 1.35)

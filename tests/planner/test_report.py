@@ -11,7 +11,7 @@ import pytest
 
 from lightning_decentral.cli.console import write_text
 from lightning_decentral.planner.compare import NOTHING, grid, plan, sizes
-from lightning_decentral.planner.show import page
+from lightning_decentral.planner.report import page
 from lightning_decentral.recipes import command as cli
 from lightning_decentral.shared.plan.network import Network
 from lightning_decentral.shared.plan.profile import Profile, write
