@@ -226,7 +226,7 @@ class Sieve(Weights):
 @pytest.mark.parametrize(
     ("size", "options", "message"),
     [
-        (4, {"topology": Complete(), "delay": 3}, r"must stay below 0\.618; use Gossip\(rate=0\.3\)"),
+        (4, {"topology": Complete(), "delay": 3}, r"must stay below 0\.618; use Gossip\(rate=0\.31\)"),
         (4, {"topology": Ring(), "combine": ExactDiffusion(rate=1.0)}, "ExactDiffusion at rate 1.0"),
         (5, {"topology": IRREGULAR}, r"the mean would drift: .* or combine=PushSum\(\)"),
         (4, {"topology": OnePeerExponential(), "combine": ExactDiffusion()}, "needs a symmetric mixing matrix"),

@@ -8,6 +8,7 @@ import time
 from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -143,19 +144,34 @@ def test_nodes_that_were_told_other_numbers_of_devices_or_nodes_all_say_so(
     assert len({outcome.error for outcome in outcomes}) == 1
 
 
-def meet_beside_a_stray(stray: str) -> str:
-    """Worker 2 is another job's, which has other nodes and devices; worker 1 comes after it."""
-    rank = int(os.environ["LOCAL_RANK"])
+def meet_beside_a_stray(stray: str, came: Path, ended: Path) -> str:
+    """Worker 2 is another job's, which has other nodes and devices; worker 1 comes after it, and both see it end."""
+    rank, patience = int(os.environ["LOCAL_RANK"]), timedelta(seconds=60)
     if rank == 2:
         os.environ["LOCAL_RANK"] = stray
-        return meet(4, (2, 2))
-    time.sleep(0.3 * rank)
-    return meet(2, (1, 2))
+        reach = Meeting._reach
+        with patch.object(Meeting, "_reach", lambda meeting: (reach(meeting), came.touch())[0]):
+            try:
+                return meet(4, (2, 2), patience)
+            finally:
+                ended.touch()
+    if rank == 1:
+        wait_for(came)
+        time.sleep(0.3)
+    word = meet(2, (1, 2), patience)
+    wait_for(ended)
+    return word
+
+
+def wait_for(file: Path) -> None:
+    end = time.monotonic() + 60
+    while not file.exists() and time.monotonic() < end:
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("stray", ["1", "3"], ids=["a rank of ours", "a rank of its own"])
-def test_a_stray_worker_with_another_layout_ends_alone(stray: str) -> None:
-    first, second, third = crew(3, meet_beside_a_stray, stray)
+def test_a_stray_worker_with_another_layout_ends_alone(tmp_path: Path, stray: str) -> None:
+    first, second, third = crew(3, meet_beside_a_stray, stray, tmp_path / "came", tmp_path / "ended")
     assert said([first, second]) == ["of 1", "of 0"]
     assert third.error.startswith(f"ValueError: worker {stray} has num_nodes=2, devices=2, worker 0 has num_nodes=1, ")
     assert third.error.endswith("every job a MASTER_PORT of its own")
