@@ -27,7 +27,7 @@ from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.overlap import overlapped
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.shared.compute import cuda
-from lightning_decentral.shared.compute.buckets import message_bytes_of
+from lightning_decentral.shared.compute.buckets import LooseBucket, message_bytes_of
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.deterministic import (
     BFloat16,
@@ -40,7 +40,7 @@ from lightning_decentral.shared.compute.codec.quantize import Int4, Int8
 from lightning_decentral.shared.compute.hardware import duration
 from lightning_decentral.shared.plan.profile import RoundWork
 from lightning_decentral.shared.wire.meeting.groups import loopback
-from lightning_decentral.shared.wire.pending import Pending
+from lightning_decentral.shared.wire.pending import Pending, Together
 from lightning_decentral.shared.wire.transport import Message, Transport
 
 CODECS: tuple[Codec, ...] = (Plain(), Float32(), BFloat16(), Float16(), Int8(), Int4(), DifferenceCompression(Int4()))
@@ -66,24 +66,7 @@ class _Group:
         return self.workers
 
 
-class _Here:
-    """Message that has arrived."""
-
-    def wait(self) -> None:
-        return
-
-    def done(self) -> bool:
-        return True
-
-
-@dataclass
-class _Bucket:
-    """Parameters that nobody else holds."""
-
-    flat: Tensor
-
-    def adopt(self) -> None:
-        return
+ARRIVED = Together(())  # a transfer that nobody waits for
 
 
 class LoopbackTransport(Transport):
@@ -103,11 +86,11 @@ class LoopbackTransport(Transport):
             # wire, which is measured by itself.
             if not (self.silent and heard.tag):
                 heard.tensor.copy_(sent.tensor)
-        return [_Here() for _ in sends], [_Here() for _ in receives]
+        return [ARRIVED] * len(sends), [ARRIVED] * len(receives)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
         """Leave the tensor as it is: no other worker is there."""
-        return _Here()
+        return ARRIVED
 
 
 class HostMeter:
@@ -221,7 +204,7 @@ def _parts(heard: tuple[int, int], few: float, many: float) -> tuple[float, floa
     return max(0.0, few - heard[0] * each), each
 
 
-def _buckets(size: int, device: torch.device) -> list[_Bucket]:
+def _buckets(size: int, device: torch.device) -> list[LooseBucket]:
     """Buckets of `size` bytes, as many as training would make of one parameter's rows."""
     whole = torch.ones(size // ELEMENT_BYTES, device=device)
-    return [_Bucket(part) for part in whole.split(message_bytes_of([nn.Parameter(whole)]) // ELEMENT_BYTES)]
+    return [LooseBucket(part) for part in whole.split(message_bytes_of([nn.Parameter(whole)]) // ELEMENT_BYTES)]

@@ -46,7 +46,7 @@ class ControlledMixer(Mixer):
         super().__init__([], control.inner, exchange, delay)
         self._control, self._gauge, self._idle = control, gauge, 0
         self._squares: list[Tensor] = []
-        self._correct = self._measured
+        self._correct, self._rate = self._measured, lambda turn: None  # what lands is measured: it takes the mixture
 
     def step(self, learning_rate: float = 1.0, rounds: int = 1) -> None:
         # By a distance that all workers share: they must take equally many rounds.
@@ -58,9 +58,6 @@ class ControlledMixer(Mixer):
             nothing = torch.zeros(2, dtype=torch.float64, device=self.buckets[0].flat.device)
             self._gauge.report(torch.stack([nothing, *self._squares]).sum(0))
             self._squares = []
-
-    def _rate(self, turn: Turn) -> float | None:
-        return None  # what lands is measured: it takes the mixture
 
     def _measured(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
         self._squares.append(self._control.measure(sent, mixed, turn))

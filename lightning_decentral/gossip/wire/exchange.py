@@ -9,7 +9,7 @@ What is in flight is one object: who launched it hands it to `depart`, lands it 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -19,25 +19,16 @@ from torch import Tensor
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.link import Memory
 from lightning_decentral.gossip.compute.mixing import Sick, apply_difference
+from lightning_decentral.gossip.plan.weights import Entries, Neighbours
 from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.health import state_
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Message
 
 Number = float | NDArray[np.float64]
+StepLinks = Neighbours | Entries
+"""Links of one step: a worker's, or all workers' matrix in a simulation, where numbers are columns [size, 1]."""
 HEADER = 3  # Numbers before a message: its round, the elements of all buckets, its largest magnitude.
-
-
-class StepLinks(Protocol):
-    """Links of one step: a worker's `Neighbours`, or the `Entries` of all workers' matrix in a simulation,
-    where numbers are columns [size, 1]."""
-
-    @property
-    def silent(self) -> bool: ...
-    @property
-    def own(self) -> Number: ...
-    @property
-    def degree(self) -> Number: ...
 
 
 @dataclass
@@ -91,9 +82,9 @@ class MessageInFlight(ABC):
         """
         return Landed(self.sent, self.land())
 
-    def settle(self) -> None:
-        """Wait until the message is ready to leave: from then on it is what the others decode of it."""
-        return
+    def settle(self) -> Tensor:
+        """Wait until the message is ready to leave, and return it: from then on it is what the others decode of it."""
+        return self.sent
 
 
 class EarlyArrival(MessageInFlight):

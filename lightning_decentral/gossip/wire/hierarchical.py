@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.mixing import Sick
 from lightning_decentral.gossip.wire.exchange import Copied, Exchange, MessageInFlight, Traffic
-from lightning_decentral.gossip.wire.island_member import Meet, Several, inside
+from lightning_decentral.gossip.wire.island_member import MakeComparison, Meet, Several, inside
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.compute.buckets import Bucket, Pool, pack
 from lightning_decentral.shared.compute.codec.codec import Codec
@@ -20,7 +20,7 @@ from lightning_decentral.shared.compute.device import DeviceStopwatch, stopwatch
 from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage
 from lightning_decentral.shared.wire.averaging.residuals import scale_of
 from lightning_decentral.shared.wire.compressed_mean import mean_by
-from lightning_decentral.shared.wire.meeting.comparison import TrainedLayout, TrainingComparison
+from lightning_decentral.shared.wire.meeting.comparison import TrainedLayout
 from lightning_decentral.shared.wire.transport import Transport, Wire
 
 
@@ -244,9 +244,7 @@ class Averaging(Several):
         self._gradients.watch(list(module.parameters()))
         return step()
 
-    def compare(
-        self, trained: TrainedLayout, make: Callable[[TrainedLayout, Sequence[int]], TrainingComparison]
-    ) -> None:
+    def compare(self, trained: TrainedLayout, make: MakeComparison) -> None:
         super().compare(trained, make)
         self._gradients.layouts = self.layouts
 

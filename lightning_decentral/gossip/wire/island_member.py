@@ -63,9 +63,7 @@ class IslandMember(DeviceSteps):
     def arrange(self, module: nn.Module) -> None:
         """Prepare the module before the optimizers exist."""
 
-    def compare(
-        self, trained: TrainedLayout, make: Callable[[TrainedLayout, Sequence[int]], TrainingComparison]
-    ) -> None:
+    def compare(self, trained: TrainedLayout, make: MakeComparison) -> None:
         """Check from now on that its devices go on training the same.
 
         Args:
@@ -111,9 +109,7 @@ class Several(IslandMember):
 
     layouts = TrainingComparison()
 
-    def compare(
-        self, trained: TrainedLayout, make: Callable[[TrainedLayout, Sequence[int]], TrainingComparison]
-    ) -> None:
+    def compare(self, trained: TrainedLayout, make: MakeComparison) -> None:
         assert self._wire is not None
         first = self._wire.world.rank // self.devices * self.devices
         self.layouts = make(trained, range(first, first + self.devices))

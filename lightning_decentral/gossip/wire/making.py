@@ -91,8 +91,7 @@ class StateMixer:
         self.packs.append(dict(chosen))
         buckets = self._pack(self._optimizer, self.name, new)
         self.buckets += buckets
-        mixed = with_tail(buckets)
-        self.mixer.extend(mixed)
+        self.mixer.extend(with_tail(buckets))
 
     def drain(self) -> None:
         for bucket in self.buckets:

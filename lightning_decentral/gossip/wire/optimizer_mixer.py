@@ -121,8 +121,7 @@ class OptimizerMixer:
             self._packs.append(list(new))
             buckets = self._making.pack(new)
             self.buckets += buckets
-            mixed = with_tail(buckets)
-            self.mixer.extend(mixed)
+            self.mixer.extend(with_tail(buckets))
 
     def adopt_states(self) -> None:
         """Take in the states that the optimizer has for them since its last update."""

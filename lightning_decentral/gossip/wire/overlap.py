@@ -134,8 +134,9 @@ class Overlapped(MessageInFlight):
     launched: "Future[MessageInFlight]"
     landed: "Future[Tensor] | None" = None
 
-    def settle(self) -> None:
+    def settle(self) -> Tensor:
         self.exchange.awaited(self.launched)
+        return self.sent
 
     def land(self) -> Tensor:
         assert self.landed is not None, "land only what has departed"
@@ -217,8 +218,9 @@ class OnStream(MessageInFlight):
     def corrects(self) -> bool:  # type: ignore[override]
         return self.inner.corrects
 
-    def settle(self) -> None:
+    def settle(self) -> Tensor:
         self.exchange.caller().wait_event(self.encoded)
+        return self.sent
 
     def land(self) -> Tensor:
         return self.exchange.arrived(self).land()

@@ -6,6 +6,7 @@ lies in a bucket. Their strides stay as they were then: a place in a message or 
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -150,6 +151,16 @@ class BucketSpan:
     def adopt(self) -> None:
         if not self._start:  # once for all spans of the bucket
             self._bucket.adopt()
+
+
+@dataclass
+class LooseBucket:
+    """Flat tensor that nobody else holds: of a simulation all workers' parameters, a row each."""
+
+    flat: Tensor
+
+    def adopt(self) -> None:
+        return
 
 
 class Pool:
