@@ -151,7 +151,7 @@ class Coded(Coder):
         self._audiences = audiences
         self._channels: list[BucketCodec] = []
         self._rate = 1.0
-        self._lost, self._warned = CodecError(self._judge), False
+        self.lost, self._warned = CodecError(self._judge), False
 
     def admit(self, references: Sequence[Tensor], combine: Combine) -> None:
         self._rate = combine.largest_rate
@@ -170,14 +170,11 @@ class Coded(Coder):
         keys = {audience: key(self._rank, step, place, audience) for audience in shares}
         payloads = self._encode(channel, message, keys, shares)
         if watched is not None and gap is not None:
-            self._lost.add(channel.error(watched, message), gap)
+            self.lost.add(channel.error(watched, message), gap)
             # A round's buckets come one by one, and are read together with the last.
             if place + 1 == len(self._channels):
-                self._lost.complete(step)
+                self.lost.complete(step)
         return {target: payloads[self._audiences.get(target, 0)] for target in targets}
-
-    def error(self) -> float | None:
-        return self._lost.value()
 
     def _judge(self, lost: float, step: int) -> None:
         """Warn, once, where the rate is over the share of a difference that arrives: the rest is stale."""
@@ -271,9 +268,6 @@ class CodedMean(Memory):
             if place + 1 == len(self.owned):
                 self.lost.complete(step)
         return codes
-
-    def error(self) -> float | None:
-        return self.lost.value()
 
     def state_dict(self) -> dict[str, Any]:
         return {"codec": repr(self.parts.codec), "owned": [owned.clone() for owned in self.owned]}

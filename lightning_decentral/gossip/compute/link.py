@@ -22,6 +22,44 @@ from lightning_decentral.shared.compute.device import AsyncRead
 Buffers = list[Tensor]  # Tensors that a payload consists of.
 
 
+class CodecError:
+    """||message - decoded|| / ||message - estimate|| of the rounds in which it is measured.
+
+    Args:
+        report: gets the value and its round.
+    """
+
+    def __init__(self, report: Callable[[float, int], None] = lambda lost, step: None) -> None:
+        self._report, self._sums = report, list[Tensor]()
+        self._last: float | None = None
+        self._open: tuple[AsyncRead, int] | None = None
+
+    def add(self, error: Tensor, gap: Tensor) -> None:
+        """Add the squares of one of a round's buckets."""
+        self._sums.append(torch.stack([error, gap]))  # (2,)
+
+    def complete(self, step: int) -> None:
+        """All of the round's are there."""
+        self._read()
+        self._open, self._sums = (AsyncRead(torch.stack(self._sums).sum(0)), step), []
+        # A device's are read when somebody asks, or at the next measurement.
+        if self._open[0].on_host:
+            self._read()
+
+    def value(self) -> float | None:
+        """Relative error as last measured; None before."""
+        self._read()
+        return self._last
+
+    def _read(self) -> None:
+        if self._open is not None:
+            (sums, step), self._open = self._open, None
+            error, gap = sums.read().tolist()  # squares
+            if gap > 0:  # else nothing new was to be sent, or NaN
+                self._last = (error / gap) ** 0.5
+                self._report(self._last, step)
+
+
 class Memory(ABC):
     """State of an exchange's coder, as others see and save it."""
 
@@ -29,9 +67,7 @@ class Memory(ABC):
 
     bytes: int = 0  # Bytes of one message of all admitted buckets on the wire, without headers.
 
-    def error(self) -> float | None:
-        """||message - decoded|| / ||message - estimate||, relative; None where nothing is encoded or was measured."""
-        return None
+    lost = CodecError()  # one that nobody measures, where nothing is encoded
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -114,44 +150,6 @@ def cliques_of(codec: Codec, combine: Rule, topology: Topology, weights: Weights
     steps = partitions(topology, weights, size) if cuts else None
     together = steps is not None and all(step is not None and len(step) in (1, size) for step in steps)
     return Cliques.OWNERS if together else Cliques.TOLD
-
-
-class CodecError:
-    """||message - decoded|| / ||message - estimate|| of the rounds in which it is measured.
-
-    Args:
-        report: gets the value and its round.
-    """
-
-    def __init__(self, report: Callable[[float, int], None] = lambda lost, step: None) -> None:
-        self._report, self._sums = report, list[Tensor]()
-        self._last: float | None = None
-        self._open: tuple[AsyncRead, int] | None = None
-
-    def add(self, error: Tensor, gap: Tensor) -> None:
-        """Add the squares of one of a round's buckets."""
-        self._sums.append(torch.stack([error, gap]))  # (2,)
-
-    def complete(self, step: int) -> None:
-        """All of the round's are there."""
-        self._read()
-        self._open, self._sums = (AsyncRead(torch.stack(self._sums).sum(0)), step), []
-        # A device's are read when somebody asks, or at the next measurement.
-        if self._open[0].on_host:
-            self._read()
-
-    def value(self) -> float | None:
-        """Relative error as last measured; None before."""
-        self._read()
-        return self._last
-
-    def _read(self) -> None:
-        if self._open is not None:
-            (sums, step), self._open = self._open, None
-            error, gap = sums.read().tolist()  # squares
-            if gap > 0:  # else nothing new was to be sent, or NaN
-                self._last = (error / gap) ** 0.5
-                self._report(self._last, step)
 
 
 class Everyone(Memory):

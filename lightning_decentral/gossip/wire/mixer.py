@@ -150,7 +150,7 @@ class Mixer:
         for flight in self._flights if coder.encodes else ():  # elsewhere nobody waits for that
             for message in flight.messages:
                 message.settle()
-        error = coder.error()
+        error = coder.lost.value()
         return [] if error is None else [error]
 
     def traffic(self) -> Traffic:
