@@ -70,15 +70,11 @@ ARRIVED = Together(())  # a transfer that nobody waits for
 
 
 class LoopbackTransport(Transport):
-    """Transport of worker 0, on any device; it must have as many sources as targets.
-
-    Attributes:
-        silent: whether only headers still come.
-    """
+    """Transport of worker 0, on any device; it must have as many sources as targets."""
 
     def __init__(self, size: int) -> None:
         super().__init__(_Group(size))
-        self.silent = False
+        self.silent = False  # whether only headers still come
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
         for sent, heard in zip(sends, receives, strict=True):
@@ -94,18 +90,13 @@ class LoopbackTransport(Transport):
 
 
 class HostMeter:
-    """Processor time of workers in threads, on sockets of this host.
-
-    Attributes:
-        heard: few and many neighbours.
-        sizes: bytes of the parameters, ascending.
-    """
+    """Processor time of workers in threads, on sockets of this host; for few and many neighbours."""
 
     heard = (1, 2)
 
     def __init__(self, parameter_bytes: int, pause: Callable[[], None]) -> None:
         large = max(ELEMENT_BYTES, min(parameter_bytes, HOST_BYTES))
-        self.sizes = sorted({min(SMALL_BYTES, large), large})
+        self.sizes = sorted({min(SMALL_BYTES, large), large})  # bytes of the parameters
         self._pause = pause
         # On the exponential graph of 2^k workers each has k sources.
         self._ends = {heard: loopback(1 << heard, LONGEST) for heard in self.heard}

@@ -1,6 +1,6 @@
 """Ends of a link: the interface to encode, decode and forget what travels on it.
 
-A coder turns messages, of one bucket each, into payloads and back. `Direct` sends them as they are;
+A coder turns messages, of one bucket each, into payloads and back. `Coder` sends them as they are;
 `error_feedback.Coded` holds a codec's error-feedback state.
 """
 
@@ -23,11 +23,7 @@ Buffers = list[Tensor]  # Tensors that a payload consists of.
 
 
 class CodecError:
-    """||message - decoded|| / ||message - estimate|| of the rounds in which it is measured.
-
-    Args:
-        report: gets the value and its round.
-    """
+    """||message - decoded|| / ||message - estimate|| of the rounds in which it is measured; `report` gets both."""
 
     def __init__(self, report: Callable[[float, int], None] = lambda lost, step: None) -> None:
         self._report, self._sums = report, list[Tensor]()
@@ -75,43 +71,14 @@ class Memory(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned.
-
-        Raises:
-            ValueError: it was taken under another codec.
-        """
+        """Restore what `state_dict` returned. ValueError: it was taken under another codec."""
 
 
 class Coder(Memory):
-    """A worker's ends of all its links. `place` is that of a message's bucket among those admitted."""
+    """A worker's ends of all its links; here the buckets travel as they are, and no copy is made.
 
-    @abstractmethod
-    def admit(self, references: Sequence[Tensor], combine: Combine) -> None:
-        """Add buckets. `references` are as long, and where there are estimates equal on all workers; the rule sets how
-        much of a message is not encoded."""
-
-    @abstractmethod
-    def encode(self, message: Tensor, targets: Mapping[int, float], step: int, place: int) -> dict[int, Buffers]:
-        """{target: what it gets}, of the pool where it isn't the message itself; targets of one audience share it.
-
-        The message is overwritten by what those targets decode: sum_k w_ki decoded_ik / sum_k w_ki where they differ.
-        """
-
-    @abstractmethod
-    def buffers(self, sources: Iterable[int], message: Tensor, place: int) -> dict[int, Buffers]:
-        """{source: where what it sends is received}"""
-
-    @abstractmethod
-    def decode(self, received: Mapping[int, Buffers], message: Tensor, place: int) -> dict[int, Tensor]:
-        """{source: the bucket that it meant}; what was received is used up."""
-
-    def remember(self, decoded: Mapping[int, Tensor], healthy: Iterable[Tensor], place: int) -> None:
-        """Keep each source's bucket as the estimate of it if its flag in `healthy` is set, where there are any."""
-        return
-
-
-class Direct(Coder):
-    """The buckets travel as they are: no copy is made."""
+    `place` is that of a message's bucket among those admitted.
+    """
 
     encodes = False
 
@@ -119,16 +86,28 @@ class Direct(Coder):
         self._pool = pool
 
     def admit(self, references: Sequence[Tensor], combine: Combine) -> None:
+        """Add buckets. `references` are as long, and where there are estimates equal on all workers; the rule sets how
+        much of a message is not encoded."""
         self.bytes += sum(r.numel() * r.element_size() for r in references)
 
     def encode(self, message: Tensor, targets: Mapping[int, float], step: int, place: int) -> dict[int, Buffers]:
+        """{target: what it gets}, of the pool where it isn't the message itself; targets of one audience share it.
+
+        The message is overwritten by what those targets decode: sum_k w_ki decoded_ik / sum_k w_ki where they differ.
+        """
         return {target: [message] for target in targets}
 
     def buffers(self, sources: Iterable[int], message: Tensor, place: int) -> dict[int, Buffers]:
+        """{source: where what it sends is received}"""
         return {j: [self._pool.take(message)] for j in sources}
 
     def decode(self, received: Mapping[int, Buffers], message: Tensor, place: int) -> dict[int, Tensor]:
+        """{source: the bucket that it meant}; what was received is used up."""
         return {j: whole for j, (whole,) in received.items()}  # (elements,) each: received as it is
+
+    def remember(self, decoded: Mapping[int, Tensor], healthy: Iterable[Tensor], place: int) -> None:
+        """Keep each source's bucket as the estimate of it if its flag in `healthy` is set, where there are any."""
+        return
 
     def state_dict(self) -> dict[str, Any]:
         return {"codec": "Plain()"}

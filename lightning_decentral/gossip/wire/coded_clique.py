@@ -27,20 +27,15 @@ from lightning_decentral.shared.wire.transport import Message, Transport
 
 @dataclass
 class CodedMessage(EarlyArrival):
-    """One bucket on its way to the owners of its parts, and the owners' means on their way back.
-
-    Args:
-        codes: {owner: codes of its part}.
-        buffers: {worker: where its codes of the own part are received}.
-    """
+    """One bucket on its way to the owners of its parts, and the owners' means on their way back."""
 
     exchange: "CodedCliqueExchange"
     step: int
     place: int
     sent: Tensor  # [elements]
     headers: Tensor  # int64 [workers, HEADER]: this worker's, then each other's
-    codes: Mapping[int, Buffers]
-    buffers: Mapping[int, Buffers]
+    codes: Mapping[int, Buffers]  # {owner: codes of its part}
+    buffers: Mapping[int, Buffers]  # {worker: where its codes of the own part are received}
     together = True
     arrived: tuple[Tensor, Tensor] | None = None
 
@@ -68,15 +63,11 @@ class CodedMessage(EarlyArrival):
 class CodedCliqueExchange(Arrivals[CodedMessage]):
     """mixed = Q((1/n) sum_j sent_j + f), the same bits on all, where all receive from all with equal weights.
 
-    A message with NaN, infinity or absurd numbers counts as zero, for every owner alike, and is counted.
-
-    Args:
-        transport: carries codes to their owners, for this alone.
-        codec: without estimates.
-        back: carries the owners' codes, for this alone.
+    A message with NaN, infinity or absurd numbers counts as zero, for every owner alike, and is counted. `transport`
+    carries codes to their owners, the codec is one without estimates.
     """
 
-    back: Transport = field(kw_only=True)
+    back: Transport = field(kw_only=True)  # carries the owners' codes, for this alone
     coder: CodedMean = field(init=False)
 
     def __post_init__(self) -> None:

@@ -33,18 +33,12 @@ HEADER = 3  # Numbers before a message: its round, the elements of all buckets, 
 
 @dataclass
 class Copied:
-    """A bucket's next message: its copy, and its header, both made where the bucket is corrected.
+    """A bucket's next message: its copy, and its header, both made where the bucket is corrected."""
 
-    Attributes:
-        message: gets the values of the bucket.
-        headers: int64 [rows, HEADER]; the first row gets the header. None: it is made later.
-        elements: of all buckets.
-    """
-
-    message: Tensor
-    headers: Tensor | None = None
+    message: Tensor  # gets the values of the bucket
+    headers: Tensor | None = None  # int64 [rows, HEADER]; the first row gets the header. None: it is made later
     step: int = 0
-    elements: int = 0
+    elements: int = 0  # of all buckets
 
     def of(self, x: Tensor) -> "Copied":
         """Make both of x, in one pass."""
@@ -76,10 +70,7 @@ class MessageInFlight(ABC):
 
     def keep(self, corrects: bool) -> "Landed":
         """Wait for what was sent to this worker; return what lands with the same bits later, and can be saved. Once.
-
-        Args:
-            corrects: by `correct`, if it can.
-        """
+        Where it `corrects`, by `correct`, if it can."""
         return Landed(self.sent, self.land())
 
     def settle(self) -> Tensor:
@@ -88,13 +79,9 @@ class MessageInFlight(ABC):
 
 
 class EarlyArrival(MessageInFlight):
-    """A message that a device's second stream may receive before it lands on the training's.
+    """A message that a device's second stream may receive before it lands on the training's."""
 
-    Attributes:
-        outgoing, incoming: its transfers, from the departure on.
-    """
-
-    outgoing: Sequence[Pending] = ()
+    outgoing: Sequence[Pending] = ()  # its transfers, from the departure on
     incoming: Sequence[Pending] = ()
 
     @abstractmethod
@@ -117,16 +104,12 @@ class EarlyArrival(MessageInFlight):
 
 @dataclass
 class Landed(MessageInFlight):
-    """A message whose round was mixed already; where it `corrects`, mixed - sent.
-
-    Args:
-        sick: why nothing was: this worker's own message was refused, which its landing raises.
-    """
+    """A message whose round was mixed already; where it `corrects`, mixed - sent."""
 
     sent: Tensor
     mixed: Tensor | None
     corrects: bool = field(default=False, kw_only=True)
-    sick: Sick | None = field(default=None, kw_only=True)
+    sick: Sick | None = field(default=None, kw_only=True)  # this worker's own message was refused: landing raises it
 
     def land(self) -> Tensor:
         if self.sick:
@@ -147,23 +130,16 @@ class Landed(MessageInFlight):
 
 @dataclass
 class Flight:
-    """One round between launch and landing, bucket by bucket; saved with what has come of it, and restored.
-
-    Attributes:
-        departed: when it left, by `perf_counter`; 0 before, and where it was restored.
-    """
+    """One round between launch and landing, bucket by bucket; saved with what has come of it, and restored."""
 
     round: int
     step: int
     messages: list[MessageInFlight] = field(default_factory=list)
-    departed: float = 0.0
+    departed: float = 0.0  # when it left, by `perf_counter`; 0 before, and where it was restored
 
     def state_dict(self, keep: Callable[[int], Landed]) -> dict[str, Any]:
-        """State to save, as tensors and primitives.
-
-        Args:
-            keep: what came for the bucket at this place. A round arrives once, so it stands in for what was launched.
-        """
+        """State to save, as tensors and primitives. What came for a bucket (`keep` of its place) stands in for what was
+        launched from then on: a round arrives once."""
         landed = [keep(place) for place in range(len(self.messages))]
         self.messages = [*landed]
         return {
@@ -209,11 +185,8 @@ class Exchange(ABC, Generic[M]):
 
     @abstractmethod
     def admit(self, buckets: Sequence[Tensor], combine: Combine) -> None:
-        """Add buckets, to be mixed from the next launch on. Every worker calls it at the same point.
-
-        Args:
-            combine: their rule, which states how much of a message no codec may touch.
-        """
+        """Add buckets, to be mixed from the next launch on. Every worker calls it at the same point. Their rule states
+        how much of a message no codec may touch."""
 
     def copied(self, x: Tensor, step: int, place: int) -> Copied:
         """Buffers for the next message of bucket `place`, which is x as a correction leaves it; then to be launched."""

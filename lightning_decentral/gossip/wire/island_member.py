@@ -22,12 +22,7 @@ MakeComparison = Callable[[TrainedLayout, Sequence[int]], TrainingComparison]
 
 
 class IslandMember(DeviceSteps):
-    """One device's part in its island; here of an island that is this device alone.
-
-    Args:
-        devices: of each island.
-        meet: runs what waits for other devices.
-    """
+    """One device's part in its island of so many; here it is this device alone. `meet` runs what waits for others."""
 
     shards = 1  # Devices that a worker's parameters are spread over.
 
@@ -64,11 +59,7 @@ class IslandMember(DeviceSteps):
         """Prepare the module before the optimizers exist."""
 
     def compare(self, trained: TrainedLayout, make: MakeComparison) -> None:
-        """Check from now on that its devices go on training the same.
-
-        Args:
-            make: a comparison of what is trained between devices of these ranks.
-        """
+        """Check from now on that its devices go on training the same: `make` a comparison of devices of some ranks."""
 
     def replaced(self) -> None:
         """The optimizers are others than before. RuntimeError where they aren't on another of its devices."""

@@ -113,12 +113,10 @@ class Mixer:
 
     def restart(self, mean: MeanOfSound) -> None:
         """A step without a round: every worker becomes the mean of all, and the rule begins anew from there.
+        FloatingPointError: this worker isn't sound, and has been healed as often as it may.
 
         Args:
             mean: (of flat tensors over the sound workers, why this one isn't sound or nothing); collective.
-
-        Raises:
-            FloatingPointError: this worker isn't sound, and has been healed as often as it may.
         """
         for bucket in self.buckets:
             bucket.adopt()
@@ -264,11 +262,7 @@ class Mixer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned.
-
-        Raises:
-            ValueError: it was taken with other buckets.
-        """
+        """Restore what `state_dict` returned. ValueError: it was taken with other buckets."""
         elements = [bucket.flat.numel() for bucket in self.buckets]
         if state["elements"] != elements:
             raise ValueError(

@@ -201,18 +201,14 @@ class StreamExchange(Exchange["OnStream"]):
 
 @dataclass
 class OnStream(MessageInFlight):
-    """A message between launch and landing.
-
-    Args:
-        memory: tensors of the second stream that the landing reads.
-    """
+    """A message between launch and landing."""
 
     exchange: StreamExchange
     sent: Tensor
     inner: EarlyArrival
     encoded: cuda.Event
     arrived: cuda.Event | None = None
-    memory: Sequence[Tensor] = ()
+    memory: Sequence[Tensor] = ()  # tensors of the second stream that the landing reads
 
     @property
     def corrects(self) -> bool:  # type: ignore[override]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine, Rule
 from lightning_decentral.gossip.compute.error_feedback import CodedMean, coder_of
-from lightning_decentral.gossip.compute.link import Buffers, Direct, Everyone, cliques_of
+from lightning_decentral.gossip.compute.link import Buffers, Coder, Everyone, cliques_of
 from lightning_decentral.gossip.plan.topology.topology import Topology, at_least_one
 from lightning_decentral.gossip.plan.traffic import Cliques
 from lightning_decentral.gossip.plan.weights import Entries, Neighbours, Weights, compressed, entries, neighbours
@@ -224,7 +224,7 @@ class MatrixExchange(Everyones[MessageInFlight]):
     def __post_init__(self) -> None:
         at_least(1, "give the number of workers", size=self.size)
         super().__post_init__()
-        self.coder = Direct(self.pool)
+        self.coder = Coder(self.pool)
         self._matrix = cache(lambda phase, dtype, device: as_tensor(self.neighbours(phase)).to(device, dtype))
 
     def admit(self, buckets: Sequence[Tensor], combine: Combine) -> None:

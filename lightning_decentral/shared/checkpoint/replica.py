@@ -48,11 +48,7 @@ class WholeModel:
     def optimizers(
         self, optimizers: Sequence[Optimizer], checkpoint: Mapping[str, Any], own: bool
     ) -> Mapping[str, Any]:
-        """The checkpoint with states of these optimizers as this device has them.
-
-        Args:
-            own: they are this device's already.
-        """
+        """The checkpoint with states of these optimizers as this device has them: `own` where they are so already."""
         return checkpoint
 
     def resume(self) -> None:

@@ -68,10 +68,7 @@ class Checkpoints(ABC):
     @abstractmethod
     def load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         """Read the checkpoint that Lightning restores from; the rest is kept for `resume` and `start`. Collective.
-
-        Raises:
-            ValueError: the file is damaged.
-        """
+        ValueError: the file is damaged."""
 
     @abstractmethod
     def resume(self) -> None:

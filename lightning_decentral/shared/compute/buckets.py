@@ -212,11 +212,8 @@ def with_tail(buckets: Sequence[Bucket]) -> list[Bucket | BucketSpan]:
     *others, last = buckets
     each = last.flat.element_size()
     place = last.border(-(-whole // TAIL // each), whole // SHORT // each)
-    return (
-        [*buckets]
-        if place is None
-        else [*others, BucketSpan(last, 0, place), BucketSpan(last, place, last.flat.numel())]
-    )
+    cut = [last] if place is None else [BucketSpan(last, 0, place), BucketSpan(last, place, last.flat.numel())]
+    return [*others, *cut]
 
 
 def dealt(parameters: Sequence[nn.Parameter], hands: int) -> list[list[nn.Parameter]]:

@@ -31,12 +31,8 @@ class FabricCheckpoints:
         self._saving, self._reading = Saving(worker), Reading(worker)
 
     def save(self, path: Any, state: Mapping[str, Any], converted: Mapping[str, Any], storage_options: Any) -> None:
-        """Write the plain file (worker 0) and each worker's own. Collective.
-
-        Args:
-            state: modules, optimizers and other values, by name.
-            converted: the same as state_dicts.
-        """
+        """Write the plain file (worker 0) and each worker's own. Collective. `state` are modules, optimizers and other
+        values, by name, `converted` the same as state_dicts."""
         path, identity = self._saving.agree(path, storage_options)
         modules = [key for key, value in state.items() if isinstance(value, nn.Module)]
         own = {**converted, **{key: self._mean_model.own(converted[key]) for key in modules}}
@@ -59,10 +55,7 @@ class FabricCheckpoints:
     @contextmanager
     def reading(self, path: Any, state: Any, weights_only: bool | None) -> Iterator[None]:
         """Load this file's contents within, read by all workers; afterwards the rest of the state goes on. Collective.
-
-        Raises:
-            ValueError: on every worker, where one finds the file damaged.
-        """
+        ValueError: on every worker, where one finds the file damaged."""
         checkpoint = self._reading.read_together(path, weights_only)
         mark, own = checkpoint.pop(KEY, None), None
         if mark is not None and self._worker.optimizers and _trains(state):
