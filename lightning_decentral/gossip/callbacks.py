@@ -51,11 +51,7 @@ class Monitored(Protocol):
 
 
 class _EveryNSteps(Callback, ABC):
-    """Measures when the number of rounds passes a multiple of `every_n_steps`.
-
-    Raises:
-        ValueError: `every_n_steps` below 1.
-    """
+    """Measures when the number of rounds passes a multiple of `every_n_steps`. ValueError: that is below 1."""
 
     def __init__(self, *, every_n_steps: int = 10) -> None:
         at_least(1, "leave the callback out to measure never", every_n_steps=every_n_steps)

@@ -51,7 +51,7 @@ class Sweep:
         starts: Starts,
         watcher: "progress.LiveTable",  # notified of the sweep's progress
         alive: int,  # how many members' processes there may be at once
-        scores: Scoreboard | None = None,  # of members that ran earlier, with whom these are compared
+        scores: Scoreboard | None = None,  # of members that ran earlier, with whom these are compared; theirs are added
     ) -> None:
         self.members = {member.name: member for member in members}
         self.arbiter, self._starts, self._watcher, self._alive = arbiter, starts, watcher, alive

@@ -239,7 +239,7 @@ class Coded(Coder):
 
 
 class CodedMean(Memory):
-    """State that a worker keeps for means in codes, bucket by bucket: a `CodedParts`' residuals, and its codec's error."""
+    """State that a worker keeps for means in codes, by bucket: a `CodedParts`' residuals, and its codec's error."""
 
     def __init__(self, parts: "coded.CodedParts") -> None:
         self.parts, self.lost = parts, CodecError()
