@@ -1,6 +1,6 @@
 """Stability of delayed mixing: eigenvalues of mixing matrices, the largest rate that a delay bears."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from math import inf, pi
 from typing import NamedTuple
@@ -84,14 +84,11 @@ def growth(blocks: Sequence[Matrix], delay: int, rate: float, echo: RepeatedCorr
     return float(np.abs(np.linalg.eigvals(state)).max())
 
 
-def blocks_without_mean(matrices: Iterable[Matrix]) -> list[Matrix]:
+def blocks_without_mean(matrices: Sequence[Matrix]) -> list[Matrix]:
     """W - I of each, on what is orthogonal to the mean, which mixing keeps: [size - 1, size - 1]."""
-    found = []
-    for matrix in matrices:
-        size = len(matrix)
-        rows = np.linalg.svd(np.ones((1, size)))[2][1:]  # orthonormal, they span what is orthogonal to the mean
-        found.append(rows @ (matrix - np.eye(size)) @ rows.T)
-    return found
+    size = len(matrices[0])
+    rows = np.linalg.svd(np.ones((1, size)))[2][1:]  # orthonormal, they span what is orthogonal to the mean
+    return [rows @ (matrix - np.eye(size)) @ rows.T for matrix in matrices]
 
 
 def first_unstable(blocks: Sequence[Matrix], delay: int, below: float, above: float) -> float:
@@ -149,7 +146,7 @@ def _periods(topology: Topology, size: int, delay: int, weights: Weights) -> Ite
             f"{topology.label(size)} changes over {len(steps)} steps, which is too large to judge for {size} workers "
             f"with delay {delay}: use a topology of one matrix, such as Ring(), Torus() or Exponential()"
         )
-    yield blocks_without_mean(mixing_matrix(topology, size, step, weights) for step in steps)
+    yield blocks_without_mean([mixing_matrix(topology, size, step, weights) for step in steps])
 
 
 ABOVE_ALL_RATES = 1.25  # rates are up to 1
@@ -189,6 +186,6 @@ def largest_stable_rate(topology: Topology, size: int, delay: int, weights: Weig
     in_any_order = lowest(rate_for_any_order)
     if (size - 1) * window > LARGEST_PERIOD_STATE:
         return min(by_eigenvalue, in_any_order)
-    blocks = blocks_without_mean(mixing_matrix(topology, size, step, weights) for step in range(period))
+    blocks = blocks_without_mean([mixing_matrix(topology, size, step, weights) for step in range(period)])
     # A sequence may contract at rates at which none of its matrices alone does.
     return first_unstable(blocks, window, below=in_any_order, above=max(by_eigenvalue, ABOVE_ALL_RATES))
