@@ -51,17 +51,12 @@ class Monitored(Protocol):
 
 
 class _EveryNSteps(Callback, ABC):
-    """Measures when the number of rounds passes a multiple of `every_n_steps`.
-
-    Raises:
-        ValueError: `every_n_steps` below 1.
-    """
+    """Measures when the number of rounds passes a multiple of `every_n_steps`. ValueError: that is below 1."""
 
     def __init__(self, *, every_n_steps: int = 10) -> None:
         at_least(1, "leave the callback out to measure never", every_n_steps=every_n_steps)
         self.every_n_steps = every_n_steps
-        self._steps = 0
-        self._measured = 0
+        self._steps = self._measured = 0
 
     @abstractmethod
     def measure(self, trainer: Trainer, pl_module: LightningModule, strategy: Monitored, steps: int) -> None:
@@ -133,16 +128,16 @@ class CommunicationMonitor(_EveryNSteps):
 
     def measure(self, trainer: Trainer, pl_module: LightningModule, strategy: Monitored, steps: int) -> None:
         before, now = self._before, strategy.traffic()
-        self._before = now
+        waited, seconds = now.wait_seconds - before.wait_seconds, self._seconds
+        self._before, self._seconds = now, 0.0
         metrics: dict[str, float] = {
-            "gossip/wait_seconds": (now.wait_seconds - before.wait_seconds) / steps,
+            "gossip/wait_seconds": waited / steps,
             "gossip/in_flight_seconds": (now.in_flight_seconds - before.in_flight_seconds) / steps,
             "gossip/bytes_sent": now.bytes_sent,
             "gossip/refused_messages": now.refused,
             "gossip/left_out_of_mean": now.left_out,
             "gossip/healed": now.healed,
         }
-        waited, seconds, self._seconds = now.wait_seconds - before.wait_seconds, self._seconds, 0.0
         waiting = min(1.0, waited / seconds) if seconds else 0.0
         self._shows_waiting |= waiting >= SEEN
         _publish(trainer, pl_module, metrics, {"waiting": waiting} if self._shows_waiting else {})
@@ -221,8 +216,7 @@ class WorkerLossMonitor(_EveryNSteps):
             return
         found: dict[int, dict[str, float]] = defaultdict(dict)
         for rank, row in enumerate(rows):
-            new = [(step, loss) for step, loss in row if step > self._logged[rank]]
-            for step, loss in new:
+            for step, loss in [pair for pair in row if pair[0] > self._logged[rank]]:
                 found[step][f"worker/{rank}/loss"] = loss
                 self._logged[rank] = step
         for step in sorted(found):
@@ -248,12 +242,9 @@ class StartSummary(StartTable):
             table.add_row(*row)
         Console().print(table)
         for logger in trainer.loggers:
-            logger.log_hyperparams({f"gossip/{name}": _number(text) for name, text in summary.items()})
-
-
-def _number(text: str) -> int | str:
-    """A whole number as one, so that a tracker sorts by it."""
-    return int(text) if text.isdecimal() else text
+            # A whole number as one, so that a tracker sorts by it.
+            rows = {f"gossip/{name}": int(text) if text.isdecimal() else text for name, text in summary.items()}
+            logger.log_hyperparams(rows)
 
 
 def _steps_taken(trainer: Trainer) -> int:

@@ -206,20 +206,18 @@ class GossipForecast(Method):
         for talk in self._talks(setting):
             plan = self._rounds(setting, talk)
             loads = {load for one in plan for load in one.loads}
-            seconds = {load: self._exchange_seconds(setting, talk, load) for load in loads}
+            part = talk.encoding.wire_bytes(talk.bytes / self.within.devices)
+            gathered, seconds = self.within.gathering(setting).seconds(talk.bytes), dict.fromkeys(loads, 0.0)
+            for load in loads:
+                moved = [price.seconds(copies * part) for price, copies in self._exchanged(setting, talk, load)]
+                # Codes go to owners of parts, and back. Inside the node and between nodes at the same time; the gather
+                # needs all.
+                ways = 2 if load.clique and talk.encoding.cliques is Cliques.OWNERS else 1
+                seconds[load] = ways * max(moved) + gathered if moved else 0.0
             own = [np.array([seconds[load] for load in one.loads]) for one in plan]
             # A sender with several targets serves them together, so its slowest source decides when a worker can mix.
             plans.append(([busy[one.sources].max(axis=1) for busy, one in zip(own, plan, strict=True)], plan))
         return joined(plans)
-
-    def _exchange_seconds(self, setting: Setting, talk: Talk, load: RoundLoad) -> float:
-        part = talk.encoding.wire_bytes(talk.bytes / self.within.devices)
-        moved = [price.seconds(copies * part) for price, copies in self._exchanged(setting, talk, load)]
-        gathered = self.within.gathering(setting).seconds(talk.bytes)
-        # Codes go to owners of parts, and back. Inside the node and between nodes at the same time; the gather needs
-        # all.
-        ways = 2 if load.clique and talk.encoding.cliques is Cliques.OWNERS else 1
-        return ways * max(moved) + gathered if moved else 0.0
 
     def _exchanged(self, setting: Setting, talk: Talk, load: RoundLoad) -> list[tuple[Price, float]]:
         """(price, messages) inside the node and between nodes; of one direction only where owners add up codes."""

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_decentral.gossip.plan.topology.topology import StepGraph, Topology, step_graph
-from lightning_decentral.gossip.plan.weights import Weights, targets
+from lightning_decentral.gossip.plan.weights import Weights
 
 
 class Cliques(Enum):
@@ -126,7 +126,7 @@ def copies_sent(topology: Topology, weights: Weights, rank: int, size: int, cliq
     steps, sent = _partitions(topology, weights, size, cliques), 0.0
     for step, partition in enumerate(steps):
         if partition is None:
-            sent += len(targets(topology, rank, size, step))
+            sent += len(step_graph(topology, size, step).targets[rank])
         else:
             clique = next(c for c in partition if rank in c)
             sent += 2 * (len(clique) - 1) / len(clique)
@@ -149,7 +149,8 @@ def copies_by_node(
     steps = []
     for step, together in enumerate(_partitions(topology, weights, size, cliques)):
         if together is None:  # peers
-            links = [(rank, j, 1.0) for rank in range(size) for j in targets(topology, rank, size, step)]
+            graph = step_graph(topology, size, step)
+            links = [(rank, j, 1.0) for rank in range(size) for j in graph.targets[rank]]
         elif cliques is Cliques.OWNERS:  # each to each
             links = [(*pair, 2 / len(c)) for c in together for pair in permutations(c, 2)]
         else:  # in a ring
