@@ -129,7 +129,7 @@ def attempt(member: SweepMember, run: Run) -> JobReturn:
         if not ended.code:
             return returned(member, JobStatus.COMPLETED, None)
         print(ended.code, file=sys.stderr)
-        return failed(member, RuntimeError(str(ended.code)))
+        return failed(member, ended)
     except Exception as error:
         outcome = failed(member, error)
     if outcome.status is JobStatus.FAILED:

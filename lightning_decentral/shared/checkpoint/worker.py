@@ -161,7 +161,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     """Lightning's own, and the loggers go on in the runs of the checkpoint."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        runs.launched(trainer, args)
+        _before_processes(trainer, args)
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
 
@@ -170,7 +170,7 @@ class WorkersLauncher(_MultiProcessingLauncher):
     is. Lightning itself calls `on_exception` in the process that started them alone, whose model was never trained."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        runs.launched(trainer, args)
+        _before_processes(trainer, args)
         vars(self._strategy).pop("save_checkpoint", None)
         try:
             return super().launch(partial(_run, trainer, function), *args, trainer=trainer, **kwargs)
@@ -178,6 +178,12 @@ class WorkersLauncher(_MultiProcessingLauncher):
             # On the instance, over the method of its class: the workers have saved, or couldn't.
             vars(self._strategy)["save_checkpoint"] = _save_nothing
             raise
+
+
+def _before_processes(trainer: Any, arguments: Any) -> None:
+    runs.launched(trainer, arguments)
+    if trainer is not None:
+        trainer.strategy.refuse_early()
 
 
 def _run(trainer: Trainer | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
