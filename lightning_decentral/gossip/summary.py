@@ -62,8 +62,12 @@ def rules(plan: Any) -> dict[str, float | str]:
     return {**names, "delay": plan.delay, "evaluate": plan.evaluate, "heals": plan.heals}
 
 
-def introduced(plan: "gossip.GossipStrategy", mixers: Iterable[OptimizerMixer]) -> list[str]:
-    """The plan in a line, and the hint where there is one; nothing where a worker is alone."""
+def introduced(plan: Any, mixers: Iterable[OptimizerMixer], evaluated: str = "") -> list[str]:
+    """The plan in a line, and the hint where there is one; nothing where a worker is alone.
+
+    Args:
+        evaluated: the model that is, where `plan` is no Trainer's.
+    """
     mixers, size = list(mixers), plan.workers
     if size == 1:
         return []
@@ -71,7 +75,8 @@ def introduced(plan: "gossip.GossipStrategy", mixers: Iterable[OptimizerMixer]) 
     messages = f"{type(plan.codec).__name__ if plan.codec.encodes else 'uncompressed'} messages"
     sent = traffic(_copies(plan) * message_bytes, model_bytes, size)
     line = (
-        f"{_workers(plan)} on {plan.topology.label(size)}, {messages}, {sent}, {_evaluated(plan, mixers)} is evaluated"
+        f"{_workers(plan)} on {plan.topology.label(size)}, {messages}, {sent}, "
+        f"{evaluated or _evaluated(plan, mixers)} is evaluated"
     )
     return [f"gossip: {line}", *filter(None, [adam_hint(plan.optimizers, size)])]
 
