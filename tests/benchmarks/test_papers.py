@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pages import papers as page
-from papers import terapipe
+from papers import seq1f1b, terapipe
 from papers.rows import computed
 from tests.docs.numbers import RESULTS
 
@@ -70,3 +70,10 @@ def test_terapipe_plans_come_within_ten_percent() -> None:
     assert all(0.9 < ratios[f"{s.name}: planned, s"] < 1.1 for s in terapipe.SETTINGS)
     for setting in terapipe.SETTINGS:
         assert setting.iteration((terapipe.LENGTH,)) == pytest.approx(setting.without_seconds)
+
+
+def test_seq1f1b_memory_is_exact() -> None:
+    ratios = numbers(committed("seq1f1b"), "ratios")
+    exact = [ratio for label, ratio in ratios.items() if label.startswith("memory")]
+    assert exact == [1.0] * 3
+    assert seq1f1b.mismatches() == 0
