@@ -23,8 +23,8 @@ PATIENCE = 32  # Rounds that a worker waits for somebody sound.
 
 
 class Healing:
-    """Limit on how often a worker is healed; 0 by default: it ends with the error that shows what it holds, as
-    `poisoned` names it, the first parameter that isn't sound."""
+    """Limit on how often a worker is healed. By default it is 0: the worker ends with an error, and `poisoned` names
+    its first parameter with NaN or infinity."""
 
     def __init__(self, most: int = 0, poisoned: Callable[[], str] = str) -> None:
         self.healed = 0  # times so far

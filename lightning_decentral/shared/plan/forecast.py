@@ -42,8 +42,8 @@ class Cluster:
 
     @property
     def simulated(self) -> "Cluster":
-        """Part of the nodes that stands for a large cluster where workers are simulated: the cluster itself up to 128
-        workers, else a number of nodes that divides its own if possible, and is a power of two if that is."""
+        """Nodes that are simulated in place of a larger cluster. Up to 128 workers that is the cluster itself; above, a
+        number that divides the cluster's if possible, and is a power of two if the cluster's is."""
         if self.workers <= SIMULATED:
             return self
         per_node = SIMULATED if self.nodes == 1 else self.per_node
