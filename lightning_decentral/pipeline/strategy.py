@@ -20,7 +20,13 @@ from lightning_decentral.pipeline.plan.schedule import OneForwardOneBackward, Sc
 from lightning_decentral.pipeline.plan.slicing import Slicing
 from lightning_decentral.pipeline.refusals import nothing_to_train, refuse_replaced, refuse_unserved
 from lightning_decentral.pipeline.stage_layout import StageGroups, StageLayout, introduced
-from lightning_decentral.pipeline.stage_training import StageEvaluation, StageTraining, evaluated, pipelined
+from lightning_decentral.pipeline.stage_training import (
+    StageEvaluation,
+    StageTraining,
+    evaluated,
+    pipelined,
+    refuse_depth,
+)
 from lightning_decentral.pipeline.totals import StageTotals
 from lightning_decentral.pipeline.training_step import moved
 from lightning_decentral.pipeline.wire.executor import Boundary, ExactActivations
@@ -130,6 +136,9 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
         if (layout := self.layout).pipelines > 1:
             self.replicas.check(layout.pipelines, layout.pipelines_per_node)
         super().setup_environment()
+
+    def refuse_early(self) -> None:
+        refuse_depth(self.num_stages, self.partition, self._module)
 
     def refuse(self, module: nn.Module, fitting: bool) -> None:
         super().refuse(module, fitting)
