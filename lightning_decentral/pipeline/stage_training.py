@@ -62,7 +62,7 @@ def pipelined(module: LightningModule, slicing: Slicing | None, device: torch.de
     return model
 
 
-def refuse_depth(stages: int, partition: Partition, module: LightningModule) -> None:
+def check_depth(stages: int, partition: Partition, module: LightningModule) -> None:
     """ValueError for more stages than blocks, or a partition of others, where that shows before set-up."""
     if is_overridden("configure_model", module):
         return

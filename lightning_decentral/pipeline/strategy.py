@@ -23,9 +23,9 @@ from lightning_decentral.pipeline.stage_layout import StageGroups, StageLayout, 
 from lightning_decentral.pipeline.stage_training import (
     StageEvaluation,
     StageTraining,
+    check_depth,
     evaluated,
     pipelined,
-    refuse_depth,
 )
 from lightning_decentral.pipeline.totals import StageTotals
 from lightning_decentral.pipeline.training_step import moved
@@ -138,7 +138,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
         super().setup_environment()
 
     def refuse_early(self) -> None:
-        refuse_depth(self.num_stages, self.partition, self._module)
+        check_depth(self.num_stages, self.partition, self._module)
 
     def refuse(self, module: nn.Module, fitting: bool) -> None:
         super().refuse(module, fitting)
