@@ -7,6 +7,7 @@ repeatable and without a trace in the run.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,42 +76,12 @@ def decided(gather: Callable[[Any], list[Any]], compute: Callable[[], Found]) ->
 
 def found_together(gather: Callable[[Any], list[Any]], find: Callable[[Decide], CutPlan]) -> CutPlan:
     """Cuts that all workers find together, without a trace in their random numbers. Collective."""
-
-    def decide(compute: Callable[[], Found], /) -> Found:
-        return decided(gather, compute)
-
     before = worker_state.random_state()  # the search draws random numbers of the run's generators
     try:
-        found = find(decide)
+        found = find(partial(decided, gather))
     except ValueError as error:
         raise ValueError(str(error)) from error
     worker_state.set_random_state(before)
-    return found
-
-
-def agreed(rank: int, broadcast: Callable[[Any], Any], find: Callable[[], CutPlan]) -> CutPlan:
-    """Cuts that worker 0 found by itself, without a trace in its random numbers, where the others' turns come later.
-
-    Raises:
-        ValueError: on every worker, why there is no such cut.
-        RuntimeError: on the others, where the search failed on worker 0 with any other error.
-    """
-    found: CutPlan | str | tuple[str, str] = ""
-    if rank == 0:
-        before = worker_state.random_state()  # the search draws random numbers of the run's generators
-        try:
-            found = find()
-        except ValueError as error:
-            found = str(error)  # the others wait for an answer: the error travels as one
-        except Exception as error:
-            broadcast((type(error).__name__, str(error)))
-            raise
-        worker_state.set_random_state(before)
-    found = broadcast(found)
-    if isinstance(found, str):
-        raise ValueError(found)
-    if isinstance(found, tuple):
-        raise RuntimeError(f"worker 0 found no cuts, it failed with {found[0]}: {found[1]}")
     return found
 
 
@@ -220,19 +191,6 @@ def warm_up_state(depth: DepthAssignment, in_steps: DepthAssignment) -> dict[str
     return {"assignment": repr(depth), "warm_up": in_steps.warm_up}
 
 
-def loss_of(output: Any) -> Tensor:
-    """The loss in what a training step returned; ValueError if there is none."""
-    match output:
-        case Tensor() as loss:
-            return loss
-        case {"loss": Tensor() as loss}:
-            return loss
-        case _:
-            raise ValueError(
-                "the first training_step returned no loss, and cuts are verified by its gradients: return one"
-            )
-
-
 def step_of(trainer: Trainer, trial: Any, *args: Any, **kwargs: Any) -> Run:
     """A function that runs `trial.training_step(*args)` and returns its loss; logs nothing as long as the entry `log`
     stays in the module's `__dict__`."""
@@ -244,7 +202,12 @@ def step_of(trainer: Trainer, trial: Any, *args: Any, **kwargs: Any) -> Run:
         copied = lambda t: t.detach().clone().requires_grad_(t.requires_grad)  # noqa: E731
         own, named = tree_map_only(Tensor, copied, (args, kwargs))
         with trainer.strategy.precision_plugin.train_step_context():
-            return loss_of(trial.training_step(*own, **named))
+            match trial.training_step(*own, **named):
+                case Tensor() as loss:
+                    return loss
+                case {"loss": Tensor() as loss}:
+                    return loss
+        raise ValueError("the first training_step returned no loss, and cuts are verified by its gradients: return one")
 
     return run
 

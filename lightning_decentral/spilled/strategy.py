@@ -101,17 +101,11 @@ class SpilledStrategy(SingleDeviceStrategy):
     def setup(self, trainer: Any) -> None:
         module = self.lightning_module
         assert module is not None
-        name = type(module).__name__
         refuse_lazy(module.parameters())
         if not module.automatic_optimization:
             raise ValueError(
-                f"{name} optimizes manually, and parameters that are on the device within its step would miss the "
-                "update: use automatic optimization"
-            )
-        if module._compiler_ctx is not None:
-            raise ValueError(
-                f"{name} is compiled, and compiled code doesn't see that its parameters come and go: "
-                "train the module without torch.compile"
+                f"{type(module).__name__} optimizes manually, and parameters that are on the device within its step "
+                "would miss the update: use automatic optimization"
             )
         super().setup(trainer)
         if isinstance(self.precision_plugin, MixedPrecision) and self.precision_plugin.scaler is not None:

@@ -74,7 +74,8 @@ class Engine:
             own = tuple(place for place in found if place.module in inside)
             self._spilling.append(Spilling(index, name, module, own))
         for name, part in self._module.named_modules():
-            if part._compiled_call_impl is not None or "_orig_mod" in part._modules:
+            around = vars(part).get("_compiler_ctx")  # a LightningModule's
+            if around or part._compiled_call_impl is not None or "_orig_mod" in part._modules:
                 raise ValueError(
                     f"{name or type(part).__name__} is compiled, and compiled code doesn't see that its parameters "
                     "come and go: train the module without torch.compile"
@@ -218,9 +219,8 @@ class Standing:
                 # The gradient of this copy, which was made for a frozen parameter, is the host's.
                 hosts[name].requires_grad_(True)
                 copy.register_hook(partial(self._add, hosts[name]))
-        block_places.refuse_written("a step", standing, self._versions)
-        if self._loader.checks:
-            block_places.refuse_unlike("a step", self._stay, hosts)
+        checked = {name: hosts[name] for name in self._stay} if self._loader.checks else {}
+        block_places.refuse_written("a step", standing, self._versions, checked)
         self._away, self._stay = {}, {}
 
     def _add(self, host: Tensor, gradient: Tensor) -> None:
