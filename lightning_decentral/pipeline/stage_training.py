@@ -20,6 +20,7 @@ from lightning_decentral.pipeline.compute.intercept import answering
 from lightning_decentral.pipeline.compute.model import Call, Pipelined
 from lightning_decentral.pipeline.compute.stage import deliver
 from lightning_decentral.pipeline.logs import Logs
+from lightning_decentral.pipeline.plan.partition import NOTHING, Partition
 from lightning_decentral.pipeline.plan.schedule import Action
 from lightning_decentral.pipeline.plan.slicing import Planned, Slicing, Uniform
 from lightning_decentral.pipeline.training_step import TrainingStep
@@ -61,11 +62,13 @@ def pipelined(module: LightningModule, slicing: Slicing | None, device: torch.de
     return model
 
 
-def depth_of(module: LightningModule) -> int | None:
-    """Number of blocks of the model that is cut into stages; None where only set-up shows it."""
+def refuse_partition(module: LightningModule, partition: Partition, stages: int) -> None:
+    """ValueError for more stages than blocks, or a partition of other blocks, where that is seen before set-up."""
     if is_overridden("configure_model", module):
-        return None
-    return len(module.pipeline_stages().loads()[0]) if isinstance(module, Staged) else depth(module)
+        return
+    blocks = len(module.pipeline_stages().loads()[0]) if isinstance(module, Staged) else depth(module)
+    if blocks is not None:
+        partition.counts([NOTHING] * blocks, NOTHING, NOTHING, stages)
 
 
 class StageTraining:
