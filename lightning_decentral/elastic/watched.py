@@ -14,7 +14,7 @@ from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.traffic import Cliques, copies_sent
 from lightning_decentral.gossip.plan.weights import Weights
-from lightning_decentral.gossip.summary import ORDERS
+from lightning_decentral.gossip.summary import ORDERS, rules
 from lightning_decentral.gossip.wire.consensus import Consensus, spread
 from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.gossip.wire.making import parameters_of
@@ -107,6 +107,11 @@ class WatchedProcess(OneProcess):
         model = "the mean of the members" if self.evaluate == "mean" else "each worker's own model"
         hint = adam_hint(self.optimizers, most)
         return [f"elastic gossip: {who}, {messages}, {sent}, {model} is evaluated", *filter(None, [hint])]
+
+    def hyperparameters(self) -> dict[str, float | str]:
+        least, most = self.elastic.workers
+        among = {"workers": most, "least_workers": least, "dead_after_seconds": self.elastic.dead_after}
+        return {**among, "topology": type(self.topology).__name__, **rules(self)}
 
     def summary(self) -> dict[str, str]:
         """Description of the plan: {topic: text}; who trains together is known later."""

@@ -41,6 +41,27 @@ def described(plan: "gossip.GossipStrategy", mixers: Iterable[OptimizerMixer]) -
     return lines | ({"hint": hint} if hint else {})
 
 
+def hyperparameters(plan: "gossip.GossipStrategy", mixers: Iterable[OptimizerMixer]) -> dict[str, float | str]:
+    """Describe the plan for trackers, which sort and group by it: numbers, and names of classes."""
+    size, steps = plan.workers, consensus_steps(plan.topology, plan.workers, plan.weights)
+    model_bytes, message_bytes = _bytes(plan, list(mixers))
+    return {
+        "workers": size,
+        "devices_per_worker": plan.island.devices,
+        "topology": plan.topology.label(size),
+        **rules(plan),
+        **({} if steps is None else {"steps_to_consensus": steps}),
+        "model_bytes": model_bytes,
+        "bytes_per_step": round(_copies(plan) * message_bytes),
+    }
+
+
+def rules(plan: Any) -> dict[str, float | str]:
+    """Names and numbers of what a worker does in a round, however workers meet."""
+    names = {name: type(getattr(plan, name)).__name__ for name in ("codec", "combine", "weights")}
+    return {**names, "delay": plan.delay, "evaluate": plan.evaluate, "heals": plan.heals}
+
+
 def introduced(plan: Any, mixers: Iterable[OptimizerMixer], evaluated: str = "") -> list[str]:
     """The plan in a line, and the hint where there is one; nothing where a worker is alone.
 

@@ -58,11 +58,6 @@ def returned(member: SweepMember, status: JobStatus, value: object, **more: str 
     return JobReturn(member.overrides, task, hydra, status=status, _return_value=value, **more)
 
 
-def failed(member: SweepMember, error: BaseException) -> JobReturn:
-    """The outcome of a member that ended so."""
-    return returned(member, JobStatus.FAILED, error)
-
-
 def width_of(config: DictConfig) -> int:
     """trainer.devices where that is a number or a list; otherwise 1."""
     try:

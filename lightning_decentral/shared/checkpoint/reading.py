@@ -67,12 +67,8 @@ class Reading:
         return worker_state.damage(checkpoint)
 
     def read_together(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
-        """The plain file; from worker 0 where this node doesn't have it. Collective.
-
-        Raises:
-            ValueError: on every worker, where one finds it damaged.
-            FileNotFoundError: on every worker, where worker 0 doesn't have it.
-        """
+        """The plain file; from worker 0 where this node doesn't have it. Collective. On every worker ValueError where
+        one finds it damaged, FileNotFoundError where worker 0 doesn't have it."""
         checkpoint, problem, missing = {}, None, False
         try:
             checkpoint = self.read(path, weights_only)
@@ -127,10 +123,7 @@ class Reading:
         self, path: str | Path, mark: Mapping[str, Any], weights_only: bool | None, problem: str | None = None
     ) -> dict[str, Any] | None:
         """This worker's own state, if every worker can go on from its; otherwise all start from the mean. Collective.
-
-        Args:
-            problem: already known to this worker.
-        """
+        `problem`: one that this worker knows of already."""
         path = store.plain(path)
         target = os.path.realpath(path) if os.path.islink(path) else os.fspath(path)
         name, own = os.path.basename(str(mark.get("folder", ""))), None

@@ -68,10 +68,7 @@ class Checkpoints(ABC):
     @abstractmethod
     def load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         """Read the checkpoint that Lightning restores from; the rest is kept for `resume` and `start`. Collective.
-
-        Raises:
-            ValueError: the file is damaged.
-        """
+        ValueError: the file is damaged."""
 
     @abstractmethod
     def resume(self) -> None:
@@ -176,7 +173,8 @@ class WorkersLauncher(_MultiProcessingLauncher):
             return super().launch(partial(_run, trainer, function), *args, trainer=trainer, **kwargs)
         except BaseException:
             # On the instance, over the method of its class: the workers have saved, or couldn't.
-            vars(self._strategy)["save_checkpoint"] = _save_nothing
+            # This process has the model that its workers began with.
+            vars(self._strategy)["save_checkpoint"] = lambda *args, **kwargs: None
             raise
 
 
@@ -196,7 +194,3 @@ def _run(trainer: Trainer | None, function: Callable[..., Any], *args: Any, **kw
         if trainer is not None:
             _interrupt(trainer, error)
         raise
-
-
-def _save_nothing(*args: Any, **kwargs: Any) -> None:
-    """This process has the model that its workers began with."""
