@@ -10,18 +10,15 @@ import time
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from lightning_decentral.gossip.wire.consensus import Consensus
+from lightning_decentral.gossip.summary import Monitored
 from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.shared.compute.device import AsyncRead
-from lightning_decentral.shared.introduction import StartTable
 from lightning_decentral.shared.plan.arguments import at_least, checked
 from lightning_decentral.shared.replica import ReplicaStrategy
 
@@ -29,29 +26,6 @@ KEPT_LOSSES = 8
 FIRST, OFTEN, SELDOM = 200, 10, 50  # Steps in which the consensus error is measured often; so often, and later.
 NOTHING: Mapping[str, float] = {}
 SEEN = 0.0005  # the bar has three digits: what is less would be a line of 0.000
-
-
-@runtime_checkable
-class Monitored(Protocol):
-    """Interface of a strategy for the callbacks that watch it."""
-
-    def traffic(self) -> Traffic:
-        """Counters of this worker since fit began; no communication."""
-
-    def consensus(self) -> Consensus:
-        """Consensus error: the workers' distance from their mean; collective."""
-
-    def summary(self) -> dict[str, str]:
-        """Description of the plan: {topic: text}."""
-
-    def hyperparameters(self) -> dict[str, float | str]:
-        """The plan for trackers: names with numbers, or with names of classes."""
-
-    def rounds(self) -> list[int]:
-        """Rounds taken, one number for each optimizer."""
-
-    def mixing(self) -> dict[str, float]:
-        """Mixing values of this worker by name, only those that its rule and codec have; no communication."""
 
 
 class _EveryNSteps(Callback, ABC):
@@ -236,28 +210,6 @@ class WorkerLossMonitor(_EveryNSteps):
                 self._logged[rank] = step
         for step in sorted(found):
             _log(trainer, found[step], step)
-
-
-class StartSummary(StartTable):
-    """A table of the plan when training begins: workers, topology, steps to consensus, bytes per worker and step.
-
-    Loggers get the plan once, as hyperparameters `gossip/...`: names with numbers, or with names of classes. Without it
-    a strategy prints one line.
-    """
-
-    def shows(self, strategy: Any) -> bool:
-        return isinstance(strategy, Monitored)
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        strategy = trainer.strategy
-        if not isinstance(strategy, Monitored) or not trainer.is_global_zero:
-            return
-        table = Table(show_header=False, title="gossip", title_justify="left")
-        for row in strategy.summary().items():
-            table.add_row(*row)
-        Console().print(table)
-        for logger in trainer.loggers:
-            logger.log_hyperparams({f"gossip/{name}": value for name, value in strategy.hyperparameters().items()})
 
 
 def _steps_taken(trainer: Trainer) -> int:
