@@ -20,7 +20,7 @@ from lightning_decentral.pipeline.compute.intercept import answering
 from lightning_decentral.pipeline.compute.model import Call, Pipelined
 from lightning_decentral.pipeline.compute.stage import deliver
 from lightning_decentral.pipeline.logs import Logs
-from lightning_decentral.pipeline.plan.partition import NOTHING, Partition
+from lightning_decentral.pipeline.plan.partition import NOTHING
 from lightning_decentral.pipeline.plan.schedule import Action
 from lightning_decentral.pipeline.plan.slicing import Planned, Slicing, Uniform
 from lightning_decentral.pipeline.training_step import TrainingStep
@@ -62,13 +62,14 @@ def pipelined(module: LightningModule, slicing: Slicing | None, device: torch.de
     return model
 
 
-def refuse_partition(module: LightningModule, partition: Partition, stages: int) -> None:
+def refuse_early(strategy: Any) -> None:
     """ValueError for more stages than blocks, or a partition of other blocks, where that is seen before set-up."""
+    module, stages = strategy.lightning_module, strategy.num_stages
     if is_overridden("configure_model", module):
         return
     blocks = len(module.pipeline_stages().loads()[0]) if isinstance(module, Staged) else depth(module)
     if blocks is not None:
-        partition.counts([NOTHING] * blocks, NOTHING, NOTHING, stages)
+        strategy.partition.counts([NOTHING] * blocks, NOTHING, NOTHING, stages)
 
 
 class StageTraining:

@@ -25,7 +25,7 @@ from lightning_decentral.pipeline.stage_training import (
     drawn_alike,
     evaluated,
     pipelined,
-    refuse_partition,
+    refuse_early,
 )
 from lightning_decentral.pipeline.totals import StageTotals
 from lightning_decentral.pipeline.training_step import moved
@@ -112,6 +112,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
         return StageLayout(self.stages or workers, workers, self.num_processes)
 
     num_stages = property(attrgetter("layout.stages"))
+    refuse_early = refuse_early
 
     @property
     def pipeline(self) -> int:
@@ -123,8 +124,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        # All stages of a pipeline read the same batches.
-        return {"num_replicas": self.layout.pipelines, "rank": self.pipeline}
+        return {"num_replicas": self.layout.pipelines, "rank": self.pipeline}  # its stages read the same batches
 
     @property
     def drifts(self) -> bool:
@@ -136,9 +136,6 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
         if (layout := self.layout).pipelines > 1:
             self.replicas.check(layout.pipelines, layout.pipelines_per_node)
         super().setup_environment()
-
-    def refuse_early(self) -> None:
-        refuse_partition(self._module, self.partition, self.num_stages)
 
     def refuse(self, module: nn.Module, fitting: bool) -> None:
         super().refuse(module, fitting)
@@ -167,8 +164,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
             built = [t for t in (*module.parameters(), *module.buffers()) if not t.is_meta]  # the others: drawn alike
             start_from_worker_0(built, wire.flags, torch.device("cpu"))
         model = pipelined(module, self.slicing, self.root_device)
-        counts = self.partition.counts(*model.loads(), self.num_stages)
-        place = place_of(counts, self.stage)
+        place = place_of(self.partition.counts(*model.loads(), self.num_stages), self.stage)
         groups = None if self.num_stages == 1 else self._groups
         over, hosts, edges = (None, None, {}) if groups is None else (groups.over, groups.hosts, groups.edges)
         with materialized(module, self._deferred) as kept:
