@@ -14,14 +14,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from lightning_decentral.gossip.wire.consensus import Consensus
 from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.shared.compute.device import AsyncRead
-from lightning_decentral.shared.introduction import StartTable
 from lightning_decentral.shared.plan.arguments import at_least, checked
 from lightning_decentral.shared.replica import ReplicaStrategy
 
@@ -45,7 +42,7 @@ class Monitored(Protocol):
         """Description of the plan: {topic: text}."""
 
     def hyperparameters(self) -> dict[str, float | str]:
-        """The plan for trackers: names with numbers, or with names of classes."""
+        """The plan for trackers: names with numbers or class names."""
 
     def rounds(self) -> list[int]:
         """Rounds taken, one number for each optimizer."""
@@ -68,7 +65,7 @@ class _EveryNSteps(Callback, ABC):
         self._measured = 0
 
     def spacing(self, steps: int) -> int:
-        """Rounds between two measurements after so many; the same on every worker, which may measure together."""
+        """Rounds between measurements after so many; the same on every worker."""
         return self.every_n_steps
 
     @abstractmethod
@@ -100,8 +97,7 @@ class ConsensusMonitor(_EveryNSteps):
     Source: consensus control, Kong et al., ICML 2021, watches the same distance.
 
     Args:
-        every_n_steps: by default every 10th of the first 200 steps, so that a short run has a curve, and then every
-            50th: all-reduces of 2 % of the steps.
+        every_n_steps: by default each 10th of the first 200 steps, a curve of a short run, and then each 50th.
     """
 
     def __init__(self, *, every_n_steps: int | None = None) -> None:
@@ -173,8 +169,8 @@ class MixingMonitor(_EveryNSteps):
     gossip/consensus_target     relative distance above which `ConsensusControl` mixes more
     gossip/consensus_measured   that distance as last measured over all workers
 
-    Logged where a rule or codec has them. Elastic runs: gossip/members, gossip/view, gossip/joins, gossip/losses,
-    gossip/leaves, gossip/participation, gossip/stall_seconds; asynchronous: gossip/age, gossip/left_out_rounds, too.
+    Where a rule or codec has them. Elastic runs: members, view, joins, losses, leaves, participation, stall_seconds;
+    asynchronous ones: age, left_out_rounds, too.
     """
 
     def measure(self, trainer: Trainer, pl_module: LightningModule, strategy: Monitored, steps: int) -> None:
@@ -188,8 +184,7 @@ class WorkerLossMonitor(_EveryNSteps):
     """worker/{k}/loss = mean training loss of worker k over its batches since the last row; worker 0 logs all workers'.
 
     Cost: every `every_n_steps` steps each worker writes a few numbers into the run's key-value store and worker 0 reads
-    all of them. Nobody waits for another: a worker that is behind appears in the logs later, at the step of its loss.
-    Nor for a device: what was computed on one is read, and appears, when the next row is due.
+    all. Nobody waits: of a worker that is behind, or a device, they appear later, at the step of the loss.
     """
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -244,28 +239,6 @@ class WorkerLossMonitor(_EveryNSteps):
             _log(trainer, found[step], step)
 
 
-class StartSummary(StartTable):
-    """A table of the plan when training begins: workers, topology, steps to consensus, bytes per worker and step.
-
-    Loggers get the plan once, as hyperparameters `gossip/...`: names with numbers, or with names of classes. Without it
-    a strategy prints one line.
-    """
-
-    def shows(self, strategy: Any) -> bool:
-        return isinstance(strategy, Monitored)
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        strategy = trainer.strategy
-        if not isinstance(strategy, Monitored) or not trainer.is_global_zero:
-            return
-        table = Table(show_header=False, title="gossip", title_justify="left")
-        for row in strategy.summary().items():
-            table.add_row(*row)
-        Console().print(table)
-        for logger in trainer.loggers:
-            logger.log_hyperparams({f"gossip/{name}": value for name, value in strategy.hyperparameters().items()})
-
-
 def _steps_taken(trainer: Trainer) -> int:
     """Rounds; a single worker takes none, so its updates."""
     strategy = trainer.strategy
@@ -274,7 +247,7 @@ def _steps_taken(trainer: Trainer) -> int:
 
 
 def _log_step(trainer: Trainer) -> int:
-    # The step of Lightning's own rows, so that ours line up with them (its LearningRateMonitor does the same).
+    # The step of Lightning's own rows.
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
@@ -287,8 +260,7 @@ def _publish(
     trainer: Trainer, pl_module: LightningModule, metrics: Mapping[str, float], on_bar: Mapping[str, float] = NOTHING
 ) -> None:
     for name, value in {**metrics, **on_bar}.items():
-        # To the loggers directly: through `pl_module.log` they would repeat a value until the next one is
-        # measured.
+        # To the loggers directly: by `pl_module.log` they would repeat a value until the next one.
         pl_module.log(name, float(value), prog_bar=name in on_bar, logger=False)
     _log(trainer, metrics, _log_step(trainer))
 
