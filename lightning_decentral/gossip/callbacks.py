@@ -169,8 +169,8 @@ class MixingMonitor(_EveryNSteps):
     gossip/consensus_target     relative distance above which `ConsensusControl` mixes more
     gossip/consensus_measured   that distance as last measured over all workers
 
-    Where a rule or codec has them. Elastic runs: members, view, joins, losses, leaves, participation, stall_seconds;
-    asynchronous ones: age, left_out_rounds, too.
+    Logged where a rule or codec has them. Elastic runs: gossip/members, gossip/view, gossip/joins, gossip/losses,
+    gossip/leaves, gossip/participation, gossip/stall_seconds; asynchronous: gossip/age, gossip/left_out_rounds, too.
     """
 
     def measure(self, trainer: Trainer, pl_module: LightningModule, strategy: Monitored, steps: int) -> None:
