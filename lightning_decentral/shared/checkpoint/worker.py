@@ -190,7 +190,8 @@ def _before_processes(trainer: Any, arguments: Any) -> None:
 def _run(trainer: Trainer | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a function in a worker, as Lightning does where no process has to be started."""
     try:
-        return function(*args, **kwargs)
+        with runs.finished():
+            return function(*args, **kwargs)
     except _TunerExitException:
         raise
     except BaseException as error:
