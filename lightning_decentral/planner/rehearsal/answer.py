@@ -13,7 +13,7 @@ from operator import attrgetter
 
 from lightning_decentral.planner.candidates import BASELINE, Candidate, in_full, is_ddp
 from lightning_decentral.planner.compare import THRESHOLD, Cell, chosen
-from lightning_decentral.planner.noise import steps_ratio
+from lightning_decentral.planner.noise import noise_text
 from lightning_decentral.planner.report import STYLE, line, new_axes, palette, svg, winners
 from lightning_decentral.shared.plan.units import shown_bytes
 
@@ -212,12 +212,6 @@ def result_text(row: Reached) -> str:
         return f"{row.loss:.4f} after {row.trained} steps, not at the target{noise}"
     about, seconds = "about " * row.extrapolated, "" if row.seconds is None else f", {row.seconds:.1f} s"
     return f"at the target after {about}{row.steps} steps{seconds}{noise}"
-
-
-def noise_text(noise: float, workers: int) -> str:
-    """Prediction by the noise of gradients, as text: steps that twice the workers need."""
-    fewer = steps_ratio(noise, workers, 2 * workers)
-    return f"the noise of ddp's gradients predicts: {2 * workers} workers need {fewer:.2f} of the steps of {workers}"
 
 
 def shown_rate(bytes_per_second: float) -> str:
