@@ -47,18 +47,30 @@ LEFT_OUT: dict[str, tuple[Any, ...]] = {
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("overrides", nargs="*", help="of recipes/train.py, and workers=4,8: recipe=gpt workers=4")
-    parser.add_argument("--target", type=number, help="validation loss of the mean of the models")
+    parser.add_argument(
+        "overrides", nargs="*", help="overrides of recipes/train.py, and workers=4,8: recipe=gpt workers=4"
+    )
+    parser.add_argument(
+        "--target", type=number, help="validation loss that the mean of the workers' models should reach"
+    )
     parser.add_argument("--profile", help="file that `lightning-decentral profile` wrote, for seconds of a step")
-    parser.add_argument("--bandwidth", help="of a node's network card, in place of measurements: 200mbit")
-    parser.add_argument("--latency", default=LATENCY, help="of a message with --bandwidth (default %(default)s)")
-    parser.add_argument("--per-node", type=whole, default=1, help="devices of a node (default 1)")
-    parser.add_argument("--steps", type=whole, default=300, help="of each method, at most (default %(default)s)")
-    parser.add_argument("--seeds", type=whole, default=2, help="of batches' order and dropout (default %(default)s)")
-    parser.add_argument("--run-steps", type=whole, help="of the run that schedules are made for (default: --steps)")
+    parser.add_argument("--bandwidth", help="node bandwidth, used instead of a measured network: 200mbit")
+    parser.add_argument(
+        "--latency", default=LATENCY, help="latency of a message, with --bandwidth (default %(default)s)"
+    )
+    parser.add_argument("--per-node", type=whole, default=1, help="devices in a node (default 1)")
+    parser.add_argument("--steps", type=whole, default=300, help="most steps of each method (default %(default)s)")
+    parser.add_argument(
+        "--seeds", type=whole, default=2, help="number of seeds for batch order and dropout (default %(default)s)"
+    )
+    parser.add_argument("--run-steps", type=whole, help="length of the real run, for schedules (default: --steps)")
     parser.add_argument("--device", default="cpu", help="where workers are computed, cpu or cuda (default %(default)s)")
-    parser.add_argument("--minutes", type=number, default=10, help="that it takes at most (default %(default)s)")
-    parser.add_argument("--threads", type=whole, help="workers at a time, at most (default: as many as torch has)")
+    parser.add_argument(
+        "--minutes", type=number, default=10, help="most minutes that the command takes (default %(default)s)"
+    )
+    parser.add_argument(
+        "--threads", type=whole, help="most workers computed at the same time (default: torch's number of threads)"
+    )
     parser.add_argument("--method", action="append", help="overrides of a method, in addition to ddp; may be repeated")
     parser.add_argument("--report", type=Path, help="page to write: rehearsal.html")
     parser.set_defaults(run=run, outputs=("report",))
