@@ -24,17 +24,12 @@ class HeldModel(Protocol):
 
 
 class ElasticCheckpoints(Checkpoints):
-    """No worker has a file of its own: who comes back takes everything from a member.
-
-    The optimizers' states in it are the oldest's.
-
-    Args:
-        held: how this device holds its member's model.
-    """
+    """No worker has a file of its own: who comes back takes everything from a member. The optimizers' states in it are
+    the oldest's."""
 
     def __init__(self, worker: CheckpointedStrategy, mean_model: MeanModel, held: HeldModel) -> None:
         super().__init__(worker, mean_model)
-        self.held = held
+        self.held = held  # how this device holds its member's model
 
     resuming = False  # True where a device restored what no other has.
 

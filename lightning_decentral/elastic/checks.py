@@ -86,20 +86,14 @@ class JoinCheck:
         newcomer  the first difference: it takes nothing, and its `fit` ends with that line
 
     All but the first take from a member, so each has what the first one has.
-
-    Args:
-        settings: as `settings_of`.
-        model: as `layout.described`, of the whole model before anything was made of it.
-        present: as in `part_of`, where this device begins.
-        part: number of this device's part of the model among the worker's: a stage.
     """
 
     def __init__(
         self,
-        settings: Mapping[str, str],
-        model: Mapping[str, str],
-        present: Mapping[str, str] | None = None,
-        part: int = 0,
+        settings: Mapping[str, str],  # as `settings_of`
+        model: Mapping[str, str],  # as `layout.described`, of the whole model before anything was made of it
+        present: Mapping[str, str] | None = None,  # as in `part_of`, where this device begins
+        part: int = 0,  # number of this device's part of the model among the worker's: a stage
     ) -> None:
         self._settings, self._model, self._present = dict(settings), dict(model), dict(present or {})
         self._part = part

@@ -122,17 +122,11 @@ def dealable(dataloader: Any) -> bool:
 def dealt(
     trainer: Trainer,
     dataloader: Any,
-    batches: int,
-    dealing: Callable[[Dealing], Callable[[], Iterator[Any]]],
-    weight: int = 1,
+    batches: int,  # of an epoch
+    dealing: Callable[[Dealing], Callable[[], Iterator[Any]]],  # of whom it gets each batch's places
+    weight: int = 1,  # its batches have so many times the examples
 ) -> Any:
-    """The same loader, whose examples are dealt among the members; any other is left as it is.
-
-    Args:
-        batches: of an epoch.
-        dealing: of whom it gets each batch's places.
-        weight: its batches have so many times the examples.
-    """
+    """The same loader, whose examples are dealt among the members; any other is left as it is."""
     if not dealable(dataloader):
         return dataloader
     before, batch = dataloader.sampler, dataloader.batch_size

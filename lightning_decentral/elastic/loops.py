@@ -2,7 +2,7 @@
 
 Some of that is in no state that Lightning saves: values of callbacks that save, and of logged metrics. A run that ends
 takes it along; a newcomer of one that goes on would save at other steps than the members do, in which all compute a
-mean (`remembered`).
+mean: hence `metrics` and `savers` of `agreed_states`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,11 +22,11 @@ from lightning_decentral.elastic.plan.dealing import Calendar
 from lightning_decentral.shared.evaluation import callbacks_of
 from lightning_decentral.shared.plan.described import constructed
 from lightning_decentral.shared.settings import PLACES
-from lightning_decentral.shared.wire.plain import NotPlain
-from lightning_decentral.shared.wire.plain import pack as packed
+from lightning_decentral.shared.wire.plain import NotPlain, pack
 
-NOTHING: dict[str, dict[str, Any]] = {"callbacks": {}, "plateaus": {}, "remembered": {"metrics": {}, "savers": {}}}
+NOTHING: dict[str, Any] = {"callbacks": {}, "plateaus": {}, "metrics": {}, "savers": []}
 """States of which nothing is to be restored."""
+PLAIN = (type(None), bool, int, float, str)
 COUNTS = ("ready", "started", "processed", "completed")
 
 
@@ -109,14 +109,17 @@ def _catch_up(trainer: Trainer, steps: int, step: int, epochs: int, epoch: int) 
 
 def copied(states: dict[str, Any]) -> dict[str, Any]:
     """Copy the states that can be sent, as they are now, to the host."""
-    cloned = apply_to_collection(states, Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))
-    return {name: state for name, state in cloned.items() if plain(name, state)}
+    return {name: state for name, state in _on_host(states).items() if plain(name, state)}
+
+
+def _on_host(states: dict[str, Any]) -> Any:
+    return apply_to_collection(states, Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))
 
 
 def plain(name: str, value: Any) -> bool:
     """Return whether it can be sent."""
     try:
-        packed(value)
+        pack(value)
     except NotPlain as error:
         if name:
             rank_zero_warn(f"a newcomer doesn't get {name!r} of the checkpoint: {error}")
@@ -124,18 +127,26 @@ def plain(name: str, value: Any) -> bool:
     return True
 
 
-def agreed_states(trainer: Trainer) -> dict[str, dict[str, Any]]:
-    """States of callbacks, by their keys, and of schedules that follow a metric, by their place. All members must
-    decide alike what these decide: who stops, what is the best so far, whether the rate falls."""
-    plateaus = {str(place): of.scheduler.state_dict() for place, of in _plateaus(trainer).items()}
-    callbacks = copied(call._call_callbacks_state_dict(trainer))
-    return {"callbacks": callbacks, "plateaus": copied(plateaus), "remembered": remembered(trainer)}
+def agreed_states(trainer: Trainer) -> dict[str, Any]:
+    """States of callbacks, by their keys, of schedules that follow a metric, by their place, logged metrics by name,
+    and attributes of callbacks that save, by their place among these. All members must decide alike what these decide:
+    who stops, what is the best so far, whether the rate falls, when a mean is saved."""
+    return {
+        "callbacks": copied(call._call_callbacks_state_dict(trainer)),
+        "plateaus": copied({str(place): of.scheduler.state_dict() for place, of in _plateaus(trainer).items()}),
+        "metrics": _on_host(dict(trainer.callback_metrics)),
+        "savers": [*map(_of, _savers(trainer))],
+    }
 
 
-def restored(trainer: Trainer, states: dict[str, dict[str, Any]]) -> None:
-    """Callbacks and schedules are as those were."""
+def restored(trainer: Trainer, states: dict[str, Any]) -> None:
+    """Callbacks and schedules are as those were, and metrics that aren't logged here yet."""
     call._call_callbacks_load_state_dict(trainer, {"callbacks": states["callbacks"]})
-    remember(trainer, states["remembered"])
+    known = trainer._logger_connector._callback_metrics
+    for name, metric in states["metrics"].items():
+        known.setdefault(name, metric.to(trainer.strategy.root_device) if isinstance(metric, Tensor) else metric)
+    for saver, of in zip(_savers(trainer), states["savers"], strict=False):
+        vars(saver).update({name: value for name, value in of.items() if name in _of(saver)})
     plateaus = _plateaus(trainer)
     for place, state in states["plateaus"].items():
         scheduler = plateaus[int(place)].scheduler
@@ -156,25 +167,6 @@ def take(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     connector.restore_model()
     connector.restore_datamodule()
     connector.restore_callbacks()
-
-
-PLAIN = (type(None), bool, int, float, str)
-
-
-def remembered(trainer: Trainer) -> dict[str, dict[str, Any]]:
-    """The value for a newcomer: metrics by name, attributes of callbacks that save by their place among these."""
-    metrics = apply_to_collection(dict(trainer.callback_metrics), Tensor, lambda one: one.detach().to("cpu", copy=True))
-    return {"metrics": metrics, "savers": {str(place): of for place, of in enumerate(map(_of, _savers(trainer)))}}
-
-
-def remember(trainer: Trainer, given: dict[str, dict[str, Any]]) -> None:
-    """Take from a member's value metrics that aren't logged here yet, and the attributes of callbacks that save."""
-    known = trainer._logger_connector._callback_metrics
-    for name, metric in given["metrics"].items():
-        known.setdefault(name, metric.to(trainer.strategy.root_device) if isinstance(metric, Tensor) else metric)
-    for place, saver in enumerate(_savers(trainer)):
-        of = given["savers"].get(str(place), {})
-        vars(saver).update({name: value for name, value in of.items() if name in _of(saver)})
 
 
 def _savers(trainer: Trainer) -> list[Callback]:

@@ -45,15 +45,11 @@ class OneProcess(WorkersStrategy):
 
     elastic: ElasticSettings
     _member: Participant | None
-    devices: int
-    """Number of devices of one worker."""
-
+    devices: int  # Number of devices of one worker
     batches: int
     _rank: int | None = None
     _early: Participant | None = None  # The member, while this worker is set up.
-
     _logs = False  # True where it has been the one that logs.
-
     _beside = 0
 
     def _configure_launcher(self) -> None:

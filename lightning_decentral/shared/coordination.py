@@ -9,8 +9,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning.pytorch import Trainer
@@ -65,23 +66,16 @@ class Uncoordinated:
 
 
 class FitCoordinator(Uncoordinated):
-    """One fit's stop agreement, roll call and patched loops; a context for what may wait for other workers.
-
-    Args:
-        of: whose rounds they are.
-        stop: of this fit.
-        heartbeat: whose thread looks after it.
-        name: of this fit, another one for each.
-    """
+    """One fit's stop agreement, roll call and patched loops; a context for what may wait for other workers."""
 
     def __init__(
         self,
         wire: Wire,
         trainer: Trainer,
-        of: "strategies.WorkersStrategy",
-        stop: StopAgreement,
-        heartbeat: Heartbeat,
-        name: str,
+        of: "strategies.WorkersStrategy",  # whose rounds they are
+        stop: StopAgreement,  # of this fit
+        heartbeat: Heartbeat,  # whose thread looks after it
+        name: str,  # of this fit, another one for each
     ) -> None:
         self._of, self._met, self._open, self._calling = of, 0, True, False
         self._stop, self._heartbeat, self._rank = stop, heartbeat, wire.roll.rank
@@ -98,13 +92,7 @@ class FitCoordinator(Uncoordinated):
         heartbeat.listen(stop.look)
         heartbeat.listen(self._waits.look)
 
-    @property
-    def agreed(self) -> bool:
-        return self._stop.agreed
-
-    @property
-    def rests(self) -> bool:
-        return self._roll.rests
+    agreed, rests = property(attrgetter("_stop.agreed")), property(attrgetter("_roll.rests"))
 
     def __enter__(self) -> None:
         self._since = time.monotonic()
@@ -170,10 +158,11 @@ class LoopPatches:
 
     def __init__(self, trainer: Trainer, stop: StopAgreement, roll: RollCall, updates: Updates) -> None:
         self._trainer, self._stop, self._roll, self._updates = trainer, stop, roll, updates
-        self._undo: list[Callable[[], None]] = []
+        self._undo = ExitStack()
+        self.restore = self._undo.close  # Lightning's own methods again
         self._epoch_ended = self._ended_one = self._took = False
         loop = trainer.fit_loop.epoch_loop
-        self._undo.append(partial(setattr, loop, "max_steps", loop.max_steps))
+        self._undo.callback(setattr, loop, "max_steps", loop.max_steps)
         replaced: list[tuple[Any, str, Callable[..., Any]]] = [
             (loop, "_broadcast_sigterm_tensor", self._stop_if_agreed),
             (trainer._signal_connector, "_sigterm_notifier_fn", self._on_sigterm),
@@ -186,15 +175,9 @@ class LoopPatches:
                 rank_zero_warn(f"this version of Lightning has no {type(owner).__name__}.{name}: {LOST[name]}")
                 continue
             setattr(owner, name, partial(by, inner))
-            self._undo.append(partial(delattr, owner, name))
+            self._undo.callback(delattr, owner, name)
         if threading.current_thread() is threading.main_thread():
-            before = signal.signal(signal.SIGINT, self._on_interrupt)
-            self._undo.append(lambda: self._hand_back(before))
-
-    def restore(self) -> None:
-        for undo in self._undo:
-            undo()
-        self._undo = []
+            self._undo.callback(self._hand_back, signal.signal(signal.SIGINT, self._on_interrupt))
 
     def _hand_back(self, before: Any) -> None:
         if signal.getsignal(signal.SIGINT) == self._on_interrupt:  # else somebody else's: Lightning's, after a Ctrl-C

@@ -94,7 +94,6 @@ class WorkerGroup:
         self.coordination = Uncoordinated()
         self._heartbeat: Heartbeat | None = None
         self._board: StatusBoard | None = None
-        self._stop: StopAgreement | None = None
         self._store: Any = None
         self._fits = self._compared = 0
 
@@ -195,8 +194,7 @@ class WorkerGroup:
         assert self._board is not None
         assert self._heartbeat is not None
         board, heartbeat = self._board, self._heartbeat
-        place = board.rank, board.size, self.timeout.total_seconds()
-        self._stop = stop = StopAgreement(self._store, board.read, *place, heartbeat.wake)
+        stop = StopAgreement(board, self.timeout.total_seconds(), heartbeat.wake)
         self.coordination.close()  # set-up was watched
         name = f"fit-{self._fits}"  # the store still has what earlier fits wrote
         self.coordination = FitCoordinator(self._of.wire, trainer, of, stop, heartbeat, name)
@@ -239,9 +237,7 @@ class WorkerGroup:
             # Trainer and strategy refer to each other: what they hold waits for Python's collector, and an open
             # connection with it.
             self._board.close()
-            if self._stop is not None:
-                self._stop.close()
-        self._heartbeat = self._board = self._store = self._stop = None
+        self._heartbeat = self._board = self._store = None
         self.ready = self._saving = False
 
 

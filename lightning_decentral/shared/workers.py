@@ -50,23 +50,17 @@ class WorkersStrategy(DDPStrategy):
         timeout: how long a worker waits for another, in set-up, in a step or anywhere, before it ends.
         start_method: how the processes of a host are started.
 
-    Attributes:
-        wire: the groups that every method needs; None before set-up, and for a single worker.
-        mean_model: the mean of workers that diverge.
-        checkpoints: how this method saves and resumes; the constructor of a subclass sets it.
-        own: what may differ between workers: names of arguments, `parameters of the optimizers`.
-
     Raises:
         ValueError: for any other option, of DDP's own wrapper too: there is none to read it.
     """
 
-    checkpoints: Checkpoints
-    wire: Wire | None = None
+    checkpoints: Checkpoints  # how this method saves and resumes; the constructor of a subclass sets it
+    wire: Wire | None = None  # the groups that every method needs; None before set-up, and for a single worker
     root_device, alone = property(own_device), property(attrgetter("_group.alone"))
     __repr__ = named
     gradient_check = Unchecked()
     followed: Follows = Unfollowed()
-    own: ClassVar[Sequence[str]] = ()
+    own: ClassVar[Sequence[str]] = ()  # may differ between workers: arguments, `parameters of the optimizers`
     devices_per_worker: int = 1
     heals: int = 0  # how often a worker may be healed by the others; with any, also by their mean where that is taken
 
@@ -130,10 +124,8 @@ class WorkersStrategy(DDPStrategy):
 
     @abstractmethod
     def wanted(self) -> list[int]:
-        """Rounds that the others must launch before this worker can go on: those taken and, within one, that one.
-
-        Asked by another thread at any time. A round too many would be asked of a worker whose epoch has ended.
-        """
+        """Rounds that the others must launch before this worker can go on: those taken and, within one, that one. Asked
+        by another thread at any time. A round too many would be asked of a worker whose epoch has ended."""
 
     def take_part(self, index: int) -> None:
         """Run one round of the optimizer with that index, without an update; RuntimeError if the method has none."""

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from lightning_decentral.elastic.joining import Joining, refuse_combined
-from lightning_decentral.elastic.loops import agreed_states, remember, remembered, restored
+from lightning_decentral.elastic.loops import agreed_states, restored
 from lightning_decentral.elastic.plan.dealing import Calendar
 from lightning_decentral.shared.wire.plain import pack
 from tests.tiny import QUIET
@@ -111,9 +111,9 @@ def test_what_a_saver_remembers_is_the_members_and_what_it_was_given_its_own(tmp
     there._logger_connector._callback_metrics["score"] = torch.tensor(2.0)
     there._logger_connector._callback_metrics["loss"] = torch.tensor(1.0)
     here._logger_connector._callback_metrics["loss"] = torch.tensor(5.0)
-    given = remembered(there)
+    given = agreed_states(there)
     pack(given)  # it can be sent
-    remember(here, given)
+    restored(here, {**given, "callbacks": {}})
     assert {name: vars(own)[name] for name in saved} == saved
     assert vars(other)["_defer_save_until_validation"]
     assert not vars(own)["_defer_save_until_validation"]

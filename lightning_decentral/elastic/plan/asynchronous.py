@@ -23,17 +23,11 @@ from lightning_decentral.shared.plan.arguments import at_least, checked
 
 
 class Arrival(NamedTuple):
-    """A message that has come.
+    """A message that has come."""
 
-    Args:
-        source: its sender's rank.
-        round: in which it left.
-        at: this worker's sources in that round.
-    """
-
-    source: int
-    round: int
-    at: Neighbours
+    source: int  # its sender's rank
+    round: int  # in which it left
+    at: Neighbours  # this worker's sources in that round
 
 
 @checked

@@ -5,8 +5,8 @@ what one of a hundred keeps.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from itertools import islice
 from statistics import fmean, median
 
@@ -49,21 +49,14 @@ class Watch:
         return fmean(self._shares) if self._shares else 1.0
 
 
-def came_and_went(views: Iterable[View]) -> tuple[int, int, int]:
-    """Members that joined the first ones, that died or fell silent, and that left, up to the last of these views."""
-    later = [view for view in views if view.number > 1]
-    left = sum(len(view.left) for view in later)
-    went = sum(len(set(view.before) - set(view.members)) for view in later)
-    return sum(len(set(view.members) - set(view.before)) for view in later), went - left, left
-
-
 KEPT_VIEWS = 32
 HISTORY = 4  # Views that have begun and that a member remembers: more than change while a message is under way.
 
 
 @dataclass(frozen=True)
 class ViewCounts:
-    """Counts over views that aren't remembered any more, and the most members of one of them."""
+    """Members that joined the first ones, that died or fell silent, and that left, up to the last of some views; the
+    most members of one of them."""
 
     came: int = 0
     lost: int = 0
@@ -71,8 +64,12 @@ class ViewCounts:
     most: int = 0
 
     def __add__(self, view: View) -> "ViewCounts":
-        came, lost, left = came_and_went([view])
-        return ViewCounts(self.came + came, self.lost + lost, self.left + left, max(self.most, len(view.members)))
+        most = max(self.most, len(view.members))
+        if view.number == 1:
+            return replace(self, most=most)
+        new, gone = set(view.members).difference(view.before), set(view.before).difference(view.members)
+        left = len(view.left)
+        return ViewCounts(self.came + len(new), self.lost + len(gone) - left, self.left + left, most)
 
 
 class Missed(RuntimeError):
@@ -83,12 +80,9 @@ def new(views: Mapping[int, View], view: View, firsts: Callable[[int], list[int]
     """The view, where it is new, with the one before it, where that wasn't known and has begun. Missed where it isn't
     enough to know who was in the view before.
 
-    A view that no member has begun made no difference: who joins and ends at once leaves some.
-
-    Args:
-        views: by number, that are remembered.
-        firsts: a view's first rounds, as members remember them.
-        complete: whether all of them have sent what they remember.
+    A view that no member has begun made no difference: who joins and ends at once leaves some. `views` are those that
+    are remembered, by number; `firsts` returns a view's first rounds, as members remember them; `complete`: whether all
+    of them have sent what they remember.
     """
     before = max((number for number in views if number < view.number), default=None)
     if view.number in views or (before is None and views):

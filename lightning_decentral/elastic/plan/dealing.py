@@ -36,21 +36,13 @@ UNBOUNDED = 2**40  # Batches of an epoch that has no end.
 
 @dataclass(frozen=True)
 class Calendar:
-    """The run's.
+    """The run's."""
 
-    Args:
-        batches: of an epoch.
-        accumulated: batches of a round.
-        before: rounds' worth of epochs that were over when the run began, as a checkpoint states.
-        steps: that were over then.
-        weights: of those that began the run, together; 0: nobody knows.
-    """
-
-    batches: int
-    accumulated: int = 1
-    before: int = 0
-    steps: int = 0
-    weights: int = 0
+    batches: int  # of an epoch
+    accumulated: int = 1  # batches of a round
+    before: int = 0  # rounds' worth of epochs that were over when the run began, as a checkpoint states
+    steps: int = 0  # that were over then
+    weights: int = 0  # of those that began the run, together; 0: nobody knows
 
     def place(self, round: int) -> tuple[int, int]:
         """(epoch, batches of it that are over) where this round begins."""
@@ -69,37 +61,24 @@ class Calendar:
 
 @dataclass
 class Pass:
-    """One pass, as far as it is dealt.
-
-    Args:
-        start: its first tick.
-        left: what wasn't dealt before `since`, in order; None: all, as the permutation has it.
-        dealt: before `since`, to whom.
-    """
+    """One pass, as far as it is dealt."""
 
     number: int
-    start: int
+    start: int  # its first tick
     since: int
-    left: Indices | None = None
-    dealt: dict[str, list[Indices]] = field(default_factory=dict)
+    left: Indices | None = None  # what wasn't dealt before `since`, in order; None: all, as the permutation has it
+    dealt: dict[str, list[Indices]] = field(default_factory=dict)  # before `since`, to whom
 
 
 @dataclass
 class Dealing:
-    """The same for all members.
+    """The same for all members."""
 
-    Args:
-        examples: how many there are.
-        batch: that a member of weight 1 takes in a tick.
-        shuffle: whether a pass is a permutation; otherwise it is in order.
-        views: {first tick: members}; none before the first.
-    """
-
-    examples: int
-    batch: int
-    shuffle: bool = True
+    examples: int  # how many there are
+    batch: int  # that a member of weight 1 takes in a tick
+    shuffle: bool = True  # whether a pass is a permutation; otherwise it is in order
     seed: int = 0
-    views: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    views: dict[int, tuple[str, ...]] = field(default_factory=dict)  # {first tick: members}; none before the first
     floor: Pass | None = None  # a value, which nobody changes
     _passes: list[Pass] = field(default_factory=list, init=False)
     _starts: list[Pass] = field(default_factory=list, init=False)

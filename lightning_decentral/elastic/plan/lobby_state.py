@@ -26,35 +26,22 @@ class Guest(NamedTuple):
 
 @dataclass(frozen=True)
 class LobbyState:
-    """The state.
-
-    Args:
-        began: when it was started.
-        guests: by name, in the order in which they came.
-        view: the highest.
-        agreed: the number of the highest that may be in force.
-        seen: the highest number of a view that anybody knew of.
-        dismissed: members of earlier views that aren't of this one: they come back under other names.
-        origin: of the run; empty: nobody has begun it.
-        came: when the last guest came.
-        doubted: when it last had beats of half of the members or fewer.
-        settled: it has met all members of the highest view, or waited for them.
-        ended: guests whose connection has ended, and who haven't come back.
-    """
+    """The state."""
 
     bounds: Bounds
     times: Times
-    began: float
-    guests: Mapping[str, Guest] = field(default_factory=dict)
-    view: View | None = None
-    agreed: int = 0
-    seen: int = 0
+    began: float  # when it was started
+    guests: Mapping[str, Guest] = field(default_factory=dict)  # by name, in the order in which they came
+    view: View | None = None  # the highest
+    agreed: int = 0  # the number of the highest that may be in force
+    seen: int = 0  # the highest number of a view that anybody knew of
+    # Members of earlier views that aren't of this one: they come back under other names.
     dismissed: frozenset[str] = frozenset()
-    origin: str = ""
-    came: float = 0.0
-    doubted: float = float("-inf")
-    settled: bool = False
-    ended: frozenset[str] = frozenset()
+    origin: str = ""  # of the run; empty: nobody has begun it
+    came: float = 0.0  # when the last guest came
+    doubted: float = float("-inf")  # when it last had beats of half of the members or fewer
+    settled: bool = False  # it has met all members of the highest view, or waited for them
+    ended: frozenset[str] = frozenset()  # guests whose connection has ended, and who haven't come back
 
     def received(self, beat: Heartbeat, now: float) -> tuple["LobbyState", Outgoing]:
         """State after a beat, and a `LobbyUpdate` to its sender, or to all guests where the view changed."""
@@ -170,11 +157,6 @@ class LobbyState:
     def stayed(self) -> tuple[str, ...]:
         """The members that haven't left, silent ones, too."""
         return tuple(name for name in self.members if not self._left(name))
-
-    @property
-    def leaving(self) -> tuple[str, ...]:
-        """Guests that announced that they end."""
-        return tuple(name for name in self.guests if self._left(name))
 
     def alive(self, now: float) -> tuple[str, ...]:
         """The members that live."""

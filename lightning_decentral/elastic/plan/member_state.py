@@ -42,41 +42,28 @@ def _number_in(history: History, round: int) -> int:
 
 @dataclass(frozen=True)
 class MemberState:
-    """The state.
+    """The state."""
 
-    Args:
-        mine: the next beat, but for its count.
-        agreed: the number of the highest view that may come into force.
-        reached: the newest round that a member is known to have come to.
-        views: those of `mine.entered` that are or will be in force, by number.
-        acknowledged_at: when the last beat was sent that the lobby has answered: it takes this worker for alive from
-            then on, however late its answer came.
-        asked: {count: when that beat was sent}
-        sent_at: when it last sent beats.
-        met_at: when beats of other members last came directly.
-        woke: when it last went on after a sleep.
-        entered: {member: which views came into force for it in which rounds}
-        gone: members that are silent to the lobby.
-        ended: members of these views whose connection to the lobby has ended.
-        paused: why the lobby lets nobody go on.
-        out: why it comes back as a newcomer with another name: what this one sends is refused. Empty: it needn't.
-    """
-
-    mine: Heartbeat
+    mine: Heartbeat  # the next beat, but for its count
     times: Times
     least: int = 1
-    agreed: int = 0
-    reached: int = 0
+    agreed: int = 0  # the number of the highest view that may come into force
+    reached: int = 0  # the newest round that a member is known to have come to
+    # Those of `mine.entered` that are or will be in force, by number.
     views: Mapping[int, View] = field(default_factory=dict)
+    # When the last beat was sent that the lobby has answered: it takes this worker for alive from then on, however late
+    # its answer came.
     acknowledged_at: float = float("-inf")
-    asked: Mapping[int, float] = field(default_factory=dict)
-    sent_at: float = float("-inf")
-    met_at: Mapping[str, float] = field(default_factory=dict)
-    woke: float = float("-inf")
+    asked: Mapping[int, float] = field(default_factory=dict)  # {count: when that beat was sent}
+    sent_at: float = float("-inf")  # when it last sent beats
+    met_at: Mapping[str, float] = field(default_factory=dict)  # when beats of other members last came directly
+    woke: float = float("-inf")  # when it last went on after a sleep
+    # {member: which views came into force for it in which rounds}.
     entered: Mapping[str, History] = field(default_factory=dict)
-    gone: frozenset[str] = frozenset()
-    ended: frozenset[str] = frozenset()
-    paused: str = ""
+    gone: frozenset[str] = frozenset()  # members that are silent to the lobby
+    ended: frozenset[str] = frozenset()  # members of these views whose connection to the lobby has ended
+    paused: str = ""  # why the lobby lets nobody go on
+    # Why it comes back as a newcomer with another name: what this one sends is refused. Empty: it needn't.
     out: str = ""
 
     def notified(self, update: LobbyUpdate, now: float) -> tuple["MemberState", list[Act]]:

@@ -20,76 +20,42 @@ History = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A heartbeat of a worker: its sign of life.
+    """A heartbeat of a worker: its sign of life."""
 
-    Args:
-        sender: the name of this start of this worker; one that starts again has another.
-        count: rises with every beat.
-        place: "host:port" where it is reached by other members.
-        view: the last one in force for it.
-        coming: one that it knows, but that isn't in force for it.
-        round: the next that it begins.
-        entered: (number, first round) of the last views that came into force for it.
-        pace: seconds that a round takes; 0: unknown.
-        origin: of the parameters it has; empty: it has none yet.
-        donor: whom it fetches them from.
-        failed: a donor that didn't serve.
-        seen: the highest number of a view that it knows of.
-        leaving: it ends, and nobody needs to wait.
-        asks: the lobby is silent to it: a member with a lobby answers. An answer doesn't ask, and has none.
-    """
-
-    sender: str
-    count: int
-    place: str
-    view: View | None = None
-    coming: View | None = None
-    round: int = 0
-    entered: History = ()
-    pace: float = 0.0
-    origin: str = ""
-    donor: str = ""
-    failed: str = ""
-    seen: int = 0
-    leaving: bool = False
-    asks: bool = False
+    sender: str  # the name of this start of this worker; one that starts again has another
+    count: int  # rises with every beat
+    place: str  # "host:port" where it is reached by other members
+    view: View | None = None  # the last one in force for it
+    coming: View | None = None  # one that it knows, but that isn't in force for it
+    round: int = 0  # the next that it begins
+    entered: History = ()  # (number, first round) of the last views that came into force for it
+    pace: float = 0.0  # seconds that a round takes; 0: unknown
+    origin: str = ""  # of the parameters it has; empty: it has none yet
+    donor: str = ""  # whom it fetches them from
+    failed: str = ""  # a donor that didn't serve
+    seen: int = 0  # the highest number of a view that it knows of
+    leaving: bool = False  # it ends, and nobody needs to wait
+    asks: bool = False  # the lobby is silent to it: a member with a lobby answers. An answer doesn't ask, and has none
 
 
 @dataclass(frozen=True)
 class LobbyUpdate:
-    """Message from the lobby to a worker.
+    """Message from the lobby to a worker."""
 
-    Args:
-        acknowledged: the count of its last beat that the lobby knows.
-        view: the highest view.
-        agreed: the number of the highest view that may come into force.
-        gone: members that are silent, or have left.
-        entered: {member: the same of it}
-        round: the newest that one of them has come to, as far as the lobby knows.
-        donor: (name, place) to fetch from; empty: nobody.
-        founder: this worker's own parameters are those the run begins with.
-        out: the run went on without it: it comes back as a newcomer.
-        over: all members have ended: who comes now takes no part.
-        paused: why nobody goes on; empty: they do.
-        least: of the lobby's bounds.
-        dead_after: seconds, of the lobby's times.
-        ended: members, of the view before too, whose connection to the lobby has ended.
-    """
-
-    acknowledged: int
-    view: View | None
-    agreed: int
-    gone: tuple[str, ...]
-    entered: Mapping[str, History]
-    round: int
-    donor: tuple[str, str] | None
-    founder: bool
-    out: bool
-    over: bool
-    paused: str
-    least: int
-    dead_after: float
-    ended: tuple[str, ...] = ()
+    acknowledged: int  # the count of its last beat that the lobby knows
+    view: View | None  # the highest view
+    agreed: int  # the number of the highest view that may come into force
+    gone: tuple[str, ...]  # members that are silent, or have left
+    entered: Mapping[str, History]  # {member: the same of it}
+    round: int  # the newest that one of them has come to, as far as the lobby knows
+    donor: tuple[str, str] | None  # (name, place) to fetch from; empty: nobody
+    founder: bool  # this worker's own parameters are those the run begins with
+    out: bool  # the run went on without it: it comes back as a newcomer
+    over: bool  # all members have ended: who comes now takes no part
+    paused: str  # why nobody goes on; empty: they do
+    least: int  # of the lobby's bounds
+    dead_after: float  # seconds, of the lobby's times
+    ended: tuple[str, ...] = ()  # members, of the view before too, whose connection to the lobby has ended
 
 
 def read_message(kind: type[T], found: Any) -> T:

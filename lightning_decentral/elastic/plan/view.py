@@ -52,22 +52,17 @@ def waiting_at(place: str, why: str) -> str:
 
 @dataclass(frozen=True)
 class View:
-    """The members from `first_round` on, the oldest first: a member's place is its rank.
-
-    Args:
-        before: the members of the view before, more than half of whom must know this one before it is in force.
-        origin: the worker whose parameters the run began with; who has others belongs to another run.
-        founders: members of the first view: how the run's examples and steps are counted, no matter who comes and goes.
-        left: of the view before, those who announced that they end; others that are gone were lost.
-    """
+    """The members from `first_round` on, the oldest first: a member's place is its rank."""
 
     number: int
     members: tuple[str, ...]
     first_round: int
+    # The members of the view before, more than half of whom must know this one before it is in force.
     before: tuple[str, ...]
-    origin: str
+    origin: str  # the worker whose parameters the run began with; who has others belongs to another run
+    # Members of the first view: how the run's examples and steps are counted, no matter who comes and goes.
     founders: int
-    left: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()  # of the view before, those who announced that they end; others that are gone were lost
 
     @property
     def key(self) -> int:
@@ -76,12 +71,8 @@ class View:
         return self.number << 31 | zlib.crc32(rest.encode()) >> 1
 
     def line(self, ended: Collection[str], dead_after: float) -> str:
-        """A line for a reader: who joined, left, was lost and why.
-
-        Args:
-            ended: those whose connection to the lobby has ended.
-            dead_after: seconds of silence of the others.
-        """
+        """A line for a reader: who joined, left, was lost and why: its connection to the lobby has `ended`, or it was
+        silent for `dead_after` seconds."""
         why = {True: "connection ended", False: f"silent for {dead_after:g} s"}
         lost = [name for name in self.before if name not in (*self.members, *self.left)]
         joined = [name for name in self.members if self.number == 1 or name not in self.before]
@@ -99,16 +90,12 @@ class View:
 class Bounds:
     """Bounds on the number of workers of a run.
 
-    Args:
-        least: a run begins with; and what a lobby lets go on where it isn't more than half of the last view.
-        most: members of a view. Others wait.
-
     Raises:
         ValueError: not 1 <= least <= most.
     """
 
-    least: int
-    most: int
+    least: int  # a run begins with; and what a lobby lets go on where it isn't more than half of the last view
+    most: int  # members of a view. Others wait
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:
@@ -132,14 +119,11 @@ class Bounds:
 class Times:
     """All times of an elastic run, in seconds, from one.
 
-    Args:
-        dead_after: of silence, a worker counts as dead.
-
     Raises:
         ValueError: it isn't positive.
     """
 
-    dead_after: float = 10.0
+    dead_after: float = 10.0  # of silence, a worker counts as dead
 
     def __post_init__(self) -> None:
         if not self.dead_after > 0:

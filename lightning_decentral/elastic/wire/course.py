@@ -5,10 +5,11 @@ It is the run's, not this worker's: a newcomer has it from a member of the view 
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import partial, reduce
+from operator import add
 from typing import Any
 
-from lightning_decentral.elastic.plan.chronicle import Missed, ViewCounts, came_and_went, kept, new
+from lightning_decentral.elastic.plan.chronicle import Missed, ViewCounts, kept, new
 from lightning_decentral.elastic.plan.dealing import Calendar, Dealing
 from lightning_decentral.elastic.plan.view import View
 from lightning_decentral.elastic.wire.endpoint import Endpoint
@@ -60,10 +61,9 @@ class Course:
         assert self.view is not None
         return [self._views[number] for number in sorted(self._views) if number <= self.view.number]
 
-    def came_and_went(self) -> tuple[int, int, int]:
-        """Members that joined, were lost and left since the run began."""
-        came, lost, left = came_and_went(self.so_far())
-        return came + self._tally.came, lost + self._tally.lost, left + self._tally.left
+    def counts(self) -> ViewCounts:
+        """Counts since the run began."""
+        return reduce(add, self.so_far(), self._tally)
 
     def _listen(self) -> None:
         """Views that are known by now, though not all are in force."""

@@ -4,7 +4,7 @@ worker = Endpoint("10.0.0.1:29400", "10.0.0.7")
 worker.founds()                              whether the run begins with it; then `as_founded`, while it is set up
 value = worker.healed()                      None: its own parameters are those the run begins with
 while training:
-    view, round = worker.begin(pace, copy)   then a step, and a round over `worker.links(view)`
+    view, round = worker.begin(pace, copy)   then a step, and a round over the members of the view
 """
 
 import os
@@ -74,8 +74,8 @@ class Endpoint:
                 value = given if found else value
                 if found or over:  # it isn't sent: every worker has its own
                     break
-            if self.out:
-                raise ValueError(self.out)
+            if why := self.lobby_client.state.out:
+                raise ValueError(why)
             if time.monotonic() > end:
                 raise TimeoutError(f"{shown(mine.donor) or 'nobody'} didn't say how the run began")
             time.sleep(AGAIN_SECONDS)
@@ -96,7 +96,7 @@ class Endpoint:
         of, soon = self.lobby_client, min(seconds, self.lobby_client.state.times.dead_after)
         for last, limit in ((False, soon), (True, seconds - soon)):
             with of.changed:
-                if of.changed.wait_for(lambda: holds() or bool(of.refused or self._refused or self.out), limit):
+                if of.changed.wait_for(lambda: holds() or bool(of.refused or self._refused or of.state.out), limit):
                     break
             donor = of.state.mine.donor
             heals = f"{shown(donor)} hasn't healed it" if donor else "no member has healed this worker"
@@ -105,7 +105,7 @@ class Endpoint:
                 raise TimeoutError(why)
             self._say(why, waiting_at(of.lobby, why))  # who started it by hand may see no lobby's lines
         if self._refused or not holds():
-            raise ValueError(self._refused or of.refused or self.out)
+            raise ValueError(self._refused or of.refused or of.state.out)
 
     def begin(self, pace: float, copy: Callable[[], Any], seconds: float, at_least: int = 0) -> tuple[View, int]:
         """The next round, or this one if it is later, and who takes part. The caller is between two steps: newcomers
@@ -130,11 +130,6 @@ class Endpoint:
                 self._say(f"view {view.number}", view.line(state.ended, state.times.dead_after))
             self._view = view
             return view, round
-
-    @property
-    def out(self) -> str:
-        """Reason why this worker comes back under another name, as a newcomer; empty: it needn't."""
-        return self.lobby_client.state.out
 
     def leave(self) -> None:
         """Leave: nobody waits for it from now on."""

@@ -17,7 +17,6 @@ from lightning_decentral.elastic.wire.sockets.frames import (
     LARGEST_BYTES,
     Frames,
     frame,
-    refusal,
     wanted,
 )
 
@@ -59,7 +58,7 @@ class LobbyServer:
         except ValueError as error:
             host = (writer.get_extra_info("peername") or ("?",))[0]
             self._say_once(f"{host} {error}", f"refused {host}: {error}")
-            writer.write(refusal(str(error)))
+            writer.write(frame({"refused": str(error)}))
         except OSError:
             pass  # it comes again, or is silent
         finally:

@@ -110,22 +110,21 @@ class Participant(Course):
         self.worker.collective.begins((round, -1))  # nobody waits for it in an earlier round
         self._began, self._met = time.monotonic(), 0  # calls are counted anew in each round
         self._learn_of(self.view)
-        most = max(self._tally.most, *(len(view.members) for view in self.so_far()))
-        self._watch.began(len(self.present()), most)
+        self._watch.began(len(self.present()), self.counts().most)
         return left_out
 
     def attendance(self) -> dict[str, float]:
         """Numbers of members that take part, came and went, by the names under which they are logged."""
         if self.view is None:
             return {}
-        came, lost, left = self.came_and_went()
+        counts = self.counts()
         late = {"left_out_rounds": float(self.left_out), "age": self._exchange.age if self._exchange else 0.0}
         return {
             "members": float(len(self.present())),
             "view": float(self.view.number),
-            "joins": float(came),
-            "losses": float(lost),
-            "leaves": float(left),
+            "joins": float(counts.came),
+            "losses": float(counts.lost),
+            "leaves": float(counts.left),
             "participation": self._watch.participation,
             "stall_seconds": self._watch.stall,
             **(late if self.elastic.asynchronous else {}),

@@ -44,27 +44,23 @@ class Donor:
         while self._serves() is not None:
             connection.sendall(frame(ALIVE))
             if self._turn.acquire(timeout=ALIVE_SECONDS):
-                try:
-                    self._give(connection)
-                finally:
-                    self._turn.release()
-                return
-
-    def _give(self, connection: socket.socket) -> None:
-        self._asked.set()
+                break
+        else:
+            return  # there is nothing to give
         try:
-            while True:
+            self._asked.set()
+            made = None
+            while made is None:
+                connection.sendall(frame(ALIVE))
                 with self._made:
                     self._made.wait_for(lambda: self._copy is not None, ALIVE_SECONDS)
                     made, self._copy = self._copy, None  # it is nobody else's
-                if made is not None:
-                    break
-                connection.sendall(frame(ALIVE))
+            value, given = made
+            if given is not None:
+                send_value(connection, {"origin": given[0], "round": given[1]}, value)
         finally:
             self._asked.clear()
-        value, given = made
-        if given is not None:
-            send_value(connection, {"origin": given[0], "round": given[1]}, value)
+            self._turn.release()
 
 
 def fetched(place: str, seconds: float) -> tuple[Any, str, int]:

@@ -23,10 +23,7 @@ ENDED = "ended"
 
 def check_same_model(module: nn.Module, over: Transport) -> None:
     """Every worker has the same parameters and buffers by name, shape, dtype and strides, and trains the same ones.
-
-    Raises:
-        ValueError: on every worker, naming the first difference.
-    """
+    ValueError on every worker, naming the first difference."""
     rows = gather_objects(over, [*described(module).items()])
     for rank, row in enumerate(rows):
         if found := first_difference(dict(row), dict(rows[0]), sign=" "):
@@ -36,11 +33,8 @@ def check_same_model(module: nn.Module, over: Transport) -> None:
 
 
 def start_from_worker_0(tensors: Sequence[torch.Tensor], over: Transport, device: torch.device) -> None:
-    """Every worker gets worker 0's values, frozen parameters and buffers included.
-
-    Args:
-        device: of what travels `over`; tensors that are elsewhere stay there, and are copied one by one.
-    """
+    """Every worker gets worker 0's values, frozen parameters and buffers included. What travels `over` is on `device`;
+    tensors that are elsewhere stay there, and are copied one by one."""
     for tensor in tensors:
         values = tensor.detach().to(device).contiguous()
         over.broadcast(values).wait()

@@ -24,9 +24,13 @@ from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.codec.codec import Codec, Frame
 from lightning_decentral.shared.compute.codec.coded_parts import CodedParts, drop_if_sick
 from lightning_decentral.shared.compute.device import CallQueue, call_queue
-from lightning_decentral.shared.wire.averaging.residuals import Residual, Residuals, Row
+from lightning_decentral.shared.wire.averaging.residuals import Keys, Residual, Residuals, Row
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Message, Transport
+
+
+def _nothing(*_: object, **__: object) -> None:
+    """Nothing was rounded away."""
 
 
 class FlatMean(ABC):
@@ -34,45 +38,24 @@ class FlatMean(ABC):
 
     Attributes:
         sent_bytes: by this worker so far (its part of a collective).
+        lay, put_back, guard, updated, forget: those of `Residuals`, where something is rounded away.
     """
 
     sent_bytes: int = 0
+    lay: Callable[[Sequence[Row]], None] = staticmethod(_nothing)
+    put_back: Callable[[Tensor, int, Collection[int]], None] = staticmethod(_nothing)
+    guard: Callable[..., None] = staticmethod(_nothing)
+    updated: Callable[[Keys, bool], None] = staticmethod(_nothing)
+    forget: Callable[[], None] = staticmethod(_nothing)
 
     @abstractmethod
     def start(self, flat: Tensor, place: int) -> Pending:
-        """flat <- its mean over the workers, in place, after the wait. On every worker in the same order.
-
-        Args:
-            place: of the tensor among those that are averaged in a step: what was rounded away is kept by it.
-        """
-
-    def lay(self, rows: Sequence[Row]) -> None:
-        """Lay the tensors with these keys at the places from now on."""
-        return
-
-    def put_back(self, flat: Tensor, place: int, unused: Collection[int]) -> None:
-        """Keep for the next mean what `flat` holds of these tensors of the place, whose mean nobody uses."""
-        return
-
-    def guard(self, scale: Callable[[], Tensor] | None, scaled: bool = True) -> None:
-        """Expect updates to be skipped from now on; `scale`: a loss scaler's, which multiplies the gradients where
-        `scaled`."""
-        return
-
-    def updated(self, keys: Callable[[], Collection[int]], skipped: bool) -> None:
-        """An update of the tensors with these keys was due, and perhaps skipped."""
-        return
-
-    def forget(self) -> None:
-        """Begin anew."""
-        return
+        """flat <- its mean over the workers, in place, after the wait. On every worker in the same order. `place`: of
+        the tensor among those that are averaged in a step: what was rounded away is kept by it."""
 
     def state_dict(self, untaken: Collection[int] = ()) -> dict[str, Any]:
-        """State that is needed to go on exactly, as tensors and primitives.
-
-        Args:
-            untaken: keys of tensors whose mean no update has taken.
-        """
+        """State that is needed to go on exactly, as tensors and primitives. `untaken`: keys of tensors whose mean no
+        update has taken."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -97,14 +80,8 @@ class ExactMean(FlatMean):
 
 
 def mean_by(codec: Codec, group: Callable[[], Transport], device: torch.device) -> FlatMean:
-    """The mean that travels in a codec's payloads.
-
-    Args:
-        group: makes a new group of the workers; collective.
-
-    Raises:
-        ValueError: the codec keeps estimates of its own.
-    """
+    """The mean that travels in a codec's payloads; `group` makes a new group of the workers. Collective. ValueError for
+    a codec that keeps estimates of its own."""
     refuse_estimates(codec)
     if not codec.encodes:
         return ExactMean(group())
@@ -126,13 +103,7 @@ class CompressedMean(FlatMean):
     Everybody gets the NaN or infinity of one (a loss scaler that searches). Residuals of it are dropped; where such
     updates are skipped, `residuals` puts back what was there before.
 
-    Args:
-        over: carries codes to their owners, for this alone.
-        back: carries the owners' codes, for this alone.
-
-    Attributes:
-        leaving, owning, flight: where codes are made and sent, where they are reduced, what lies between the two.
-        residuals: what was rounded away.
+    Codes go to their owners by `over`, the owners' codes by `back`; each for this alone.
     """
 
     def __init__(self, codec: Codec, over: Transport, back: Transport, device: torch.device) -> None:
@@ -140,15 +111,14 @@ class CompressedMean(FlatMean):
         # Two, since a bucket is to be encoded while the one before is still awaited by its owner.
         self.leaving: CallQueue = call_queue(device, "codes leave")
         self.owning: CallQueue = call_queue(device, "codes are reduced")
-        self.flight: type[InFlight] = InFlight
+        self.flight: type[InFlight] = InFlight  # what lies between the two
         self.pool = Pool()
         self.parts = CodedParts(codec, over.rank, over.size, self.pool)
         self.sent_bytes = 0
         self.residuals = Residuals(self.parts)
-        # Onto the methods: nothing stands between a step and them.
         kept = self.residuals
-        self.guard, self.updated, self.forget = kept.guard, kept.updated, kept.forget  # type: ignore[method-assign]
-        self.lay, self.put_back = kept.lay, kept.put_back  # type: ignore[method-assign]
+        self.lay, self.put_back = kept.lay, kept.put_back
+        self.guard, self.updated, self.forget = kept.guard, kept.updated, kept.forget
 
     def start(self, flat: Tensor, place: int) -> Pending:
         """Start it. Until landed it holds a copy of `flat`, a worker's part of it, and half of it or less in codes."""

@@ -176,11 +176,8 @@ def like(tensor: Tensor, shard: Tensor) -> Tensor:
 
 @torch.no_grad()
 def full_tensor(tensor: Tensor, over: Transport | None = None) -> Tensor:
-    """The whole tensor; collective where it is sharded.
-
-    Args:
-        over: the devices that hold the shards, where the group over which they were made is no more.
-    """
+    """The whole tensor; collective where it is sharded. `over`: the devices that hold the shards, where the group over
+    which they were made is no more."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     if over is not None:

@@ -66,10 +66,8 @@ def ailing(
     Collective: gathers two numbers for each tensor. A tensor with -inf, but neither NaN nor +inf, on most workers
     without NaN is a mask; one of nothing but +inf a best score that none has reached yet. Elements that weren't finite
     from the start, as all know, are sound until they are written, each by itself: a queue fills up.
-
-    Args:
-        devices: of each worker, whose tensors may be shards; ranks follow each other.
-        known: what `constants` found; the same on all.
+    Each worker has so many `devices`, whose tensors may be shards; ranks follow each other. `known`: what `constants`
+    found; the same on all.
     """
     rows = [extremes(local(t.detach())) for t in tensors if real(t)]  # (lowest, highest) of each
     if known:
@@ -105,15 +103,8 @@ def mean_of_sound(
     tensors: Sequence[Tensor], mean_of: Mean, over: Transport, devices: int = 1, shards: int = 1
 ) -> tuple[list[Tensor], str]:
     """(the mean of the workers that are sound, why this one isn't among them or nothing). Collective: where all are
-    sound, and none holds a shard, the mean alone.
-
-    Args:
-        over: all devices.
-        devices: of each worker.
-        shards: of each worker, whose devices see a part of a mean each.
-
-    Raises:
-        FloatingPointError: nobody is sound; on all workers.
+    sound, and none holds a shard, the mean alone. `over` are all devices, so many `devices` of each worker; where it
+    has `shards`, each sees a part of a mean. FloatingPointError on all workers where nobody is sound.
     """
     means = mean_of(tensors)
     if not means:
@@ -161,10 +152,7 @@ def _unsound(own: Tensor, reference: Tensor) -> bool:
 
 def none_sound(sick: Mapping[int, Ailment], workers: int, named: Callable[[int], str]) -> str:
     """Reason why nothing is validated or saved where nobody is left, a mean over no workers; empty: somebody is.
-
-    Args:
-        named: a tensor's name, by its number.
-    """
+    `named` returns a tensor's name, by its number."""
     if len(sick) < workers:
         return ""
     worker, ailment = next(iter(sick.items()))

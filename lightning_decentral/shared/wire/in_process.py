@@ -157,12 +157,8 @@ class _Arriving:
 
 
 class InProcessTransport(Transport):
-    """One worker's end of a group. Scattering and flat gathering are not offered.
-
-    Args:
-        name: of the group, the same for all its workers and no other group's.
-        rank: in the group.
-    """
+    """One worker's end of a group. Scattering and flat gathering are not offered. `name`: of the group, the same for
+    all its workers and no other group's."""
 
     def __init__(self, boxes: Mailboxes, name: Hashable, rank: int, size: int) -> None:
         self.group, self.rank, self.size = None, rank, size

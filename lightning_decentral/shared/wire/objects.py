@@ -22,11 +22,8 @@ class Sizes(NamedTuple):
 
 
 def gather_objects(over: Transport, value: Any) -> list[Any]:
-    """Gather the value of every worker, in order of rank; for what is small: everyone holds all of it.
-
-    Raises:
-        NotPlain: on every worker, one's value can't be sent.
-    """
+    """Gather the value of every worker, in order of rank; for what is small: everyone holds all of it. NotPlain on
+    every worker, where one's value can't be sent."""
     mine, sizes = _everyones(over, value)
     own = torch.zeros(max(s.head + s.payload for s in sizes), dtype=torch.uint8)  # as long as the longest
     own[: sizes[over.rank].head + sizes[over.rank].payload] = torch.cat([_tensor(mine.head), *mine.payload])
@@ -45,10 +42,7 @@ def gather_world(value: Any) -> list[Any]:
 
 def collect_objects(over: Transport, value: Any) -> list[Any]:
     """Gather the value of every worker on worker 0, in order of rank; elsewhere nothing. No tensor is held twice.
-
-    Raises:
-        NotPlain: on every worker, one's value can't be sent.
-    """
+    NotPlain on every worker, where one's value can't be sent."""
     mine, sizes = _everyones(over, value)
     if over.rank > 0:
         for tag, part in enumerate((_tensor(mine.head), *mine.payload), HEAD):
@@ -58,11 +52,8 @@ def collect_objects(over: Transport, value: Any) -> list[Any]:
 
 
 def broadcast_world(value: Any, source: int = 0) -> Any:
-    """Send the source's value to every worker; as it is where there is no world.
-
-    Raises:
-        NotPlain: on every worker, the value can't be sent.
-    """
+    """Send the source's value to every worker; as it is where there is no world. NotPlain on every worker, where the
+    value can't be sent."""
     if not connected():
         return value
     over = everyone()
@@ -106,11 +97,7 @@ def _receive(over: Transport, source: int, head_bytes: int) -> Serialized:
 
 
 def gather_rows(over: Transport, tensor: Tensor, meet: Callable[[Callable[[], None]], Any]) -> Tensor:
-    """[size, ...]: every worker's tensor.
-
-    Args:
-        meet: calls what waits for the others.
-    """
+    """[size, ...]: every worker's tensor; `meet` calls what waits for the others."""
     pending, rows = over.all_gather(tensor.detach().contiguous())
     meet(pending.wait)
     return torch.stack(rows)
@@ -138,10 +125,8 @@ def reduce_alike(
     reduce: Callable[[Any, Any, Any], Tensor], phase: Callable[[], str], tensor: Any, group: Any, op: Any
 ) -> Tensor:
     """`reduce(tensor, group, op)`, after all workers have seen that they are about to reduce the same; on a device,
-    which would be waited for, and in another group at once. Collective.
-
-    Args:
-        phase: what this worker does right now, its kind first (steps may be counted differently).
+    which would be waited for, and in another group at once. Collective. `phase` returns what this worker does right
+    now, its kind first (steps may be counted differently).
 
     Raises:
         RuntimeError: on every worker, where one reduces something else.

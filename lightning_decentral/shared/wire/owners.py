@@ -1,13 +1,13 @@
 """Each tensor is changed on one device: of shards put together there (Muon under FSDP), or of what all hold alike."""
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from lightning_decentral.shared.compute.codec.blocks import key
 from lightning_decentral.shared.compute.codec.codec import Codec, Frame
+from lightning_decentral.shared.wire.gradients import parts
 from lightning_decentral.shared.wire.transport import Message, Transport
 
 Shape = tuple[int, ...]
@@ -128,6 +128,4 @@ def _room(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    ends = accumulate(tensor.numel() for tensor in tensors)
-    for tensor, end in zip(tensors, ends, strict=True):
-        tensor.copy_(flat[end - tensor.numel() : end].view(tensor.shape))
+    torch._foreach_copy_(list(tensors), parts(flat, tensors))

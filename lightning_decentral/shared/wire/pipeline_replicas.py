@@ -42,12 +42,8 @@ class Bond:
         return list(own)
 
     def prepare(self, optimizers: Sequence[Optimizer], module: nn.Module, layouts: MakeLayouts = unasked) -> None:
-        """The optimizers exist. Collective.
-
-        Args:
-            module: of this stage.
-            layouts: by which replicas see that they go on training the same.
-        """
+        """The optimizers exist; `module` is of this stage. Collective. By `layouts` replicas see that they go on
+        training the same."""
 
     def replaced(self, optimizers: Sequence[Optimizer]) -> None:
         """Take these optimizers from now on. RuntimeError where another replica goes on with its own."""
@@ -94,11 +90,7 @@ class Replicas(ChoosesStrategy, ABC):
 
     @abstractmethod
     def join(self, group: Group, hosts: Group, device: torch.device, per_node: int) -> Bond:
-        """This worker's tie. Collective.
-
-        Args:
-            hosts: as `group`, between their hosts.
-        """
+        """This worker's tie. Collective. `hosts` is as `group`, between their hosts."""
 
 
 @checked

@@ -79,11 +79,7 @@ _OF_FUNCTIONS = set(map(type, _NAMES))
 
 
 def pack(value: object) -> Serialized:
-    """The value's head and payload.
-
-    Raises:
-        NotPlain: something in it is none of the known kinds.
-    """
+    """The value's head and payload. NotPlain where something in it is none of the known kinds."""
     payload: list[Tensor] = []
     tree = _down(value, "it", payload)
     return Serialized(json.dumps({"value": tree, "bytes": [len(p) for p in payload]}).encode(), payload)
@@ -101,11 +97,7 @@ def lengths(head: bytes) -> list[int]:
 
 
 def unpack(packed: Serialized) -> Any:
-    """The value; tensors are on the CPU.
-
-    Raises:
-        ValueError: it isn't what `pack` makes.
-    """
+    """The value; tensors are on the CPU. ValueError where it isn't what `pack` makes."""
     try:
         return _up(json.loads(packed.head)["value"], packed.payload)
     except Exception as error:

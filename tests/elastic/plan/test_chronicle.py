@@ -11,7 +11,6 @@ from lightning_decentral.elastic.plan.chronicle import (
     Missed,
     ViewCounts,
     Watch,
-    came_and_went,
     kept,
     new,
 )
@@ -32,17 +31,16 @@ def test_few_views_are_remembered_and_all_are_counted() -> None:
     for view in all_of_them:
         remembered, tally = kept({**remembered, view.number: view}, tally)
     assert len(remembered) == KEPT_VIEWS
-    counted = came_and_went(remembered.values())
-    found = tuple(a + b for a, b in zip(counted, (tally.came, tally.lost, tally.left), strict=True))
-    assert found == came_and_went(all_of_them)
-    assert max(tally.most, *(len(v.members) for v in remembered.values())) == max(len(v.members) for v in all_of_them)
+    found = sum(remembered.values(), tally)
+    assert found == sum(all_of_them, ViewCounts())
+    assert found.most == max(len(v.members) for v in all_of_them)
 
 
 def test_one_view_that_was_missed_is_found_and_more_are_said() -> None:
     first, second, third, fourth = views(4)
     found = new({1: first}, third, lambda number: [25, 20] if number == 2 else [])
     assert [(v.number, v.members, v.first_round) for v in found] == [(2, second.members, 20), (3, third.members, 30)]
-    assert came_and_went([first, *found]) == came_and_went([first, second, third])
+    assert sum([first, *found], ViewCounts()) == sum([first, second, third], ViewCounts())
     assert new({1: first, 2: second}, second, lambda number: []) == []
     assert new({2: second}, first, lambda number: []) == []  # older than what is remembered
     with pytest.raises(Missed, match=r"knows view 1, is in view 4, .* start it again"):
@@ -86,10 +84,10 @@ def test_who_came_and_went_is_counted_from_view_to_view() -> None:
     views, members = [View(1, ("a", "b", "c"), 0, ("a", "b", "c"), "a", 3)], ("a", "b", "c")
     for number, after in enumerate([("a", "c"), ("a", "c", "d", "e"), ("d", "e", "f")], 2):
         views, members = [*views, View(number, after, 10 * number, members, "a", 4)], after
-    assert came_and_went(views) == (3, 3, 0)
-    assert came_and_went(views[:1]) == (0, 0, 0)
+    assert sum(views, ViewCounts()) == ViewCounts(3, 3, 0, most=4)
+    assert sum(views[:1], ViewCounts()) == ViewCounts(most=3)
     announced = [*views[:-1], replace(views[-1], left=tuple(set(views[-1].before) - set(views[-1].members))[:1])]
-    assert came_and_went(announced) == (3, 2, 1)
+    assert sum(announced, ViewCounts()) == ViewCounts(3, 2, 1, most=4)
 
 
 def test_rounds_that_wait_in_turn_have_about_the_pace_of_their_mean() -> None:

@@ -62,3 +62,16 @@ class LobbyProcess:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.kill()
+
+
+def losses(mesh: Any) -> list[Any]:
+    """Messages that this member awaits from now on, and that don't come."""
+    take, lost = mesh.take, list[Any]()
+
+    def takes(slot: Any, expected: Any) -> Any:
+        came = take(slot, expected)
+        lost.extend([slot] if came is None else [])
+        return came
+
+    mesh.take = takes
+    return lost

@@ -63,7 +63,7 @@ def soak(views: int) -> list[int]:
             newcomer.deals(Dealing(EXAMPLES, BATCH))
             own = newcomer.batch()
             assert np.array_equal(own, stays._dealings[0].share(7 * number, newcomer.worker.name))
-            assert newcomer.came_and_went() == stays.came_and_went()
+            assert newcomer.counts() == stays.counts()
         stays.batch()
         before = view.members
     return sizes

@@ -13,7 +13,7 @@ from lightning_decentral.elastic.plan.messages import Heartbeat, LobbyUpdate, re
 from lightning_decentral.elastic.plan.view import Bounds, Times, View
 from lightning_decentral.elastic.wire.endpoint import Endpoint
 from lightning_decentral.elastic.wire.lobby_client import LobbyClient
-from lightning_decentral.elastic.wire.sockets.frames import Refused, connected, frame, receive, refusal
+from lightning_decentral.elastic.wire.sockets.frames import Refused, connected, frame, receive
 from lightning_decentral.elastic.wire.starter import own_lobby
 from lightning_decentral.shared.wire.meeting.rendezvous import TOKEN
 from tests.elastic.wire.lobbies import DEAD, LobbyProcess
@@ -154,7 +154,7 @@ def test_who_is_refused_is_told_at_once(lobby: LobbyProcess, monkeypatch: pytest
     worker.leave()
 
 
-@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", refusal("nobody here wants that")])
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", frame({"refused": "nobody here wants that"})])
 def test_what_is_no_lobby_is_said_at_once(answer: bytes) -> None:
     said: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as other:

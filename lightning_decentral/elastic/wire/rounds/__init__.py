@@ -1,5 +1,5 @@
 """Gossip's rounds where workers die and join while others train: messages over the members of a view.
 
-`exchange` moves messages over `links`; `holding` and `wholes` define how a worker's devices have the
+`exchange` moves messages over the links of a view; `holding` and `wholes` define how a worker's devices have the
 model. Public: none; `simulation` is `gossip.simulate_asynchronous`.
 """

@@ -7,20 +7,26 @@ What a neighbour that ended would have sent is this member's own: its weight sta
 symmetric weights the mean of those that go on is kept: a pair exchanges or, where one of them is lost or in
 another view, neither does. Over a view that stays, rounds are those of `PeerExchange`, to the bit. With an `order`
 nobody waits: a message leaves when the one before it has, and what has come is mixed (`AsynchronousExchange`).
+
+Messages are CPU tensors, point to point (`ViewTransport`). Rounds are distinguished by number: who is in another view,
+or skipped a round, isn't waited for; a message that doesn't come any more is no error.
 """
 
+from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, count
 from statistics import fmean
 
 import torch
 from torch import Tensor
 
 from lightning_decentral.elastic.plan.asynchronous import Arrival, Asynchronous
-from lightning_decentral.elastic.plan.view import View
+from lightning_decentral.elastic.plan.view import View, place_of
 from lightning_decentral.elastic.wire.endpoint import Endpoint
-from lightning_decentral.elastic.wire.rounds.links import Post, ViewTransport
+from lightning_decentral.elastic.wire.sockets.frames import raw_bytes
+from lightning_decentral.elastic.wire.sockets.mesh import Slot
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.error_feedback import coder_of
 from lightning_decentral.gossip.compute.link import Coder
@@ -32,8 +38,95 @@ from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.deterministic import Plain
 from lightning_decentral.shared.compute.health import stated
+from lightning_decentral.shared.wire.pending import Pending
+from lightning_decentral.shared.wire.transport import Message, Transport
 
 ROUND, ELEMENTS = 0, 1  # places in a header
+
+
+@dataclass
+class IncomingMessage:
+    """A message under way to this member. Where nothing comes `tensor` keeps what it holds."""
+
+    worker: Endpoint
+    view: View
+    slot: Slot
+    tensor: Tensor
+    came: bool = False
+
+    def wait(self) -> None:
+        client, (sender, _, round, _) = self.worker.lobby_client, self.slot
+        found = self.worker.mesh.take(self.slot, lambda: client.state.expects(self.view, round, sender))
+        # Else it is lost, or another model's.
+        if found is not None and len(found) == self.tensor.numel() * self.tensor.element_size():
+            self.tensor.copy_(torch.frombuffer(found, dtype=self.tensor.dtype).view(self.tensor.shape))
+            self.came = True
+
+    def done(self) -> bool:
+        """Return whether it is there; False after `wait`: it doesn't come any more."""
+        return self.came
+
+
+class Post(ABC):
+    """Messages of which only the newest count, and for which nobody waits."""
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def post(self, sends: Sequence[Message]) -> int:
+        """A copy of all of a round's messages goes to those members that have been sent what they were sent before;
+        others get a later round. Returns the bytes."""
+
+    @abstractmethod
+    def newest(self, slots: int) -> dict[int, tuple[int, list[bytearray]]]:
+        """{rank: (round, its messages)} of those of whom a whole round has come that wasn't taken yet."""
+
+
+class ViewTransport(Transport, Post):
+    """Sends and receives among the members of a view. There are no collectives."""
+
+    def __init__(self, worker: Endpoint, view: View) -> None:
+        self.group = None  # no process group: connections of sockets
+        self.rank, self.size = view.members.index(worker.name), len(view.members)  # the oldest has rank 0
+        self.round = 0
+        self._worker, self._view = worker, view
+
+    def close(self) -> None:
+        return  # the connections are the worker's
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
+        """Exchange all messages of the round `self.round`."""
+        leaving: list[Pending] = [self._send(m, slot) for m, slot in _numbered(sends)]
+        key, members = self._view.key, self._view.members
+        slots = [(Slot(members[m.peer], key, self.round, nth), m.tensor) for m, nth in _numbered(receives)]
+        return leaving, [IncomingMessage(self._worker, self._view, slot, tensor) for slot, tensor in slots]
+
+    def post(self, sends: Sequence[Message]) -> int:
+        free = {m.peer for m in sends if self._worker.mesh.idle(self._view.members[m.peer])}  # slow links get fewer
+        leaving = [(m, slot) for m, slot in _numbered(sends) if m.peer in free]
+        for message, slot in leaving:
+            self._send(Message(message.peer, message.tensor.clone(), message.tag), slot)
+        return sum(m.tensor.numel() * m.tensor.element_size() for m, _ in leaving)
+
+    def newest(self, slots: int) -> dict[int, tuple[int, list[bytearray]]]:
+        found = {
+            rank: self._worker.mesh.newest(name, self._view.key, slots)
+            for rank, name in enumerate(self._view.members)
+            if rank != self.rank
+        }
+        return {rank: round for rank, round in found.items() if round is not None}
+
+    def _send(self, message: Message, slot: int) -> Pending:
+        to = self._view.members[message.peer]
+        raw = raw_bytes(message.tensor)  # in place: nobody writes it until it has left
+        return self._worker.mesh.send(to, place_of(to), self._view.key, self.round, slot, raw)
+
+
+def _numbered(messages: Sequence[Message]) -> list[tuple[Message, int]]:
+    """Each with its place among those of its peer, the same on both ends."""
+    places: dict[int, count[int]] = defaultdict(count)
+    return [(m, next(places[m.peer])) for m in messages]
 
 
 @dataclass
@@ -71,10 +164,10 @@ class AsynchronousExchange(PeerExchange):
         headers = [message.headers]  # (1, HEADER) each: its own, then those that came
         for j, buffers in message.buffers.items():
             raw_header, *payload = self._came[j][begins : begins + len(self._sizes[message.place])]
-            headers.append(_read(raw_header, torch.int64).clone().view(1, HEADER))
+            headers.append(torch.frombuffer(raw_header, dtype=torch.int64).clone().view(1, HEADER))
             headers[-1][0, ROUND] = message.step  # of which age it is, is judged already
             for tensor, raw in zip(buffers, payload, strict=True):
-                tensor.copy_(_read(raw, tensor.dtype).view(tensor.shape))  # into a buffer of the pool
+                tensor.copy_(torch.frombuffer(raw, dtype=tensor.dtype).view(tensor.shape))  # into a buffer of the pool
         message.headers = torch.cat(headers)  # (1 + senders, HEADER)
         return super().receive(message)
 
@@ -86,17 +179,13 @@ class AsynchronousExchange(PeerExchange):
             for j, (round, came) in self.transport.newest(len(sizes)).items()
             # A sender that trains other parameters by now, or sent to another, is left out.
             if [*map(len, came)] == sizes
-            and _read(came[0], torch.int64)[ELEMENTS] == self._elements
+            and torch.frombuffer(came[0], dtype=torch.int64)[ELEMENTS] == self._elements
             and j in self.neighbours(round).row
         }
         arrivals = [Arrival(j, round, self.neighbours(round)) for j, (round, _) in found.items()]
         self._weights = self.order.row(self.transport.rank, step, arrivals)
         self._came = {j: came for j, (_, came) in found.items()}
         self.age = fmean([max(0, step - a.round) for a in arrivals] or [0.0])
-
-
-def _read(raw: bytearray, dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer(raw, dtype=dtype)
 
 
 CPU = torch.device("cpu")
@@ -130,7 +219,6 @@ class ElasticExchange(Exchange[PeerMessage]):
     pool: Pool = field(default_factory=Pool)
     order: Asynchronous | None = None  # nobody waits; None: a round waits for those who live and are in its view
     coder: Coder = field(init=False)
-    lost: int = field(default=0, init=False)  # tensors so far that didn't come
 
     def __post_init__(self) -> None:
         self.coder = coder_of(self.codec, self.topology, 0, 1, self.pool)  # until there is a view
@@ -144,7 +232,7 @@ class ElasticExchange(Exchange[PeerMessage]):
         if view == self._view:
             return
         self.worker.mesh.awaited = self.order is None
-        links = ViewTransport(self.worker, view, self._lose)
+        links = ViewTransport(self.worker, view)
         plan = self.topology, self.weights, links, CPU, self.codec, self.pool
         exchange = AsynchronousExchange(*plan, self.order) if self.order else ForgivingExchange(*plan)
         for admitted in self._admitted:
@@ -155,9 +243,6 @@ class ElasticExchange(Exchange[PeerMessage]):
         for _, old, _ in self._since[:-KEPT_VIEWS]:
             self._earlier += old.traffic()
         self._since = self._since[-KEPT_VIEWS:]
-
-    def _lose(self) -> None:
-        self.lost += 1
 
     @property
     def age(self) -> float:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.elastic.plan.asynchronous import Asynchronous
-from lightning_decentral.elastic.wire.rounds.exchange import CPU, AsynchronousExchange
-from lightning_decentral.elastic.wire.rounds.links import Post
+from lightning_decentral.elastic.wire.rounds.exchange import CPU, AsynchronousExchange, Post
 from lightning_decentral.elastic.wire.sockets.frames import raw_bytes
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
 from lightning_decentral.gossip.plan.topology.topology import Topology
@@ -72,28 +71,20 @@ class Row:
 def simulate_asynchronous(
     topology: Topology,
     gradient: Callable[[int, Tensor, int], Tensor],  # (worker, (dim,), round) -> (dim,)
+    # Row i is where worker i starts.
     x0: Tensor,  # (size, dim)
-    seconds: float,
+    seconds: float,  # of the virtual clock
     learning_rate: float,
-    pace: Callable[[int, int], float],
+    pace: Callable[[int, int], float],  # (worker, round) -> seconds of that step, above 0
+    # (source, target) -> seconds of a message between them; a link carries one at a time.
     transit: Callable[[int, int], float] = lambda source, target: 0.0,
-    order: Asynchronous | None = None,
-    rate: float = 1.0,
+    order: Asynchronous | None = None,  # `Asynchronous()` by default
+    rate: float = 1.0,  # of `Gossip`
     weights: Weights | None = None,
-    codec: Codec | None = None,
-    every: float = 1.0,
+    codec: Codec | None = None,  # of messages, one that keeps nothing
+    every: float = 1.0,  # seconds between two rows of the result
 ) -> Tensor:
     """x_i <- x_i - learning_rate * gradient(i, x_i, round), then what has come is mixed; each worker at its own pace.
-
-    Args:
-        x0: row i is where worker i starts.
-        seconds: of the virtual clock.
-        pace: (worker, round) -> seconds of that step, above 0.
-        transit: (source, target) -> seconds of a message between them; a link carries one at a time.
-        order: `Asynchronous()` by default.
-        rate: of `Gossip`.
-        codec: of messages, one that keeps nothing.
-        every: seconds between two rows of the result.
 
     Returns:
         [seconds // every + 1, size, dim]: x0, and the parameters after so many seconds each.

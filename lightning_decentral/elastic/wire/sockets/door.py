@@ -17,8 +17,8 @@ from typing import Any
 from lightning_decentral.elastic.wire.sockets.frames import (
     GREETING_BYTES,
     Frames,
+    frame,
     keeps_alive,
-    refusal,
     wanted,
 )
 
@@ -96,7 +96,7 @@ class Door:
         greeting.add_done_callback(self._waiting.pop)
 
     async def _greeted(self, connection: socket.socket) -> None:
-        """Let the guest in as soon as it has greeted as it should; else refuse it, and say why."""
+        """Let the guest in as soon as it has greeted as it should; else refuse it, with the reason."""
         try:
             greeting = await asyncio.wait_for(self._greeting(connection), GREETING_SECONDS)
             self._let_in(connection, wanted(greeting, *self._serve))
@@ -111,7 +111,7 @@ class Door:
             if why:
                 peer = connection.getpeername()[0]
                 self._say(f"{peer} {why}", f"refused {peer}: {why}")
-                connection.send(refusal(why))
+                connection.send(frame({"refused": why}))
 
     async def _greeting(self, connection: socket.socket) -> Any:
         frames, found = Frames(GREETING_BYTES), list[Any]()
@@ -143,7 +143,7 @@ class Door:
                 except (ValueError, KeyError, TypeError, MemoryError) as error:
                     why = str(error) if str(error)[20:] else f"{type(error).__name__}: {error}"
                     self._say(f"{peer} {why}", f"shut out {peer}: {why}")
-                    connection.sendall(refusal(why))
+                    connection.sendall(frame({"refused": why}))
         finally:
             self._open.discard(connection)
 

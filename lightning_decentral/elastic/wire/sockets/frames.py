@@ -162,11 +162,6 @@ def _pieces(raw: memoryview) -> Iterator[tuple[memoryview, bytes]]:
         yield piece, zlib.crc32(piece).to_bytes(4, "big")
 
 
-def refusal(why: str) -> bytes:
-    """Bytes of the frame to a guest that isn't let in."""
-    return frame({"refused": why})
-
-
 def wanted(found: Any, *known: str) -> str:
     """Read what a guest of the same job wants. ValueError where it is none, or wants something else."""
     job, wants = (str(found.get(key)) for key in ("job", "wants")) if type(found) is dict else ("", "")

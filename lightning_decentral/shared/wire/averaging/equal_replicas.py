@@ -103,12 +103,8 @@ class EqualReplicas:
         self._period, self._sharing = -1, False  # whether this worker waits in `share`
 
     def begin(self, module: nn.Module, over: Transport | None, layouts: MakeLayouts, optimizers: Optimizers) -> None:
-        """Begin to train. Collective.
-
-        Args:
-            over: carries buffers, for this alone; None: there is a single worker.
-            optimizers: those of now, whenever it is called.
-        """
+        """Begin to train. Collective. `over` carries buffers, for this alone; None: there is a single worker.
+        `optimizers` returns those of now, whenever it is called."""
         self.updates, self._period = 0, -1
         self._buffers = None if over is None else RunningBuffers(module, over)
         self._layouts = layouts(TrainedLayout(module.named_parameters, optimizers))
@@ -137,11 +133,8 @@ class EqualReplicas:
         return [n + (self._sharing or (self._average is not None and self._average.under_way)) for n in updates]
 
     def advance(self, period: int) -> None:
-        """After an update. Collective.
-
-        Args:
-            period: another than last time where it's time to look which further buffers have changed.
-        """
+        """After an update. Collective. `period` is another than last time where it's time to look which further buffers
+        have changed."""
         assert self.updates is not None
         # Not each time: comparing all takes long.
         look, self._period = period != self._period, period

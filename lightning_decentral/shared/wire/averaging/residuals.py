@@ -118,11 +118,8 @@ class Residuals:
     # ---- skipped updates --------------------------------------------------------------------------------------------
 
     def guard(self, scale: Callable[[], Tensor] | None, scaled: bool = True) -> None:
-        """Expect updates to be skipped from now on, by a scaler or otherwise.
-
-        Args:
-            scaled: whether gradients come multiplied by the scale.
-        """
+        """Expect updates to be skipped from now on, by a scaler or otherwise; `scaled`: whether gradients come
+        multiplied by the scale."""
         self.guarded, self._scale, self._scaled = True, scale, scaled
 
     def updated(self, keys: Keys, skipped: bool) -> None:
@@ -176,9 +173,8 @@ class Residuals:
         self._at, self._debts = {}, {}
 
     def state_dict(self, untaken: Collection[int] = ()) -> dict[str, Any]:
-        """Args:
-        untaken: keys of tensors whose mean no update has taken, and which a resumed run won't have.
-        """
+        """State without that of tensors with the keys in `untaken`, whose mean no update has taken: a resumed run won't
+        have it."""
         self._settle_scales()
         without = {place: [residual.own.clone(), residual.owned.clone()] for place, residual in self._at.items()}
         for place, copies in without.items():

@@ -34,11 +34,7 @@ Agree = Callable[[bool], bool]
 
 def connected_to_all(make: Callable[[], Transport | None], timeout: timedelta | None, agree: Agree) -> Transport | None:
     """A group in which every member receives from every other, or several at once; None outside. Collective over all
-    workers.
-
-    Raises:
-        PeerLost: strangers came between, each time; on all workers.
-    """
+    workers. PeerLost on all of them, where strangers came between each time."""
     # All tries together don't take longer than one wait may.
     patience = GREETING if timeout is None else min(GREETING, timeout / TRIES)
     for _ in range(TRIES):
@@ -68,11 +64,8 @@ def make_world(met: Any, init: Callable[..., None], agree: Agree, timeout: timed
 def connect(
     device: torch.device, timeout: timedelta | None, backend: str | None = None, agree: Agree = lambda fine: fine
 ) -> Wire:
-    """New groups over the initialized world. Every worker must call it at the same point.
-
-    Args:
-        backend: of the groups for tensors on `device`; None: the world's.
-    """
+    """New groups over the initialized world; those for tensors on `device` have this backend, None: the world's. Every
+    worker must call it at the same point."""
     made_here = Opened()
 
     def new(groups: Disjoint | None, by: str | None, over: Callable[[Any], Transport]) -> Transport | None:

@@ -37,9 +37,6 @@ class Gone:
         raise RuntimeError(f"the meeting is over: its store can't be asked for {name} any more")
 
 
-GONE: Any = Gone()
-
-
 @dataclass(frozen=True)
 class Ending:
     """Reason why a worker ended."""
@@ -69,7 +66,7 @@ class StatusBoard:
 
     def close(self) -> None:
         """Give the connection back, although others may hold this board."""
-        self._store = GONE
+        self._store = Gone()
 
     def beat(self) -> None:
         """This worker lives."""
@@ -83,6 +80,10 @@ class StatusBoard:
     def put(self, key: str, text: str) -> None:
         """Write what any worker may overwrite, for `read`."""
         self._store.set(key, text)
+
+    def put_first(self, key: str, text: str) -> None:
+        """Write what stays as the first worker wrote it, for `read`."""
+        self._store.compare_set(key, "", text)
 
     def end(self, ending: Ending) -> None:
         """Write why this worker ends, unless the store is gone: so is who could read it."""
@@ -101,11 +102,7 @@ class StatusBoard:
 
     def agree(self, fine: bool, timeout: timedelta) -> bool:
         """Return when all workers have called this as often: whether it is fine with all. They make groups only
-        together, in calls that nothing ends early.
-
-        Raises:
-            PeerLost: another has ended, or didn't come in time.
-        """
+        together, in calls that nothing ends early. PeerLost where another has ended, or didn't come in time."""
         self._agreed += 1
         what, end = f"agreed/{self._agreed}", time.monotonic() + timeout.total_seconds()
         if not fine:

@@ -12,9 +12,8 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-from lightning_decentral.shared.wire.meeting.notices import GONE
+from lightning_decentral.shared.wire.meeting.notices import StatusBoard
 from lightning_decentral.shared.wire.pending import PeerLost
 
 SIGNALS, ROUNDS = range(1, 65), range(1, sys.maxsize)
@@ -22,31 +21,18 @@ SIGNALS, ROUNDS = range(1, 65), range(1, sys.maxsize)
 
 @dataclass(eq=False)
 class StopAgreement:
-    """Agreement of one fit's workers on the step after which all stop.
+    """Agreement of one fit's workers on the step after which all stop."""
 
-    Attributes:
-        raised: the number of the signal that this worker got; 0 for none.
-        signum: of the signal that all stop for; 0 before one is known.
-    """
-
-    store: Any  # with keys of this fit alone
-    read: Callable[
-        [str, Callable[[bytes], Any]], Any
-    ]  # a value of the store by its key; None where none can be believed
-    rank: int
-    size: int
+    board: StatusBoard  # with keys of this fit alone
     patience_seconds: float  # how long to wait for the others' promises
     wake: Callable[[], None] = lambda: None  # has the watching thread look at once
 
     def __post_init__(self) -> None:
-        self.raised = self.signum = self._rounds = 0
+        self.raised = self.signum = 0  # the signal that this worker got; that all stop for; 0: none
+        self._rounds = 0
         self._promise: int | None = None
         self._stop: int | None = None
         self._lock, self._known = threading.Lock(), threading.Event()
-
-    def close(self) -> None:
-        """Give the connection back; what was agreed on stays."""
-        self.store = GONE
 
     def ask(self, signum: int) -> None:
         """This worker got a signal."""
@@ -68,21 +54,21 @@ class StopAgreement:
             self._rounds += 1
             due = self._promise is not None and self._rounds >= self._promise
         if due and not self._known.wait(self.patience_seconds):
-            raise PeerLost(f"worker {self.rank} lost the others: they don't say where to stop")
+            raise PeerLost(f"worker {self.board.rank} lost the others: they don't say where to stop")
 
     def look(self) -> bool:
         """Ask, promise, and read what others promised; whether that isn't over. For the watching thread."""
         if self._known.is_set():
             return False
         if self.raised:
-            self.store.compare_set("stop", "", str(self.raised))
-        signum = self.read("stop", partial(_number, SIGNALS))
+            self.board.put_first("stop", str(self.raised))
+        signum = self.board.read("stop", partial(_number, SIGNALS))
         if signum is None:
             return False
         with self._lock:
             self._promise = self._promise or self._rounds + 1
-        self.store.set(f"promise/{self.rank}", str(self._promise))  # again: somebody may have written over it
-        promises = [self.read(f"promise/{rank}", partial(_number, ROUNDS)) for rank in range(self.size)]
+        self.board.write("promise", str(self._promise))  # again: somebody may have written over it
+        promises = [self.board.read(f"promise/{rank}", partial(_number, ROUNDS)) for rank in range(self.board.size)]
         if None in promises:
             return True
         self.signum, self._stop = signum, max(promises)
@@ -91,13 +77,13 @@ class StopAgreement:
 
     def left(self, rounds: Sequence[int]) -> None:
         """This worker stops after these rounds of each optimizer, and won't come to the end of its epoch."""
-        self.store.set("left", ",".join(map(str, rounds)))
+        self.board.put("left", ",".join(map(str, rounds)))
 
     def left_after(self) -> list[int] | None:
         """Each optimizer's round after which others have stopped, while this worker waits at an epoch's end; None: they
         haven't."""
         rounds = lambda written: [_number(range(sys.maxsize), part) for part in written.split(b",")]  # noqa: E731
-        known: list[int] | None = self.read("left", rounds) if self._known.is_set() else None
+        known: list[int] | None = self.board.read("left", rounds) if self._known.is_set() else None
         return known
 
 

@@ -24,7 +24,7 @@ from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.shared.compute.buckets import Bucket
 from lightning_decentral.shared.compute.worker_state import digest
 from tests import world
-from tests.elastic.wire.lobbies import DEAD, LobbyProcess, ends_with
+from tests.elastic.wire.lobbies import DEAD, LobbyProcess, ends_with, losses
 
 SECONDS = 100.0
 FORK = multiprocessing.get_context("fork")
@@ -78,7 +78,7 @@ def live(lobby: str, pipe: Any, stop: Any, dies: Any) -> None:
     bucket = Bucket([nn.Parameter(torch.zeros(100, dtype=torch.float64))])
     exchange = ElasticExchange(Ring(), Own(), worker)
     mixer = Mixer([bucket], Gossip(), exchange, delay=0)
-    copies: list[str] = []
+    copies, lost = list[str](), losses(worker.mesh)
 
     def copy() -> dict[str, Any]:
         value = {"x": bucket.flat.clone(), "of": worker.name}
@@ -95,7 +95,7 @@ def live(lobby: str, pipe: Any, stop: Any, dies: Any) -> None:
         try:
             view, round = worker.begin(0.02, copy, 0.5)
         except TimeoutError as waits:
-            if worker.out:
+            if worker.lobby_client.state.out:
                 pipe.send(("out", worker.name, str(waits)))
                 break
             continue
@@ -106,7 +106,7 @@ def live(lobby: str, pipe: Any, stop: Any, dies: Any) -> None:
             exchange.depart = die  # type: ignore[method-assign]
         first, mixer.round = False, round
         mixer.step()
-        pipe.send(("round", worker.name, view.number, view.members, round, bucket.flat.tolist(), exchange.lost))
+        pipe.send(("round", worker.name, view.number, view.members, round, bucket.flat.tolist(), len(lost)))
         time.sleep(0.02)
     worker.leave()
 

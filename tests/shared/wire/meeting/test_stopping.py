@@ -34,8 +34,7 @@ class Store:
 
 
 def workers(store: Any, size: int, patience_seconds: float = 0.0) -> list[StopAgreement]:
-    boards = [StatusBoard(store, rank, size) for rank in range(size)]
-    return [StopAgreement(store, b.read, b.rank, size, patience_seconds) for b in boards]
+    return [StopAgreement(StatusBoard(store, rank, size), patience_seconds) for rank in range(size)]
 
 
 Event = st.tuples(st.integers(0, 2), st.sampled_from(["tick", "tick", "look", "ask"]))
@@ -70,7 +69,7 @@ def test_all_stop_after_the_same_round_whatever_the_order(events: list[tuple[int
 def test_garbage_in_the_store_stops_nobody_and_is_counted() -> None:
     store = Store()
     board = StatusBoard(store, 0, 2)
-    one = StopAgreement(store, board.read, 0, 2, 0.0)
+    one = StopAgreement(board, 0.0)
     for number, word in enumerate(("", "stop!", "99999", "-1", "1.5"), start=1):
         store.set("stop", word)
         with warnings.catch_warnings(record=True) as said:
