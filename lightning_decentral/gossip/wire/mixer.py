@@ -36,27 +36,17 @@ class Mixer:
     delay k           x(t+1) = x + u(x) + rate (W - I) x(t-k+1)
 
     Memory beyond the model: one copy of the message for every one in flight, the sent one and each received; and the
-    rule's state.
-
-    Args:
-        buckets: the parameters; more may be appended while training (all workers in the same round).
-        delay: rounds between launch and landing, at least 0.
-
-    Attributes:
-        round: rounds taken so far.
-        steps: steps taken so far.
-        wanted: steps that the neighbours must have taken for the last landing.
-        healing: what happens where this worker's own message was refused.
+    rule's state. More buckets may be appended while training, by all workers in the same round.
 
     Source: the orders, Wang et al. 2410.11998, section 3; delayed mixing, `stability.largest_stable_rate`.
     """
 
     def __init__(self, buckets: Sequence[Flat], combine: Combine, exchange: Exchange[Any], delay: int) -> None:
         self.buckets: list[Flat] = []
-        self.round, self.steps = 0, 0
-        self.wanted = 0
+        self.round, self.steps = 0, 0  # taken so far
+        self.wanted = 0  # steps that the neighbours must have taken for the last landing
         self.exchange = exchange
-        self.healing = Healing()
+        self.healing = Healing()  # what happens where this worker's own message was refused
         self._learning_rate, self._peak = 0.0, 0.0
         self._combine, self._delay = combine, delay
         self._correct, self._rate = combine.apply, combine.rate_of
