@@ -91,6 +91,11 @@ def test_a_plan_at_80_columns_cuts_no_strategy(
     printed = capsys.readouterr().out
     assert f"\n{words}\n  ms/step" in printed
     assert "…" not in printed
+    cli.main(["plan", profiled, "--workers", "1000000", "--per-node", "8"])
+    lines = capsys.readouterr().out.splitlines()
+    rows = lines[: next(i for i, line in enumerate(lines) if line.startswith("assumed:"))]
+    assert rows[1].split() == ["method", "ms/step", "p95", "exposed", "card", "memory", "x", "ddp", "to", "loss"]
+    assert max(map(len, rows)) <= 80
     cli.main(["plan", profiled, "--workers", "8", "--also", words, "--json"])
     titles = [row["title"] for row in json.loads(capsys.readouterr().out)["methods"]]
     assert all(title in printed for title in titles)

@@ -30,7 +30,7 @@ from lightning_decentral.spilled.compute.recompute import (
     refuse_transformed,
     without_graph,
 )
-from lightning_decentral.spilled.compute.transfer import Leaving, PendingCopies
+from lightning_decentral.spilled.compute.transfer import Copies
 
 TOLERANCE = 1e-3
 PLAIN = (bool, int, float, str, type(None))  # what a block may return in addition to tensors
@@ -82,9 +82,9 @@ class Run:
 
     def __init__(self, block: Spilling, loader: Loader, given: Taken) -> None:
         self._block, self._loader, self._given = block, loader, given
-        self._kept: Leaving | None = None
-        self._arriving: PendingCopies | None = None
-        self._gradients: tuple[list[str], Leaving] | None = None
+        self._kept: Copies | None = None
+        self._arriving: Copies | None = None
+        self._gradients: tuple[list[str], Copies] | None = None
         self._seen: list[Tensor] = []  # results of the first run on the host, in a checked step
 
     # ---- forward ------------------------------------------------------------------------------------------------

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_decentral.spilled.compute.memory_ledger import Counting
-from lightning_decentral.spilled.compute.transfer import OffloadDevice
+from lightning_decentral.spilled.compute.transfer import Counting, OffloadDevice
 
 Step = Callable[[], Any]
 Groups = list[dict[str, Any]]
