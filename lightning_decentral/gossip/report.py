@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from lightning_decentral.gossip.callbacks import Monitored
+from lightning_decentral.gossip.summary import Monitored
 from lightning_decentral.shared.compute.modules import evaluating
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.plan.figure import draw

@@ -5,7 +5,7 @@ way when a step begins; what it cuts is decided here. The dry run is a training 
 repeatable and without a trace in the run.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lightning_decentral.partial.compute.frozen_update import Absent, Skip
@@ -25,6 +25,7 @@ from lightning_decentral.partial.wire.depth_controller import DepthController
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.block_cost import Run
 from lightning_decentral.shared.compute.buckets import check_bucket_bytes
+from lightning_decentral.shared.introduction import of_all_reduce, traffic
 from lightning_decentral.shared.wire.meeting.notices import is_loss
 
 STEPS = 10_000  # looked at, to find what the assignment ever trains; it may be long before it changes
@@ -126,6 +127,16 @@ def remembered(driver: DepthController, cuts: Cuts) -> dict[str, Any]:
 
 def _text(cuts: Cuts) -> str:
     return str(cuts) if isinstance(cuts, (int, str)) else ", ".join(cuts)
+
+
+def introduced(depth: DepthAssignment, module: nn.Module, size: int) -> Sequence[str]:
+    """The method in a line; none where a worker is alone."""
+    if size == 1:
+        return ()
+    whole = sum(p.nbytes for p in module.parameters() if p.requires_grad)
+    sent = traffic(of_all_reduce(whole, size), whole, size)
+    part = f"each trains the top of the network by {depth!r}, the first batch finds the cuts"
+    return (f"partial_backprop: {size} workers, {part}, at most {sent}, all have the same model, which is evaluated",)
 
 
 def described(driver: DepthController, network: str) -> str:

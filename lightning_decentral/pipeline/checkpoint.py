@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lightning_decentral.pipeline.wire import ownership
 from lightning_decentral.pipeline.wire.ownership import Ownership
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
-from lightning_decentral.shared.checkpoint.reading import refuse_other_number
+from lightning_decentral.shared.checkpoint.reading import refuse_other_number, report_mean
 from lightning_decentral.shared.checkpoint.saving import CheckpointedStrategy
 from lightning_decentral.shared.checkpoint.worker import Checkpoints
 from lightning_decentral.shared.compute import worker_state
@@ -134,6 +134,8 @@ class PipelineCheckpoints(Checkpoints):
         misfit = self._reading.misfit(known)
         own = self._restored is not None and known.get("id") and (self._worker.drifts or misfit is None)
         self._own = self._reading.read_own(path, known, weights_only, misfit) if own else None
+        if self.fitting and not own:
+            report_mean(path, checkpoint)
         # States of the whole model, which Lightning restores from; this stage's own ones follow at `start`.
         return {**checkpoint, **(self._own or {}), **{key: checkpoint[key] for key in WHOLE if key in checkpoint}}
 

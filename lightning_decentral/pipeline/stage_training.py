@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_decentral.pipeline.compute.adapters import find
+from lightning_decentral.pipeline.compute.adapters import depth, find
 from lightning_decentral.pipeline.compute.intercept import answering
 from lightning_decentral.pipeline.compute.model import Call, Pipelined
 from lightning_decentral.pipeline.compute.stage import deliver
@@ -58,6 +59,13 @@ def pipelined(module: LightningModule, slicing: Slicing | None, device: torch.de
             "microbatches. On the command line: strategy/slicing=planned, the default, and strategy.microbatches=4"
         )
     return model
+
+
+def depth_of(module: LightningModule) -> int | None:
+    """Number of blocks of the model that is cut into stages; None where only set-up shows it."""
+    if is_overridden("configure_model", module):
+        return None
+    return len(module.pipeline_stages().loads()[0]) if isinstance(module, Staged) else depth(module)
 
 
 class StageTraining:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_decentral.pipeline.checkpoint import PipelineCheckpoints
 from lightning_decentral.pipeline.compute.deferred_init import Deferred, materialized
 from lightning_decentral.pipeline.compute.stage import Activations, Keep
-from lightning_decentral.pipeline.plan.partition import Even, Partition
+from lightning_decentral.pipeline.plan.partition import NOTHING, Even, Partition
 from lightning_decentral.pipeline.plan.schedule import OneForwardOneBackward, Schedule, ScheduleForecast
 from lightning_decentral.pipeline.plan.slicing import Slicing
 from lightning_decentral.pipeline.refusals import nothing_to_train, refuse_replaced, refuse_unserved
@@ -22,6 +22,7 @@ from lightning_decentral.pipeline.stage_layout import StageGroups, StageLayout, 
 from lightning_decentral.pipeline.stage_training import (
     StageEvaluation,
     StageTraining,
+    depth_of,
     drawn_alike,
     evaluated,
     pipelined,
@@ -135,6 +136,11 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
         if (layout := self.layout).pipelines > 1:
             self.replicas.check(layout.pipelines, layout.pipelines_per_node)
         super().setup_environment()
+
+    def refuse_early(self) -> None:
+        stages, blocks = self.num_stages, depth_of(self._module)
+        if blocks is not None:
+            self.partition.counts([NOTHING] * blocks, NOTHING, NOTHING, stages)
 
     def refuse(self, module: nn.Module, fitting: bool) -> None:
         super().refuse(module, fitting)

@@ -91,6 +91,13 @@ class MemberFailed(RuntimeError):
         return cls(type(error).__name__, str(error), trace)
 
 
+class MemberEnded(MemberFailed, ValueError):
+    """Error of a member whose program ended itself with a line for its user, `sys.exit("error: ...")`."""
+
+    def __str__(self) -> str:
+        return self.message
+
+
 class _Traceback(Exception):
     """Another process's, to be printed above the error."""
 
@@ -149,7 +156,8 @@ def read_record(member: SweepMember) -> JobReturn | None:
         overrides, about = [str(one) for one in found["overrides"]], {key: found.get(key) for key in ABOUT}
         status, value = JobStatus[found["status"]], found["value"]
         if status is JobStatus.FAILED:
-            value = MemberFailed(*(str(found["error"][key]) for key in ("type", "message", "traceback")))
+            kind, *texts = (str(found["error"][key]) for key in ("type", "message", "traceback"))
+            value = MemberEnded(kind, texts[0]) if kind == SystemExit.__name__ else MemberFailed(kind, *texts)
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{path} is no record of a member ({reason}): remove it to run the member again") from None

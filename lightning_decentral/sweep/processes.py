@@ -129,7 +129,7 @@ def attempt(member: SweepMember, run: Run) -> JobReturn:
         if not ended.code:
             return returned(member, JobStatus.COMPLETED, None)
         print(ended.code, file=sys.stderr)
-        return returned(member, JobStatus.FAILED, RuntimeError(str(ended.code)))
+        return returned(member, JobStatus.FAILED, ended)
     except Exception as error:
         outcome = returned(member, JobStatus.FAILED, error)
     if outcome.status is JobStatus.FAILED:

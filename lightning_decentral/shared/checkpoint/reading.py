@@ -114,6 +114,9 @@ class Reading:
             saved = {PRECISION: plan[PRECISION], **saved}
         # What either has: another method's plan has other keys, and its state would be misread.
         differing = [key for key in {**plan, **saved} if saved.get(key) != plan.get(key)]
+        by, own = mark.get("strategy"), type(self.worker).__name__
+        if differing and by != own:
+            return f"saved by {by}, whose state {own} can't take"
         return next((f"saved with {key} {saved.get(key)}, this run has {plan.get(key)}" for key in differing), None)
 
     def read_own(
@@ -153,6 +156,16 @@ class Reading:
         if found.get("rank") != self.worker.global_rank:
             return f"{file} is worker {found.get('rank')}'s, not worker {self.worker.global_rank}'s"
         return None
+
+
+def report_mean(path: str | Path, checkpoint: Mapping[str, Any]) -> None:
+    """Warn that a strategy which reads the plain file alone leaves what the workers that saved it had of their own."""
+    mark = checkpoint.get(KEY, {})
+    if mark.get("id"):
+        rank_zero_warn(
+            f"resuming {os.fspath(path)}: saved by {mark.get('strategy')} on {mark.get('size')} workers, whose own "
+            "states aren't taken: training goes on from their mean and worker 0's optimizers"
+        )
 
 
 @contextmanager

@@ -158,7 +158,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     """Lightning's own, and the loggers go on in the runs of the checkpoint."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        runs.launched(trainer, args)
+        _before_processes(trainer, args)
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
 
@@ -167,7 +167,7 @@ class WorkersLauncher(_MultiProcessingLauncher):
     is. Lightning itself calls `on_exception` in the process that started them alone, whose model was never trained."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        runs.launched(trainer, args)
+        _before_processes(trainer, args)
         vars(self._strategy).pop("save_checkpoint", None)
         try:
             return super().launch(partial(_run, trainer, function), *args, trainer=trainer, **kwargs)
@@ -176,6 +176,12 @@ class WorkersLauncher(_MultiProcessingLauncher):
             # This process has the model that its workers began with.
             vars(self._strategy)["save_checkpoint"] = lambda *args, **kwargs: None
             raise
+
+
+def _before_processes(trainer: Any, arguments: Any) -> None:
+    runs.launched(trainer, arguments)
+    if trainer is not None:
+        trainer.strategy.refuse_early()
 
 
 def _run(trainer: Trainer | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
 """What gossip costs on one machine: seconds per step and memory, as ratios within one run.
 
-    python benchmarks/overhead.py
+    python benchmarks/network.py overhead
 
 One worker under gossip against a plain single-device run; two and four workers on loopback against `ddp` with the same
 model. The strategies take turns, so that a neighbour's load on the machine hits both; a ratio is that of medians over
@@ -170,7 +170,3 @@ def main() -> None:
     path = RESULTS / f"overhead-{slug()}.json"
     path.write_text(json.dumps(results, indent=1))
     print(f"raw results: {path}")
-
-
-if __name__ == "__main__":
-    main()

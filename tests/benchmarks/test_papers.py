@@ -1,0 +1,79 @@
+"""Every computed row of "Against the papers" gives its committed result again."""
+
+import json
+from typing import Any
+
+import pytest
+
+from pages import papers as page
+from papers import seq1f1b, terapipe
+from papers.rows import computed
+from tests.docs.numbers import RESULTS
+
+COMPUTED = computed()
+FIELDS = {
+    "paper", "title", "headline", "theirs", "ours", "ratios", "command", "kind", "assumptions", "cannot_compare",
+    "contradicts",
+}  # fmt: skip
+
+
+def committed(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / f"paper-{name}.json").read_text())
+    return found
+
+
+def numbers(found: dict[str, Any], which: str = "ours") -> dict[str, float]:
+    return {one["label"]: one["value"] for one in found[which]}
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_a_row_gives_its_committed_result_again(name: str) -> None:
+    again, there = COMPUTED[name].row().record(), committed(name)
+    for which in ("theirs", "ours", "ratios", "further"):
+        assert numbers(again, which) == pytest.approx(numbers(there, which), rel=2e-3)
+    plain = FIELDS - {"theirs", "ours", "ratios"}
+    assert {key: again[key] for key in plain} == {key: there[key] for key in plain}
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("paper-*.json")), ids=lambda path: path.stem)
+def test_a_result_has_every_field_and_its_labels_agree(path: Any) -> None:
+    found = json.loads(path.read_text())
+    assert set(found) >= FIELDS
+    assert found["kind"] in ("formula", "simulated devices", "virtual clock", "measured")
+    labels = [[one["label"] for one in found[which]] for which in ("theirs", "ours", "ratios")]
+    assert labels[0] == labels[1] == labels[2]
+    assert len(set(labels[0])) == len(labels[0])
+    assert found["assumptions"]
+    sentences = (*found["assumptions"], found["cannot_compare"], found["contradicts"])
+    assert all(text.endswith(".") for text in sentences if text)
+
+
+def test_the_page_is_made_between_its_markers() -> None:
+    text = f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n"
+    made = page.written(text)
+    assert page.table() in made
+    assert made.startswith("before\n")
+    assert made.endswith("after\n")
+    assert page.written(made) == made
+
+
+def test_terapipe_the_closed_form_is_the_timeline() -> None:
+    for setting in terapipe.SETTINGS[1:3]:
+        for slices in (setting.planned(), (1024, 1024)):
+            timeline = setting.situation(setting.batch).step_seconds(slices)
+            assert timeline == pytest.approx(setting.iteration(slices), rel=1e-9)
+
+
+def test_terapipe_plans_come_within_ten_percent() -> None:
+    """The four planned settings of the table, with one calibrated number each, which is none of these."""
+    ratios = numbers(committed("terapipe"), "ratios")
+    assert all(0.9 < ratios[f"{s.name}: planned, s"] < 1.1 for s in terapipe.SETTINGS)
+    for setting in terapipe.SETTINGS:
+        assert setting.iteration((terapipe.LENGTH,)) == pytest.approx(setting.without_seconds)
+
+
+def test_seq1f1b_memory_is_exact() -> None:
+    ratios = numbers(committed("seq1f1b"), "ratios")
+    exact = [ratio for label, ratio in ratios.items() if label.startswith("memory")]
+    assert exact == [1.0] * 3
+    assert seq1f1b.mismatches() == 0
