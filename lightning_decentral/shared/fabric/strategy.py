@@ -44,8 +44,6 @@ class FabricWorkers(DDPStrategy):
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: Fabric's own arguments give these.
         process_group_backend, start_method: as for Fabric's DDPStrategy.
         timeout: how long a worker waits for another, anywhere, before it ends.
-
-    ValueError: for any other option.
     """
 
     wire: Wire | None = None  # groups that every method needs; None before `launch`, and for a single worker
@@ -65,7 +63,7 @@ class FabricWorkers(DDPStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta = TIMEOUT,
         start_method: StartMethod = "popen",
-        **unknown: Any,
+        **unknown: Any,  # ValueError for any
     ) -> None:
         refuse_unknown(type(self), unknown)
         settings: Any = {"process_group_backend": process_group_backend, "timeout": timeout}
