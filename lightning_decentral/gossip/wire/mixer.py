@@ -68,12 +68,8 @@ class Mixer:
         self._states += [self._combine.init(bucket.flat) for bucket in buckets]
 
     def step(self, learning_rate: float = 1.0, rounds: int = 1) -> None:
-        """Call after the user's update, on every worker equally often.
-
-        Args:
-            learning_rate: of that update.
-            rounds: to take; those beyond the first block, there is nothing to hide them behind.
-        """
+        """Call after the user's update, whose learning rate it was, on every worker equally often. Rounds beyond the
+        first block, there is nothing to hide them behind."""
         self._learning_rate, self._peak = learning_rate, max(self._peak, learning_rate)
         for nth in range(max(1, rounds)):
             turn = self.turn(self.round)
@@ -103,11 +99,8 @@ class Mixer:
 
     def restart(self, mean: MeanOfSound) -> None:
         """A step without a round: every worker becomes the mean of all, and the rule begins anew from there.
-        FloatingPointError: this worker isn't sound, and has been healed as often as it may.
-
-        Args:
-            mean: (of flat tensors over the sound workers, why this one isn't sound or nothing); collective.
-        """
+        `mean`: (of flat tensors over the sound workers, why this one isn't sound or nothing); collective.
+        FloatingPointError: this worker isn't sound, and has been healed as often as it may."""
         for bucket in self.buckets:
             bucket.adopt()
         self.wanted = self.steps + 1
