@@ -210,8 +210,10 @@ def _known(value: float) -> float | None:
 
 
 class Rows(Logger):
-    """Keeps worker 0's logged metrics in memory, one row per step. Lightning puts checkpoints into the directory if no
-    other logger has a folder."""
+    """Keeps worker 0's logged metrics in memory, one row per step.
+
+    Lightning puts checkpoints into the directory if no other logger has a folder.
+    """
 
     def __init__(self, directory: Path) -> None:
         super().__init__()

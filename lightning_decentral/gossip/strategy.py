@@ -78,8 +78,7 @@ class GossipStrategy(ReplicaStrategy, metaclass=StrategyType):
 
     drifts: ClassVar[bool] = True
     island: Island
-    member: IslandMember
-    """This device's part in its island; alone until `arrange`."""
+    member: IslandMember  # this device's part in its island; alone until `arrange`
 
     def __init__(
         self,

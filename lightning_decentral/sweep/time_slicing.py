@@ -31,14 +31,11 @@ _SEATS: dict[int, Seat] = {}
 
 
 class Gate(Callback):
-    """Takes the device before a batch, returns it after a quantum, at the end of each loop and while data are awaited.
+    """Takes the device before a batch, returns it after a quantum, at the end of each loop and while data are awaited,
+    as the `clock` in seconds measures.
 
-    Args:
-        clock: in seconds; measures how long data are awaited.
-
-    Raises:
-        ValueError: the trainer starts more workers than devices were granted, or the module needs more memory than
-            its device has.
+    ValueError: the trainer starts more workers than devices were granted, or the module needs more memory than its
+    device has.
     """
 
     def __init__(self, admission: Admission, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -127,8 +127,7 @@ def first_poisoned(named: Iterable[tuple[str, Tensor]]) -> str:
     return f"{name} holds {most:.2g}"
 
 
-COUNTERS = ("step", "n_iter")
-"""Names of what optimizers count updates by, for the corrections of moments that began at zero."""
+COUNTERS = ("step", "n_iter")  # what optimizers count updates by, to correct moments that began at zero
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ Buffers = list[Tensor]  # Tensors that a payload consists of.
 
 
 class CodecError:
-    """||message - decoded|| / ||message - estimate|| of the rounds in which it is measured; `report` gets both."""
+    """||message - decoded|| / ||message - estimate|| of measured rounds; `report` gets it and its round."""
 
     def __init__(self, report: Callable[[float, int], None] = lambda lost, step: None) -> None:
         self._report, self._sums = report, list[Tensor]()

@@ -7,10 +7,16 @@ from lightning_decentral.gossip.plan.topology.topology import Topology, step_gra
 from lightning_decentral.gossip.plan.weights import Dyadic, Own, Weights, mixing_matrix, most_in_flight, talking_steps
 
 
-def check_columns(topology: Topology, size: int, weights: Weights) -> None:
+def check_columns(topology: Topology, size: int, weights: Weights, rows_too: bool = False) -> None:
     """Check the columns of W for push-sum: nobody's share is lost, and the graph is strongly connected over time.
     ValueError: a column doesn't sum to one, or nothing of some workers ever reaches some others."""
-    check(topology, size, weights, rows_too=False)
+    for step in range(min(topology.period(size), CHECKED_STEPS)):
+        _check_sources(topology, size, step)
+        rows = [weights.row(topology, rank, size, step) for rank in range(size)]
+        if rows_too:
+            _check_rows(topology, rows, step)
+        _check_columns(topology, rows, step)
+    _check_connected(topology, size)
 
 
 def check_symmetric(who: str, topology: Topology, size: int, weights: Weights, instead: str) -> None:
@@ -68,17 +74,11 @@ def check_tree(rule: str, topology: Topology, size: int, weights: Weights) -> No
 CHECKED_STEPS = 16  # whose rows are summed; a plan with a longer period makes all of them in one way
 
 
-def check(topology: Topology, size: int, weights: Weights | None = None, rows_too: bool = True) -> None:
+def check(topology: Topology, size: int, weights: Weights | None = None) -> None:
     """See that a plan keeps the mean of the workers and lets news of every worker reach, in time, every other.
     ValueError: the topology can't serve `size`; a row names others than the sources, is negative or doesn't sum to one;
     a column doesn't sum to one; nothing of some workers reaches some others."""
-    for step in range(min(topology.period(size), CHECKED_STEPS)):
-        _check_sources(topology, size, step)
-        rows = [(weights or Own()).row(topology, rank, size, step) for rank in range(size)]
-        if rows_too:
-            _check_rows(topology, rows, step)
-        _check_columns(topology, rows, step)
-    _check_connected(topology, size)
+    check_columns(topology, size, weights or Own(), rows_too=True)
 
 
 def _check_sources(topology: Topology, size: int, step: int) -> None:

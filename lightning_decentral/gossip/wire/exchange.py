@@ -195,12 +195,8 @@ class Exchange(ABC, Generic[M]):
     @abstractmethod
     def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> M:
         """Make a copy of one bucket's message ready to leave. It becomes what the others decode of it, by the end of
-        `settle`, and belongs to the exchange until landed.
-
-        Args:
-            place: of the bucket among the admitted; a round's are launched in order.
-            copied: the copy, where it was made already.
-        """
+        `settle`, and belongs to the exchange until landed. `place` is the bucket's among the admitted; a round's are
+        launched in order. `copied`: the copy, where it was made already."""
 
     def _copy(self, message: Tensor, copied: Copied | None) -> Tensor:
         return copied.message if copied else self.pool.take(message).copy_(message)

@@ -160,8 +160,7 @@ class SideStream:
         caller   message |     forward, backward, update     | mixed
         aside            | send, wait, mix, gather |
 
-    Args:
-        device: a CUDA one, its transfers by NCCL.
+    The device is a CUDA one, its transfers by NCCL.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -22,7 +22,7 @@ MakeComparison = Callable[[TrainedLayout, Sequence[int]], TrainingComparison]
 
 
 class IslandMember(DeviceSteps):
-    """One device's part in its island of so many; here it is this device alone. `meet` runs what waits for others."""
+    """One device's part in its island of `devices`; here it is alone. `meet` runs what waits for other devices."""
 
     shards = 1  # Devices that a worker's parameters are spread over.
 
@@ -59,7 +59,7 @@ class IslandMember(DeviceSteps):
         """Prepare the module before the optimizers exist."""
 
     def compare(self, trained: TrainedLayout, make: MakeComparison) -> None:
-        """Check from now on that its devices go on training the same: `make` a comparison of devices of some ranks."""
+        """Check from now on that its devices go on training the same; `make` makes a comparison between some ranks."""
 
     def replaced(self) -> None:
         """The optimizers are others than before. RuntimeError where they aren't on another of its devices."""

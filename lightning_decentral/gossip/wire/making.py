@@ -120,11 +120,7 @@ class Mixed:
         self.close()
 
     def watch(self, named: Named, make: MakeLayouts) -> None:
-        """Ask the other workers from now on, until `close`. They have been compared.
-
-        Args:
-            named: the module's parameters with their names.
-        """
+        """Ask the other workers, who have been compared, from now on, until `close`, about these named parameters."""
         self.layouts.close()
         self._named = named
         self.layouts = make(self._layout)

@@ -36,27 +36,17 @@ class Mixer:
     delay k           x(t+1) = x + u(x) + rate (W - I) x(t-k+1)
 
     Memory beyond the model: one copy of the message for every one in flight, the sent one and each received; and the
-    rule's state.
-
-    Args:
-        buckets: the parameters; more may be appended while training (all workers in the same round).
-        delay: rounds between launch and landing, at least 0.
-
-    Attributes:
-        round: rounds taken so far.
-        steps: steps taken so far.
-        wanted: steps that the neighbours must have taken for the last landing.
-        healing: what happens where this worker's own message was refused.
+    rule's state. More buckets may be appended while training, by all workers in the same round.
 
     Source: the orders, Wang et al. 2410.11998, section 3; delayed mixing, `stability.largest_stable_rate`.
     """
 
     def __init__(self, buckets: Sequence[Flat], combine: Combine, exchange: Exchange[Any], delay: int) -> None:
         self.buckets: list[Flat] = []
-        self.round, self.steps = 0, 0
-        self.wanted = 0
+        self.round, self.steps = 0, 0  # taken so far
+        self.wanted = 0  # steps that the neighbours must have taken for the last landing
         self.exchange = exchange
-        self.healing = Healing()
+        self.healing = Healing()  # what happens where this worker's own message was refused
         self._learning_rate, self._peak = 0.0, 0.0
         self._combine, self._delay = combine, delay
         self._correct, self._rate = combine.apply, combine.rate_of
@@ -78,12 +68,8 @@ class Mixer:
         self._states += [self._combine.init(bucket.flat) for bucket in buckets]
 
     def step(self, learning_rate: float = 1.0, rounds: int = 1) -> None:
-        """Call after the user's update, on every worker equally often.
-
-        Args:
-            learning_rate: of that update.
-            rounds: to take; those beyond the first block, there is nothing to hide them behind.
-        """
+        """Call after the user's update, whose learning rate it was, on every worker equally often. Rounds beyond the
+        first block, there is nothing to hide them behind."""
         self._learning_rate, self._peak = learning_rate, max(self._peak, learning_rate)
         for nth in range(max(1, rounds)):
             turn = self.turn(self.round)
@@ -113,11 +99,8 @@ class Mixer:
 
     def restart(self, mean: MeanOfSound) -> None:
         """A step without a round: every worker becomes the mean of all, and the rule begins anew from there.
-        FloatingPointError: this worker isn't sound, and has been healed as often as it may.
-
-        Args:
-            mean: (of flat tensors over the sound workers, why this one isn't sound or nothing); collective.
-        """
+        `mean`: (of flat tensors over the sound workers, why this one isn't sound or nothing); collective.
+        FloatingPointError: this worker isn't sound, and has been healed as often as it may."""
         for bucket in self.buckets:
             bucket.adopt()
         self.wanted = self.steps + 1

@@ -43,10 +43,7 @@ class OverlapExchange(Exchange["Overlapped"]):
         arriving         ... mix |        | wait, decode, mix |
 
     The step pays for a copy of the parameters and for the correction that landed. The order of operations on every
-    bucket is the inner exchange's own, so are the bits.
-
-    Args:
-        inner: on the host, with nobody else on its transport.
+    bucket is the inner exchange's own, so are the bits. That is on the host, with nobody else on its transport.
     """
 
     def __init__(self, inner: Exchange[Any]) -> None:
@@ -149,10 +146,8 @@ class StreamExchange(Exchange["OnStream"]):
         training  copy |        forward, backward, update        | correct x
         meanwhile      | encode, send, wait, decode, judge |
 
-    All that codes remember, and the buffers of messages, are touched on this stream alone.
-
-    Args:
-        inner: of codes, its waits those of the current stream.
+    All that codes remember, and the buffers of messages, are touched on this stream alone: the inner exchange's waits
+    are those of the current stream.
     """
 
     def __init__(self, inner: Arrivals[Any], device: torch.device) -> None:

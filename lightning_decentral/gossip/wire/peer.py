@@ -227,11 +227,8 @@ class PeerExchange(Arrivals[PeerMessage]):
         return PeerMessage(self, step, place, at.row, sent, headers, packets, buffers, cuda and bool(buffers))
 
     def receive(self, message: PeerMessage) -> tuple[Mapping[int, Tensor], Tensor]:
-        """Wait for what was sent to this worker, decode and judge it; on the current stream.
-
-        Returns:
-            ({source: its message}, bool [1 + sources]: what is sound, the own message first).
-        """
+        """Wait for what was sent to this worker, decode and judge it; on the current stream: ({source: its message},
+        bool [1 + sources]: what is sound, the own message first)."""
         self.waited.during(pending.wait for pending in message.incoming)
         received = self._decoded(message)
         if self.coder.encodes:  # decoded here, perhaps from another estimate

@@ -43,17 +43,9 @@ class FabricWorkers(DDPStrategy):
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: Fabric's own arguments give these.
         process_group_backend, start_method: as for Fabric's DDPStrategy.
         timeout: how long a worker waits for another, anywhere, before it ends.
-
-    Attributes:
-        wire: the groups that every method needs; None before `launch`, and for a single worker.
-        modules, optimizers: what was set up, in order.
-        steps: turns of the optimizers, one update of each; of one optimizer its updates.
-
-    Raises:
-        ValueError: for any other option.
     """
 
-    wire: Wire | None = None
+    wire: Wire | None = None  # groups that every method needs; None before `launch`, and for a single worker
     root_device = property(own_device)
     gradient_check, followed = Unchecked(), Unfollowed()
     alone, heals, devices_per_worker = False, 0, 1
@@ -72,14 +64,15 @@ class FabricWorkers(DDPStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta = TIMEOUT,
         start_method: StartMethod = "popen",
-        **unknown: Any,
+        **unknown: Any,  # ValueError for any
     ) -> None:
         refuse_unknown(type(self), unknown)
         settings: Any = {"process_group_backend": process_group_backend, "timeout": timeout}
         parts = accelerator, parallel_devices, cluster_environment, checkpoint_io, precision
         super().__init__(*parts, **settings, start_method=start_method)
-        self.modules, self.optimizers = list[nn.Module](), list[Optimizer]()
-        self.steps, self._begins, self._shown = 0, False, False
+        self.modules, self.optimizers = list[nn.Module](), list[Optimizer]()  # what was set up, in order
+        self.steps = 0  # turns of the optimizers, one update of each; of one optimizer its updates
+        self._begins = self._shown = False
         self._stepped: set[Optimizer] = set()  # those that have taken their update of this turn
         self.model_layout, self.health = ModelLayout(), ReplicaHealth(self)
         self.mean_model, self._group = MeanModel(self.health.mean), FabricWorkerGroup(self, timeout)

@@ -79,13 +79,9 @@ Orders = list[tuple[str, Instruction]]
 
 
 class Arbiter:
-    """The rights of all members of a sweep on its devices.
+    """The rights of all members of a sweep on its devices, each of which one member has at a time.
 
-    Args:
-        devices: names, each the right of one member at a time.
-        memory_bytes: of each device; None: whatever is there, and nobody ever leaves. A member stays on the devices
-            where it started with CUDA, and wherever this is given.
-        quantum_seconds: how long a grant lasts.
+    A member stays on the devices where it started with CUDA, and wherever the memory is given.
     """
 
     def __init__(
@@ -93,8 +89,8 @@ class Arbiter:
         policy: Policy,
         devices: Sequence[str],
         *,
-        memory_bytes: int | None = None,
-        quantum_seconds: float = 0.25,
+        memory_bytes: int | None = None,  # of each device; None: whatever is there, and nobody ever leaves
+        quantum_seconds: float = 0.25,  # how long a grant lasts
     ) -> None:
         self.policy, self.devices, self.memory_bytes = policy, tuple(devices), memory_bytes
         self.quantum_seconds = quantum_seconds
