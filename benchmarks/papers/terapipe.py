@@ -46,7 +46,7 @@ class Published:
         return self.layers // self.stages
 
     def flop(self, tokens: int, context: int) -> float:
-        """Of a stage, forward and backward; attention over the whole rectangle of scores."""
+        """Floating-point operations of a stage, forward and backward; attention over the whole rectangle of scores."""
         h = self.width
         return 3 * self.stage_layers * tokens * (24 * h * h + 4 * h * (tokens + context))
 
@@ -67,7 +67,7 @@ class Published:
         return sqrt(self.floor_seconds**2 + (self.flop(tokens, context) / self.per_stage / self.rate) ** 2)
 
     def situation(self, batch: int) -> Situation:
-        """What the package's timeline takes; two thirds are the backward's."""
+        """Return what the package's timeline takes; two thirds are the backward's."""
         counts = {"num_stages": self.stages, "num_microbatches": batch}
         return Situation(seconds=lambda i, j: self.seconds(i, j) / 3, schedule=TeraPipe(), **counts)
 
@@ -148,7 +148,7 @@ def with_floor(s: Published, slices: Sequence[int], seconds: float) -> Published
 
 
 def by_two_numbers() -> list[Compared]:
-    """What is left to predict where each model's floor is calibrated on one more of its numbers."""
+    """Predict the other numbers where each model's floor is calibrated on one more of its numbers."""
     small, middle, large, _ = SETTINGS
     both = [with_floor(s, equal(LENGTH, 16), UNIFORM[s.name][16]) for s in (middle, large)]
     others = [each for each in uniform(both) if " 16 equal" not in each[0]]

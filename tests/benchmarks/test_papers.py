@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pages import papers as page
-from papers import seq1f1b, terapipe
+from papers import dtfm, seq1f1b, terapipe
 from papers.rows import computed
 from tests.docs.numbers import RESULTS
 
@@ -77,3 +77,18 @@ def test_seq1f1b_memory_is_exact() -> None:
     exact = [ratio for label, ratio in ratios.items() if label.startswith("memory")]
     assert exact == [1.0] * 3
     assert seq1f1b.mismatches() == 0
+
+
+def test_dtfm_places_every_gpu_once_and_a_city_keeps_its_own() -> None:
+    for stages, order in dtfm.placed().items():
+        assert sorted(order) == list(range(64))
+        of_city = {order[p * 8 + s] // 8 for p in range(8 // stages) for s in range(stages)}
+        assert len(of_city) == 1
+
+
+def test_dtfm_a_blocking_link_hides_no_delay() -> None:
+    inside = tuple([0] * 8)
+    message, delay = dtfm.ACTIVATION_BYTES / (2e9 / 8), 5e-3
+    # Of the slower phase, a link's messages follow each other; seven hops each way.
+    assert dtfm.pipeline(inside) == pytest.approx(2 * (dtfm.MICROBATCHES + 6) * message + 14 * delay, rel=0.25)
+    assert dtfm.pipeline(inside, blocking=True) > dtfm.pipeline(inside)
