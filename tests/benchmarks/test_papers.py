@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pages import papers as page
-from papers import dtfm, seq1f1b, terapipe
+from papers import dtfm, seq1f1b, swarm, terapipe
 from papers.rows import computed
 from tests.docs.numbers import RESULTS
 
@@ -92,3 +92,14 @@ def test_dtfm_a_blocking_link_hides_no_delay() -> None:
     # Of the slower phase, a link's messages follow each other; seven hops each way.
     assert dtfm.pipeline(inside) == pytest.approx(2 * (dtfm.MICROBATCHES + 6) * message + 14 * delay, rel=0.25)
     assert dtfm.pipeline(inside, blocking=True) > dtfm.pipeline(inside)
+
+
+def test_swarm_the_trace_is_whole_and_a_fleet_keeps_its_nodes() -> None:
+    fleet, present = swarm.Fleet(), set()
+    for second, sign, node in swarm.events()[:40]:
+        fleet.net.run(second / swarm.DEAD_AFTER)
+        fleet.change(sign, node)
+        present ^= {node}
+        assert {*fleet.free, *(n for pipeline in fleet.pipelines for n in pipeline.nodes)} == present
+        assert fleet.nodes == len(present)
+        assert len(fleet.free) < swarm.STAGES
