@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pages import papers as page
-from papers import dtfm, seq1f1b, swarm, terapipe
+from papers import dtfm, karma, rannc, seq1f1b, swarm, terapipe
 from papers.rows import computed
 from tests.docs.numbers import RESULTS
 
@@ -103,3 +103,17 @@ def test_swarm_the_trace_is_whole_and_a_fleet_keeps_its_nodes() -> None:
         assert {*fleet.free, *(n for pipeline in fleet.pipelines for n in pipeline.nodes)} == present
         assert fleet.nodes == len(present)
         assert len(fleet.free) < swarm.STAGES
+
+
+def test_karma_and_rannc_stay_on_their_devices() -> None:
+    for blocks in karma.MODELS.values():
+        batch = karma.largest_batch(blocks)
+        assert karma.offloaded(blocks, batch // 2) == pytest.approx(3 * batch // 2 * forward(blocks), rel=0.02)
+        assert karma.spilled(blocks, batch) >= 4 * batch * forward(blocks)
+    assert rannc.spilled().peak_bytes < rannc.DEVICE_BYTES / 4
+    assert rannc.largest(1) < rannc.largest(2) < rannc.largest(4)
+
+
+def forward(blocks: tuple[karma.Block, ...]) -> float:
+    """Seconds of an image."""
+    return sum(block.flop for block in blocks) / karma.FLOPS
