@@ -149,7 +149,7 @@ def row() -> Row:
         title="KARMA",
         headline="1.52 x over the best out-of-core methods, mean of six models (abstract)",
         compared=tuple(
-            (f"times faster than offload alone, mean of 4 models, batch {times} x the largest that fits", 1.52, one)
+            (f"over offload alone, 4 models, batch {times} x the largest that fits", 1.52, one)
             for times, one in mean.items()
         ),
         kind="simulated devices",

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pages import papers as page
-from papers import dtfm, karma, rannc, seq1f1b, swarm, terapipe
+from papers import dtfm, karma, rannc, ravnest, seq1f1b, swarm, terapipe
 from papers.rows import computed
 from tests.docs.numbers import RESULTS
 
@@ -51,7 +51,7 @@ def test_a_result_has_every_field_and_its_labels_agree(path: Any) -> None:
 def test_the_page_is_made_between_its_markers() -> None:
     text = f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n"
     made = page.written(text)
-    assert page.table() in made
+    assert page.made() in made
     assert made.startswith("before\n")
     assert made.endswith("after\n")
     assert page.written(made) == made
@@ -117,3 +117,11 @@ def test_karma_and_rannc_stay_on_their_devices() -> None:
 def forward(blocks: tuple[karma.Block, ...]) -> float:
     """Seconds of an image."""
     return sum(block.flop for block in blocks) / karma.FLOPS
+
+
+def test_ravnest_is_linear_within_a_hundredth_and_uneven_clusters_gain_less() -> None:
+    found = committed("ravnest")
+    assert all(0.99 < ratio < 1.01 for ratio in numbers(found, "ratios").values())
+    even, uneven = numbers(found).values(), numbers(found, "further").values()
+    # More than waiting for the slowest would.
+    assert all(n / ravnest.SLOWEST < u < e for n, u, e in zip(ravnest.CLUSTERS, uneven, even, strict=True))
