@@ -12,8 +12,12 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo demo-pipeline demo-partial demo-sweep test thorough quick lint checks pytest everything conformance matrix matrix-quick gpu docs clean
 
+# First ddp, then gossip; then both in one table and picture.
+demo: DEMO := outputs/demo-$(shell date +%Y%m%d-%H%M%S)
 demo: $(STAMP)
-	$(BIN)/python recipes/train.py experiment=demo
+	$(BIN)/python recipes/train.py experiment=demo_ddp hydra.run.dir=$(DEMO)/ddp
+	$(BIN)/python recipes/train.py experiment=demo hydra.run.dir=$(DEMO)/gossip
+	$(BIN)/lightning-decentral report $(DEMO)/ddp $(DEMO)/gossip --plot $(DEMO)/comparison.png
 
 demo-pipeline: $(STAMP)
 	$(BIN)/python recipes/train.py experiment=demo_pipeline

@@ -144,7 +144,8 @@ def mistakes_in_one_line(verbose: bool) -> Iterator[None]:
     except Exception as error:
         if verbose or not mendable(error):
             raise
-        sys.exit(f"error: {one_line(error)} ({FULL_ERROR}=1 shows where)")
+        line = one_line(error)  # a member of a sweep has ended with the whole line
+        sys.exit(line if line.startswith("error: ") else f"error: {line} ({FULL_ERROR}=1 shows where)")
 
 
 def main() -> None:

@@ -39,5 +39,8 @@ class Scripted(SingleDeviceStrategy):
     def gather(self, value: Any) -> list[Any]:
         return [value]
 
+    def hyperparameters(self) -> dict[str, float | str]:
+        return {"workers": 1, "topology": "scripted"}
+
     def summary(self) -> dict[str, str]:
         return {"workers": "1", "topology": "scripted", "evaluated": "the mean of the workers"}

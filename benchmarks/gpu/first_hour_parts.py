@@ -17,10 +17,11 @@ from torch import Tensor
 from gpu.first_hour_runs import pytested, side_by_side, trained
 from lightning_decentral.gossip import Codec, Exponential, Gossip, Int8, Own, Plain
 from lightning_decentral.gossip.compute import mixing
-from lightning_decentral.gossip.round_cost import LoopbackTransport, _Bucket
+from lightning_decentral.gossip.round_cost import LoopbackTransport
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.shared.compute import fused, health
+from lightning_decentral.shared.compute.buckets import LooseBucket
 from lightning_decentral.shared.compute.codec import quantize
 from lightning_decentral.shared.compute.hardware import duration
 
@@ -165,7 +166,7 @@ def _mixer(size: int, heard: int, buckets: int, codec: Codec, device: torch.devi
     whole = torch.randn(size // 4, device=device)
     loop = LoopbackTransport(1 << heard)
     exchange = PeerExchange(Exponential(), Own(), loop, device, codec)
-    mixer = Mixer([_Bucket(part) for part in whole.chunk(buckets)], Gossip(), exchange, delay=1)
+    mixer = Mixer([LooseBucket(part) for part in whole.chunk(buckets)], Gossip(), exchange, delay=1)
     for _ in range(17):  # the codec's error is measured in rounds 0, 1, 2, 4, 8, 16
         mixer.step()
     loop.silent = True

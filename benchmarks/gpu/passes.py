@@ -21,10 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from lightning_decentral.gossip import Codec, Exponential, Gossip, Int8, Own, Plain
-from lightning_decentral.gossip.round_cost import LoopbackTransport, _Bucket
+from lightning_decentral.gossip.round_cost import LoopbackTransport
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.overlap import overlapped
 from lightning_decentral.gossip.wire.peer import PeerExchange
+from lightning_decentral.shared.compute.buckets import LooseBucket
 from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage
 from lightning_decentral.shared.wire.compressed_mean import ExactMean
 from lightning_decentral.shared.wire.pending import Pending
@@ -126,7 +127,7 @@ def cost(codec: Codec, neighbours: int = 1, buckets: int = 4) -> Cost:
         flat = torch.randn(ELEMENTS).to(CUDA)
         echo = Uncounted(1 << neighbours)  # on the exponential graph of 2^k workers each hears k
         exchange = overlapped(PeerExchange(Exponential(), Own(), echo, CUDA, codec), CUDA, 1)
-        mixer = Mixer([_Bucket(part) for part in flat.chunk(buckets)], Gossip(), exchange, 1)
+        mixer = Mixer([LooseBucket(part) for part in flat.chunk(buckets)], Gossip(), exchange, 1)
         for _ in range(WARM_UP):
             mixer.step()
         echo.silent = True

@@ -24,8 +24,8 @@ from lightning_decentral.gossip import (
     Topology,
     Tree,
 )
+from lightning_decentral.gossip.plan.topology.topology import step_graph
 from lightning_decentral.gossip.plan.traffic import partition
-from lightning_decentral.gossip.plan.weights import targets
 
 WORKERS = 16
 
@@ -72,7 +72,7 @@ def copies_sent(topology: Topology, size: int) -> float:
 def _copies_sent(topology: Topology, size: int, step: int) -> float:
     cliques = partition(topology, Own(), size, step)
     if cliques is None:
-        return sum(len(targets(topology, rank, size, step)) for rank in range(size)) / size
+        return sum(len(step_graph(topology, size, step).targets[rank]) for rank in range(size)) / size
     return sum(2 * (len(clique) - 1) for clique in cliques) / size
 
 

@@ -129,7 +129,7 @@ def blocks(table: Table) -> Iterator[str]:
     headings = [str(column.header) for column in table.columns]
     for row in zip(*(column.cells for column in table.columns), strict=True):
         name, *values = map(str, row)
-        yield name
+        yield " ".join(name.split("\n"))
         pairs = [f"{heading} {value}".strip() for heading, value in zip(headings[1:], values, strict=True) if value]
         # Several in a line of at most `WIDTH` characters, a longer one alone.
         line = f"  {pairs[0]}" if pairs else ""

@@ -4,6 +4,7 @@ lightning-decentral cuts recipe=gpt strategy.cuts=3
 lightning-decentral plan profile.json --workers 64 --per-node 8
 lightning-decentral rehearse recipe=gpt workers=4,8 --target 1.45
 lightning-decentral topology base_graph --workers 24
+lightning-decentral report outputs/ddp outputs/gossip
 lightning-decentral profile recipe=gpt
 lightning-decentral placement hosts.json --topology ring
 lightning-decentral schedule jobs.yaml --policy lrtf --devices 2
@@ -33,6 +34,7 @@ COMMANDS = {
     "cuts": ("cuts", "where partial backprop would cut a recipe, and what that saves"),
     "plan": ("planning", "predicted seconds per step of every method on a cluster, the best first"),
     "rehearse": ("rehearsing", "trains n workers in one process: which method reaches a loss fastest"),
+    "report": ("report", "losses of several runs over steps, seconds and bytes: a table and a picture"),
     "topology": ("topology", "steps, matrices, spectral gap and consensus curve of a topology"),
     "profile": ("profile", "what a training step of a recipe costs on one device"),
     "placement": ("placement", "which host should get which rank"),

@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> None:
         if rate is not None:
             network = network.linked(reach, latency, units.bytes_per_second(rate))
     setting = Setting(profile.model, network, Cluster(options.workers, options.per_node))
-    with Console(stderr=True).status("forecasting every method"):
+    with Console(stderr=True).status("forecasting every method") as status:
         found = plan(
             setting,
             profile.variation,
@@ -69,6 +69,7 @@ def run(options: argparse.Namespace) -> None:
             threshold=options.threshold / 100,
             optimizer=options.optimizer,
             like=RECIPES.get(options.like),
+            say=lambda title: status.update(f"forecasting every method: {title}"),
         )
     methods = [
         filled(

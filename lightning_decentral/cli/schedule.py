@@ -109,7 +109,8 @@ def run(options: argparse.Namespace) -> None:
         say(console, ends_table(jobs, found))
         remarks = [*remarks, verdict(jobs, found, trainings.measure)]
     ends = {title: finish_seconds(spans) for title, spans in found.items()}
-    panels = {f"{names[0]}, {title}": gantt.bars_of_schedule(spans) for title, spans in found.items()}
+    bars = {title: [gantt.Bar(ran.job, at, ran.load) for ran, at in spans.items()] for title, spans in found.items()}
+    panels = {f"{names[0]}, {title}": drawn for title, drawn in bars.items()}
     events = [event for title, spans in found.items() for event in chrome_trace(spans, title)]
     lines = [*remarks, *gang_schedule.written(options, panels, events)]
     answer(options, ScheduleAnswer(lower_bound_seconds(jobs, there), rows, ends, lines), *lines)

@@ -1,6 +1,6 @@
 """`Fabric(strategy="compressed")`: a quantized all-reduce of gradients in a loop of the user's own."""
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, ClassVar
@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_decentral.compressed.strategy import introduced
 from lightning_decentral.shared.compute.buckets import bucket_bytes_of, check_bucket_bytes
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Int8
@@ -140,3 +141,6 @@ class FabricCompressedStrategy(FabricWorkers):
     def sent_bytes(self) -> int:
         """Gradients that this worker sent since they were set up, as codes."""
         return sum(of.mean.sent_bytes for of in self._reduced)
+
+    def introduction(self) -> Sequence[str]:
+        return introduced(self.codec, self.lightning_module, self.world_size)

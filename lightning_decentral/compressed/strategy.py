@@ -14,7 +14,7 @@ from lightning_decentral.shared.compute.buckets import bucket_bytes_of, check_bu
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Int8
 from lightning_decentral.shared.compute.device import DeviceSteps
-from lightning_decentral.shared.introduction import of_all_reduce, traffic
+from lightning_decentral.shared.introduction import coded_bytes, of_all_reduce, traffic
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import ReplicaStrategy
@@ -149,24 +149,23 @@ class CompressedStrategy(ReplicaStrategy):
     # ---- what users watch -------------------------------------------------------------------------------------------
 
     def introduction(self) -> Sequence[str]:
-        size = self.world_size
-        if size == 1:
-            return ()
-        trained = [p for p in self._module.parameters() if p.requires_grad]
-        # Of a complex number both parts travel.
-        lengths = [(p.numel() * (1 + p.is_complex()), p.dtype.to_real()) for p in trained]
-        codes = of_all_reduce(sum(self.codec.bytes(*length) for length in lengths), size)
-        messages = (
-            f"gradients averaged as {type(self.codec).__name__} codes" if self.codec.encodes else "gradients averaged"
-        )
-        sent = traffic(codes, sum(p.nbytes for p in trained), size)
-        return (f"compressed: {size} workers, {messages}, {sent}, all have the same model, which is evaluated",)
+        return introduced(self.codec, self._module, self.world_size)
 
     @property
     def sent_bytes(self) -> int:
         """Gradients, and updates, that this worker sent since fit began, as codes."""
         updates = 0 if self._owners is None else self._owners.sent_bytes
         return updates + (0 if self._mean is None else self._mean.sent_bytes)
+
+
+def introduced(codec: Codec, module: nn.Module, size: int) -> Sequence[str]:
+    """The method in a line; none where a worker is alone."""
+    if size == 1:
+        return ()
+    trained = [p for p in module.parameters() if p.requires_grad]
+    messages = f"gradients averaged{f' as {type(codec).__name__} codes' if codec.encodes else ''}"
+    sent = traffic(of_all_reduce(coded_bytes(codec, trained), size), sum(p.nbytes for p in trained), size)
+    return (f"compressed: {size} workers, {messages}, {sent}, all have the same model, which is evaluated",)
 
 
 class AveragedSteps(DeviceSteps):

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
+from lightning_decentral.shared.checkpoint.reading import report_mean
 from lightning_decentral.shared.checkpoint.saving import CheckpointedStrategy
 from lightning_decentral.shared.checkpoint.worker import OF_MODELS, Checkpoints
 from lightning_decentral.shared.wire.mean import MeanModel
@@ -47,7 +48,10 @@ class ElasticCheckpoints(Checkpoints):
         self._saving.write_alone(self.held.whole({**checkpoint, **means}), filepath, storage_options)
 
     def load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
-        return self._reading.read(path, weights_only)
+        checkpoint = self._reading.read(path, weights_only)
+        if self.fitting:
+            report_mean(path, checkpoint)
+        return checkpoint
 
     def fits(self, optimizers: Sequence[Optimizer]) -> bool:
         """Lightning refuses those that don't."""

@@ -180,7 +180,7 @@ class ElasticRun(WatchedProcess):
             return [mixer]
 
         pack = partial(self._held.pack, bucket_bytes=self.bucket_bytes)
-        return MixerFactory(mixers, self.model_layout.packing(pack), meet=loops.refuse_others)
+        return MixerFactory(mixers, pack, known=self.model_layout, meet=loops.refuse_others)
 
     # ---- a run ------------------------------------------------------------------------------------------------------
 

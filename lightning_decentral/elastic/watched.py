@@ -12,14 +12,15 @@ from lightning_decentral.elastic.process import OneProcess
 from lightning_decentral.elastic.wire.rounds.holding import Holding
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.plan.topology.topology import Topology
+from lightning_decentral.gossip.plan.traffic import Cliques, copies_sent
 from lightning_decentral.gossip.plan.weights import Weights
-from lightning_decentral.gossip.summary import ORDERS
+from lightning_decentral.gossip.summary import ORDERS, rules
 from lightning_decentral.gossip.wire.consensus import Consensus, spread
 from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.gossip.wire.making import parameters_of
 from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.introduction import adam_hint
+from lightning_decentral.shared.introduction import adam_hint, coded_bytes, traffic
 from lightning_decentral.shared.replica import Evaluate
 from lightning_decentral.shared.updates import Mixed
 from lightning_decentral.shared.wire.fsdp import local
@@ -98,9 +99,19 @@ class WatchedProcess(OneProcess):
         (least, most), size = self.elastic.workers, len(self.members)
         who = f"{size} member{'s' * (size > 1)} of {least} to {most} on {self.topology!r}"
         messages = f"{type(self.codec).__name__ if self.codec.encodes else 'uncompressed'} messages"
+        together = max(size, 2)  # one alone sends nothing
+        copies = copies_sent(self.topology.placed(1), self.weights, 0, together, Cliques.TOLD)
+        message, parameters = coded_bytes(self.codec, self.counted()), sum(p.nbytes for p in self.counted())
+        sent = traffic(copies * message * self.combine.form.copies, parameters, together)
+        sent = sent if size > 1 else f"with a second one {sent}"
         model = "the mean of the members" if self.evaluate == "mean" else "each worker's own model"
         hint = adam_hint(self.optimizers, most)
-        return [f"elastic gossip: {who}, {messages}, {model} is evaluated", *filter(None, [hint])]
+        return [f"elastic gossip: {who}, {messages}, {sent}, {model} is evaluated", *filter(None, [hint])]
+
+    def hyperparameters(self) -> dict[str, float | str]:
+        least, most = self.elastic.workers
+        among = {"workers": most, "least_workers": least, "dead_after_seconds": self.elastic.dead_after}
+        return {**among, "topology": type(self.topology).__name__, **rules(self)}
 
     def summary(self) -> dict[str, str]:
         """Description of the plan: {topic: text}; who trains together is known later."""

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from lightning_decentral.gossip.callbacks import CommunicationMonitor as CommunicationMonitor
     from lightning_decentral.gossip.callbacks import ConsensusMonitor as ConsensusMonitor
     from lightning_decentral.gossip.callbacks import MixingMonitor as MixingMonitor
-    from lightning_decentral.gossip.callbacks import StartSummary as StartSummary
     from lightning_decentral.gossip.callbacks import WorkerLossMonitor as WorkerLossMonitor
     from lightning_decentral.gossip.compute.combine import Combine as Combine
     from lightning_decentral.gossip.compute.combine import ConsensusControl as ConsensusControl
@@ -82,6 +81,7 @@ if TYPE_CHECKING:
     from lightning_decentral.gossip.report import Report as Report
     from lightning_decentral.gossip.speed import SpeedMonitor as SpeedMonitor
     from lightning_decentral.gossip.strategy import GossipStrategy as GossipStrategy
+    from lightning_decentral.gossip.summary import StartSummary as StartSummary
     from lightning_decentral.gossip.wire.simulation import MatrixExchange as MatrixExchange
     from lightning_decentral.gossip.wire.simulation import simulate as simulate
     from lightning_decentral.shared.compute.codec import BFloat16 as BFloat16

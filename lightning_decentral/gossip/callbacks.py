@@ -10,58 +10,35 @@ import time
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from lightning_decentral.gossip.wire.consensus import Consensus
+from lightning_decentral.gossip.summary import Monitored
 from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.shared.compute.device import AsyncRead
-from lightning_decentral.shared.introduction import StartTable
 from lightning_decentral.shared.plan.arguments import at_least, checked
 from lightning_decentral.shared.replica import ReplicaStrategy
 
 KEPT_LOSSES = 8
+FIRST, OFTEN, SELDOM = 200, 10, 50  # Steps in which the consensus error is measured often; so often, and later.
 NOTHING: Mapping[str, float] = {}
 SEEN = 0.0005  # the bar has three digits: what is less would be a line of 0.000
 
 
-@runtime_checkable
-class Monitored(Protocol):
-    """Interface of a strategy for the callbacks that watch it."""
-
-    def traffic(self) -> Traffic:
-        """Counters of this worker since fit began; no communication."""
-
-    def consensus(self) -> Consensus:
-        """Consensus error: the workers' distance from their mean; collective."""
-
-    def summary(self) -> dict[str, str]:
-        """Description of the plan: {topic: text}."""
-
-    def rounds(self) -> list[int]:
-        """Rounds taken, one number for each optimizer."""
-
-    def mixing(self) -> dict[str, float]:
-        """Mixing values of this worker by name, only those that its rule and codec have; no communication."""
-
-
 class _EveryNSteps(Callback, ABC):
-    """Measures when the number of rounds passes a multiple of `every_n_steps`.
-
-    Raises:
-        ValueError: `every_n_steps` below 1.
-    """
+    """Measures when the number of rounds passes a multiple of `every_n_steps`. ValueError: that is below 1."""
 
     def __init__(self, *, every_n_steps: int = 10) -> None:
         at_least(1, "leave the callback out to measure never", every_n_steps=every_n_steps)
         self.every_n_steps = every_n_steps
-        self._steps = 0
-        self._measured = 0
+        self._steps = self._measured = 0
+
+    def spacing(self, steps: int) -> int:
+        """Rounds between two measurements after so many; the same on every worker, which may measure together."""
+        return self.every_n_steps
 
     @abstractmethod
     def measure(self, trainer: Trainer, pl_module: LightningModule, strategy: Monitored, steps: int) -> None:
@@ -76,8 +53,8 @@ class _EveryNSteps(Callback, ABC):
     ) -> None:
         # Rounds, not batches: the same on every worker, and one per real step under gradient accumulation.
         before, self._steps = self._steps, _steps_taken(trainer)
-        due = self._steps // self.every_n_steps > before // self.every_n_steps
-        if due and isinstance(trainer.strategy, Monitored):
+        every = self.spacing(self._steps)
+        if self._steps // every > before // every and isinstance(trainer.strategy, Monitored):
             self.measure(trainer, pl_module, trainer.strategy, self._steps - self._measured)
             self._measured = self._steps
 
@@ -86,15 +63,22 @@ class _EveryNSteps(Callback, ABC):
 class ConsensusMonitor(_EveryNSteps):
     """gossip/consensus_distance = sqrt((1/n) sum_i ||x_i - xbar||^2), and _relative = the same / ||xbar||.
 
-    Cost: every `every_n_steps` steps one all-reduce of the trained parameters, for which all workers wait for each
-    other: as much as one step of all-reduce training. Choose a large number where links are slow or workers unevenly
-    fast.
+    Cost: each time one all-reduce of the trained parameters, for which all workers wait for each other: as much as one
+    step of `ddp` sends. Choose a large number where links are slow or workers unevenly fast.
 
     Source: consensus control, Kong et al., ICML 2021, watches the same distance.
+
+    Args:
+        every_n_steps: by default every 10th of the first 200 steps, so that a short run has a curve, and then every
+            50th: all-reduces of 2 % of the steps.
     """
 
-    def __init__(self, *, every_n_steps: int = 50) -> None:
-        super().__init__(every_n_steps=every_n_steps)
+    def __init__(self, *, every_n_steps: int | None = None) -> None:
+        super().__init__(every_n_steps=SELDOM if every_n_steps is None else every_n_steps)
+        self._often_at_first = every_n_steps is None
+
+    def spacing(self, steps: int) -> int:
+        return OFTEN if self._often_at_first and steps <= FIRST else self.every_n_steps
 
     def measure(self, trainer: Trainer, pl_module: LightningModule, strategy: Monitored, steps: int) -> None:
         error = strategy.consensus()
@@ -133,16 +117,16 @@ class CommunicationMonitor(_EveryNSteps):
 
     def measure(self, trainer: Trainer, pl_module: LightningModule, strategy: Monitored, steps: int) -> None:
         before, now = self._before, strategy.traffic()
-        self._before = now
+        waited, seconds = now.wait_seconds - before.wait_seconds, self._seconds
+        self._before, self._seconds = now, 0.0
         metrics: dict[str, float] = {
-            "gossip/wait_seconds": (now.wait_seconds - before.wait_seconds) / steps,
+            "gossip/wait_seconds": waited / steps,
             "gossip/in_flight_seconds": (now.in_flight_seconds - before.in_flight_seconds) / steps,
             "gossip/bytes_sent": now.bytes_sent,
             "gossip/refused_messages": now.refused,
             "gossip/left_out_of_mean": now.left_out,
             "gossip/healed": now.healed,
         }
-        waited, seconds, self._seconds = now.wait_seconds - before.wait_seconds, self._seconds, 0.0
         waiting = min(1.0, waited / seconds) if seconds else 0.0
         self._shows_waiting |= waiting >= SEEN
         _publish(trainer, pl_module, metrics, {"waiting": waiting} if self._shows_waiting else {})
@@ -221,39 +205,11 @@ class WorkerLossMonitor(_EveryNSteps):
             return
         found: dict[int, dict[str, float]] = defaultdict(dict)
         for rank, row in enumerate(rows):
-            new = [(step, loss) for step, loss in row if step > self._logged[rank]]
-            for step, loss in new:
+            for step, loss in [pair for pair in row if pair[0] > self._logged[rank]]:
                 found[step][f"worker/{rank}/loss"] = loss
                 self._logged[rank] = step
         for step in sorted(found):
             _log(trainer, found[step], step)
-
-
-class StartSummary(StartTable):
-    """A table of the plan when training begins: workers, topology, steps to consensus, bytes per worker and step.
-
-    The same lines go to the loggers once, as hyperparameters `gossip/...`. Without it a strategy prints one line.
-    """
-
-    def shows(self, strategy: Any) -> bool:
-        return isinstance(strategy, Monitored)
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        strategy = trainer.strategy
-        if not isinstance(strategy, Monitored) or not trainer.is_global_zero:
-            return
-        summary = strategy.summary()
-        table = Table(show_header=False, title="gossip", title_justify="left")
-        for row in summary.items():
-            table.add_row(*row)
-        Console().print(table)
-        for logger in trainer.loggers:
-            logger.log_hyperparams({f"gossip/{name}": _number(text) for name, text in summary.items()})
-
-
-def _number(text: str) -> int | str:
-    """A whole number as one, so that a tracker sorts by it."""
-    return int(text) if text.isdecimal() else text
 
 
 def _steps_taken(trainer: Trainer) -> int:

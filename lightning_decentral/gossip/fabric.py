@@ -15,6 +15,7 @@ from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.gossip.rounds import MixerBuilder, check_numbers, place
+from lightning_decentral.gossip.summary import introduced
 from lightning_decentral.gossip.wire.consensus import Consensus, spread
 from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.gossip.wire.island_member import IslandMember
@@ -150,6 +151,9 @@ class FabricGossipStrategy(FabricWorkers):
     def traffic(self) -> Traffic:
         """This worker's rounds, bytes sent, seconds waited and in flight, and refused messages. No communication."""
         return self._mixers.traffic() + Traffic(left_out=self.health.left_out)
+
+    def introduction(self) -> Sequence[str]:
+        return introduced(self, self._mixers, "within `with strategy.mean():` the mean of the workers")
 
     @torch.no_grad()
     def consensus(self) -> Consensus:

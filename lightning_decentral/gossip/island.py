@@ -41,11 +41,8 @@ class Island(ABC):
             raise ValueError(f"an island has at least 1 device, got {self.devices}: Solo() has devices=1")
 
     def workers(self, devices: int, per_node: int) -> int:
-        """Number of workers that so many devices are.
-
-        Raises:
-            ValueError: islands would be cut, by the end of the world or by a node's.
-        """
+        """Number of workers that so many devices are. ValueError: islands would be cut, by the end of the world or by a
+        node's."""
         if devices % self.devices:
             fitting = ", ".join(str(d) for d in range(1, devices + 1) if devices % d == 0)
             raise ValueError(f"{self!r} doesn't divide {devices} devices into islands: give devices one of {fitting}")
@@ -66,11 +63,7 @@ class Island(ABC):
 
     @abstractmethod
     def join(self, wire: Wire, device: torch.device, meet: Meet) -> IslandMember:
-        """This device's part; collective.
-
-        Args:
-            meet: runs what waits for the other devices of an island.
-        """
+        """This device's part; collective. `meet` runs what waits for the other devices of an island."""
 
 
 @checked

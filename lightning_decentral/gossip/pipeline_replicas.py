@@ -101,7 +101,6 @@ class _Mixing(Bond):
         self._device, self._over = device, group()
         self._optimizers: list[Optimizer] = []
         self._layout = ModelLayout()
-        self._packed = self._layout.packing(pack)
         self._mixer = partial(how.mixer, group, device, per_node)
         self._mixers = Mixers(self._making)
 
@@ -109,7 +108,7 @@ class _Mixing(Bond):
         alike = partial(start_from_worker_0, over=self._over, device=self._device)
         return MixerFactory(
             lambda: [self._mixer()],
-            self._packed,
+            pack,
             mean=lambda tensors: (mean(tensors, self._over), ""),
             known=self._layout,
             alike=alike,

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from lightning_decentral.gossip.callbacks import Monitored
+from lightning_decentral.gossip.summary import Monitored
 from lightning_decentral.shared.compute.modules import evaluating
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.plan.figure import draw
@@ -187,11 +187,8 @@ def _known(value: float) -> float | None:
 
 
 class Rows(Logger):
-    """Keeps worker 0's logged metrics in memory, one row per step.
-
-    Args:
-        directory: where Lightning puts checkpoints if no other logger has a folder.
-    """
+    """Keeps worker 0's logged metrics in memory, one row per step. Lightning puts checkpoints into the directory if no
+    other logger has a folder."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__()

@@ -27,7 +27,7 @@ from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.overlap import overlapped
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.shared.compute import cuda
-from lightning_decentral.shared.compute.buckets import message_bytes_of
+from lightning_decentral.shared.compute.buckets import LooseBucket, message_bytes_of
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.deterministic import (
     BFloat16,
@@ -40,7 +40,7 @@ from lightning_decentral.shared.compute.codec.quantize import Int4, Int8
 from lightning_decentral.shared.compute.hardware import duration
 from lightning_decentral.shared.plan.profile import RoundWork
 from lightning_decentral.shared.wire.meeting.groups import loopback
-from lightning_decentral.shared.wire.pending import Pending
+from lightning_decentral.shared.wire.pending import Pending, Together
 from lightning_decentral.shared.wire.transport import Message, Transport
 
 CODECS: tuple[Codec, ...] = (Plain(), Float32(), BFloat16(), Float16(), Int8(), Int4(), DifferenceCompression(Int4()))
@@ -66,36 +66,15 @@ class _Group:
         return self.workers
 
 
-class _Here:
-    """Message that has arrived."""
-
-    def wait(self) -> None:
-        return
-
-    def done(self) -> bool:
-        return True
-
-
-@dataclass
-class _Bucket:
-    """Parameters that nobody else holds."""
-
-    flat: Tensor
-
-    def adopt(self) -> None:
-        return
+ARRIVED = Together(())  # a transfer that nobody waits for
 
 
 class LoopbackTransport(Transport):
-    """Transport of worker 0, on any device; it must have as many sources as targets.
-
-    Attributes:
-        silent: whether only headers still come.
-    """
+    """Transport of worker 0, on any device; it must have as many sources as targets."""
 
     def __init__(self, size: int) -> None:
         super().__init__(_Group(size))
-        self.silent = False
+        self.silent = False  # whether only headers still come
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
         for sent, heard in zip(sends, receives, strict=True):
@@ -103,26 +82,21 @@ class LoopbackTransport(Transport):
             # wire, which is measured by itself.
             if not (self.silent and heard.tag):
                 heard.tensor.copy_(sent.tensor)
-        return [_Here() for _ in sends], [_Here() for _ in receives]
+        return [ARRIVED] * len(sends), [ARRIVED] * len(receives)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
         """Leave the tensor as it is: no other worker is there."""
-        return _Here()
+        return ARRIVED
 
 
 class HostMeter:
-    """Processor time of workers in threads, on sockets of this host.
-
-    Attributes:
-        heard: few and many neighbours.
-        sizes: bytes of the parameters, ascending.
-    """
+    """Processor time of workers in threads, on sockets of this host; for few and many neighbours."""
 
     heard = (1, 2)
 
     def __init__(self, parameter_bytes: int, pause: Callable[[], None]) -> None:
         large = max(ELEMENT_BYTES, min(parameter_bytes, HOST_BYTES))
-        self.sizes = sorted({min(SMALL_BYTES, large), large})
+        self.sizes = sorted({min(SMALL_BYTES, large), large})  # bytes of the parameters
         self._pause = pause
         # On the exponential graph of 2^k workers each has k sources.
         self._ends = {heard: loopback(1 << heard, LONGEST) for heard in self.heard}
@@ -221,7 +195,7 @@ def _parts(heard: tuple[int, int], few: float, many: float) -> tuple[float, floa
     return max(0.0, few - heard[0] * each), each
 
 
-def _buckets(size: int, device: torch.device) -> list[_Bucket]:
+def _buckets(size: int, device: torch.device) -> list[LooseBucket]:
     """Buckets of `size` bytes, as many as training would make of one parameter's rows."""
     whole = torch.ones(size // ELEMENT_BYTES, device=device)
-    return [_Bucket(part) for part in whole.split(message_bytes_of([nn.Parameter(whole)]) // ELEMENT_BYTES)]
+    return [LooseBucket(part) for part in whole.split(message_bytes_of([nn.Parameter(whole)]) // ELEMENT_BYTES)]

@@ -22,7 +22,7 @@ from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.making import MixerFactory, StateMixer
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizer_mixer import healing
-from lightning_decentral.shared.compute.buckets import Bucket
+from lightning_decentral.shared.compute.buckets import Bucket, check_bucket_bytes
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.layout import ModelLayout
 from lightning_decentral.shared.plan.arguments import at_least
@@ -34,8 +34,7 @@ def check_numbers(delay: int, heals: int, bucket_bytes: int | None, exact_steps:
     """ValueError for a number that no strategy of gossip can have."""
     at_least(0, "0 blocks, 1 overlaps, k lands k updates later", delay=delay)
     at_least(0, "3 is the default, 0 ends the training", heals=heals)
-    if bucket_bytes is not None and bucket_bytes <= 0:
-        raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}: leave it out for the default")
+    check_bucket_bytes(bucket_bytes)
     at_least(0, "0 begins with the rule", exact_steps=exact_steps)
     if exact_steps > 1 and not float(exact_steps).is_integer():  # nor is infinity
         raise ValueError(
@@ -44,14 +43,8 @@ def check_numbers(delay: int, heals: int, bucket_bytes: int | None, exact_steps:
 
 
 def exact_steps_of(asked: float, module: Any, broadcast: Callable[[float], float]) -> int:
-    """Number of exact steps: `asked`, or below 1 so much of the run as worker 0 estimates it. Then collective.
-
-    Args:
-        module: with its trainer.
-
-    Raises:
-        ValueError: a share of a run without a known end.
-    """
+    """Number of exact steps: `asked`, or below 1 so much of the run as worker 0 estimates it. Then collective, and the
+    module has its trainer. ValueError: a share of a run without a known end."""
     if asked >= 1 or not asked:
         return int(asked)
     steps = module.trainer.estimated_stepping_batches
@@ -65,21 +58,14 @@ def exact_steps_of(asked: float, module: Any, broadcast: Callable[[float], float
 
 @dataclass(frozen=True)
 class MixerBuilder:
-    """Mixers of one worker, made of the plan and of the worker's place.
-
-    Args:
-        wire: to the other workers' devices.
-        member: this device's part in its island.
-        module: whose parameters are mixed.
-        layout: of them when the workers were compared.
-    """
+    """Mixers of one worker, made of the plan and of the worker's place."""
 
     plan: GossipPlan
-    wire: Wire
-    member: IslandMember
+    wire: Wire  # to the other workers' devices
+    member: IslandMember  # this device's part in its island
     device: torch.device
-    module: nn.Module
-    layout: ModelLayout = field(default_factory=ModelLayout)
+    module: nn.Module  # whose parameters are mixed
+    layout: ModelLayout = field(default_factory=ModelLayout)  # of them when the workers were compared
 
     def making(
         self, exact_steps: int = 0, meet: Callable[[Sequence[nn.Parameter]], None] = lambda parameters: None
@@ -103,7 +89,6 @@ class MixerBuilder:
         return [StateMixer(optimizer, name, mixer, self.pack_state, self._everyone) for (name, _), mixer in named]
 
     def pack(self, parameters: Sequence[nn.Parameter]) -> list[Bucket]:
-        self.layout.restore(parameters)
         buckets = self.member.pack(parameters, self.plan.bucket_bytes)
         refuse_stale(self.plan.codec, self.plan.combine, buckets)
         return buckets
@@ -149,11 +134,7 @@ def place(plan: GossipPlan, per_node: int, workers: int) -> None:
 
 
 def check(plan: GossipPlan, workers: int) -> None:
-    """See that rule, topology and states go together, before any worker talks.
-
-    Raises:
-        ValueError: they don't, with the remedy.
-    """
+    """ValueError, with the remedy, unless rule, topology and states go together; before any worker talks."""
     fragments = plan.topology.fragments
     refuse_overshoot(plan.codec, plan.combine)
     for fragment in fragments:

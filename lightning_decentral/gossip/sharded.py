@@ -192,11 +192,8 @@ def _grad_norm(
 
 
 def sharded_state(optimizer: Optimizer, state: dict[str, Any], own: bool) -> dict[str, Any]:
-    """A saved state of an optimizer for parameters that are shards: moments like their parameters.
-
-    Args:
-        own: it is this device's part already.
-    """
+    """A saved state of an optimizer for parameters that are shards: moments like their parameters. `own`: it is this
+    device's part already."""
 
     def placed(value: Any, parameter: nn.Parameter) -> Any:
         if not isinstance(value, Tensor) or value.dim() != parameter.dim():

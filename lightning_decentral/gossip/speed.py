@@ -10,7 +10,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_decentral.gossip.callbacks import Monitored, _publish
+from lightning_decentral.gossip.callbacks import _publish
+from lightning_decentral.gossip.summary import Monitored
 from lightning_decentral.shared.plan.arguments import at_least, checked
 
 

@@ -17,7 +17,7 @@ from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.gossip.rounds import MixerBuilder, check_numbers, exact_steps_of, place
 from lightning_decentral.gossip.sharded import IslandModel, WholeMatrices, joined
-from lightning_decentral.gossip.summary import described, introduced
+from lightning_decentral.gossip.summary import described, hyperparameters, introduced
 from lightning_decentral.gossip.wire.consensus import Consensus, spread
 from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.gossip.wire.island_member import IslandMember
@@ -285,3 +285,6 @@ class GossipStrategy(ReplicaStrategy, metaclass=StrategyType):
 
     def summary(self) -> dict[str, str]:
         return described(self, self._mixers)
+
+    def hyperparameters(self) -> dict[str, float | str]:
+        return hyperparameters(self, self._mixers)

@@ -1,20 +1,70 @@
 """The plan of a gossip run as text: topology, order, codec, bytes per step, bytes through a node's network card."""
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from lightning.pytorch import LightningModule, Trainer
+from rich.console import Console
+from rich.table import Table
 from torch import view_as_real
 
 from lightning_decentral.gossip.compute.link import cliques_of
 from lightning_decentral.gossip.plan.traffic import all_reduce_copies, copies_sent, copies_through_card
 from lightning_decentral.gossip.plan.weights import consensus_steps, describe
+from lightning_decentral.gossip.wire.consensus import Consensus
+from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.gossip.wire.optimizer_mixer import OptimizerMixer
-from lightning_decentral.shared.introduction import adam_hint, traffic
+from lightning_decentral.shared.introduction import StartTable, adam_hint, traffic
 
 if TYPE_CHECKING:
     import lightning_decentral.gossip.strategy as gossip
 
 ORDERS = {0: "blocking (adapt-then-combine)", 1: "overlapped (adapt-while-combining)"}
+
+
+@runtime_checkable
+class Monitored(Protocol):
+    """Interface of a strategy for the callbacks that watch it."""
+
+    def traffic(self) -> Traffic:
+        """Counters of this worker since fit began; no communication."""
+
+    def consensus(self) -> Consensus:
+        """Consensus error: the workers' distance from their mean; collective."""
+
+    def summary(self) -> dict[str, str]:
+        """Description of the plan: {topic: text}."""
+
+    def hyperparameters(self) -> dict[str, float | str]:
+        """The plan for trackers: names with numbers, or with names of classes."""
+
+    def rounds(self) -> list[int]:
+        """Rounds taken, one number for each optimizer."""
+
+    def mixing(self) -> dict[str, float]:
+        """Mixing values of this worker by name, only those that its rule and codec have; no communication."""
+
+
+class StartSummary(StartTable):
+    """A table of the plan when training begins: workers, topology, steps to consensus, bytes per worker and step.
+
+    Loggers get the plan once, as hyperparameters `gossip/...`: names with numbers, or with names of classes. Without it
+    a strategy prints one line.
+    """
+
+    def shows(self, strategy: Any) -> bool:
+        return isinstance(strategy, Monitored)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        strategy = trainer.strategy
+        if not isinstance(strategy, Monitored) or not trainer.is_global_zero:
+            return
+        table = Table(show_header=False, title="gossip", title_justify="left")
+        for row in strategy.summary().items():
+            table.add_row(*row)
+        Console().print(table)
+        for logger in trainer.loggers:
+            logger.log_hyperparams({f"gossip/{name}": value for name, value in strategy.hyperparameters().items()})
 
 
 def described(plan: "gossip.GossipStrategy", mixers: Iterable[OptimizerMixer]) -> dict[str, str]:
@@ -41,8 +91,33 @@ def described(plan: "gossip.GossipStrategy", mixers: Iterable[OptimizerMixer]) -
     return lines | ({"hint": hint} if hint else {})
 
 
-def introduced(plan: "gossip.GossipStrategy", mixers: Iterable[OptimizerMixer]) -> list[str]:
-    """The plan in a line, and the hint where there is one; nothing where a worker is alone."""
+def hyperparameters(plan: "gossip.GossipStrategy", mixers: Iterable[OptimizerMixer]) -> dict[str, float | str]:
+    """Describe the plan for trackers, which sort and group by it: numbers, and names of classes."""
+    size, steps = plan.workers, consensus_steps(plan.topology, plan.workers, plan.weights)
+    model_bytes, message_bytes = _bytes(plan, list(mixers))
+    return {
+        "workers": size,
+        "devices_per_worker": plan.island.devices,
+        "topology": plan.topology.label(size),
+        **rules(plan),
+        **({} if steps is None else {"steps_to_consensus": steps}),
+        "model_bytes": model_bytes,
+        "bytes_per_step": round(_copies(plan) * message_bytes),
+    }
+
+
+def rules(plan: Any) -> dict[str, float | str]:
+    """Names and numbers of what a worker does in a round, however workers meet."""
+    names = {name: type(getattr(plan, name)).__name__ for name in ("codec", "combine", "weights")}
+    return {**names, "delay": plan.delay, "evaluate": plan.evaluate, "heals": plan.heals}
+
+
+def introduced(plan: Any, mixers: Iterable[OptimizerMixer], evaluated: str = "") -> list[str]:
+    """The plan in a line, and the hint where there is one; nothing where a worker is alone.
+
+    Args:
+        evaluated: the model that is, where `plan` is no Trainer's.
+    """
     mixers, size = list(mixers), plan.workers
     if size == 1:
         return []
@@ -50,7 +125,8 @@ def introduced(plan: "gossip.GossipStrategy", mixers: Iterable[OptimizerMixer]) 
     messages = f"{type(plan.codec).__name__ if plan.codec.encodes else 'uncompressed'} messages"
     sent = traffic(_copies(plan) * message_bytes, model_bytes, size)
     line = (
-        f"{_workers(plan)} on {plan.topology.label(size)}, {messages}, {sent}, {_evaluated(plan, mixers)} is evaluated"
+        f"{_workers(plan)} on {plan.topology.label(size)}, {messages}, {sent}, "
+        f"{evaluated or _evaluated(plan, mixers)} is evaluated"
     )
     return [f"gossip: {line}", *filter(None, [adam_hint(plan.optimizers, size)])]
 

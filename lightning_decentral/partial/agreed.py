@@ -5,15 +5,16 @@ way when a step begins; what it cuts is decided here. The dry run is a training 
 repeatable and without a trace in the run.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lightning_decentral.partial.compute.frozen_update import Absent, Skip
@@ -25,6 +26,7 @@ from lightning_decentral.partial.wire.depth_controller import DepthController
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.block_cost import Run
 from lightning_decentral.shared.compute.buckets import check_bucket_bytes
+from lightning_decentral.shared.introduction import of_all_reduce, traffic
 from lightning_decentral.shared.wire.meeting.notices import is_loss
 
 STEPS = 10_000  # looked at, to find what the assignment ever trains; it may be long before it changes
@@ -74,42 +76,12 @@ def decided(gather: Callable[[Any], list[Any]], compute: Callable[[], Found]) ->
 
 def found_together(gather: Callable[[Any], list[Any]], find: Callable[[Decide], CutPlan]) -> CutPlan:
     """Cuts that all workers find together, without a trace in their random numbers. Collective."""
-
-    def decide(compute: Callable[[], Found], /) -> Found:
-        return decided(gather, compute)
-
     before = worker_state.random_state()  # the search draws random numbers of the run's generators
     try:
-        found = find(decide)
+        found = find(partial(decided, gather))
     except ValueError as error:
         raise ValueError(str(error)) from error
     worker_state.set_random_state(before)
-    return found
-
-
-def agreed(rank: int, broadcast: Callable[[Any], Any], find: Callable[[], CutPlan]) -> CutPlan:
-    """Cuts that worker 0 found by itself, without a trace in its random numbers, where the others' turns come later.
-
-    Raises:
-        ValueError: on every worker, why there is no such cut.
-        RuntimeError: on the others, where the search failed on worker 0 with any other error.
-    """
-    found: CutPlan | str | tuple[str, str] = ""
-    if rank == 0:
-        before = worker_state.random_state()  # the search draws random numbers of the run's generators
-        try:
-            found = find()
-        except ValueError as error:
-            found = str(error)  # the others wait for an answer: the error travels as one
-        except Exception as error:
-            broadcast((type(error).__name__, str(error)))
-            raise
-        worker_state.set_random_state(before)
-    found = broadcast(found)
-    if isinstance(found, str):
-        raise ValueError(found)
-    if isinstance(found, tuple):
-        raise RuntimeError(f"worker 0 found no cuts, it failed with {found[0]}: {found[1]}")
     return found
 
 
@@ -126,6 +98,16 @@ def remembered(driver: DepthController, cuts: Cuts) -> dict[str, Any]:
 
 def _text(cuts: Cuts) -> str:
     return str(cuts) if isinstance(cuts, (int, str)) else ", ".join(cuts)
+
+
+def introduced(depth: DepthAssignment, module: nn.Module, size: int) -> Sequence[str]:
+    """The method in a line; none where a worker is alone."""
+    if size == 1:
+        return ()
+    whole = sum(p.nbytes for p in module.parameters() if p.requires_grad)
+    sent = traffic(of_all_reduce(whole, size), whole, size)
+    part = f"each trains the top of the network by {depth!r}, the first batch finds the cuts"
+    return (f"partial_backprop: {size} workers, {part}, at most {sent}, all have the same model, which is evaluated",)
 
 
 def described(driver: DepthController, network: str) -> str:
@@ -209,19 +191,6 @@ def warm_up_state(depth: DepthAssignment, in_steps: DepthAssignment) -> dict[str
     return {"assignment": repr(depth), "warm_up": in_steps.warm_up}
 
 
-def loss_of(output: Any) -> Tensor:
-    """The loss in what a training step returned; ValueError if there is none."""
-    match output:
-        case Tensor() as loss:
-            return loss
-        case {"loss": Tensor() as loss}:
-            return loss
-        case _:
-            raise ValueError(
-                "the first training_step returned no loss, and cuts are verified by its gradients: return one"
-            )
-
-
 def step_of(trainer: Trainer, trial: Any, *args: Any, **kwargs: Any) -> Run:
     """A function that runs `trial.training_step(*args)` and returns its loss; logs nothing as long as the entry `log`
     stays in the module's `__dict__`."""
@@ -233,7 +202,12 @@ def step_of(trainer: Trainer, trial: Any, *args: Any, **kwargs: Any) -> Run:
         copied = lambda t: t.detach().clone().requires_grad_(t.requires_grad)  # noqa: E731
         own, named = tree_map_only(Tensor, copied, (args, kwargs))
         with trainer.strategy.precision_plugin.train_step_context():
-            return loss_of(trial.training_step(*own, **named))
+            match trial.training_step(*own, **named):
+                case Tensor() as loss:
+                    return loss
+                case {"loss": Tensor() as loss}:
+                    return loss
+        raise ValueError("the first training_step returned no loss, and cuts are verified by its gradients: return one")
 
     return run
 

@@ -12,14 +12,21 @@ from rich.table import Table
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_decentral.partial.agreed import described, options, refuse_unserved, run_of, timed, warm_up_state
+from lightning_decentral.partial.agreed import (
+    described,
+    found_together,
+    options,
+    refuse_unserved,
+    run_of,
+    timed,
+    warm_up_state,
+)
 from lightning_decentral.partial.compute.frozen_update import Absent, settle
 from lightning_decentral.partial.compute.search import Cuts, search
 from lightning_decentral.partial.plan.cost import Balance, compute_fraction, memory_fraction, saved_bytes
 from lightning_decentral.partial.plan.depth import DepthAssignment, Temporal
 from lightning_decentral.partial.wire.depth_controller import DepthController
 from lightning_decentral.partial.wire.reducer import Rank
-from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.device import DeviceStopwatch, HostStopwatch, stopwatch
 from lightning_decentral.shared.plan.arguments import at_least, checked
 
@@ -184,10 +191,10 @@ class PartialBackward(Callback):
         self._undo = lambda: delattr(strategy, "training_step")
 
     def _find(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> DepthController:
-        before = worker_state.random_state()  # the search draws random numbers of the run's generators
-        plan = search(pl_module, self.cuts, self.balance, run_of(trainer, *args, **kwargs))
-        worker_state.set_random_state(before)
-        plan = trainer.strategy.broadcast(plan)  # a measured balance may come out otherwise on each worker
+        run = run_of(trainer, *args, **kwargs)
+        # Each searches, all take worker 0's: a measured balance may come out otherwise on each.
+        gather: Callable[[Any], list[Any]] = lambda own: [trainer.strategy.broadcast(own)]  # noqa: E731
+        plan = found_together(gather, lambda decide: decide(lambda: search(pl_module, self.cuts, self.balance, run)))
         shares = (1 / trainer.world_size,) * trainer.world_size
         self.driver = DepthController(
             pl_module, plan, timed(self.depth, trainer, self._saved), Rank(trainer.global_rank, shares)

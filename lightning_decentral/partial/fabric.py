@@ -1,6 +1,6 @@
 """`Fabric(strategy="partial_backprop")`: the backward stops at a cut in a loop of the user's own."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
@@ -9,7 +9,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_decentral.partial.agreed import described, found_together, options, remembered, repeated, wished
+from lightning_decentral.partial.agreed import (
+    described,
+    found_together,
+    introduced,
+    options,
+    remembered,
+    repeated,
+    wished,
+)
 from lightning_decentral.partial.compute.frozen_update import Absent
 from lightning_decentral.partial.compute.search import CutPlan, Cuts, search
 from lightning_decentral.partial.compute.trial import Decide
@@ -179,6 +187,9 @@ class FabricPartialBackpropStrategy(FabricWorkers):
     def restart(self) -> None:
         self._cut_steps.close()
         self._saved = None
+
+    def introduction(self) -> Sequence[str]:
+        return introduced(self.depth, self.lightning_module, self.world_size)
 
     @property
     def sent_bytes(self) -> float:

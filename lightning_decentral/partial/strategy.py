@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_decentral.partial.agreed import (
     described,
     found_together,
+    introduced,
     options,
     refuse_unserved,
     remembered,
@@ -29,7 +30,6 @@ from lightning_decentral.partial.plan.cost import Balance
 from lightning_decentral.partial.plan.depth import DepthAssignment, Temporal
 from lightning_decentral.partial.wire.depth_controller import CutSteps, DepthController
 from lightning_decentral.partial.wire.reducer import Rank
-from lightning_decentral.shared.introduction import of_all_reduce, traffic
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import ReplicaStrategy
@@ -180,15 +180,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
     # ---- what users watch -------------------------------------------------------------------------------------------
 
     def introduction(self) -> Sequence[str]:
-        size = self.world_size
-        if size == 1:
-            return ()
-        whole = sum(p.nbytes for p in self._module.parameters() if p.requires_grad)
-        sent = traffic(of_all_reduce(whole, size), whole, size)
-        part = f"each trains the top of the network by {self.depth!r}, the first batch finds the cuts"
-        return (
-            f"partial_backprop: {size} workers, {part}, at most {sent}, all have the same model, which is evaluated",
-        )
+        return introduced(self.depth, self._module, self.world_size)
 
     @property
     def sent_bytes(self) -> float:

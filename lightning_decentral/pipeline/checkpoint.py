@@ -9,45 +9,26 @@ Where pipelines diverge, the file is their mean's, and each worker's own state l
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
-from torch.optim import Optimizer
 
 from lightning_decentral.pipeline.wire import ownership
 from lightning_decentral.pipeline.wire.ownership import Ownership
-from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
-from lightning_decentral.shared.checkpoint.reading import refuse_other_number
-from lightning_decentral.shared.checkpoint.saving import CheckpointedStrategy
+from lightning_decentral.shared.checkpoint.reading import refuse_other_number, report_mean
 from lightning_decentral.shared.checkpoint.worker import Checkpoints
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.worker_state import KEY
 from lightning_decentral.shared.wire.mean import MeanModel
 from lightning_decentral.shared.wire.objects import collect_objects, gather_objects
-from lightning_decentral.shared.wire.pipeline_replicas import Bond
 from lightning_decentral.shared.wire.transport import Wire
+
+if TYPE_CHECKING:
+    import lightning_decentral.pipeline.strategy as strategy
 
 STATES = "optimizer_states"
 WHOLE = ("state_dict", STATES, KEY)
 """Entries that a pipeline merges from its stages; the rest of a checkpoint is any worker's."""
-
-
-class StageWorker(CheckpointedStrategy, Protocol):
-    """Members that a pipeline's checkpoints need of the strategy, in addition to those that all checkpoints need."""
-
-    plans: SlicePlanner
-    bond: Bond
-    optimizers: list[Optimizer]
-
-    @property
-    def wire(self) -> Wire | None: ...
-    @property
-    def num_stages(self) -> int: ...
-    @property
-    def pipeline(self) -> int: ...
-    @property
-    def root_device(self) -> torch.device: ...
 
 
 class PipelineCheckpoints(Checkpoints):
@@ -57,7 +38,9 @@ class PipelineCheckpoints(Checkpoints):
         layout: who has what.
     """
 
-    def __init__(self, worker: StageWorker, mean_model: MeanModel, join_groups: Callable[[], Wire | None]) -> None:
+    def __init__(
+        self, worker: "strategy.TokenPipelineStrategy", mean_model: MeanModel, join_groups: Callable[[], Wire | None]
+    ) -> None:
         super().__init__(worker, mean_model)
         self._join_groups = join_groups
         self.layout: Ownership | None = None  # kept after training: optimizers still hold one stage's states each
@@ -134,6 +117,8 @@ class PipelineCheckpoints(Checkpoints):
         misfit = self._reading.misfit(known)
         own = self._restored is not None and known.get("id") and (self._worker.drifts or misfit is None)
         self._own = self._reading.read_own(path, known, weights_only, misfit) if own else None
+        if self.fitting and not own:
+            report_mean(path, checkpoint)
         # States of the whole model, which Lightning restores from; this stage's own ones follow at `start`.
         return {**checkpoint, **(self._own or {}), **{key: checkpoint[key] for key in WHOLE if key in checkpoint}}
 

@@ -1,12 +1,12 @@
 """Pipeline layout: which worker is which stage of which pipeline, and the process groups between them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import nn
 
-from lightning_decentral.pipeline.compute.model import StagePlace
 from lightning_decentral.pipeline.plan.schedule import Kind
 from lightning_decentral.pipeline.wire.executor import Edge
 from lightning_decentral.shared.plan.units import shown_bytes
@@ -48,32 +48,23 @@ class StageLayout:
         return max(1, self.per_node // self.stages)
 
 
-def introduced(layout: StageLayout, microbatches: int, replicas: Replicas, own_bytes: int, drifts: bool) -> str:
-    """The pipelines in a line; `own_bytes` are this stage's parameters."""
+def introduced(layout: StageLayout, microbatches: int, replicas: Replicas, module: nn.Module, drifts: bool) -> str:
+    """The pipelines in a line; `module` holds this stage's parameters."""
     count, stages = layout.pipelines, layout.stages
     who = f"{count} pipeline{'s' * (count > 1)} of {stages} stage{'s' * (stages > 1)}"
     cut = f"{microbatches} micro-batch{'es' * (microbatches > 1)} of a batch"
-    average = f", averaging by {replicas!r} of {shown_bytes(own_bytes)} on stage 0" if count > 1 else ""
+    own = sum(p.nbytes for p in module.parameters() if p.requires_grad)
+    average = f", averaging by {replicas!r} of {shown_bytes(own)} on stage 0" if count > 1 else ""
     model = "the mean of the pipelines" if drifts else "the model"
     line = f"{who}, {cut}, hidden states and their gradients between stages{average}, {model} is evaluated"
     return f"token_pipeline: {line}"
-
-
-def place_of(counts: Sequence[int], stage: int) -> StagePlace:
-    """Position of a stage in the model.
-
-    Args:
-        counts: blocks of each stage.
-    """
-    first = sum(counts[:stage])
-    return StagePlace(first, first + counts[stage], stage == 0, stage == len(counts) - 1)
 
 
 class StageGroups:
     """One worker's groups; collective.
 
     Attributes:
-        over: the stages of its pipeline, for whatever is small.
+        over: the stages of its pipeline, for whatever is small; None: there is but one.
         hosts: the same between their hosts.
         edges: one group of two stages for each neighbour and direction.
         replicas: the workers that are this stage; None where there is one pipeline.
@@ -84,11 +75,8 @@ class StageGroups:
         self.edges: dict[tuple[Kind, int], Edge] = {}
         firsts = range(0, layout.workers, layout.stages)
         pipelines = [range(first, first + layout.stages) for first in firsts]
-        over, hosts = wire.group(pipelines), wire.hosts(pipelines)
-        assert over is not None
-        assert hosts is not None
-        self.over: Transport = over
-        self.hosts: Transport = hosts
+        alone = layout.stages == 1
+        self.over, self.hosts = (None, None) if alone else (wire.group(pipelines), wire.hosts(pipelines))
         for lower in range(layout.stages - 1):
             pairs = [range(first + lower, first + lower + 2) for first in firsts]
             for kind in (Kind.FORWARD, Kind.BACKWARD):

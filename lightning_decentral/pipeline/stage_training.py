@@ -4,21 +4,23 @@ In an evaluation every stage gets the model's output, and before it the last sta
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_decentral.pipeline.compute.adapters import find
+from lightning_decentral.pipeline.compute.adapters import depth, find
 from lightning_decentral.pipeline.compute.intercept import answering
 from lightning_decentral.pipeline.compute.model import Call, Pipelined
 from lightning_decentral.pipeline.compute.stage import deliver
 from lightning_decentral.pipeline.logs import Logs
+from lightning_decentral.pipeline.plan.partition import NOTHING, Partition
 from lightning_decentral.pipeline.plan.schedule import Action
 from lightning_decentral.pipeline.plan.slicing import Planned, Slicing, Uniform
 from lightning_decentral.pipeline.training_step import TrainingStep
@@ -31,7 +33,7 @@ from lightning_decentral.shared.wire.pipeline_replicas import Bond
 from lightning_decentral.shared.wire.transport import Wire
 
 if TYPE_CHECKING:
-    import lightning_decentral.shared.workers as strategies
+    import lightning_decentral.pipeline.strategy as strategy
 
 Gradients = list[Tensor | None]
 
@@ -58,6 +60,15 @@ def pipelined(module: LightningModule, slicing: Slicing | None, device: torch.de
             "microbatches. On the command line: strategy/slicing=planned, the default, and strategy.microbatches=4"
         )
     return model
+
+
+def check_depth(stages: int, partition: Partition, module: LightningModule) -> None:
+    """ValueError for more stages than blocks, or a partition of others, where that shows before set-up."""
+    if is_overridden("configure_model", module):
+        return
+    blocks = len(module.pipeline_stages().loads()[0]) if isinstance(module, Staged) else depth(module)
+    if blocks is not None:
+        partition.counts([NOTHING] * blocks, NOTHING, NOTHING, stages)
 
 
 class StageTraining:
@@ -125,10 +136,7 @@ class StageTraining:
             self.seconds = time.perf_counter() - begin
         trained = [p for p in every if p.requires_grad]  # only now: the step may have thawed some before its call
         own = [p.grad for p in trained if p.grad is not None]
-        outcome = step.conclude(own, self.holdings)
-        # Lightning's own backward multiplies by `scale` again. Infinite on all where one isn't finite: every stage must
-        # skip the step or stop; a scaler, back off.
-        multiply(own, torch.where(outcome.finite, outcome.factor / scale, torch.inf))
+        result, others = step.conclude(own, self.holdings)
         for parameter, gradient in zip(trained, self.average([p.grad for p in trained], trained), strict=True):
             parameter.grad = gradient
         # Last: replicas of another stage add up in another order, a sum of two means is the same at both holders.
@@ -137,18 +145,14 @@ class StageTraining:
         for parameter, gradient in zip(every, before, strict=True):
             parameter.grad = gradient
         exact = torch.float64 if any(p.dtype == torch.float64 for p in trained) else torch.float32
-        loss = deliver(outcome.loss.to(exact), gradients, trained)
-        return {"loss": loss, **outcome.others} if outcome.others else loss
+        loss = deliver(result.to(exact), gradients, trained)
+        return {"loss": loss, **others} if others else loss
 
     def _log_plan(self) -> None:
         rank_zero_info("\n".join(f"{name}: {value}" for name, value in self._summary().items()))
         slices = [*self._plans.slices.values()][-1]
         if self.pipe.size > 1 and len(slices) * self._plans.microbatches == 1:
             rank_zero_info(NOT_FASTER)
-
-    def measured(self) -> dict[str, Span]:
-        """Span of each action of the latest step, on all stages, by their hosts' clocks. Collective."""
-        return {str(action): span for row in self.pipe.gather(self.spans) for action, span in row.items()}
 
 
 NOT_FASTER = (
@@ -157,45 +161,22 @@ NOT_FASTER = (
 )
 
 
-@contextmanager
-def drawn_alike(broadcast: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Context manager in which all draw what worker 0 draws on its CPU: what is deferred is never sent. Collective."""
-    first = broadcast(own := torch.get_rng_state())
-    torch.set_rng_state(first)
-    yield
-    if not torch.equal(own, first):
-        torch.set_rng_state(own)
-
-
-def multiply(tensors: Sequence[Tensor], by: Tensor) -> None:
-    """Multiply each tensor by this scalar, in place. The host doesn't wait."""
-    for dtype in {tensor.dtype for tensor in tensors}:
-        exact, same = torch.promote_types(dtype, torch.float32), [t for t in tensors if t.dtype == dtype]
-        if exact == dtype:
-            torch._foreach_mul_(same, by.to(dtype))
-        else:  # where half precision would round the scalar, too
-            for tensor in same:
-                tensor.copy_(tensor.to(exact).mul_(by))
-
-
 class StageEvaluation(Evaluation):
-    """Evaluation through a pipeline.
+    """Evaluation through a pipeline: all stages get the last one's buffers before it, and before a mean is taken."""
 
-    Args:
-        share: gives all stages the last one's buffers, before it and before a mean is taken; collective.
-    """
-
-    def __init__(self, of: "strategies.WorkersStrategy", share: Callable[[], None]) -> None:
-        super().__init__(of)
-        self._last_stages = share  # by another name, as of `Evaluation`
+    _strategy: "strategy.TokenPipelineStrategy"
 
     def _begin(self) -> None:
-        self._last_stages()
+        self._share_buffers()
         super()._begin()
 
     def arrive(self) -> None:
-        self._last_stages()
+        self._share_buffers()
         super().arrive()
+
+    def _share_buffers(self) -> None:
+        if (layout := self._strategy.checkpoints.layout) is not None:
+            self._strategy.meet(lambda: layout.share_buffers(self._strategy.root_device))
 
 
 def evaluated(pipe: StageRunner, plans: SlicePlanner, step: Callable[[], Any]) -> Any:

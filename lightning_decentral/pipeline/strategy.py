@@ -12,17 +12,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_decentral.pipeline.checkpoint import PipelineCheckpoints
-from lightning_decentral.pipeline.compute.deferred_init import Deferred, materialized
+from lightning_decentral.pipeline.compute.deferred_init import Deferred, drawn_alike, tensors_of
+from lightning_decentral.pipeline.compute.model import StagePlace
 from lightning_decentral.pipeline.compute.stage import Activations, Keep
 from lightning_decentral.pipeline.plan.partition import Even, Partition
 from lightning_decentral.pipeline.plan.schedule import OneForwardOneBackward, Schedule, ScheduleForecast
 from lightning_decentral.pipeline.plan.slicing import Slicing
 from lightning_decentral.pipeline.refusals import nothing_to_train, refuse_replaced, refuse_unserved
-from lightning_decentral.pipeline.stage_layout import StageGroups, StageLayout, introduced, place_of
+from lightning_decentral.pipeline.stage_layout import StageGroups, StageLayout, introduced
 from lightning_decentral.pipeline.stage_training import (
     StageEvaluation,
     StageTraining,
-    drawn_alike,
+    check_depth,
     evaluated,
     pipelined,
 )
@@ -98,7 +99,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
         self.nonfinite, self.gradient_check = nonfinite, GradientCheck(nonfinite)
         self.plans = SlicePlanner(self.schedule, microbatches)  # by what was measured
         self.checkpoints = PipelineCheckpoints(self, self.mean_model, self._group.join_groups)
-        self.evaluation = StageEvaluation(self, self._share_buffers)
+        self.evaluation = StageEvaluation(self)
         self.followed = Unfollowed(self._replaced)
         self._deferred, self._updates, self._wanted = Deferred(), 0, 0
         self._groups: StageGroups | None = None
@@ -136,6 +137,9 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
             self.replicas.check(layout.pipelines, layout.pipelines_per_node)
         super().setup_environment()
 
+    def refuse_early(self) -> None:
+        check_depth(self.num_stages, self.partition, self._module)
+
     def refuse(self, module: nn.Module, fitting: bool) -> None:
         super().refuse(module, fitting)
         if fitting:
@@ -164,12 +168,12 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
             start_from_worker_0(built, wire.flags, torch.device("cpu"))
         model = pipelined(module, self.slicing, self.root_device)
         counts = self.partition.counts(*model.loads(), self.num_stages)
-        place = place_of(counts, self.stage)
-        groups = None if self.num_stages == 1 else self._groups
-        over, hosts, edges = (None, None, {}) if groups is None else (groups.over, groups.hosts, groups.edges)
-        with materialized(module, self._deferred) as kept:
-            self.checkpoints.layout = holdings = Ownership(module, model, place, over)
-            kept.update(holdings.kept)
+        first, stage = sum(counts[: self.stage]), self.stage
+        place = StagePlace(first, first + counts[stage], stage == 0, stage == self.num_stages - 1)
+        over, hosts, edges = (None, None, {}) if (g := self._groups) is None else (g.over, g.hosts, g.edges)
+        whole = tensors_of(module)  # before the module gives up parameters
+        self.checkpoints.layout = holdings = Ownership(module, model, place, over)
+        self._deferred.materialize(whole, holdings.kept)
         options: Any = {"schedule": self.schedule, "activations": self.activations, "boundary": self.boundary}
         pipe = StageRunner(model, place, over, edges, device=self.root_device, hosts=hosts, **options)
         self._stage = StageTraining(module, pipe, holdings, self.plans, slicing=self.slicing, summary=self.summary)
@@ -236,10 +240,6 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
 
     # ---- the mean of the pipelines, checkpoints, the end ------------------------------------------------------------
 
-    def _share_buffers(self) -> None:
-        if (layout := self.checkpoints.layout) is not None:
-            self.meet(lambda: layout.share_buffers(self.root_device))
-
     def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         over = self.replica_group()  # other stages have other tensors
         assert over is not None
@@ -281,8 +281,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
     def introduction(self) -> Sequence[str]:
         if self.world_size == 1:
             return ()
-        own = sum(p.nbytes for p in self._module.parameters() if p.requires_grad)  # of this stage
-        line = introduced(self.layout, self.microbatches, self.replicas, own, self.drifts)
+        line = introduced(self.layout, self.microbatches, self.replicas, self._module, self.drifts)
         return [line, *([adam_hint(self.optimizers, self.layout.pipelines)] if self.drifts else [])]
 
     def summary(self) -> dict[str, str]:
@@ -292,7 +291,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
     def measured(self) -> dict[str, Span]:
         """Span of each action of the latest step, on all stages, by their hosts' clocks. Collective."""
         assert self._stage is not None
-        return self._stage.measured()
+        return {str(a): span for row in self._stage.pipe.gather(self._stage.spans) for a, span in row.items()}
 
     def expected(self) -> ScheduleForecast | None:
         """A step with the latest plan; None before the first step or without measurements."""

@@ -6,7 +6,7 @@ the last stage it waits there and goes on once the answer is there; what it retu
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -24,21 +24,6 @@ from lightning_decentral.shared.compute.device import AsyncRead
 
 KNOWN, FIXED, LOGGED = 3, 3, 120
 MOVING = ("transfer_batch_to_device", "on_after_batch_transfer")  # Hooks of the user's that move a batch.
-
-
-class Outcome(NamedTuple):
-    """Result of a step that all stages know: scalars of a device, whose host hasn't waited for them.
-
-    Args:
-        factor: gradients are to be multiplied by it.
-        finite: every stage's gradients are finite.
-        others: what the step returned with its loss; None for each value where this stage doesn't know it.
-    """
-
-    loss: Tensor
-    factor: Tensor
-    finite: Tensor
-    others: dict[Any, Any]
 
 
 class TrainingStep:
@@ -69,7 +54,7 @@ class TrainingStep:
             with self._logs.recording(microbatch if place.last else None):
                 if place.last:
                     self._counts.append(count := TargetCount())
-                    self._waiting.append(Suspended(model, partial(_counted, count, step), self._pipe.device))
+                    self._waiting.append(Suspended(model, count(step), self._pipe.device))
                 call = self._waiting[-1].call if place.last else called(model, step)
             if call.inputs.requires_grad:  # they would get none
                 raise ValueError(
@@ -123,14 +108,18 @@ class TrainingStep:
         # weight exceeds 1, so no half-precision gradient exceeds that of the loss itself.
         return targets.double() / sum(call.inputs.shape[0] * self._pipe.model.length(call) for call in self.calls)
 
-    def conclude(self, gradients: Sequence[Tensor], holdings: Ownership) -> Outcome:
-        """Send all stages how the step went, and log what it logged. Collective.
+    def conclude(self, gradients: Sequence[Tensor], holdings: Ownership) -> tuple[Tensor, dict[Any, Any]]:
+        """Send all stages how the step went, log what it logged, and multiply the gradients, in place. Collective.
 
         Hosts exchange what they know, devices what they have computed: none waits for its own, but for the
         batch that this step began with.
 
         Args:
-            gradients: this stage's.
+            gradients: this stage's, of losses weighed by all positions.
+
+        Returns:
+            The batch's loss, a scalar on the device, and what the step returned with it; None for each value where this
+            stage doesn't know it.
 
         Raises:
             ValueError: the stages read different batches, or a step gave the model other inputs on one than on another.
@@ -152,7 +141,10 @@ class TrainingStep:
         holdings.refuse_uneven(all_known[:, KNOWN:])
         last, (_, signature, count) = rows[-1], all_known[-1, :KNOWN].tolist()
         others = logs.publish(int(signature), last[FIXED : FIXED + int(count)].unbind(), pipe)
-        return Outcome(last[0], last[1], rows[:, 2].all(), others)
+        # Lightning's own backward multiplies by `scale` again. Infinite on all where one isn't finite: every stage must
+        # skip the step or stop; a scaler, back off.
+        multiply(gradients, torch.where(rows[:, 2].all(), last[1] / self._scale, torch.inf))
+        return last[0], others
 
     def _refuse_unlike(self) -> None:
         """ValueError that states why the model's inputs differ between the stages. Collective."""
@@ -190,16 +182,22 @@ class TrainingStep:
         return torch.cat([means[:1], factor[None], shown[1:]])
 
 
-def _counted(count: TargetCount, step: Callable[[], Any]) -> Any:
-    with count:
-        return step()
-
-
 def finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """A scalar on the device: no element of any is NaN or infinite. The host doesn't wait."""
     filled = [tensor for tensor in tensors if tensor.numel()]  # an empty one has no largest element
     norms = torch._foreach_norm(filled, torch.inf) if filled else ()
     return torch.stack([torch.zeros((), device=device), *norms]).isfinite().all()
+
+
+def multiply(tensors: Sequence[Tensor], by: Tensor) -> None:
+    """Multiply each tensor by this scalar, in place. The host doesn't wait."""
+    for dtype in {tensor.dtype for tensor in tensors}:
+        exact, same = torch.promote_types(dtype, torch.float32), [t for t in tensors if t.dtype == dtype]
+        if exact == dtype:
+            torch._foreach_mul_(same, by.to(dtype))
+        else:  # where half precision would round the scalar, too
+            for tensor in same:
+                tensor.copy_(tensor.to(exact).mul_(by))
 
 
 def moved(module: LightningModule, batch: Any, move: Callable[[], Any]) -> Any:

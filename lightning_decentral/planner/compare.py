@@ -123,6 +123,7 @@ def plan(
     threshold: float = THRESHOLD,
     optimizer: str | None = None,
     like: str | None = None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Comparison:
     """Compare.
 
@@ -134,6 +135,7 @@ def plan(
         threshold: gain over ddp below which it recommends ddp.
         optimizer: of all methods, as `optimizer=` names it; the profile's.
         like: kind of the model, as `known_losses.RECIPES` has them; that of the profile's recipe.
+        say: called with the title of each candidate before it is forecast.
 
     Raises:
         ValueError: overrides in `also` that can't be composed; nothing measured between nodes; an optimizer whose cost
@@ -141,12 +143,12 @@ def plan(
     """
     if optimizer is not None:
         setting = replace(setting, model=trained_with(setting.model, optimizer))
-    factors = drawn(variation, setting.cluster.workers)
+    factors = drawn(variation, setting.cluster.simulated.workers)
     asked, known = tuple(also), losses_of(setting, like)
     for overrides in asked:  # a mistake in overrides asked for is the user's to mend, not a row that is refused
         composed(overrides)
     rows, refused = [], {}
-    for candidate, method, where in _methods(setting, slices, asked, known):
+    for candidate, method, where in _methods(setting, slices, asked, known, say):
         if isinstance(method, str):
             refused[candidate.title] = method
         else:
@@ -244,7 +246,8 @@ def grid(plan: Comparison, workers: Sequence[int], rates: Sequence[float]) -> li
     latency = setting.network.price("exchange", "between", 2).latency_seconds
     for count in workers:
         where = replace(setting, cluster=Cluster(count, setting.cluster.per_node))
-        factors, known = drawn(plan.variation, count, RUNS), losses_of(where, plan.like)
+        factors = drawn(plan.variation, where.cluster.simulated.workers, RUNS)
+        known = losses_of(where, plan.like)
         rows = _methods(where, plan.slices, plan.also, known)
         served = [(one, method, at) for one, method, at in rows if not isinstance(method, str) and method.equal]
         assert any(candidate.overrides == BASELINE for candidate, *_ in served)  # ddp serves every cluster
@@ -263,13 +266,18 @@ def grid(plan: Comparison, workers: Sequence[int], rates: Sequence[float]) -> li
 
 
 def _methods(
-    where: Setting, slices: int, also: Iterable[str], known: KnownLosses | None
+    where: Setting,
+    slices: int,
+    also: Iterable[str],
+    known: KnownLosses | None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Iterator[tuple[Candidate, Method | str, Setting]]:
     """Yield each candidate with its method, or why it can't serve the cluster, and the setting with its optimizer."""
     own = BASES.get(where.model.optimizer)  # the row `ddp` is that
     further = [one for one in (measured(known) if known else ()) if one.title != own]
     asked = (Candidate(one, one) for one in also)
     for candidate in [*candidates(where.cluster, where.model, slices), *further, *asked]:
+        say(candidate.title)
         try:
             made = composed(candidate.overrides)
             at = replace(where, model=trained_with(where.model, made.optimizer)) if made.optimizer else where

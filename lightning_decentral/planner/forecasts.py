@@ -129,13 +129,14 @@ def _(strategy: CompressedStrategy, cluster: Cluster, slices: int) -> Method:
 @method_of.register
 def _(strategy: GossipStrategy, cluster: Cluster, slices: int) -> Method:
     within = within_of(strategy.island)
-    workers = strategy.island.workers(cluster.workers, cluster.per_node)
+    workers, part = strategy.island.workers(cluster.workers, cluster.per_node), cluster.simulated
     topology = strategy.topology.placed(max(1, cluster.per_node // within.devices))
-    for fragment in topology.fragments:
-        strategy.combine.check(fragment, workers, strategy.weights, strategy.delay)
     if workers == 1 and within.devices > 1:
         # One island of all devices has nobody to gossip with.
         return ShardedForecast() if isinstance(within, ShardedCost) else DataParallel()
+    workers = strategy.island.workers(part.workers, part.per_node)
+    for fragment in topology.fragments:
+        strategy.combine.check(fragment, workers, strategy.weights, strategy.delay)
     states = strategy.states.items()
     for _, travel in states:
         travel.check(topology, workers, strategy.weights, strategy.delay)

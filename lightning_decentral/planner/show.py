@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from textwrap import fill
 
 from rich.table import Table
 
@@ -13,6 +14,7 @@ from lightning_decentral.shared.plan.profile import Model
 from lightning_decentral.shared.plan.units import shown_bytes
 
 HEADINGS = ("method", "ms/step", "p95", "exposed", "card", "memory", "x ddp", "to loss", "")
+TITLE_WIDTH = 22  # columns: all others take 58 at most
 NEVER, UNKNOWN = "never", "-"
 GIVEN = {"between": "--bandwidth", "inside": "--inside-bandwidth"}
 EXTRAPOLATED, REMARK, TOO_LARGE = "~", "*", "!"
@@ -21,29 +23,35 @@ EXTRAPOLATED, REMARK, TOO_LARGE = "~", "*", "!"
 def cells(plan: Comparison, row: ComparedMethod) -> tuple[str, ...]:
     """Table cells of one method, as text."""
     found = row.forecast
-    spans = (found.seconds, found.p95_seconds, found.exposed_seconds)
-    milliseconds = (f"{1e3 * seconds:.4g}" for seconds in spans)
+    spans = (1e3 * seconds for seconds in (found.seconds, found.p95_seconds, found.exposed_seconds))
+    milliseconds = (f"{span:.4g}" if span < 1e4 else f"{span:.0f}" for span in spans)
     sizes = shown_bytes(found.card_bytes), shown_bytes(found.memory_bytes)
     marks = EXTRAPOLATED * found.extrapolated + REMARK * bool(row.candidate.remark) + TOO_LARGE * (not plan.fits(row))
-    return row.candidate.title, *milliseconds, *sizes, f"{plan.speedup(row):.2f}", sooner(plan, row), marks
+    return row.candidate.title, *milliseconds, *sizes, times(plan.speedup(row)), sooner(plan, row), marks
 
 
 def sooner(plan: Comparison, row: ComparedMethod) -> str:
     """Times sooner than the row `ddp` at the loss that `ddp` with AdamW ends at, as text."""
     if row.share is None or not plan.baseline.to_loss < math.inf:
         return UNKNOWN
-    return f"{plan.baseline.to_loss / row.to_loss:.2f}" if row.share < math.inf else NEVER
+    return times(plan.baseline.to_loss / row.to_loss) if row.share < math.inf else NEVER
+
+
+def times(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio < 100 else f"{ratio:.0f}"
 
 
 def table(plan: Comparison) -> Table:
-    """The soonest at the loss first, then the fastest."""
+    """The soonest at the loss first, then the fastest; in 80 columns, long titles in several lines."""
     cluster = plan.setting.cluster
     title = f"predicted for {cluster.workers} workers on {cluster.nodes} node{'s' if cluster.nodes > 1 else ''}"
     found = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for heading in HEADINGS:
         found.add_column(heading, justify="left" if heading in ("method", "") else "right", no_wrap=True)
     for row in plan.rows:
-        found.add_row(*cells(plan, row), style="bold" if row is plan.best else None)
+        name, *others = cells(plan, row)
+        name = fill(name, TITLE_WIDTH, break_long_words=False, break_on_hyphens=False)
+        found.add_row(name, *others, style="bold" if row is plan.best else None)
     return found
 
 
@@ -72,6 +80,12 @@ def sentences(plan: Comparison) -> Iterator[str]:
         yield f"{EXTRAPOLATED} {why}"
     if plan.setting.cluster.per_node > 1 and not plan.setting.network.knows("inside"):
         yield "inside a node priced like the network card, which is too dear: give --inside-bandwidth 200gbit"
+    cluster = plan.setting.cluster
+    if (part := cluster.simulated.workers) < cluster.workers:
+        yield (
+            f"gossip, outer rounds and partial backprop of {cluster.workers} workers are an estimate: who waits for "
+            f"whom is simulated for {part} of them, in the same kind of graph; the others are computed for all"
+        )
     yield from _rounds(plan)
     for remark in dict.fromkeys(row.candidate.remark for row in plan.rows if row.candidate.remark):
         titles = [row.candidate.title for row in plan.rows if row.candidate.remark == remark]

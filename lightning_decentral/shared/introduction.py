@@ -1,13 +1,16 @@
 """Lines that a strategy prints when training with several workers starts: its plan; a hint at what replaces Adam."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import log2
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
+
+from lightning_decentral.shared.compute.codec.codec import Codec
 
 MUON, ACCUM = "gossip, int8, Muon", "gossip, int8, AccumAdamW"  # methods of `known_losses`
 LONGEST_WINDOW = 8  # Steps that the source of AccumAdam averages at 16 and 32 workers.
@@ -25,8 +28,19 @@ class StartTable(Callback, ABC):
 def introduce(lines: Sequence[str], trainer: Trainer) -> None:
     """Print the lines on worker 0, unless a callback of this Trainer has shown the same as a table."""
     if not any(isinstance(c, StartTable) and c.shows(trainer.strategy) for c in trainer.callbacks):  # type: ignore[attr-defined]
-        for line in filter(None, lines):
-            rank_zero_info(line)
+        show(lines)
+
+
+def show(lines: Sequence[str]) -> None:
+    """Print the lines that aren't empty on worker 0."""
+    for line in filter(None, lines):
+        rank_zero_info(line)
+
+
+def coded_bytes(codec: Codec, tensors: Iterable[Tensor]) -> int:
+    """Bytes of one message with these tensors' numbers."""
+    # Of a complex number both parts travel.
+    return sum(codec.bytes(t.numel() * (1 + t.is_complex()), t.dtype.to_real()) for t in tensors)
 
 
 def traffic(sent_bytes: float, model_bytes: float, size: int) -> str:
@@ -46,8 +60,8 @@ def of_all_reduce(sent_bytes: float, size: int) -> float:
 def adam_hint(optimizers: Sequence[Optimizer], workers: int) -> str:
     """Name optimizers to take in place of Adam, whose steps are shorter where each worker updates by its own gradient.
 
-    Returns: code with the settings in use; with several optimizers, or groups whose settings differ, names alone; ""
-        without Adam or with one worker.
+    Returns: code with the settings in use, of Muon alone where groups differ in weight decay; names alone with several
+        optimizers, or groups that differ in more; "" without Adam or with one worker.
     """
     adams = sorted({type(one).__name__ for one in optimizers if isinstance(one, (Adam, AdamW))})
     if not adams or workers < 2:
@@ -58,19 +72,21 @@ def adam_hint(optimizers: Sequence[Optimizer], workers: int) -> str:
     known = min(text, key=lambda one: abs(log2(one.workers / workers)))
     settings = {_settings(group) for optimizer in optimizers for group in optimizer.param_groups}
     start = f"{' or '.join(adams)} takes smaller steps here than under ddp. In its place (keep your scheduler)"
-    if len(optimizers) > 1 or len(settings) > 1:
+    alike = len({one[:-1] for one in settings}) == 1  # but for decay, which Muon's groups set by themselves
+    if len(optimizers) > 1 or not alike:
         names = "Muon or AccumAdamW" if ACCUM in known.batches else "Muon"
         return f"{start}: {names} of lightning_decentral.optim, see docs/optimizers.md"
-    (rate, *betas, decay), window = settings.pop(), min(workers, LONGEST_WINDOW)
+    muon = (
+        f"{start}, from lightning_decentral.optim: `Muon(muon_groups(self), lr=2e-2, momentum=0.9)`, in recipes "
+        f"{overrides_of(MUON)} ({_reached(known.share(MUON))}; {known.kind} on {known.workers} workers)"
+    )
+    (rate, *betas, decay), window = next(iter(settings)), min(workers, LONGEST_WINDOW)
     remembered = ", ".join(f"{beta**window:.3g}" for beta in betas)
     kept = "" if decay == USUAL_DECAY else f", weight_decay={decay:g}"
     accum = f"AccumAdamW(self.parameters(), lr={rate / 2:g}, betas=({remembered}), window={window}{kept})"
     other = f"; or `{accum}`, in recipes {overrides_of(ACCUM)} ({_reached(known.share(ACCUM))})"
-    return (
-        f"{start}, from lightning_decentral.optim: `Muon(muon_groups(self), lr=2e-2, momentum=0.9)`, in recipes "
-        f"{overrides_of(MUON)} ({_reached(known.share(MUON))}; {known.kind} on {known.workers} workers)"
-        f"{other if ACCUM in known.batches else ''}. More: docs/optimizers.md"
-    )
+    offered = ACCUM in known.batches and len(settings) == 1
+    return f"{muon}{other if offered else ''}. More: docs/optimizers.md"
 
 
 def _settings(group: dict[str, Any]) -> tuple[float, ...]:

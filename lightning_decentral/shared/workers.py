@@ -105,6 +105,9 @@ class WorkersStrategy(DDPStrategy):
     def drifts(self) -> bool:
         """True where workers may differ between steps."""
 
+    def refuse_early(self) -> None:
+        """ValueError for what is seen to be impossible before any process starts."""
+
     def refuse(self, module: nn.Module, fitting: bool) -> None:
         """ValueError for what the method can't train."""
         refuse_sync_batch_norm(type(self), module, asked=self._layer_sync is not None)

@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_decentral.shared.checkpoint.reading import refuse_other_number
+from lightning_decentral.shared.checkpoint.reading import refuse_other_number, report_mean
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.compute.layout import refuse_lazy
 from lightning_decentral.shared.plan.arguments import checked
@@ -101,17 +101,11 @@ class SpilledStrategy(SingleDeviceStrategy):
     def setup(self, trainer: Any) -> None:
         module = self.lightning_module
         assert module is not None
-        name = type(module).__name__
         refuse_lazy(module.parameters())
         if not module.automatic_optimization:
             raise ValueError(
-                f"{name} optimizes manually, and parameters that are on the device within its step would miss the "
-                "update: use automatic optimization"
-            )
-        if module._compiler_ctx is not None:
-            raise ValueError(
-                f"{name} is compiled, and compiled code doesn't see that its parameters come and go: "
-                "train the module without torch.compile"
+                f"{type(module).__name__} optimizes manually, and parameters that are on the device within its step "
+                "would miss the update: use automatic optimization"
             )
         super().setup(trainer)
         if isinstance(self.precision_plugin, MixedPrecision) and self.precision_plugin.scaler is not None:
@@ -138,6 +132,12 @@ class SpilledStrategy(SingleDeviceStrategy):
         where = {"device": "the CPU stands in for one, which saves nothing"} if self.root_device.type == "cpu" else {}
         lines = {**summary(plan, self._budget_bytes), **where}
         rank_zero_info("\n".join([f"spilled {kind}:", *(f"  {name}: {text}" for name, text in lines.items())]))
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        if self.lightning_module is not None and self.lightning_module.trainer.training:
+            report_mean(checkpoint_path, checkpoint)
+        return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         refuse_other_number(checkpoint, self.optimizers)

@@ -7,7 +7,6 @@ from typing import Any
 
 from lightning_decentral.shared.plan.figure import INK, new_figure
 from lightning_decentral.shared.plan.timeline import Span
-from lightning_decentral.sweep.plan.simulation import Ran
 
 NAMED = 20  # jobs whose names fit into a legend, and colours
 LOADING = 0.35  # opacity of a load
@@ -19,12 +18,7 @@ class Bar:
 
     job: str
     span: Span
-    load: bool = False
-
-
-def bars_of_schedule(spans: Mapping[Ran, Span]) -> list[Bar]:
-    """Bars of a schedule, its loads paler."""
-    return [Bar(ran.job, span, ran.load) for ran, span in spans.items()]
+    load: bool = False  # drawn paler
 
 
 def bars_of_sweep(spans: Mapping[str, Span]) -> list[Bar]:

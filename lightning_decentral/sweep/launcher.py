@@ -140,13 +140,8 @@ class Launch:
 
 
 def slots(devices: int | Sequence[str] | None, gpus: int) -> tuple[str, ...]:
-    """The named ones; or so many GPUs; or where there are none, so many equal parts of the processor.
-
-    None: every GPU, or the whole processor.
-
-    Raises:
-        ValueError: fewer than one, more than there are, named twice, or of another kind.
-    """
+    """The named ones; or so many GPUs; or where there are none, so many equal parts of the processor. None: every GPU
+    or the whole processor. ValueError: fewer than one, more than there are, named twice, or of another kind."""
     count = max(1, gpus) if devices is None else devices
     if isinstance(count, int):
         if count < 1:

@@ -58,11 +58,6 @@ def returned(member: SweepMember, status: JobStatus, value: object, **more: str 
     return JobReturn(member.overrides, task, hydra, status=status, _return_value=value, **more)
 
 
-def failed(member: SweepMember, error: BaseException) -> JobReturn:
-    """The outcome of a member that ended so."""
-    return returned(member, JobStatus.FAILED, error)
-
-
 def width_of(config: DictConfig) -> int:
     """trainer.devices where that is a number or a list; otherwise 1."""
     try:
@@ -94,6 +89,13 @@ class MemberFailed(RuntimeError):
             return error
         trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         return cls(type(error).__name__, str(error), trace)
+
+
+class MemberEnded(MemberFailed, ValueError):
+    """Error of a member whose program ended itself with a line for its user, `sys.exit("error: ...")`."""
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class _Traceback(Exception):
@@ -154,7 +156,8 @@ def read_record(member: SweepMember) -> JobReturn | None:
         overrides, about = [str(one) for one in found["overrides"]], {key: found.get(key) for key in ABOUT}
         status, value = JobStatus[found["status"]], found["value"]
         if status is JobStatus.FAILED:
-            value = MemberFailed(*(str(found["error"][key]) for key in ("type", "message", "traceback")))
+            kind, *texts = (str(found["error"][key]) for key in ("type", "message", "traceback"))
+            value = MemberEnded(kind, texts[0]) if kind == SystemExit.__name__ else MemberFailed(kind, *texts)
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{path} is no record of a member ({reason}): remove it to run the member again") from None

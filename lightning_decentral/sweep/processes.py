@@ -19,7 +19,7 @@ from hydra.core.singleton import Singleton
 from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
 from hydra.types import HydraContext, TaskFunction
 
-from lightning_decentral.sweep.member import SweepMember, failed, returned, write_record
+from lightning_decentral.sweep.member import SweepMember, returned, write_record
 from lightning_decentral.sweep.wire.client import Admission
 
 Run = Callable[[SweepMember], JobReturn]
@@ -129,9 +129,9 @@ def attempt(member: SweepMember, run: Run) -> JobReturn:
         if not ended.code:
             return returned(member, JobStatus.COMPLETED, None)
         print(ended.code, file=sys.stderr)
-        return failed(member, RuntimeError(str(ended.code)))
+        return returned(member, JobStatus.FAILED, ended)
     except Exception as error:
-        outcome = failed(member, error)
+        outcome = returned(member, JobStatus.FAILED, error)
     if outcome.status is JobStatus.FAILED:
         # Hydra keeps the exception and prints nothing; this is the member's log.
         traceback.print_exception(outcome._return_value)

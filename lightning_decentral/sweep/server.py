@@ -12,11 +12,18 @@ from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hydra.core.utils import JobReturn
+from hydra.core.utils import JobReturn, JobStatus
 
 from lightning_decentral.shared.compute.hardware import cores
 from lightning_decentral.shared.wire.meeting.interrupts import terminated_as_interrupted
-from lightning_decentral.sweep.member import MemberFailed, SweepMember, begin_record, failed, read_record, write_scores
+from lightning_decentral.sweep.member import (
+    MemberFailed,
+    SweepMember,
+    begin_record,
+    read_record,
+    returned,
+    write_scores,
+)
 from lightning_decentral.sweep.plan.arbiter import Arbiter, Instruction
 from lightning_decentral.sweep.plan.policy import Score, Scoreboard
 from lightning_decentral.sweep.processes import Lifeline, kill_group
@@ -35,12 +42,7 @@ Starts = Callable[[SweepMember, Mapping[str, str], Lifeline], Any]
 
 
 class Sweep:
-    """Runs all members to their end; those that fail don't stop the others.
-
-    Args:
-        alive: how many members' processes there may be at once.
-        scores: of members that ran earlier, with whom these are compared; theirs are added.
-    """
+    """Runs all members to their end; those that fail don't stop the others."""
 
     def __init__(
         self,
@@ -48,8 +50,8 @@ class Sweep:
         arbiter: Arbiter,
         starts: Starts,
         watcher: "progress.LiveTable",  # notified of the sweep's progress
-        alive: int,
-        scores: Scoreboard | None = None,
+        alive: int,  # how many members' processes there may be at once
+        scores: Scoreboard | None = None,  # of members that ran earlier, with whom these are compared; theirs are added
     ) -> None:
         self.members = {member.name: member for member in members}
         self.arbiter, self._starts, self._watcher, self._alive = arbiter, starts, watcher, alive
@@ -127,9 +129,9 @@ class Sweep:
         self.arbiter.leave(member.name, self.now)
         try:
             ended = MemberFailed("RuntimeError", f"ended with exit code {process.exitcode}")
-            outcome = read_record(member) or failed(member, ended)
+            outcome = read_record(member) or returned(member, JobStatus.FAILED, ended)
         except ValueError as error:
-            outcome = failed(member, MemberFailed.of(error))
+            outcome = returned(member, JobStatus.FAILED, MemberFailed.of(error))
         self.outcomes[member.name] = outcome
         self._watcher.ended(member, outcome)
 

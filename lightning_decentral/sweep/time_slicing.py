@@ -227,11 +227,7 @@ class Gate(Callback):
 class Scoring(Callback):
     """Callback behind a gate, whose seat it uses; ends fits like `EarlyStopping`, on all workers of a member alike.
 
-    Args:
-        metric, mode: as `policy.Watched`.
-
-    Raises:
-        ValueError: in the fit, where there is no such metric.
+    Metric and mode are as `policy.Watched`. ValueError: in the fit, where there is no such metric.
     """
 
     def __init__(self, gate: Gate, metric: str | None, mode: str | None) -> None:

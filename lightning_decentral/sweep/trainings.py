@@ -38,23 +38,17 @@ FIRST, MEASURED = 5, 100  # steps that are measured: one by one, and in all
 
 
 class Trainings:
-    """Measured first, then run.
-
-    Args:
-        devices: so many GPUs, or parts of the processor.
-        folder: gets each training's own, and those of the measurements in `measured`.
-        measured: steps of each, from which the seconds of a step are taken.
-    """
+    """Measured first, then run."""
 
     measure = "the trainings themselves, from the moment at which all waited for their first step, without evaluation"
 
     def __init__(
         self,
         trainings: Sequence[Training],
-        devices: int,
-        folder: Path,
+        devices: int,  # so many GPUs, or parts of the processor
+        folder: Path,  # gets each training's own, and those of the measurements in `measured`
         application: Application,
-        measured: int = MEASURED,
+        measured: int = MEASURED,  # steps of each, from which the seconds of a step are taken
     ) -> None:
         if measured <= FIRST:
             raise ValueError(f"measured must be more than {FIRST} steps, which are slower than others, got {measured}")

@@ -24,6 +24,7 @@ from lightning_decentral.cli import (
     planning,
     profile,
     rehearsing,
+    report,
     schedule,
     topology,
 )
@@ -31,6 +32,7 @@ from lightning_decentral.cli.console import blocks, quiet, say
 from lightning_decentral.cli.main import options_of
 from lightning_decentral.recipes import command as cli
 from lightning_decentral.shared.plan.profile import Profile, write
+from tests.cli.test_report import run_folder
 from tests.cli.test_schedule import JOBS
 from tests.planner.plan.test_placement import LINKS
 from tests.settings import links, model
@@ -39,6 +41,7 @@ ANSWERS = {
     "cuts": (cuts.CutsAnswer, cuts.Depth),
     "plan": (planning.PlanAnswer, planning.MethodAnswer),
     "rehearse": (rehearsing.Rehearsal, rehearsing.Rehearsed),
+    "report": (report.Compared, report.Run),
     "topology": (topology.TopologyAnswer,),
     "profile": (profile.Profiled,),
     "network": (network.NetworkAnswer,),
@@ -91,6 +94,11 @@ def test_a_plan_at_80_columns_cuts_no_strategy(
     printed = capsys.readouterr().out
     assert f"\n{words}\n  ms/step" in printed
     assert "…" not in printed
+    cli.main(["plan", profiled, "--workers", "1000000", "--per-node", "8"])
+    lines = capsys.readouterr().out.splitlines()
+    rows = lines[: next(i for i, line in enumerate(lines) if line.startswith("assumed:"))]
+    assert rows[1].split() == ["method", "ms/step", "p95", "exposed", "card", "memory", "x", "ddp", "to", "loss"]
+    assert max(map(len, rows)) <= 80
     cli.main(["plan", profiled, "--workers", "8", "--also", words, "--json"])
     titles = [row["title"] for row in json.loads(capsys.readouterr().out)["methods"]]
     assert all(title in printed for title in titles)
@@ -118,10 +126,11 @@ def commands(folder: Path, profiled: str) -> dict[str, list[str]]:
         "plan": ["plan", profiled, "--workers", "8"],
         "topology": ["topology", "ring", "--workers", "5"],
         "cuts": ["cuts", "recipe=vit", "strategy.cuts=1"],
+        "report": ["report", run_folder(folder / "ddp", 3), "--plot", str(folder / "p.png")],
     }
 
 
-@pytest.mark.parametrize("name", ["plan", "topology", "cuts", "placement", "schedule"])
+@pytest.mark.parametrize("name", ["plan", "topology", "cuts", "placement", "schedule", "report"])
 def test_json_has_the_fields_of_the_answer_and_nothing_else(
     name: str, tmp_path: Path, profiled: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,7 +138,7 @@ def test_json_has_the_fields_of_the_answer_and_nothing_else(
     found = json.loads(capsys.readouterr().out)
     outer, *inner = ANSWERS[name]
     assert list(found) == [field.name for field in dataclasses.fields(outer)]
-    rows: list[Any] = [found[key] for key in ("methods", "depths", "policies") if key in found]
+    rows: list[Any] = [found[key] for key in ("methods", "depths", "policies", "runs") if key in found]
     for kind, row in zip(inner, rows, strict=False):
         first = next(iter(row.values() if name == "schedule" else row))
         assert list(first) == [field.name for field in dataclasses.fields(kind)]

@@ -73,6 +73,7 @@ def check_subcommand(arguments: list[str]) -> None:
         "plan": check_plan,
         "profile": lambda words: check_overrides(recipe_words(words)),
         "rehearse": check_rehearse,
+        "report": lambda words: None,
         "schedule": check_schedule,
         "topology": lambda words: topology_of(words[0], [word for word in words if "=" in word]),
     }

@@ -87,6 +87,11 @@ def test_consensus_is_measured_at_multiples_and_logged_there(tmp_path: Path, eve
     assert {s: r["gossip/consensus_distance_relative"] for s, r in rows.items()} == {r - 1: r / 1000 for r in expected}
 
 
+def test_a_short_run_has_a_curve_of_the_consensus_and_a_long_one_pays_for_few(tmp_path: Path) -> None:
+    trainer, _, _ = fit(tmp_path, ConsensusMonitor(), max_steps=320)
+    assert trainer.strategy.asked == [*range(10, 201, 10), 250, 300]
+
+
 class Clocked(Quadratic):
     """Batches of 2 x 3 tokens; set-up takes 100 s, each batch 2 s and a validation 1000 s."""
 
@@ -287,7 +292,7 @@ def test_the_summary_is_printed_and_kept_with_the_run(tmp_path: Path, capsys: py
     fit(tmp_path, StartSummary(), logger=CSVLogger(tmp_path, name=None, version=""))
     assert "scripted" in capsys.readouterr().out
     kept = yaml.safe_load((tmp_path / "hparams.yaml").read_text())
-    assert kept["gossip/topology"] == "scripted"
+    assert kept == {"gossip/workers": 1, "gossip/topology": "scripted"}
 
 
 def test_under_another_strategy_nothing_is_logged_or_printed(
@@ -381,11 +386,27 @@ def assert_all_is_there(folder: Path, rows: list[dict[str, Any]], step: str) -> 
     assert column(rows, "gossip/delay", step) == dict.fromkeys(range(3, STEPS, 4), 1.0)
 
 
+PLAN = {
+    "gossip/workers": SIZE,
+    "gossip/devices_per_worker": 1,
+    "gossip/codec": "Plain",
+    "gossip/combine": "Gossip",
+    "gossip/weights": "Own",
+    "gossip/delay": 1,
+    "gossip/evaluate": "mean",
+    "gossip/heals": 3,
+    "gossip/steps_to_consensus": 1,
+    "gossip/model_bytes": 128,  # with its padding
+    "gossip/bytes_per_step": 128,
+}
+
+
 def test_two_workers_in_the_csv(tmp_path: Path) -> None:
     in_processes(train, tmp_path, csv_logger)
     rows = list(csv.DictReader(io.StringIO((tmp_path / "metrics.csv").read_text())))
     assert_all_is_there(tmp_path, rows, "step")
-    assert yaml.safe_load((tmp_path / "hparams.yaml").read_text())["gossip/workers"] == 2
+    kept = yaml.safe_load((tmp_path / "hparams.yaml").read_text())
+    assert kept == PLAN | {"gossip/topology": "Auto -> Hypercube"}
 
 
 def train_encoded(folder: Path) -> None:

@@ -90,7 +90,7 @@ def train(event: Event, combine: Combine, delay: int, codec: Codec, over: Transp
     topology = Every(2, Ring()) if isinstance(combine, Outer) else Ring()
     exchange = PeerExchange(topology, combine.weights, over, torch.device("cpu"), codec)
     layout = ModelLayout(net.parameters())
-    mixers = Mixers(lambda: MixerFactory(lambda: [Mixer([], combine, exchange, delay)], layout.packing(pack)))
+    mixers = Mixers(lambda: MixerFactory(lambda: [Mixer([], combine, exchange, delay)], pack, known=layout))
     mixers.adopt(optimizer)
     for step in range(STEPS):
         if step == 2:

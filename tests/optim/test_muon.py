@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_decentral import GossipStrategy
 from lightning_decentral.gossip import AllReduce, FullyShard, Island
 from lightning_decentral.optim import Muon, muon_groups, newton_schulz
-from lightning_decentral.spilled.compute.memory_ledger import Counting, Ledger
+from lightning_decentral.spilled.compute.transfer import Counting, Ledger
 from tests.tiny import QUIET, Quadratic, Record, in_processes, recorded
 
 STEPS = 7

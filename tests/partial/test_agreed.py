@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lightning_decentral.partial.agreed import agreed, decided
+from lightning_decentral.partial.agreed import decided, found_together
 from lightning_decentral.partial.compute.search import CutPlan
 from lightning_decentral.shared.wire.pending import PeerLost
 
@@ -22,8 +22,9 @@ class Broadcasts:
         return self.sent[0]
 
 
-def nothing() -> CutPlan:
-    raise AssertionError("worker 0 alone searches")
+def agreed(rank: int, broadcast: Broadcasts, find: Any) -> CutPlan:
+    """Worker 0 alone searches, as in a rehearsal."""
+    return found_together(lambda own: [broadcast(own)], lambda decide: decide(find if rank == 0 else lambda: None))
 
 
 def failing(error: Exception) -> Any:
@@ -35,7 +36,7 @@ def failing(error: Exception) -> Any:
 
 def test_all_have_the_cuts_of_worker_0() -> None:
     broadcast = Broadcasts()
-    assert agreed(0, broadcast, lambda: PLAN) is agreed(1, broadcast, nothing) is PLAN
+    assert agreed(0, broadcast, lambda: PLAN) is agreed(1, broadcast, None) is PLAN
 
 
 @pytest.mark.parametrize(("error", "kind", "message"), [
@@ -49,7 +50,7 @@ def test_nobody_waits_for_a_worker_0_that_failed(error: Exception, kind: type[Ex
         agreed(0, broadcast, failing(error))
     assert len(broadcast.sent) == 1
     with pytest.raises(kind, match=message):
-        agreed(1, broadcast, nothing)
+        agreed(1, broadcast, None)
 
 
 def test_what_worker_0_found_is_what_all_go_on_with() -> None:

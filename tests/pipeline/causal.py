@@ -106,6 +106,11 @@ def whole(name: str, dtype: torch.dtype, *inputs: Any) -> tuple[float, Gradients
     return loss.item(), {n: p.grad for n, p in model.named_parameters()}
 
 
+def waiting(weights: SplitWeights) -> set[tuple[int, int]]:
+    """Chunks whose second half is still to come."""
+    return {chunk for chunk, halves in weights._halves.items() if halves}  # without any: not yet back at all
+
+
 def sliced(
     name: str,
     dtype: torch.dtype,

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.pipeline import OneForwardOneBackward, TeraPipe, ZeroBubble
-from lightning_decentral.pipeline.plan.posting import Posts, in_step, two_ahead
-from lightning_decentral.pipeline.plan.schedule import Action, Costs, Kind, Schedule, halved
+from lightning_decentral.pipeline.plan.schedule import Action, Costs, Kind, Posts, Schedule, halved, in_step, two_ahead
 from lightning_decentral.pipeline.stage_layout import StageGroups, StageLayout
 from lightning_decentral.pipeline.wire.executor import Channel, Executor
 from lightning_decentral.shared.wire.pending import Pending

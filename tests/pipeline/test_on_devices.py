@@ -16,8 +16,7 @@ from torch import Tensor
 
 from lightning_decentral.pipeline import ExactActivations, OneForwardOneBackward, ZeroBubble
 from lightning_decentral.pipeline.compute.stage import Stage
-from lightning_decentral.pipeline.plan.posting import in_step
-from lightning_decentral.pipeline.plan.schedule import Schedule
+from lightning_decentral.pipeline.plan.schedule import Schedule, in_step
 from lightning_decentral.pipeline.stage_layout import StageGroups, StageLayout
 from tests.pipeline.causal import apart, batch, sliced, whole
 from tests.pipeline.nccl_order import ahead

@@ -13,15 +13,19 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from torch import nn
 
-from lightning_decentral.pipeline import Uniform
+from lightning_decentral import TokenPipelineStrategy
+from lightning_decentral.pipeline import Counted, Uniform
 from lightning_decentral.pipeline.compute.causal.trial import adapted
 from lightning_decentral.pipeline.compute.intercept import called
 from lightning_decentral.pipeline.refusals import nothing_to_train, refuse_replaced, refuse_unserved
 from lightning_decentral.pipeline.wire.ownership import check_same_groups, settings_of
 from tests.pipeline.causal import built
+from tests.pipeline.compute.test_adapters import Images, Perceptron
 from tests.pipeline.training import Language, forked, pipeline
+from tests.tiny import QUIET
 
 
 class Averaging(EMAWeightAveraging):
@@ -122,3 +126,36 @@ class Unfreeze(Callback):
 def test_a_checkpoint_of_other_groups_is_an_error_on_all_stages(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"ValueError: the optimizer's groups differ between stages \("):
         forked(Language("llama"), pipeline(2), tmp_path, callbacks=[Unfreeze(tmp_path)])
+
+
+class Later(Language):
+    """Its model is made where processes have started."""
+
+    def __init__(self) -> None:
+        LightningModule.__init__(self)
+
+    def configure_model(self) -> None: ...
+
+
+def never(*_: Any, **__: Any) -> None:
+    raise AssertionError("a process would start")
+
+
+@pytest.mark.parametrize("start_method", ["popen", "spawn", "fork"])
+@pytest.mark.parametrize("module", [Language, Perceptron, lambda: Images("vit")])
+def test_more_stages_than_blocks_are_refused_before_a_process_starts(
+    module: Any, start_method: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for launcher in (_MultiProcessingLauncher, _SubprocessScriptLauncher):
+        monkeypatch.setattr(launcher, "launch", never)
+    for options, words in (
+        ({"devices": 16}, "16 stages for a model of [4-6] blocks: use 1 to [4-6] stages"),
+        ({"devices": 4, "stages": 3}, "4 workers are no multiple of stages=3"),
+        ({"devices": 2, "partition": Counted((1, 1))}, "and [4-6] blocks: give one number per stage"),
+    ):
+        devices = options.pop("devices")
+        strategy: Any = TokenPipelineStrategy(start_method=start_method, **options)
+        with pytest.raises(ValueError, match=words):
+            Trainer(**QUIET, devices=devices, strategy=strategy).fit(module())
+    with pytest.raises(AssertionError, match="a process would start"):
+        Trainer(**QUIET, devices=16, strategy=TokenPipelineStrategy()).fit(Later())

@@ -1,10 +1,12 @@
 """Each strategy with several workers introduces itself in a line, and what it says of bytes is what it sends."""
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import OmegaConf
@@ -13,7 +15,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_decentral import CompressedStrategy, GossipStrategy, PartialBackpropStrategy, TokenPipelineStrategy
-from lightning_decentral.gossip import GossipReplicas, Int8, StartSummary
+from lightning_decentral.elastic.watched import WatchedProcess
+from lightning_decentral.gossip import Elastic, Gossip, GossipReplicas, Int8, Plain, Ring, StartSummary
 from lightning_decentral.optim import AccumAdamW, Muon, muon_groups
 from lightning_decentral.pipeline import Uniform
 from lightning_decentral.shared import introduction
@@ -101,6 +104,39 @@ def test_the_hint_comes_without_the_table_and_not_twice_with_it(lines: Any) -> N
     assert lines(Net("adamw"), GossipStrategy(**FORKED), 1) == [], "one worker"
 
 
+def looped(name: str) -> None:
+    def loop(fabric: Fabric) -> None:
+        model, optimizer = fabric.setup(module := Layers(), AdamW(module.parameters()))
+        for _ in range(3):
+            optimizer.zero_grad()
+            fabric.backward(model(torch.randn(4, 8)).square().mean())
+            optimizer.step()
+
+    Fabric(accelerator="cpu", devices=2, strategy=name).launch(loop)
+
+
+@pytest.mark.parametrize("name", ["gossip", "compressed", "partial_backprop"])
+def test_a_loop_with_fabric_has_the_line_of_a_trainer_once(
+    name: str, lines: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    in_processes(looped, f"{name}_fork")
+    printed = [row.partition("| ")[2] for row in capsys.readouterr().err.splitlines() if row.startswith("start| ")]
+    assert printed[0].startswith(f"{name}: 2 workers")
+    assert printed[0].endswith("evaluated")
+    assert " a worker and step (all-reduce: " in printed[0]
+    assert len(printed) == 1 + (name == "gossip"), "and gossip's hint"
+
+
+@pytest.mark.parametrize(("size", "sent"), [(1, "with a second one 400 B"), (2, "400 B"), (3, "800 B")])
+def test_elastic_workers_name_the_bytes_of_the_members_there_are(size: int, sent: str) -> None:
+    run: Any = SimpleNamespace(elastic=Elastic(workers=(1, 4)), members=["w"] * size, topology=Ring(), codec=Plain())
+    run.weights, run.combine, run.evaluate, run.optimizers = Gossip().weights, Gossip(), "mean", []
+    run.counted = lambda: [nn.Parameter(torch.zeros(100))]
+    (line,) = WatchedProcess.introduction(run)
+    assert f", uncompressed messages, {sent} a worker and step (all-reduce: " in line
+    assert line.startswith(f"elastic gossip: {size} member{'s' * (size > 1)} of 1 to 4 on Ring()")
+
+
 # ---- the hint --------------------------------------------------------------------------------------------------------
 
 
@@ -137,9 +173,16 @@ def test_a_warm_up_that_begins_is_not_taken_for_the_rate() -> None:
     assert made(adam_hint([optimizer], 4), self)[1].defaults["lr"] == 1.5e-4
 
 
+def test_groups_that_differ_in_decay_alone_as_for_a_gpt_get_the_code_of_muon() -> None:
+    self = Own()
+    optimizer = AdamW([{"params": [self.weight], "weight_decay": 0.1}, {"params": [self.bias], "weight_decay": 0.0}])
+    (muon,) = made(adam_hint([optimizer], 4), self)
+    assert isinstance(muon, Muon)
+
+
 def test_several_optimizers_or_groups_that_differ_get_names_alone() -> None:
     one, other = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2, 2))
-    differ = AdamW([{"params": [one]}, {"params": [other], "weight_decay": 0.0}])
+    differ = AdamW([{"params": [one]}, {"params": [other], "lr": 0.1}])
     alike = AdamW([{"params": [one]}, {"params": [other]}])
     text = "Muon or AccumAdamW of lightning_decentral.optim, see docs/optimizers.md"
     for optimizers in ([differ], [alike, SGD([other], lr=0.1)]):

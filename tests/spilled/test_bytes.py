@@ -15,8 +15,8 @@ from torch import nn
 from lightning_decentral import SpilledStrategy
 from lightning_decentral.recipes.schedules import constant
 from lightning_decentral.spilled.compute.engine import Engine
-from lightning_decentral.spilled.compute.memory_ledger import Counting
 from lightning_decentral.spilled.compute.prefetch import Loader
+from lightning_decentral.spilled.compute.transfer import Counting
 from tests.spilled.spilling import (
     CONFIGS,
     LAYERS,

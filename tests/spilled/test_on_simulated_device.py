@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_decentral import SpilledStrategy
 from lightning_decentral.spilled import OnDevice, OnHost, Update
-from lightning_decentral.spilled.compute.transfer import Cuda, Leaving
+from lightning_decentral.spilled.compute.transfer import Copies, Cuda
 from tests import simulated
 from tests.simulated import CUDA
 from tests.simulated.streams import Event, Stream
@@ -104,7 +104,7 @@ def test_memory_that_goes_back_before_it_was_copied_is_seen(update: Update) -> N
     """To the host, of what a block was given."""
     send = Cuda.send
 
-    def early(self: Cuda, tensors: Sequence[Tensor], like: Sequence[Tensor] | None = None) -> Leaving:
+    def early(self: Cuda, tensors: Sequence[Tensor], like: Sequence[Tensor] | None = None) -> Copies:
         leaving = send(self, tensors, like)
         leaving._held = []
         return leaving

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_decentral import SpilledStrategy
 from lightning_decentral.spilled import strategy as strategy_module
-from lightning_decentral.spilled.compute.transfer import CpuTransfer, Leaving, PendingCopies
+from lightning_decentral.spilled.compute.transfer import Copies, OffloadDevice
 from tests.spilled.spilling import CONFIGS, Watched, batches, dataset, fit, least_bytes, recipe, same_states, trainer
 from tests.tiny import Net
 
@@ -94,13 +94,13 @@ def test_what_is_trained_later_is_planned_anew() -> None:
     assert sent[0] == 4 * (16 + 1) * 4, "the classifier's gradient"
 
 
-class LateCopies(CpuTransfer):
+class LateCopies(OffloadDevice):
     """Copies are made when somebody waits for them, as late as on a device; until then they are no numbers."""
 
-    def fetch(self, hosts: Sequence[Tensor]) -> PendingCopies:
+    def fetch(self, hosts: Sequence[Tensor]) -> Copies:
         empty = [_nothing_like(host) for host in hosts]
 
-        class Late(PendingCopies):
+        class Late(Copies):
             def ready(self) -> list[Tensor]:
                 for copy, host in zip(empty, hosts, strict=True):
                     copy.copy_(host.detach())
@@ -108,16 +108,16 @@ class LateCopies(CpuTransfer):
 
         return Late(empty)
 
-    def send(self, tensors: Sequence[Tensor], like: Sequence[Tensor] | None = None) -> Leaving:
+    def send(self, tensors: Sequence[Tensor], like: Sequence[Tensor] | None = None) -> Copies:
         empty, sources = [_nothing_like(tensor) for tensor in tensors], list(tensors)
 
-        class Late(Leaving):
+        class Late(Copies):
             def land(self) -> list[Tensor]:
                 while sources:
                     empty[-len(sources)].copy_(sources.pop(0).detach())
                 return super().land()
 
-        return Late(empty, sources)
+        return Late(empty, held=sources)
 
 
 def _nothing_like(tensor: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hydra.core.utils import JobStatus
 
-from lightning_decentral.sweep.member import RECORD, MemberFailed, failed, read_record, returned, write_record
+from lightning_decentral.sweep.member import RECORD, MemberFailed, read_record, returned, write_record
 from tests.sweep.test_launcher import member
 
 
@@ -47,7 +47,7 @@ def test_an_error_is_its_type_message_and_traceback(tmp_path: Path) -> None:
     try:
         raise Odd(1, 2)
     except Odd as error:
-        write_record(one, failed(one, error))
+        write_record(one, returned(one, JobStatus.FAILED, error))
     outcome = read_record(one)
     assert outcome is not None
     with pytest.raises(MemberFailed, match=r"^Odd: 1 and 2$") as caught:

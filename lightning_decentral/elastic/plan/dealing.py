@@ -19,9 +19,8 @@ What is kept, and what a newcomer is given, is the `floor`, a pass from which al
 more in a long run than in a short one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,9 +100,9 @@ class Dealing:
     shuffle: bool = True
     seed: int = 0
     views: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    _floor: Pass | None = None
-    _passes: list[Pass] = field(default_factory=list)
-    _starts: list[Pass] = field(default_factory=list)
+    floor: Pass | None = None  # a value, which nobody changes
+    _passes: list[Pass] = field(default_factory=list, init=False)
+    _starts: list[Pass] = field(default_factory=list, init=False)
 
     @property
     def kind(self) -> tuple[int, int, bool]:
@@ -112,33 +111,21 @@ class Dealing:
 
     def enter(self, tick: int, members: Sequence[str]) -> None:
         """Enter the members from this tick on, which may be over."""
-        if self._floor is not None:
-            tick = max(tick, self._floor.since)
+        if self.floor is not None:
+            tick = max(tick, self.floor.since)
         if self.views.get(tick) != tuple(members):
             self.views[tick] = tuple(members)
             # Those that it changes are dealt anew; the one before the last stays, to begin there.
             self._starts = [p for p in self._starts if p.start <= tick]
             self._passes = [self._begun(p) for p in self._starts[-2:]]
 
-    def state(self) -> dict[str, Any]:
-        """State for a newcomer: plain values, and rows of numbers."""
-        floor = self._floor or self._first()
-        dealt = {name: np.concatenate(parts) for name, parts in floor.dealt.items() if parts}
-        views = [[tick, list(members)] for tick, members in sorted(self.views.items())]
-        rows = {"left": floor.left, "dealt": dealt}
-        return {"kind": list(self.kind), "floor": [floor.number, floor.start, floor.since], "views": views, **rows}
-
-    def take(self, state: Mapping[str, Any]) -> None:
-        """Go on from a member's."""
-        dealt = {name: [part] for name, part in state["dealt"].items()}
-        number, start, since = state["floor"]
-        self._floor = Pass(number, start, since, state["left"], dealt)
-        self.views = {tick: tuple(members) for tick, members in state["views"]}
-        self._starts, self._passes = [], []
+    def copy(self) -> "Dealing":
+        """One for a newcomer, as it is now: passes are dealt anew from the floor."""
+        return replace(self, views=dict(self.views))
 
     def begin(self, before: "Dealing", tick: int) -> None:
         """Go on from another one, of other examples, by a new pass at this tick."""
-        self._floor = Pass(before._pass_of(tick).number + 1, tick, tick)
+        self.floor = Pass(before._pass_of(tick).number + 1, tick, tick)
         later = {first: members for first, members in before.views.items() if first > tick}
         self.views = {tick: before._members(tick), **later}
 
@@ -163,7 +150,7 @@ class Dealing:
 
     def _pass_of(self, tick: int) -> Pass:
         if not self._passes:
-            self._starts = [self._floor or self._first()]
+            self._starts = [self.floor or self._first()]
             self._passes = [self._begun(self._starts[0])]
         while (end := self._end(self._passes[-1], tick)) is not None:
             self._starts.append(Pass(self._passes[-1].number + 1, end, end))
@@ -186,14 +173,15 @@ class Dealing:
         over = [p for p in self._starts if p.since <= tick]
         if not over:
             return
-        floor, before = over[-1], self._floor
+        floor, before = over[-1], self.floor
         changes = sorted(first for first in self.views if floor.since < first <= tick)
         if len(changes) > KEPT_VIEWS:
             floor = self._begun(floor)
             for change in changes:
                 self._change(floor, change)
+            floor.dealt = {name: [np.concatenate(parts)] for name, parts in floor.dealt.items()}
         if floor is not before:
-            self._floor = floor
+            self.floor = floor
             self._starts = [floor, *self._starts[len(over) :]]
             last = max(first for first in self.views if first <= floor.since)
             self.views = {first: of for first, of in self.views.items() if first >= last}

@@ -2,6 +2,9 @@
 
     result = assembly.meet((round, 0), value, mean, members, seconds)
 
+What one member keeps others ask it for: `begun`, decisions of the worker with whom the run began, while they are set
+up; what newcomers of a view take over (`keep`); results.
+
 Who loses the oldest turns to the next one, who has that result too, or makes one of what it is given then: nobody waits
 for who has ended, and nobody needs a new view. The oldest holds what all have given. Members that are cut off from each
 other, and from no lobby, may get different results.
@@ -15,13 +18,20 @@ from contextlib import suppress
 from typing import Any
 
 from lightning_decentral.elastic.plan.view import shown
-from lightning_decentral.elastic.wire.sockets.frames import connected, receive
-from lightning_decentral.elastic.wire.sockets.values import UNREAD_SECONDS, receive_value, send_value
+from lightning_decentral.elastic.wire.sockets.frames import (
+    UNREAD_SECONDS,
+    connected,
+    receive,
+    receive_value,
+    send_value,
+)
+from lightning_decentral.shared.wire.plain import NotPlain
 
 Key = tuple[int, int]  # (round, number in that round): it rises
 KEPT = 2  # results, for members that ask again: none can be further ahead of another
 LOOK_SECONDS = 0.1  # seconds between two looks at who is still there
 ASK_SECONDS = 0.5  # seconds until members that haven't given anything are asked whether they have a result
+ANSWER_SECONDS = 10.0  # seconds of silence, until a member is asked again for what it keeps
 KEPT_SECONDS = 0.05  # seconds between two questions for what is kept
 LEAVE_SECONDS = 10.0
 
@@ -37,6 +47,8 @@ class Collective:
         self._results: dict[Key, Any] = {}
         self._now: Key = (-1, 0)  # what this member meets for; what was before is over for it
         self._kept: tuple[int, Any] = (0, None)
+        self.begun: list[Any] = []  # what was decided so far while this worker is set up
+        self.set_up = False  # whether no more of that follows: who asks for more uses its own
         self._serving = 0
         self._closed = False
 
@@ -79,7 +91,7 @@ class Collective:
         end = time.monotonic() + seconds
         while (asked := members()) and time.monotonic() < end:
             for name in asked:
-                found, value, _ = self._found(name, {"kept": view})
+                found, value, _ = self.found(name, ("view", view))
                 if found:
                     return value
             time.sleep(KEPT_SECONDS)
@@ -107,7 +119,7 @@ class Collective:
             if not complete:
                 # An older member may have given it the result, and have ended before all had it.
                 for name in missing:
-                    found, result, passed = self._found(name, {"key": list(key), "asks": True})
+                    found, result, passed = self.found(name, key)
                     if found:
                         return result
                     over |= {name} if passed else set()  # it is in a later round: it gives nothing any more
@@ -116,13 +128,14 @@ class Collective:
         oldest = [name for name in members() if name in given]  # in the order of ages; then who left after it gave
         return made([given[name] for name in (*oldest, *sorted(set(given) - set(oldest)))])
 
-    def _found(self, name: str, question: dict[str, Any]) -> tuple[bool, Any, bool]:
-        """Ask a member: (whether it has what is asked for, that, whether it is beyond it)."""
+    def found(self, name: str, key: Sequence[Any]) -> tuple[bool, Any, bool]:
+        """Ask a member: (whether it has what is asked for, that, whether it won't have it any more)."""
         with (
             suppress(OSError, ValueError, KeyError, TypeError),
             connected(self._place(name), "meet", 5.0) as connection,
         ):
-            send_value(connection, {"from": self.name, **question}, None)
+            send_value(connection, {"from": self.name, "asks": list(key)}, None)
+            connection.settimeout(ANSWER_SECONDS)
             header, result = receive_value(connection)
             return bool(header["found"]), result, bool(header["over"])
         return False, None, False
@@ -154,16 +167,15 @@ class Collective:
         header = receive(connection)
         connection.settimeout(UNREAD_SECONDS)  # the value may be large
         header, value = receive_value(connection, header)
-        if "kept" in header:
-            number, kept = self._kept
-            found = number == header["kept"]
-            send_value(connection, {"found": found, "over": False}, kept if found else None)
+        if "asks" in header:
+            found, over, value = self._has(*header["asks"])
+            try:
+                send_value(connection, {"found": found, "over": over}, value)
+            except NotPlain:  # it can't be sent: each has its own
+                send_value(connection, {"found": False, "over": True}, None)
             return
         round, nth = header["key"]
         key = int(round), int(nth)
-        if header.get("asks"):
-            send_value(connection, {"found": key in self._results, "over": self._now > key}, self._results.get(key))
-            return
         with self._changed:
             self._serving += 1  # `close` waits for those to whom a result is promised
             self._given.setdefault(key, {})[str(header["from"])] = value
@@ -180,3 +192,14 @@ class Collective:
             with self._changed:
                 self._serving -= 1
                 self._changed.notify_all()
+
+    def _has(self, what: Any, nth: int) -> tuple[bool, bool, Any]:
+        """(whether this member has what is asked for, whether it won't have it any more, that)."""
+        if what == "begun":
+            over, begun = self.set_up, self.begun[nth : nth + 1]  # in this order: none is added behind it
+            return bool(begun), over, begun[0] if begun else None
+        if what == "view":
+            view, kept = self._kept
+            return view == nth, False, kept if view == nth else None
+        key = int(what), int(nth)
+        return key in self._results, self._now > key, self._results.get(key)

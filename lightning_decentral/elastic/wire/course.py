@@ -31,27 +31,25 @@ class Course:
         self._tally = ViewCounts()
         self._missed: View | None = None
         self._dealings: dict[int, Dealing] = {}
-        self._given: Mapping[int, Any] = {}
+        self._given: Mapping[int, Dealing] = {}
         self._given_until = 0  # views after this one aren't in the given dealings
 
     def given(self) -> dict[str, Any]:
         """The history that a newcomer is given. Call `knows` before where it begins to take part."""
         self._listen()
         return {
-            "views": [dict(vars(view)) for view in self._views.values()],
-            "tally": dict(vars(self._tally)),
-            "calendar": dict(vars(self.calendar)) if self.calendar else None,
+            "views": dict(self._views),
+            "tally": self._tally,
+            "calendar": self.calendar,
             "seed": self.seed,
-            "dealings": {place: dealing.state() for place, dealing in self._dealings.items()},
+            "dealings": {place: dealing.copy() for place, dealing in self._dealings.items()},
         }
 
     def learn(self, given: Mapping[str, Any]) -> None:
         """Take what a member has given, in the place of what this one knew."""
         newer = self._views.values()
-        self._views = {view["number"]: View(**view) for view in given["views"]}
-        self._tally, self._missed = ViewCounts(**given["tally"]), None
-        self.calendar = Calendar(**given["calendar"]) if given["calendar"] else None
-        self.seed, self._given = given["seed"], given["dealings"]
+        self._views, self._tally, self._missed = dict(given["views"]), given["tally"], None
+        self.calendar, self.seed, self._given = given["calendar"], given["seed"], given["dealings"]
         self._given_until = max(self._views, default=0)
         for view in newer:
             if view.number > self._given_until:
@@ -129,7 +127,6 @@ class Course:
             ValueError: the members have other data.
             RuntimeError: nobody has sent this worker what was dealt before it came.
         """
-        dealing.seed = self.seed or 0  # the run's: all deal alike
         before, given = self._dealings.get(place), self._given.get(place)
         if before is not None and before.kind == dealing.kind:
             dealing = before
@@ -138,16 +135,16 @@ class Course:
             dealing.begin(before, self.calendar.tick(self.next_round))
         else:
             if given is not None:
-                if list(dealing.kind) != given["kind"]:
-                    kinds = dealing.kind, given["kind"]
-                    own, theirs = ("{} examples in batches of {}, shuffle={}".format(*kind) for kind in kinds)
+                if dealing.kind != given.kind:
+                    own, theirs = ("{} examples in batches of {}, shuffle={}".format(*d.kind) for d in (dealing, given))
                     raise ValueError(
                         f"this worker's loader has {own}, and the run's has {theirs}: give every worker the same data"
                     )
-                dealing.take(given)
+                dealing = given.copy()
             for number, view in self._views.items():
                 if given is None or number > self._given_until:
                     self._enter(dealing, view)
+        dealing.seed = self.seed or 0  # the run's: all deal alike
         self._dealings[place] = dealing
         return partial(self._shares, dealing)
 

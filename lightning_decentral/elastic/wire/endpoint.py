@@ -25,7 +25,7 @@ from lightning_decentral.elastic.wire.sockets.door import Once
 from lightning_decentral.elastic.wire.sockets.frames import connected, frame, receive
 from lightning_decentral.elastic.wire.sockets.mesh import Mesh
 from lightning_decentral.elastic.wire.starter import STARTER
-from lightning_decentral.elastic.wire.state_transfer import Beginnings, Donor, asked, fetched
+from lightning_decentral.elastic.wire.state_transfer import Donor, fetched
 
 AGAIN_SECONDS = 0.05  # seconds between two questions for what isn't decided yet
 Refuses = Callable[[Any], str]  # returns why what a member gives can't be taken; empty: it can
@@ -43,14 +43,12 @@ class Endpoint:
         weight: int = 1,  # of its batches, in its name
         refuses: Refuses = lambda value: "",  # what it would be given, before anybody counts on it
     ) -> None:
-        self._donor, self.beginnings = Donor(self._given), Beginnings()
-        self._refuses, self._refused = refuses, ""
+        self._donor, self._refuses, self._refused = Donor(self._given), refuses, ""
         self._set_up = threading.Event()  # before it is set nothing is fetched
         changed = threading.Condition()  # one for all parts: who waits for one of them sees any of them
         self.collective = Collective("", place_of)
         served = {"heal": self._donor.serve, "beat": self._met, "meet": self.collective.serve}
-        served |= {"refuse": self._report_refused, "beginnings": self.beginnings.serve}
-        self.mesh = Mesh(host, "", served, changed)
+        self.mesh = Mesh(host, "", {**served, "refuse": self._report_refused}, changed)
         name = name_of(title, secrets.token_hex(4), weight, self.mesh.place)  # another start has another token
         self.name = self.mesh.name = self.collective.name = name
         self.lobby_client = LobbyClient(self.name, self.mesh.place, lobby, self._fetch, _ask, times, changed)
@@ -69,26 +67,26 @@ class Endpoint:
     def as_founded(self, value: Any, seconds: float) -> Any:
         """Return the n-th value of the worker with whom the run began, in the n-th call; its own there. TimeoutError
         where nobody has sent it in so many seconds."""
-        nth, end = len(self.beginnings.given), time.monotonic() + seconds
+        begun, end = self.collective.begun, time.monotonic() + seconds
         while not (mine := self.lobby_client.state.mine).origin:
-            with suppress(OSError, ValueError, KeyError, TypeError):
-                found, none, given = asked(place_of(mine.donor), nth) if mine.donor else (False, False, None)
-                if found:
-                    return self.beginnings.add(given)
-                if none:  # it can't be sent: every worker has its own
+            if mine.donor:
+                found, given, over = self.collective.found(mine.donor, ("begun", len(begun)))
+                value = given if found else value
+                if found or over:  # it isn't sent: every worker has its own
                     break
             if self.out:
                 raise ValueError(self.out)
             if time.monotonic() > end:
                 raise TimeoutError(f"{shown(mine.donor) or 'nobody'} didn't say how the run began")
             time.sleep(AGAIN_SECONDS)
-        return self.beginnings.add(value)
+        begun.append(value)
+        return value
 
     def healed(self, seconds: float) -> Any:
         """Wait for what its donor gives; None: it begins the run with its own. This worker is set up. TimeoutError:
         nobody gave anything in so many seconds. ValueError: the lobby doesn't let this worker in, or it refuses what it
         would be given; and why."""
-        self.beginnings.close()  # who asks for more than there is uses its own from now on
+        self.collective.set_up = True  # who asks for more than there is uses its own from now on
         self._set_up.set()
         self._until(lambda: bool(self.lobby_client.state.mine.origin), seconds)
         value, self._value = self._value, None  # its memory is the caller's to free

@@ -61,7 +61,7 @@ class Leading(Participant):
                 self._learn_of(view)
             self.knows()  # before the others are given it
             assert self.view is not None
-            new = [dict(vars(view)) for number, view in self._views.items() if number > self._newest]
+            new = {number: view for number, view in self._views.items() if number > self._newest}
             self._newest = max(self._views)
             # Of a newcomer that was away it sends more at once (`agreed`).
             now = {"view": self.view.number, "round": self.round, "entered": self.entered is not None}
@@ -97,12 +97,11 @@ class Following(Participant):
 
     def begin(self, copy: Callable[[], Any], until: int = 0) -> int:
         found = self._received(copy)
-        new = {view["number"]: View(**view) for view in found["views"]}
-        self.view = new.get(found["view"]) or self._views[found["view"]]
+        self.view = {**self._views, **found["views"]}[found["view"]]
         self.entered = self.view if found["entered"] else None
         self.round = self.next_round = found["round"]
         self._present, self._met = found["present"], 0
-        for view in new.values():
+        for view in found["views"].values():
             self._learn_of(view)
         return int(found["left_out"])
 

@@ -86,7 +86,7 @@ class LobbyServer:
     async def _more(self, reader: asyncio.StreamReader, end: float) -> bytes:
         try:
             return await asyncio.wait_for(reader.read(READ_BYTES), max(0.0, end - clock.now()))
-        except TimeoutError:
+        except asyncio.TimeoutError:
             raise ValueError("a guest that sends nothing") from None
 
     def _next(self, lobby: LobbyState, updates: Outgoing) -> None:

@@ -1,7 +1,5 @@
 """State transfer: a newcomer takes everything from one member, as it was between two steps; a digest proves it.
 
-Before that, while it is set up, it takes the decisions of the worker with whom the run began (`Beginnings`).
-
 donor     a copy, made by the training thread between two steps; sent during the training, in pieces
 newcomer  reads, compares the digest, hands it over
 
@@ -13,9 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from lightning_decentral.elastic.wire.sockets.frames import connected, frame, receive
-from lightning_decentral.elastic.wire.sockets.values import receive_value, send_value
-from lightning_decentral.shared.wire.plain import NotPlain, pack
+from lightning_decentral.elastic.wire.sockets.frames import connected, frame, receive, receive_value, send_value
 
 ALIVE: dict[str, Any] = {"prepares": True}
 ALIVE_SECONDS = 0.2  # seconds between two signs of life
@@ -83,45 +79,3 @@ def fetched(place: str, seconds: float) -> tuple[Any, str, int]:
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from None
     return value, str(header["origin"]), int(header["round"])
-
-
-SECONDS = 10.0  # seconds of silence, until the other one is asked again
-
-
-class Beginnings:
-    """One worker's."""
-
-    def __init__(self) -> None:
-        self.given: list[list[Any] | None] = []  # so far; None where one can't be sent, and every worker has its own
-        self._over = False
-
-    def add(self, value: Any) -> Any:
-        """The next one, which is returned."""
-        try:
-            pack(value)
-        except NotPlain:
-            self.given.append(None)
-        else:
-            self.given.append([value])
-        return value
-
-    def close(self) -> None:
-        """Add no more: this worker is set up."""
-        self._over = True
-
-    def serve(self, connection: socket.socket) -> None:
-        """Answer what it asks for: whether there will be one, whether it is there, and it."""
-        header, _ = receive_value(connection)
-        place = int(header["nth"])
-        over, found = self._over, self.given[place : place + 1]
-        none = over if not found else found[0] is None  # there won't be one, or it can't be sent
-        send_value(connection, {"found": bool(found) and not none, "none": none}, found[0] if found else None)
-
-
-def asked(place: str, nth: int) -> tuple[bool, bool, Any]:
-    """Ask another worker: (whether it is there, whether there is none, it). OSError or ValueError: no answer."""
-    with connected(place, "beginnings", SECONDS) as connection:
-        send_value(connection, {"nth": nth}, None)
-        connection.settimeout(SECONDS)
-        header, value = receive_value(connection)
-        return bool(header["found"]), bool(header["none"]), value[0] if value else None

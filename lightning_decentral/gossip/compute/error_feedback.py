@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
-from lightning_decentral.gossip.compute.link import Buffers, CodecError, Coder, Direct, Memory, check_codec
+from lightning_decentral.gossip.compute.link import Buffers, CodecError, Coder, Memory, check_codec
 from lightning_decentral.gossip.plan.topology.topology import Topology, audiences
 from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.codec.blocks import key, real
@@ -23,18 +23,14 @@ if TYPE_CHECKING:
 def coder_of(codec: Codec, topology: Topology, rank: int, size: int, pool: Pool) -> Coder:
     """Make the coder of one worker, for its ends of its links."""
     if not codec.encodes:
-        return Direct(pool)
+        return Coder(pool)
     # Targets that don't always receive in the same steps miss different messages: one estimate can't be that of both.
     return Coded(codec, rank, audiences(topology, rank, size) if codec.remembers else {}, pool)
 
 
 class BucketCodec:
-    """One bucket: the parts of its payload, and the estimates by link.
-
-    Args:
-        reference: where all estimates start; equal on all workers.
-        exact: elements at a message's end that aren't encoded.
-    """
+    """One bucket: the parts of its payload, and the estimates by link, which start at the `reference`, equal on all
+    workers. So many `exact` elements at a message's end aren't encoded."""
 
     def __init__(self, codec: Codec, reference: Tensor, exact: int) -> None:
         self.estimates: dict[str, Tensor] = {}
@@ -146,12 +142,14 @@ class Coded(Coder):
             that aren't named are one.
     """
 
+    encodes = True
+
     def __init__(self, codec: Codec, rank: int, audiences: Mapping[int, int], pool: Pool) -> None:
-        self._codec, self._rank, self._pool = codec, rank, pool
-        self._audiences = audiences
+        super().__init__(pool)
+        self._codec, self._rank, self._audiences = codec, rank, audiences
         self._channels: list[BucketCodec] = []
         self._rate = 1.0
-        self._lost, self._warned = CodecError(self._judge), False
+        self.lost, self._warned = CodecError(self._judge), False
 
     def admit(self, references: Sequence[Tensor], combine: Combine) -> None:
         self._rate = combine.largest_rate
@@ -170,14 +168,11 @@ class Coded(Coder):
         keys = {audience: key(self._rank, step, place, audience) for audience in shares}
         payloads = self._encode(channel, message, keys, shares)
         if watched is not None and gap is not None:
-            self._lost.add(channel.error(watched, message), gap)
+            self.lost.add(channel.error(watched, message), gap)
             # A round's buckets come one by one, and are read together with the last.
             if place + 1 == len(self._channels):
-                self._lost.complete(step)
+                self.lost.complete(step)
         return {target: payloads[self._audiences.get(target, 0)] for target in targets}
-
-    def error(self) -> float | None:
-        return self._lost.value()
 
     def _judge(self, lost: float, step: int) -> None:
         """Warn, once, where the rate is over the share of a difference that arrives: the rest is stale."""
@@ -244,15 +239,11 @@ class Coded(Coder):
 
 
 class CodedMean(Memory):
-    """State that a worker keeps for means in codes, bucket by bucket: a `CodedParts`' residuals, and its codec's error.
-
-    Attributes:
-        owned: of each bucket, what the last mean of the own part was rounded by.
-    """
+    """State that a worker keeps for means in codes, by bucket: a `CodedParts`' residuals, and its codec's error."""
 
     def __init__(self, parts: "coded.CodedParts") -> None:
         self.parts, self.lost = parts, CodecError()
-        self.owned: list[Tensor] = []
+        self.owned: list[Tensor] = []  # of each bucket, what the last mean of the own part was rounded by
 
     def admit(self, buckets: Sequence[Tensor]) -> None:
         for bucket in map(real, buckets):
@@ -271,9 +262,6 @@ class CodedMean(Memory):
             if place + 1 == len(self.owned):
                 self.lost.complete(step)
         return codes
-
-    def error(self) -> float | None:
-        return self.lost.value()
 
     def state_dict(self) -> dict[str, Any]:
         return {"codec": repr(self.parts.codec), "owned": [owned.clone() for owned in self.owned]}

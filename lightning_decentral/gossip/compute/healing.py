@@ -23,20 +23,12 @@ PATIENCE = 32  # Rounds that a worker waits for somebody sound.
 
 
 class Healing:
-    """Limit on how often a worker is healed; 0 by default: it ends with the error that shows what it holds.
-
-    Args:
-        most: times; 0 ends the training at once.
-        poisoned: names the first parameter that isn't sound, and what it holds.
-
-    Attributes:
-        healed: times so far.
-        forget: called after each healing: what else of the worker is poisoned begins anew.
-    """
+    """Limit on how often a worker is healed. By default it is 0: the worker ends with an error, and `poisoned` names
+    its first parameter with NaN or infinity."""
 
     def __init__(self, most: int = 0, poisoned: Callable[[], str] = str) -> None:
-        self.healed = 0
-        self.forget: Callable[[], None] = lambda: None
+        self.healed = 0  # times so far
+        self.forget: Callable[[], None] = lambda: None  # after each: what else of the worker is poisoned begins anew
         self._most, self._poisoned = most, poisoned
         self._round = -1  # of the last healing: a round's buckets are one
         self._left: dict[int, int] = {}  # by bucket, the last round that had left when it was healed
@@ -44,13 +36,7 @@ class Healing:
 
     def heal(self, sick: Sick, bucket: int, left: int, combine: Combine, x: Tensor, state: State, turn: Turn) -> bool:
         """x and its state <- the neighbours', or NaN where none is sound. False: the message left before the last
-        healing, and changed what is kept, at most.
-
-        Args:
-            left: the last round in which this bucket left.
-
-        Raises:
-            FloatingPointError: as `check`.
+        healing, and changed what is kept, at most. `left`: the last round in which this bucket left. Errors as `check`.
         """
         self.check(sick, bucket, combine, state)
         sent, mixed = sick.sent, sick.mixed
@@ -71,21 +57,14 @@ class Healing:
 
     def check(self, sick: Sick, bucket: int, combine: Combine, state: State) -> None:
         """See that the worker can be healed where this lands; to save what couldn't go on would help nobody.
-
-        Raises:
-            FloatingPointError: it has been healed too often, or can't be, for the rule's reason.
-        """
+        FloatingPointError: it has been healed too often, or can't be, for the rule's reason."""
         if self._most and sick.round <= self._left.get(bucket, -1):
             return
         if (reason := self._hopeless(sick, combine, state)) is not None:
             raise FloatingPointError(f"{sick}{reason}") from None
 
     def count(self, complaint: str, round: int) -> None:
-        """Count a healing, once for all buckets of a round.
-
-        Raises:
-            FloatingPointError: it has been healed as often as it may.
-        """
+        """Count a healing, once for all buckets of a round. FloatingPointError: there were as many as there may be."""
         if round == self._round:
             return
         if self.healed >= self._most:
@@ -155,16 +134,12 @@ COUNTERS = ("step", "n_iter")
 @torch.no_grad()
 def forget_poison(
     optimizer: Optimizer,
-    local: Callable[[Tensor], Tensor] = torch.Tensor.detach,
-    travelling: Callable[[], Collection[str]] = tuple,
+    local: Callable[[Tensor], Tensor] = torch.Tensor.detach,  # what this device holds of one
+    travelling: Callable[[], Collection[str]] = tuple,  # states that come from the neighbours, as old as the count is
 ) -> None:
     """Moments with NaN, infinity or absurd numbers begin anew, with the count of updates that corrects them.
 
     With an old count a second moment of 0 would make Adam's next hundred steps up to six times too long.
-
-    Args:
-        local: what this device holds of one.
-        travelling: names of states that come from the neighbours, as old as the count is.
     """
     for state in optimizer.state.values():
         floats = {name: v for name, v in state.items() if isinstance(v, Tensor) and v.is_floating_point()}
@@ -179,20 +154,15 @@ class HealedBuckets:
     """Keeps what one mixer's buckets were healed to, until the worker's other parts are sound, too.
 
     Fragments, and the parameters of several optimizers, are healed each where its own round lands. Until the last of
-    them is, every gradient is of a model with NaN, and would poison again what was healed.
-
-    Args:
-        forget: what else of the worker is poisoned begins anew.
-        others_sick: whether other parts of the worker hold what isn't sound.
-
-    Attributes:
-        recovers: whether other parts were sick when it was healed: only then a step has to `begin` and `end`.
+    them is, every gradient is of a model with NaN, and would poison again what was healed. `forget` makes what else of
+    the worker is poisoned begin anew; `others_sick`: other parts of the worker hold what isn't sound.
     """
 
     def __init__(
         self, buckets: Sequence[Bucket], forget: Callable[[], None], others_sick: Callable[[], bool] = bool
     ) -> None:
         self._buckets, self._forget, self._others_sick = buckets, forget, others_sick
+        # Whether other parts were sick when it was healed: only then a step has to `begin` and `end`.
         self.recovers, self._held = False, list[Tensor]()
 
     @property

@@ -26,8 +26,6 @@ from lightning_decentral.shared.compute.health import FACTOR, scales_in, sound, 
 
 # One would be too soon for a round that lands on a second stream, during the step.
 LAG = 2  # Rounds until the host reads a device's verdict.
-
-
 _ABSURD = f"numbers over {FACTOR:.0e} times its neighbours'"
 
 
@@ -53,11 +51,7 @@ class Verdicts:
     """Checks the rounds of one exchange.
 
     On the host the verdict falls at once. On a device a message is accepted or refused by the device itself, and the
-    host reads it `LAG` rounds later: nobody waits.
-
-    Args:
-        rank: of this worker, for the texts.
-        codec: of the messages, for the texts; empty where they travel as they are.
+    host reads it `LAG` rounds later: nobody waits. The codec is for the texts; empty where messages travel as they are.
     """
 
     def __init__(self, rank: int, codec: str = "") -> None:
@@ -71,13 +65,11 @@ class Verdicts:
 
     def judge(self, round: int, workers: Sequence[int], headers: Tensor, sane: Tensor) -> None:
         """Judge a round's headers; `complaint` becomes why this worker's own message isn't sound, as far as known.
+        RuntimeError: a source is in another round, or its model has another size.
 
         Args:
             headers: (round, elements of all buckets, scale) as `health.stated` makes them, of each of `workers`.
             sane: whether each one's message is sound compared with the others', `health.sound(scales_in(headers))`.
-
-        Raises:
-            RuntimeError: a source is in another round, or its model has another size.
         """
         if headers.device.type != "cuda":
             self._judge(workers, headers, sane)
@@ -142,11 +134,8 @@ ROUNDING = 1e-12  # Rounding error of a sum of weights.
 
 
 def difference(sent: Tensor, received: Sequence[Tensor], weights: Sequence[float], sane: Tensor) -> Tensor:
-    """sum_j w_j (received_j - sent) over the sound j, in float32 at least.
-
-    Args:
-        sane: bool [1 + sources]: of this worker's own message, then of each that was received.
-    """
+    """sum_j w_j (received_j - sent) over the sound j, in float32 at least. `sane`: bool [1 + sources], of this worker's
+    own message, then of each that was received."""
     out = torch.empty_like(sent, dtype=torch.promote_types(sent.dtype, torch.float32))  # (elements,)
     difference_(out, sent, received, weights, sane)
     return out

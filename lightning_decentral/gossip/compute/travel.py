@@ -115,14 +115,8 @@ TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.comp
 
 def kinds(optimizer: Optimizer, name: str, parameters: Sequence[nn.Parameter], stepped: bool) -> list[int]:
     """Kind of each parameter's state: `UNKNOWN` before its first update, `LACKING` where that made none, else its place
-    in `TYPES`, from 2 on.
-
-    Args:
-        stepped: the optimizer has taken a step with the gradients as they are; a loss scaler may have skipped it.
-
-    Raises:
-        ValueError: a state of another shape or type than parameters have.
-    """
+    in `TYPES`, from 2 on. `stepped`: the optimizer has taken a step with the gradients as they are, which a loss scaler
+    may have skipped. ValueError: a state of another shape or type than parameters have."""
     found = []
     for parameter in parameters:
         state, of = _state(optimizer, name, parameter), type(optimizer).__name__
@@ -147,11 +141,8 @@ def agreed(rows: Sequence[Sequence[int]], groups: Sequence[int]) -> list[int]:
     """Kind of each parameter's state for all workers, from each one's `kinds`. It is the state that any has. Else, in a
     group where one travels, it is as that; else whether any lacks it.
 
-    Workers may have updated different ones: an expert is used here and not there, a loss scaler skips a step.
-
-    Args:
-        rows: [workers, parameters].
-        groups: of each parameter, its optimizer's group.
+    Workers may have updated different ones: an expert is used here and not there, a loss scaler skips a step. Rows are
+    [workers, parameters], `groups` of each parameter its optimizer's group.
     """
     most = [max(column) for column in zip(*rows, strict=True)]  # by parameter, over the workers
     travels = {group: kind for kind, group in zip(most, groups, strict=True) if kind > LACKING}
@@ -161,11 +152,8 @@ def agreed(rows: Sequence[Sequence[int]], groups: Sequence[int]) -> list[int]:
 def pack_states(
     optimizer: Optimizer, name: str, chosen: Mapping[nn.Parameter, int], bucket_bytes: int | None, parts: int
 ) -> list[Bucket]:
-    """Buckets over one state of these parameters, as `buckets.pack` packs the parameters themselves.
-
-    Args:
-        chosen: {parameter: its state's kind, 2 and on}.
-    """
+    """Buckets over one state of these parameters, as `buckets.pack` packs the parameters themselves. `chosen`:
+    {parameter: its state's kind, 2 and on}."""
     tensors, owners = [], {}
     for parameter, kind in chosen.items():
         state = _state(optimizer, name, parameter)

@@ -23,7 +23,7 @@ import numpy as np
 
 from lightning_decentral.gossip.plan.step_costs import PLAIN, Alone, Encoding, StateMessage, Talk, Within, joined
 from lightning_decentral.gossip.plan.topology.topology import Topology
-from lightning_decentral.gossip.plan.traffic import Cliques, Round, RoundLoad, mean_copies, rounds
+from lightning_decentral.gossip.plan.traffic import Cliques, Round, RoundLoad, mean_copies, rounds, rounds_of_part
 from lightning_decentral.gossip.plan.weights import Own, Weights, most_in_flight
 from lightning_decentral.shared.plan.arguments import at_least, checked
 from lightning_decentral.shared.plan.forecast import COUNTED_STEPS, Floats, Method, Setting, at_factors
@@ -161,17 +161,20 @@ class GossipForecast(Method):
         """Sum over talks of the copies that leave the busiest node, mean over a period, times the bytes on the wire."""
         size, per_node = self._size(setting), self._workers_per_node(setting)
         # Of an island on one node, whatever its devices send each other stays inside.
-        return sum(
-            t.wire_bytes * mean_copies(t.topology, self.weights, size, per_node, t.encoding.cliques)
-            for t in self._talks(setting)
-        )
+        found = 0.0
+        for t in self._talks(setting):
+            plan = self._rounds(setting, t)
+            more = per_node * sum(one.more for one in plan) / len(plan) if setting.cluster.nodes > 1 else 0.0
+            copies = mean_copies(t.topology, self.weights, size, per_node, t.encoding.cliques)
+            found += t.wire_bytes * (copies + more)
+        return found
 
     def memory_bytes(self, setting: Setting) -> float:
         """The island's own, messages in flight, what rule and codec keep."""
         flying = 0.0
         for talk in self._talks(setting):
             part, plan = talk.bytes / self.within.devices, self._rounds(setting, talk)
-            heard = max(1 if load.clique else one.sources.shape[1] - 1 for one in plan for load in one.loads)
+            heard = max(1 if load.clique else one.sources.shape[1] - 1 + one.more for one in plan for load in one.loads)
             # One that is sent, and one from each source.
             each = part + heard * talk.encoding.wire_bytes(part) if heard else 0.0
             flying += most_in_flight(talk.topology, self._size(setting), self.delay) * each
@@ -185,7 +188,8 @@ class GossipForecast(Method):
     # ---- what a round takes -------------------------------------------------------------------------------------
 
     def _size(self, setting: Setting) -> int:
-        return setting.cluster.workers // self.within.devices
+        """Workers that are simulated."""
+        return setting.cluster.simulated.workers // self.within.devices
 
     def _workers_per_node(self, setting: Setting) -> int:
         return max(1, setting.cluster.per_node // self.within.devices)
@@ -198,7 +202,10 @@ class GossipForecast(Method):
 
     def _rounds(self, setting: Setting, talk: Talk) -> tuple[Round, ...]:
         size, per_node = self._size(setting), self._workers_per_node(setting)
-        return rounds(talk.topology, self.weights, size, per_node, talk.encoding.cliques)
+        whole, cliques = setting.cluster.workers // self.within.devices, talk.encoding.cliques
+        if size == whole:
+            return rounds(talk.topology, self.weights, size, per_node, cliques)
+        return rounds_of_part(talk.topology, self.weights, size, whole, per_node, cliques)
 
     def _plan(self, setting: Setting) -> tuple[list[Floats], tuple[Round, ...]]:
         """(exchange seconds of every worker, rounds) for each step of a period."""
@@ -206,20 +213,18 @@ class GossipForecast(Method):
         for talk in self._talks(setting):
             plan = self._rounds(setting, talk)
             loads = {load for one in plan for load in one.loads}
-            seconds = {load: self._exchange_seconds(setting, talk, load) for load in loads}
+            part = talk.encoding.wire_bytes(talk.bytes / self.within.devices)
+            gathered, seconds = self.within.gathering(setting).seconds(talk.bytes), dict.fromkeys(loads, 0.0)
+            for load in loads:
+                moved = [price.seconds(copies * part) for price, copies in self._exchanged(setting, talk, load)]
+                # Codes go to owners of parts, and back. Inside the node and between nodes at the same time; the gather
+                # needs all.
+                ways = 2 if load.clique and talk.encoding.cliques is Cliques.OWNERS else 1
+                seconds[load] = ways * max(moved) + gathered if moved else 0.0
             own = [np.array([seconds[load] for load in one.loads]) for one in plan]
             # A sender with several targets serves them together, so its slowest source decides when a worker can mix.
             plans.append(([busy[one.sources].max(axis=1) for busy, one in zip(own, plan, strict=True)], plan))
         return joined(plans)
-
-    def _exchange_seconds(self, setting: Setting, talk: Talk, load: RoundLoad) -> float:
-        part = talk.encoding.wire_bytes(talk.bytes / self.within.devices)
-        moved = [price.seconds(copies * part) for price, copies in self._exchanged(setting, talk, load)]
-        gathered = self.within.gathering(setting).seconds(talk.bytes)
-        # Codes go to owners of parts, and back. Inside the node and between nodes at the same time; the gather needs
-        # all.
-        ways = 2 if load.clique and talk.encoding.cliques is Cliques.OWNERS else 1
-        return ways * max(moved) + gathered if moved else 0.0
 
     def _exchanged(self, setting: Setting, talk: Talk, load: RoundLoad) -> list[tuple[Price, float]]:
         """(price, messages) inside the node and between nodes; of one direction only where owners add up codes."""

@@ -58,37 +58,6 @@ def rate_for_any_order(matrix: Matrix, flights: int) -> float:
     return inf if smallest == 1 else 1 / ((1 - smallest) * (2 * flights - 1))
 
 
-def growth(matrices: Sequence[Matrix], delay: int, rate: float) -> float:
-    """Spectral radius of one period of x(t+1) = x(t) + rate (W_t - I) x(t-k+1), k = max(1, delay), without the mean.
-
-    `matrices`: W_t of all steps of the period. The state is the last k values of x: a matrix of k (size - 1) rows.
-    """
-    size, depth = len(matrices[0]), max(1, delay)
-    orthogonal = np.linalg.svd(np.ones((1, size)))[2][1:]  # orthonormal rows that span what is orthogonal to the mean
-    state = np.eye(depth * (size - 1))
-    for matrix in matrices:
-        oldest = state[-(size - 1) :]
-        newest = state[: size - 1] + rate * (orthogonal @ (matrix - np.eye(size)) @ orthogonal.T) @ oldest
-        state = np.concatenate([newest, state[: -(size - 1)]])
-    return float(np.abs(np.linalg.eigvals(state)).max())
-
-
-def first_unstable(matrices: Sequence[Matrix], delay: int, below: float, above: float) -> float:
-    """The lowest rate from `below`, which is stable, to `above` without contraction; `above` if there is none."""
-    if below >= above:
-        return above
-    # A scan before the bisection: a period may grow, and contract again at larger rates; or not contract at 1 alone.
-    scan = sorted([*map(float, np.linspace(below, above, 17)[1:] * (1 - 1e-4)), *[1.0] * (below < 1 < above)])
-    unstable = next((i for i, rate in enumerate(scan) if growth(matrices, delay, rate) >= CONTRACTS), None)
-    if unstable is None:
-        return above
-    below, above = (scan[unstable - 1] if unstable else below), scan[unstable]
-    while above - below > 1e-3 * above:
-        middle = (below + above) / 2
-        below, above = (below, middle) if growth(matrices, delay, middle) >= CONTRACTS else (middle, above)
-    return below
-
-
 class RepeatedCorrection(NamedTuple):
     """A rule that repeats a correction d: gain keep^j d is added in the j-th step after it landed, from j = 0 on."""
 
@@ -96,21 +65,46 @@ class RepeatedCorrection(NamedTuple):
     keep: float
 
 
-def echoed_growth(blocks: Sequence[Matrix], delay: int, rate: float, echo: RepeatedCorrection) -> float:
+def growth(blocks: Sequence[Matrix], delay: int, rate: float, echo: RepeatedCorrection | None = None) -> float:
     """Spectral radius of one period of mixing whose corrections d(t) = rate B_t x(t-k+1), k = max(1, delay), come back:
 
         e(t) = keep e(t-1) + gain d(t);  x(t+1) = x(t) + d(t) + e(t).
 
-    `blocks`: B_t = W_t - I of all steps of the period, [m, m], without the mean. The state has (k + 1) m rows.
+    `blocks`: B_t = W_t - I of all steps of the period, [m, m], without the mean. The state is the last k values of x,
+    and e where there is an echo: a matrix of k m rows, or (k + 1) m.
     """
-    m, depth = len(blocks[0]), max(1, delay)
-    state = np.eye((depth + 1) * m)
+    m, kept = len(blocks[0]), max(1, delay) * len(blocks[0])
+    state = np.eye(kept + (m if echo else 0))
     for block in blocks:
-        newest, oldest, before = state[:m], state[(depth - 1) * m : depth * m], state[depth * m :]
+        newest, oldest, before = state[:m], state[kept - m : kept], state[kept:]
         correction = rate * (block @ oldest)
-        again = echo.keep * before + echo.gain * correction
-        state = np.concatenate([newest + correction + again, state[: (depth - 1) * m], again])
+        again = echo.keep * before + echo.gain * correction if echo else before
+        newest = newest + correction + again if echo else newest + correction
+        state = np.concatenate([newest, state[: kept - m], again])
     return float(np.abs(np.linalg.eigvals(state)).max())
+
+
+def blocks_without_mean(matrices: Sequence[Matrix]) -> list[Matrix]:
+    """W - I of each, on what is orthogonal to the mean, which mixing keeps: [size - 1, size - 1]."""
+    size = len(matrices[0])
+    rows = np.linalg.svd(np.ones((1, size)))[2][1:]  # orthonormal, they span what is orthogonal to the mean
+    return [rows @ (matrix - np.eye(size)) @ rows.T for matrix in matrices]
+
+
+def first_unstable(blocks: Sequence[Matrix], delay: int, below: float, above: float) -> float:
+    """The lowest rate from `below`, which is stable, to `above` without contraction; `above` if there is none."""
+    if below >= above:
+        return above
+    # A scan before the bisection: a period may grow, and contract again at larger rates; or not contract at 1 alone.
+    scan = sorted([*map(float, np.linspace(below, above, 17)[1:] * (1 - 1e-4)), *[1.0] * (below < 1 < above)])
+    unstable = next((i for i, rate in enumerate(scan) if growth(blocks, delay, rate) >= CONTRACTS), None)
+    if unstable is None:
+        return above
+    below, above = (scan[unstable - 1] if unstable else below), scan[unstable]
+    while above - below > 1e-3 * above:
+        middle = (below + above) / 2
+        below, above = (below, middle) if growth(blocks, delay, middle) >= CONTRACTS else (middle, above)
+    return below
 
 
 LARGEST_STATE = 1024  # rows; about a second for each rate that is tried
@@ -125,7 +119,7 @@ def largest_rate_with_echo(
     periods = list(_periods(topology, size, delay, weights))
 
     def contracts(rate: float) -> bool:
-        return all(echoed_growth(blocks, delay, rate, echo) < CONTRACTS for blocks in periods)
+        return all(growth(blocks, delay, rate, echo) < CONTRACTS for blocks in periods)
 
     if contracts(1.0):
         return 2.0
@@ -152,8 +146,7 @@ def _periods(topology: Topology, size: int, delay: int, weights: Weights) -> Ite
             f"{topology.label(size)} changes over {len(steps)} steps, which is too large to judge for {size} workers "
             f"with delay {delay}: use a topology of one matrix, such as Ring(), Torus() or Exponential()"
         )
-    orthogonal = np.linalg.svd(np.ones((1, size)))[2][1:]  # orthonormal rows that span what is orthogonal to the mean
-    yield [orthogonal @ (mixing_matrix(topology, size, step, weights) - np.eye(size)) @ orthogonal.T for step in steps]
+    yield blocks_without_mean([mixing_matrix(topology, size, step, weights) for step in steps])
 
 
 ABOVE_ALL_RATES = 1.25  # rates are up to 1
@@ -193,6 +186,6 @@ def largest_stable_rate(topology: Topology, size: int, delay: int, weights: Weig
     in_any_order = lowest(rate_for_any_order)
     if (size - 1) * window > LARGEST_PERIOD_STATE:
         return min(by_eigenvalue, in_any_order)
-    matrices = [mixing_matrix(topology, size, step, weights) for step in range(period)]
+    blocks = blocks_without_mean([mixing_matrix(topology, size, step, weights) for step in range(period)])
     # A sequence may contract at rates at which none of its matrices alone does.
-    return first_unstable(matrices, window, below=in_any_order, above=max(by_eigenvalue, ABOVE_ALL_RATES))
+    return first_unstable(blocks, window, below=in_any_order, above=max(by_eigenvalue, ABOVE_ALL_RATES))

@@ -7,17 +7,18 @@ lets owners of parts add up codes; in every other one peers send each other mess
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
 from itertools import permutations
+from math import log2
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_decentral.gossip.plan.topology.topology import StepGraph, Topology, step_graph
-from lightning_decentral.gossip.plan.weights import Weights, targets
+from lightning_decentral.gossip.plan.weights import Weights
 
 
 class Cliques(Enum):
@@ -41,15 +42,20 @@ class RoundLoad:
 
 @dataclass(frozen=True)
 class Round:
-    """One step. sources[i]: i and its sources, filled up with i to equal lengths, [size, most + 1]."""
+    """One step. sources[i]: i and its sources, filled up with i to equal lengths, [size, most + 1].
+
+    Args:
+        more: messages of a worker's whom `sources` leave out, where a part of all workers stands for them.
+    """
 
     sources: npt.NDArray[np.intp]
     loads: tuple[RoundLoad, ...]
+    more: int = 0
 
     @property
     def heard(self) -> npt.NDArray[np.intp]:
         """[size]: messages that each worker mixes; of a clique that all-reduces one, which is that of all."""
-        others = (self.sources != np.arange(len(self.sources))[:, None]).sum(axis=1)
+        others = (self.sources != np.arange(len(self.sources))[:, None]).sum(axis=1) + self.more
         together = [load.clique > 0 for load in self.loads]
         return np.asarray(np.where(together, np.minimum(others, 1), others), dtype=np.intp)
 
@@ -70,6 +76,37 @@ def rounds(
         loads = _peer_loads(graph, workers_per_node) if together is None else _cliques(together, size, workers_per_node)
         found.append(Round(np.array(rows), loads))
     return tuple(found)
+
+
+@lru_cache(maxsize=64)
+def rounds_of_part(
+    topology: Topology, weights: Weights, part: int, whole: int, workers_per_node: int, cliques: Cliques
+) -> tuple[Round, ...]:
+    """Rounds of a part of `whole` workers, which all make in the same kind of graph, with the messages of the whole.
+
+    A clique of the whole part is one of all. Of peers there is one more for each doubling, where there was from half
+    of the part to the part (an exponential graph), or they are everybody.
+    """
+    # Half of the nodes, or of the only node's workers.
+    half = part // 2 if part <= workers_per_node else max(1, part // workers_per_node // 2) * workers_per_node
+    found, fewer = (rounds(topology, weights, size, workers_per_node, cliques) for size in (part, half))
+    doubling = _most_peers(found) == _most_peers(fewer) + 1
+
+    def grown(one: Round) -> Round:
+        peers = _most_peers([one])
+        more = whole - part if peers > part / 2 else round(doubling * log2(whole / part))
+        more = 0 if not peers or any(load.clique for load in one.loads) else more
+        loads = {
+            load: replace(load, clique=whole if load.clique == part else load.clique, between=load.between + more)
+            for load in {*one.loads}
+        }
+        return replace(one, loads=tuple(loads[load] for load in one.loads), more=more)
+
+    return tuple(map(grown, found))
+
+
+def _most_peers(rounds: Iterable[Round]) -> int:
+    return max(load.inside + load.between for one in rounds for load in {*one.loads})
 
 
 Partition = tuple[tuple[int, ...], ...]
@@ -126,7 +163,7 @@ def copies_sent(topology: Topology, weights: Weights, rank: int, size: int, cliq
     steps, sent = _partitions(topology, weights, size, cliques), 0.0
     for step, partition in enumerate(steps):
         if partition is None:
-            sent += len(targets(topology, rank, size, step))
+            sent += len(step_graph(topology, size, step).targets[rank])
         else:
             clique = next(c for c in partition if rank in c)
             sent += 2 * (len(clique) - 1) / len(clique)
@@ -149,7 +186,8 @@ def copies_by_node(
     steps = []
     for step, together in enumerate(_partitions(topology, weights, size, cliques)):
         if together is None:  # peers
-            links = [(rank, j, 1.0) for rank in range(size) for j in targets(topology, rank, size, step)]
+            graph = step_graph(topology, size, step)
+            links = [(rank, j, 1.0) for rank in range(size) for j in graph.targets[rank]]
         elif cliques is Cliques.OWNERS:  # each to each
             links = [(*pair, 2 / len(c)) for c in together for pair in permutations(c, 2)]
         else:  # in a ring
@@ -173,11 +211,12 @@ def _partitions(topology: Topology, weights: Weights, size: int, cliques: Clique
 def partition(topology: Topology, weights: Weights, size: int, step: int) -> Partition | None:
     """The cliques of one step, each sorted, a silent worker alone; None where the step isn't a mean over cliques."""
     rows = [weights.row(topology, rank, size, step) for rank in range(size)]
-    members = [tuple(sorted(row)) for row in rows]
+    cliques = tuple(dict.fromkeys(tuple(sorted(row)) for row in rows))
+    # A mean over cliques: those of whom everybody receives, itself included, are disjoint.
+    if sum(map(len, cliques)) != size:
+        return None
     equal = all(abs(w - 1 / len(row)) < 1e-12 for row in rows for w in row.values())
-    # A mean over cliques: a worker's sources have the same sources.
-    closed = all(members[j] == members[i] for i in range(size) for j in members[i])
-    return tuple(dict.fromkeys(members)) if equal and closed else None
+    return cliques if equal else None
 
 
 def partitions(topology: Topology, weights: Weights, size: int) -> tuple[Partition | None, ...] | None:

@@ -138,11 +138,6 @@ def entries(topology: Topology, size: int, step: int, weights: Weights | None = 
     return compressed([(weights or Own()).row(topology, rank, size, step) for rank in range(size)])
 
 
-def targets(topology: Topology, rank: int, size: int, step: int) -> tuple[int, ...]:
-    """Ranks that receive from `rank` at this step, sorted."""
-    return step_graph(topology, size, step).targets[rank]
-
-
 @dataclass(frozen=True)
 class Neighbours:
     """One worker's neighbours at one step: row = {j: w_ij}, i = rank included; heard_by = {k: w_ki} of its
@@ -173,7 +168,7 @@ class Neighbours:
 
 
 def neighbours(topology: Topology, weights: Weights, rank: int, size: int, step: int) -> Neighbours:
-    heard_by = targets(topology, rank, size, step)
+    heard_by = step_graph(topology, size, step).targets[rank]
     row = weights.row(topology, rank, size, step)
     return Neighbours(rank, row, {k: weights.row(topology, k, size, step)[rank] for k in heard_by})
 

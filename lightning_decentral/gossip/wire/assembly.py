@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
-from lightning_decentral.gossip.compute.link import Direct
+from lightning_decentral.gossip.compute.link import Coder
 from lightning_decentral.gossip.compute.mixing import Verdicts, refuse
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.traffic import Cliques, Partition, partitions
@@ -70,22 +70,17 @@ class CliqueExchange(Exchange[CliqueMessage]):
 
     A message with NaN or infinity is left out of the mean and counted. One with numbers absurd next to the others' was
     in the sum before anybody could know: all refuse the sum, and each keeps its own parameters in that round.
-
-    Args:
-        cliques: one partition of the workers for each phase (`traffic.partitions`).
-        transports: one for each clique of more than one worker that this worker belongs to.
-        pool: as of `PeerExchange`.
     """
 
-    cliques: Sequence[Sequence[tuple[int, ...]]]
-    transports: Mapping[tuple[int, ...], Transport]
+    cliques: Sequence[Sequence[tuple[int, ...]]]  # one partition of the workers for each phase (`traffic.partitions`)
+    transports: Mapping[tuple[int, ...], Transport]  # one for each clique of more than one that this worker is in
     rank: int
     device: torch.device
-    pool: Pool = field(default_factory=Pool)
-    coder: Direct = field(init=False)
+    pool: Pool = field(default_factory=Pool)  # as of `PeerExchange`
+    coder: Coder = field(init=False)
 
     def __post_init__(self) -> None:
-        self.coder = Direct(self.pool)
+        self.coder = Coder(self.pool)
         self.verdicts, self.waited = Verdicts(self.rank), stopwatch(self.device)
         self._bytes_sent = self._elements = 0
 
@@ -146,20 +141,14 @@ def assembled(
     topology: Topology,
     weights: Weights,
     workers: int,
-    worker: int,
-    member: IslandMember,
+    worker: int,  # the one that this device belongs to
+    member: IslandMember,  # this device's part in it
     device: torch.device,
     codec: Codec,
     delay: int,
-    cliques: Cliques,
+    cliques: Cliques,  # `link.cliques_of`
 ) -> Exchange[Any]:
-    """The exchange of one mixer. Every device of every worker calls it at the same point: it makes groups.
-
-    Args:
-        worker: of all `workers`, the one that this device belongs to.
-        member: this device's part in its worker.
-        cliques: `link.cliques_of`.
-    """
+    """The exchange of one mixer. Every device of every worker calls it at the same point: it makes groups."""
     pool = Pool()  # what one exchange has landed serves the next one's round
 
     def of_all() -> Transport:
@@ -201,11 +190,7 @@ def _by_cliques(
 
 
 class ExchangeByStep(Exchange[MessageInFlight]):
-    """Step t is exchange t mod period's. None of them encodes.
-
-    Args:
-        steps: the exchange of each step of a period; one may stand for several. All have one pool.
-    """
+    """Step t is exchange t mod period's, all of one pool. None of them encodes."""
 
     def __init__(self, steps: Sequence[Exchange[Any]]) -> None:
         self._steps = tuple(steps)

@@ -8,7 +8,6 @@ The arithmetic, and what an owner keeps of what it rounded away, is `shared.comp
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import chain
 
 import torch
@@ -16,15 +15,11 @@ from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.error_feedback import CodedMean
-from lightning_decentral.gossip.compute.link import Buffers, Everyone
+from lightning_decentral.gossip.compute.link import Buffers
 from lightning_decentral.gossip.compute.mixing import refuse
-from lightning_decentral.gossip.plan.topology.topology import Topology
-from lightning_decentral.gossip.plan.weights import Entries, Weights, entries
-from lightning_decentral.gossip.wire.exchange import HEADER, Copied, EarlyArrival, Exchange, MessageInFlight, Traffic
+from lightning_decentral.gossip.wire.exchange import HEADER, Copied, EarlyArrival, Traffic
 from lightning_decentral.gossip.wire.peer import Arrivals, bytes_of, messages
-from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.codec.blocks import real
-from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.coded_parts import CodedParts
 from lightning_decentral.shared.compute.health import judged, stated
 from lightning_decentral.shared.wire.transport import Message, Transport
@@ -32,20 +27,15 @@ from lightning_decentral.shared.wire.transport import Message, Transport
 
 @dataclass
 class CodedMessage(EarlyArrival):
-    """One bucket on its way to the owners of its parts, and the owners' means on their way back.
-
-    Args:
-        codes: {owner: codes of its part}.
-        buffers: {worker: where its codes of the own part are received}.
-    """
+    """One bucket on its way to the owners of its parts, and the owners' means on their way back."""
 
     exchange: "CodedCliqueExchange"
     step: int
     place: int
     sent: Tensor  # [elements]
     headers: Tensor  # int64 [workers, HEADER]: this worker's, then each other's
-    codes: Mapping[int, Buffers]
-    buffers: Mapping[int, Buffers]
+    codes: Mapping[int, Buffers]  # {owner: codes of its part}
+    buffers: Mapping[int, Buffers]  # {worker: where its codes of the own part are received}
     together = True
     arrived: tuple[Tensor, Tensor] | None = None
 
@@ -73,15 +63,11 @@ class CodedMessage(EarlyArrival):
 class CodedCliqueExchange(Arrivals[CodedMessage]):
     """mixed = Q((1/n) sum_j sent_j + f), the same bits on all, where all receive from all with equal weights.
 
-    A message with NaN, infinity or absurd numbers counts as zero, for every owner alike, and is counted.
-
-    Args:
-        transport: carries codes to their owners, for this alone.
-        codec: without estimates.
-        back: carries the owners' codes, for this alone.
+    A message with NaN, infinity or absurd numbers counts as zero, for every owner alike, and is counted. `transport`
+    carries codes to their owners, the codec is one without estimates.
     """
 
-    back: Transport = field(kw_only=True)
+    back: Transport = field(kw_only=True)  # carries the owners' codes, for this alone
     coder: CodedMean = field(init=False)
 
     def __post_init__(self) -> None:
@@ -151,56 +137,3 @@ class CodedCliqueExchange(Arrivals[CodedMessage]):
 
     def traffic(self) -> Traffic:
         return super().traffic() + Traffic(bytes_sent=self._sent_back)
-
-
-@dataclass
-class EveryonesParts(Exchange["EveryonesCodes"]):
-    """The same of all workers, in a simulation."""
-
-    topology: Topology
-    weights: Weights
-    size: int
-    codec: Codec
-    pool: Pool = field(default_factory=Pool, init=False)
-
-    def __post_init__(self) -> None:
-        self.coders = [CodedMean(CodedParts(self.codec, rank, self.size, self.pool)) for rank in range(self.size)]
-        self.coder = Everyone(self.codec, self.coders)
-        self._at = cache(lambda phase: entries(self.topology, self.size, phase, self.weights))
-
-    def neighbours(self, step: int) -> Entries:
-        return self._at(step % self.topology.period(self.size))
-
-    def admit(self, buckets: Sequence[Tensor], combine: Combine) -> None:
-        for worker in self.coders:
-            worker.admit([bucket[0] for bucket in buckets])
-
-    def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> "EveryonesCodes":
-        sent = self._copy(message, copied)
-        codes = [worker.encode(sent[rank], step, place) for rank, worker in enumerate(self.coders)]
-        return EveryonesCodes(self, step, place, sent, codes)
-
-
-@dataclass
-class EveryonesCodes(MessageInFlight):
-    """Codes of all workers for all owners."""
-
-    exchange: EveryonesParts
-    step: int
-    place: int
-    sent: Tensor  # [workers, elements]
-    codes: Sequence[Mapping[int, Buffers]]
-
-    def land(self) -> Tensor:
-        mixed = self.exchange.pool.take(self.sent)
-        for owner, worker in enumerate(self.exchange.coders):
-            mean = worker.parts.of(owner, real(self.sent[owner])) * worker.parts.share
-            decoded = torch.empty_like(mean)
-            for codes in (row.get(owner) for row in self.codes):
-                if codes is not None:
-                    worker.parts.decode(codes, decoded)
-                    mean.add_(decoded, alpha=worker.parts.share)
-            worker.parts.reduced(mean, worker.owned[self.place], self.step, self.place)
-            for row in mixed:
-                worker.parts.of(owner, real(row)).copy_(mean)
-        return mixed

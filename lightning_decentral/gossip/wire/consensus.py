@@ -25,11 +25,8 @@ Meeting = Callable[[], Transport | None]
 
 
 def mixer_of(combine: Rule, exchange: Exchange[Any], delay: int, meeting: Meeting) -> Mixer:
-    """Make the mixer of a rule, without buckets yet.
-
-    Args:
-        meeting: makes a group of all workers, for sums over them; returns None where an exchange is all workers'.
-    """
+    """Make the mixer of a rule, without buckets yet. `meeting` makes a group of all workers, for sums over them;
+    None where an exchange is all workers'."""
     if isinstance(combine, Combine):
         return Mixer([], combine, exchange, delay)
     from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl  # few runs count rounds
@@ -46,7 +43,7 @@ class ControlledMixer(Mixer):
         super().__init__([], control.inner, exchange, delay)
         self._control, self._gauge, self._idle = control, gauge, 0
         self._squares: list[Tensor] = []
-        self._correct = self._measured
+        self._correct, self._rate = self._measured, lambda turn: None  # what lands is measured: it takes the mixture
 
     def step(self, learning_rate: float = 1.0, rounds: int = 1) -> None:
         # By a distance that all workers share: they must take equally many rounds.
@@ -58,9 +55,6 @@ class ControlledMixer(Mixer):
             nothing = torch.zeros(2, dtype=torch.float64, device=self.buckets[0].flat.device)
             self._gauge.report(torch.stack([nothing, *self._squares]).sum(0))
             self._squares = []
-
-    def _rate(self, turn: Turn) -> float | None:
-        return None  # what lands is measured: it takes the mixture
 
     def _measured(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
         self._squares.append(self._control.measure(sent, mixed, turn))
@@ -80,18 +74,13 @@ class ControlledMixer(Mixer):
 
 
 class Gauge:
-    """The distance between the workers, known to all of them some steps after it was measured, and nobody waits.
+    """The distance between the workers, known to all of them `lag` steps after it was measured, and nobody waits.
 
-    Args:
-        lag: steps between measuring and reading, at least 1.
-        total: starts to sum a tensor over the workers in place; None where it holds all workers'.
-
-    Attributes:
-        distance: what was read last, equal on all workers; nan before.
+    `total` starts to sum a tensor over the workers in place; None where it holds all workers'.
     """
 
     def __init__(self, lag: int, total: Callable[[Tensor], Pending] | None) -> None:
-        self.distance = nan
+        self.distance = nan  # what was read last, equal on all workers; nan before
         self._lag, self._total = lag, total
         self._reported: deque[Callable[[], Tensor]] = deque()
 
@@ -134,11 +123,8 @@ class Consensus:
 def spread(
     own: Sequence[Tensor], means: Sequence[Tensor], mean_of: Callable[[Sequence[Tensor]], list[Tensor]], shards: int
 ) -> Consensus:
-    """Consensus error of the workers, from this one's tensors and their means. Collective.
-
-    Args:
-        shards: a mean is over devices, each of which holds 1 / shards of its worker's tensors.
-    """
+    """Consensus error of the workers, from this one's tensors and their means. Collective. A mean is over devices, each
+    of which holds 1 / shards of its worker's tensors."""
     squares = [squared_norm([a - b for a, b in zip(own, means, strict=True)]), squared_norm(means)]
     distance, norm = (shards * square for square in mean_of(squares))
     return Consensus(float(distance.sqrt()), float((distance / norm.clamp(min=1e-300)).sqrt()))

@@ -9,7 +9,7 @@ What is in flight is one object: who launched it hands it to `depart`, lands it 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -19,41 +19,26 @@ from torch import Tensor
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.link import Memory
 from lightning_decentral.gossip.compute.mixing import Sick, apply_difference
+from lightning_decentral.gossip.plan.weights import Entries, Neighbours
 from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.health import state_
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Message
 
 Number = float | NDArray[np.float64]
+StepLinks = Neighbours | Entries
+"""Links of one step: a worker's, or all workers' matrix in a simulation, where numbers are columns [size, 1]."""
 HEADER = 3  # Numbers before a message: its round, the elements of all buckets, its largest magnitude.
-
-
-class StepLinks(Protocol):
-    """Links of one step: a worker's `Neighbours`, or the `Entries` of all workers' matrix in a simulation,
-    where numbers are columns [size, 1]."""
-
-    @property
-    def silent(self) -> bool: ...
-    @property
-    def own(self) -> Number: ...
-    @property
-    def degree(self) -> Number: ...
 
 
 @dataclass
 class Copied:
-    """A bucket's next message: its copy, and its header, both made where the bucket is corrected.
+    """A bucket's next message: its copy, and its header, both made where the bucket is corrected."""
 
-    Attributes:
-        message: gets the values of the bucket.
-        headers: int64 [rows, HEADER]; the first row gets the header. None: it is made later.
-        elements: of all buckets.
-    """
-
-    message: Tensor
-    headers: Tensor | None = None
+    message: Tensor  # gets the values of the bucket
+    headers: Tensor | None = None  # int64 [rows, HEADER]; the first row gets the header. None: it is made later
     step: int = 0
-    elements: int = 0
+    elements: int = 0  # of all buckets
 
     def of(self, x: Tensor) -> "Copied":
         """Make both of x, in one pass."""
@@ -85,25 +70,18 @@ class MessageInFlight(ABC):
 
     def keep(self, corrects: bool) -> "Landed":
         """Wait for what was sent to this worker; return what lands with the same bits later, and can be saved. Once.
-
-        Args:
-            corrects: by `correct`, if it can.
-        """
+        Where it `corrects`, by `correct`, if it can."""
         return Landed(self.sent, self.land())
 
-    def settle(self) -> None:
-        """Wait until the message is ready to leave: from then on it is what the others decode of it."""
-        return
+    def settle(self) -> Tensor:
+        """Wait until the message is ready to leave, and return it: from then on it is what the others decode of it."""
+        return self.sent
 
 
 class EarlyArrival(MessageInFlight):
-    """A message that a device's second stream may receive before it lands on the training's.
+    """A message that a device's second stream may receive before it lands on the training's."""
 
-    Attributes:
-        outgoing, incoming: its transfers, from the departure on.
-    """
-
-    outgoing: Sequence[Pending] = ()
+    outgoing: Sequence[Pending] = ()  # its transfers, from the departure on
     incoming: Sequence[Pending] = ()
 
     @abstractmethod
@@ -126,16 +104,12 @@ class EarlyArrival(MessageInFlight):
 
 @dataclass
 class Landed(MessageInFlight):
-    """A message whose round was mixed already; where it `corrects`, mixed - sent.
-
-    Args:
-        sick: why nothing was: this worker's own message was refused, which its landing raises.
-    """
+    """A message whose round was mixed already; where it `corrects`, mixed - sent."""
 
     sent: Tensor
     mixed: Tensor | None
     corrects: bool = field(default=False, kw_only=True)
-    sick: Sick | None = field(default=None, kw_only=True)
+    sick: Sick | None = field(default=None, kw_only=True)  # this worker's own message was refused: landing raises it
 
     def land(self) -> Tensor:
         if self.sick:
@@ -156,23 +130,16 @@ class Landed(MessageInFlight):
 
 @dataclass
 class Flight:
-    """One round between launch and landing, bucket by bucket; saved with what has come of it, and restored.
-
-    Attributes:
-        departed: when it left, by `perf_counter`; 0 before, and where it was restored.
-    """
+    """One round between launch and landing, bucket by bucket; saved with what has come of it, and restored."""
 
     round: int
     step: int
     messages: list[MessageInFlight] = field(default_factory=list)
-    departed: float = 0.0
+    departed: float = 0.0  # when it left, by `perf_counter`; 0 before, and where it was restored
 
     def state_dict(self, keep: Callable[[int], Landed]) -> dict[str, Any]:
-        """State to save, as tensors and primitives.
-
-        Args:
-            keep: what came for the bucket at this place. A round arrives once, so it stands in for what was launched.
-        """
+        """State to save, as tensors and primitives. What came for a bucket (`keep` of its place) stands in for what was
+        launched from then on: a round arrives once."""
         landed = [keep(place) for place in range(len(self.messages))]
         self.messages = [*landed]
         return {
@@ -218,11 +185,8 @@ class Exchange(ABC, Generic[M]):
 
     @abstractmethod
     def admit(self, buckets: Sequence[Tensor], combine: Combine) -> None:
-        """Add buckets, to be mixed from the next launch on. Every worker calls it at the same point.
-
-        Args:
-            combine: their rule, which states how much of a message no codec may touch.
-        """
+        """Add buckets, to be mixed from the next launch on. Every worker calls it at the same point. Their rule states
+        how much of a message no codec may touch."""
 
     def copied(self, x: Tensor, step: int, place: int) -> Copied:
         """Buffers for the next message of bucket `place`, which is x as a correction leaves it; then to be launched."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.mixing import Sick
 from lightning_decentral.gossip.wire.exchange import Copied, Exchange, MessageInFlight, Traffic
-from lightning_decentral.gossip.wire.island_member import Meet, Several, inside
+from lightning_decentral.gossip.wire.island_member import MakeComparison, Meet, Several, inside
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.compute.buckets import Bucket, Pool, pack
 from lightning_decentral.shared.compute.codec.codec import Codec
@@ -20,7 +20,7 @@ from lightning_decentral.shared.compute.device import DeviceStopwatch, stopwatch
 from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage
 from lightning_decentral.shared.wire.averaging.residuals import scale_of
 from lightning_decentral.shared.wire.compressed_mean import mean_by
-from lightning_decentral.shared.wire.meeting.comparison import TrainedLayout, TrainingComparison
+from lightning_decentral.shared.wire.meeting.comparison import TrainedLayout
 from lightning_decentral.shared.wire.transport import Transport, Wire
 
 
@@ -29,17 +29,11 @@ class GatherExchange(Exchange["Parts"]):
     """mixed[p] = sum_j w_ij sent_j[p] for this device's part p; then every device gets every part.
 
     A bucket of n elements has L equal parts for L devices: every byte of a message crosses the network card of the
-    island's node once.
-
-    Args:
-        inner: exchanges between the devices at this one's place in every island.
-        inside: the devices of this island, in order of place, for this alone.
-
-    Source: the two-level scheme of the parameters' exchange, Wang et al. 2410.11998, section 4.
+    island's node once. Source: the two-level scheme of the parameters' exchange, Wang et al. 2410.11998, section 4.
     """
 
-    inner: Exchange[Any]
-    inside: Transport
+    inner: Exchange[Any]  # between the devices at this one's place in every island
+    inside: Transport  # the devices of this island, in order of place, for this alone
     device: torch.device
     pool: Pool = field(default_factory=Pool, init=False)
 
@@ -108,16 +102,11 @@ class GatherExchange(Exchange["Parts"]):
 
 @dataclass
 class Parts(MessageInFlight):
-    """This device's part of a message.
-
-    Args:
-        waiting: what of it the inner exchange has launched and has not sent.
-        finish: waits for the whole.
-    """
+    """This device's part of a message."""
 
     sent: Tensor  # [elements], the whole
-    waiting: Sequence[MessageInFlight]
-    finish: Callable[[], Tensor]
+    waiting: Sequence[MessageInFlight]  # what of it the inner exchange has launched and has not sent
+    finish: Callable[[], Tensor]  # waits for the whole
 
     @property
     def together(self) -> bool:  # type: ignore[override]
@@ -128,17 +117,12 @@ class Parts(MessageInFlight):
 
 
 class SickPart(NamedTuple):
-    """A part of this island's message was refused; all its devices know.
-
-    Args:
-        sent: what counts in the place of this device's part; None where it was accepted.
-        place: the first device whose part it was.
-    """
+    """A part of this island's message was refused; all its devices know."""
 
     complaint: str
-    sent: Tensor | None
+    sent: Tensor | None  # what counts in the place of this device's part; None where it was accepted
     round: int
-    place: int
+    place: int  # the first device whose part it was
 
 
 class AtLanding:
@@ -244,9 +228,7 @@ class Averaging(Several):
         self._gradients.watch(list(module.parameters()))
         return step()
 
-    def compare(
-        self, trained: TrainedLayout, make: Callable[[TrainedLayout, Sequence[int]], TrainingComparison]
-    ) -> None:
+    def compare(self, trained: TrainedLayout, make: MakeComparison) -> None:
         super().compare(trained, make)
         self._gradients.layouts = self.layouts
 

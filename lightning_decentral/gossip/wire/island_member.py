@@ -22,12 +22,7 @@ MakeComparison = Callable[[TrainedLayout, Sequence[int]], TrainingComparison]
 
 
 class IslandMember(DeviceSteps):
-    """One device's part in its island; here of an island that is this device alone.
-
-    Args:
-        devices: of each island.
-        meet: runs what waits for other devices.
-    """
+    """One device's part in its island of so many; here it is this device alone. `meet` runs what waits for others."""
 
     shards = 1  # Devices that a worker's parameters are spread over.
 
@@ -63,14 +58,8 @@ class IslandMember(DeviceSteps):
     def arrange(self, module: nn.Module) -> None:
         """Prepare the module before the optimizers exist."""
 
-    def compare(
-        self, trained: TrainedLayout, make: Callable[[TrainedLayout, Sequence[int]], TrainingComparison]
-    ) -> None:
-        """Check from now on that its devices go on training the same.
-
-        Args:
-            make: a comparison of what is trained between devices of these ranks.
-        """
+    def compare(self, trained: TrainedLayout, make: MakeComparison) -> None:
+        """Check from now on that its devices go on training the same: `make` a comparison of devices of some ranks."""
 
     def replaced(self) -> None:
         """The optimizers are others than before. RuntimeError where they aren't on another of its devices."""
@@ -111,9 +100,7 @@ class Several(IslandMember):
 
     layouts = TrainingComparison()
 
-    def compare(
-        self, trained: TrainedLayout, make: Callable[[TrainedLayout, Sequence[int]], TrainingComparison]
-    ) -> None:
+    def compare(self, trained: TrainedLayout, make: MakeComparison) -> None:
         assert self._wire is not None
         first = self._wire.world.rank // self.devices * self.devices
         self.layouts = make(trained, range(first, first + self.devices))

@@ -146,10 +146,8 @@ class Used:
     """Parameters that only some devices of an island use in a step (experts), and those that none does.
 
     FSDP reduces a module's gradients in one message, which has another size where a device lacks some. It gets zeros
-    for them here. One that no device used has no gradient, as under ddp with find_unused_parameters.
-
-    Args:
-        groups: FSDP's, of parameters that are gathered and reduced together.
+    for them here. One that no device used has no gradient, as under ddp with find_unused_parameters. `groups`: FSDP's,
+    of parameters that are gathered and reduced together.
     """
 
     def __init__(self, groups: Sequence[Any]) -> None:

@@ -1,6 +1,6 @@
 """Making of a run's mixers: what the mixers of its optimizers ask for, whatever its workers are; those of states."""
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from lightning_decentral.gossip.compute.travel import LACKING, UNKNOWN, agreed, kinds
 from lightning_decentral.gossip.wire.mixer import MeanOfSound, Mixer
 from lightning_decentral.shared.compute.buckets import Bucket, with_tail
+from lightning_decentral.shared.compute.layout import ModelLayout
 from lightning_decentral.shared.wire.meeting.comparison import Layout, MakeLayouts, Named, TrainingComparison
 
 Pack = Callable[[Sequence[nn.Parameter]], list[Bucket]]  # Parameters as buckets, as their island packs them.
@@ -27,14 +28,7 @@ PackState = Callable[[Optimizer, str, Mapping[nn.Parameter, int]], list[Bucket]]
 
 
 class StateMixer:
-    """One state of an optimizer, mixed with the parameters; it is taken in when any worker's optimizer has it.
-
-    Args:
-        everyone: gathers a row of numbers from each worker.
-
-    Attributes:
-        packs: {place of a parameter in the optimizer: its state's kind}, packed at a time.
-    """
+    """One state of an optimizer, mixed with the parameters; it is taken in when any worker's optimizer has it."""
 
     def __init__(
         self,
@@ -42,11 +36,11 @@ class StateMixer:
         name: str,
         mixer: Mixer,
         pack: PackState,
-        everyone: Callable[[list[int]], list[list[int]]],
+        everyone: Callable[[list[int]], list[list[int]]],  # gathers a row of numbers from each worker
     ) -> None:
         self.name, self.mixer = name, mixer
         self.buckets: list[Bucket] = []
-        self.packs: list[dict[int, int]] = []
+        self.packs: list[dict[int, int]] = []  # {place of a parameter: its state's kind}, packed at a time
         self._optimizer, self._pack, self._everyone = optimizer, pack, everyone
         self._known: set[nn.Parameter] = set()
         self._trained = self._looks = 0
@@ -54,11 +48,8 @@ class StateMixer:
         optimizer.register_step_post_hook(lambda *_: stepped.__setitem__(0, True))
 
     def adopt(self, trained: set[nn.Parameter]) -> None:
-        """Take in the states of these parameters that are new, the same on all workers. Collective.
-
-        Raises:
-            ValueError: as `travel.kinds`; or no worker's optimizer keeps such a state.
-        """
+        """Take in the states of these parameters that are new, the same on all workers. Collective. ValueError: as
+        `travel.kinds`; or no worker's optimizer keeps such a state."""
         if trained <= self._known:
             return
         stepped, self._stepped[0] = self._stepped[0], False
@@ -91,8 +82,7 @@ class StateMixer:
         self.packs.append(dict(chosen))
         buckets = self._pack(self._optimizer, self.name, new)
         self.buckets += buckets
-        mixed = with_tail(buckets)
-        self.mixer.extend(mixed)
+        self.mixer.extend(with_tail(buckets))
 
     def drain(self) -> None:
         for bucket in self.buckets:
@@ -122,14 +112,10 @@ class Mixed:
     """Parameters that one worker's rounds mix: compared with the others' where they grow or begin anew, no other time.
 
     Who trains what in a step is each worker's own: what was mixed once goes on being mixed where it's frozen.
-
-    Attributes:
-        by: {parameter that is mixed: place of the optimizer after whose updates it is}.
-        layouts: the comparison, to be informed of every round: `begin`, and `done` when it is launched.
     """
 
     def __init__(self) -> None:
-        self.layouts = TrainingComparison()
+        self.layouts = TrainingComparison()  # to be informed of every round: `begin`, and `done` when it is launched
         self._named: Named = tuple
         self.close()
 
@@ -147,17 +133,14 @@ class Mixed:
         """Forget all; nobody is asked any more."""
         self.layouts.close()
         self.layouts = TrainingComparison()
-        self.by: dict[nn.Parameter, int] = {}
+        self.by: dict[nn.Parameter, int] = {}  # {what is mixed: place of the optimizer after whose updates it is}
         self._since: dict[nn.Parameter, int] = {}
         self._optimizers = self._replaced = self._calls = 0
         self._asks = True
 
     def grow(self, new: Sequence[nn.Parameter], by: int) -> None:
         """Mix these, too, from the next round of the optimizer with that place on. Collective where that is new.
-
-        Raises:
-            RuntimeError: another worker doesn't, by name, on all.
-        """
+        RuntimeError: another worker doesn't, by name, on all."""
         if all(self.by.get(p) == by for p in new):
             return
         self.by |= dict.fromkeys(new, by)
@@ -198,29 +181,17 @@ class Mixed:
 
 @dataclass(frozen=True)
 class MixerFactory:
-    """Factories of a run's mixers, and what the mixers need of the run.
+    """Factories of a run's mixers, and what these need of the run. Its functions are collective, but for `pack`."""
 
-    Args:
-        mixers: new ones over groups of their own, one for each fragment of the model; collective.
-        pack: of parameters.
-        states: of an optimizer, those that travel; collective.
-        exact_steps: first steps, in which all workers are averaged instead.
-        mean: (of flat tensors over the sound workers, why this one isn't sound or nothing); collective.
-        known: parameters that all workers began with, frozen ones among them.
-        alike: gives every worker the first one's values of parameters that come while training; collective.
-        meet: x <- the mean of the workers, as it is evaluated; collective.
-        mixed: what all workers mix, compared where it changes.
-    """
-
-    mixers: Callable[[], Sequence[Mixer]]
+    mixers: Callable[[], Sequence[Mixer]]  # new ones over groups of their own, one for each fragment of the model
     pack: Pack
-    states: Callable[[Optimizer], Sequence[StateMixer]] = lambda optimizer: ()  # parameters alone are mixed
-    exact_steps: int = 0
-    mean: MeanOfSound = lambda tensors: (tensors, "")  # of one worker
-    known: Container[nn.Parameter] = ()
-    alike: Callable[[Sequence[nn.Parameter]], None] = lambda parameters: None
-    meet: Callable[[Sequence[nn.Parameter]], None] = lambda parameters: None
-    mixed: Mixed = field(default_factory=Mixed)
+    states: Callable[[Optimizer], Sequence[StateMixer]] = lambda optimizer: ()  # those that travel
+    exact_steps: int = 0  # first steps, in which all workers are averaged instead
+    mean: MeanOfSound = lambda tensors: (tensors, "")  # (of the sound workers, why this one isn't sound or nothing)
+    known: ModelLayout = field(default_factory=ModelLayout)  # parameters that all workers began with, and how they lie
+    alike: Callable[[Sequence[nn.Parameter]], None] = lambda new: None  # they get worker 0's values, while training
+    meet: Callable[[Sequence[nn.Parameter]], None] = lambda parameters: None  # x <- the mean, as it is evaluated
+    mixed: Mixed = field(default_factory=Mixed)  # what all workers mix, compared where it changes
 
     @torch.no_grad()
     def equalize(self, new: Sequence[nn.Parameter]) -> None:

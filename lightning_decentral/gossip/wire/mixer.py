@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_decentral.gossip.compute.combine.combine import Combine, State, Turn
 from lightning_decentral.gossip.compute.healing import Healing
 from lightning_decentral.gossip.compute.mixing import Sick
-from lightning_decentral.gossip.wire.exchange import Copied, Exchange, Flight, Landed, MessageInFlight, Number, Traffic
+from lightning_decentral.gossip.wire.exchange import Copied, Exchange, Flight, Landed, Number, Traffic
 
 MeanOfSound = Callable[[Sequence[Tensor]], tuple[Sequence[Tensor], str]]
 
@@ -59,7 +59,7 @@ class Mixer:
         self.healing = Healing()
         self._learning_rate, self._peak = 0.0, 0.0
         self._combine, self._delay = combine, delay
-        self._correct = combine.apply
+        self._correct, self._rate = combine.apply, combine.rate_of
         rule = type(combine)
         self._adapts = rule.adapt is not Combine.adapt
         # Whether x as it was corrected is what leaves next: then one pass corrects and copies.
@@ -113,12 +113,10 @@ class Mixer:
 
     def restart(self, mean: MeanOfSound) -> None:
         """A step without a round: every worker becomes the mean of all, and the rule begins anew from there.
+        FloatingPointError: this worker isn't sound, and has been healed as often as it may.
 
         Args:
             mean: (of flat tensors over the sound workers, why this one isn't sound or nothing); collective.
-
-        Raises:
-            FloatingPointError: this worker isn't sound, and has been healed as often as it may.
         """
         for bucket in self.buckets:
             bucket.adopt()
@@ -150,7 +148,7 @@ class Mixer:
         for flight in self._flights if coder.encodes else ():  # elsewhere nobody waits for that
             for message in flight.messages:
                 message.settle()
-        error = coder.error()
+        error = coder.lost.value()
         return [] if error is None else [error]
 
     def traffic(self) -> Traffic:
@@ -162,10 +160,6 @@ class Mixer:
         at = partial(self.exchange.neighbours, round)  # asked by few rules
         own, degree = lambda: self._number(at().own), lambda: self._number(at().degree)
         return Turn(round, self._learning_rate, self._peak, own, degree)
-
-    def _rate(self, turn: Turn) -> float | None:
-        """`Combine.rate_of`, where the rule alone corrects."""
-        return self._combine.rate_of(turn)
 
     def _number(self, value: Number) -> Tensor:
         """A scalar on the buckets' device; in a simulation a column."""
@@ -194,7 +188,7 @@ class Mixer:
             self.exchange.depart(flight.messages, flight.round)
             flight.departed = perf_counter()
         if self._asks_sent:
-            self._combine.launched(x, partial(_settled, launched), state, turn)
+            self._combine.launched(x, launched.settle, state, turn)
 
     def _due(self, last: int) -> list[Flight]:
         """Remove and return the flights launched in round `last` or before."""
@@ -268,11 +262,7 @@ class Mixer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned.
-
-        Raises:
-            ValueError: it was taken with other buckets.
-        """
+        """Restore what `state_dict` returned. ValueError: it was taken with other buckets."""
         elements = [bucket.flat.numel() for bucket in self.buckets]
         if state["elements"] != elements:
             raise ValueError(
@@ -286,8 +276,3 @@ class Mixer:
         self._states = [{k: v.to(x.device) for k, v in s.items()} for s, x in zip(state["states"], like, strict=True)]
         self.healing.load_state_dict(state.get("healing") or self.healing.state_dict())
         self._flights = deque(Flight.of(saved, like) for saved in state["flights"])
-
-
-def _settled(message: MessageInFlight) -> Tensor:
-    message.settle()
-    return message.sent

@@ -26,18 +26,7 @@ def healing(most: int, module: nn.Module) -> Healing:
 class OptimizerMixer:
     """Parameters of one optimizer, or of a fragment of it, and the mixer that mixes them.
 
-    Args:
-        taken: parameters that a mixer has already; one that several optimizers train is the first one's, and is mixed
-            after the updates of each.
-        fragment: (which one, of how many).
-        states: of the optimizer, mixed in addition.
-        others_sick: whether any other mixer of the worker holds what isn't sound.
-        place: of the optimizer among those with mixers.
-
-    Attributes:
-        own: what it mixes.
-        looks: how often the optimizer had other parameters than before.
-        strayed: whether the optimizer has no more what is mixed.
+    A parameter that several optimizers train is the first one's (`taken`), and is mixed after the updates of each.
     """
 
     def __init__(
@@ -45,15 +34,15 @@ class OptimizerMixer:
         optimizer: Optimizer,
         mixer: Mixer,
         making: MixerFactory,
-        taken: set[nn.Parameter],
-        fragment: tuple[int, int] = (0, 1),
-        states: Sequence[StateMixer] = (),
-        others_sick: Callable[[], bool] = bool,
-        place: Callable[[], int] = int,
+        taken: set[nn.Parameter],  # those that a mixer has already
+        fragment: tuple[int, int] = (0, 1),  # (which one, of how many)
+        states: Sequence[StateMixer] = (),  # of the optimizer, mixed in addition
+        others_sick: Callable[[], bool] = bool,  # whether any other mixer of the worker holds what isn't sound
+        place: Callable[[], int] = int,  # of the optimizer among those with mixers
     ) -> None:
         self.optimizer, self.mixer, self.states = optimizer, mixer, tuple(states)
-        self.buckets, self.own = list[Bucket](), set[nn.Parameter]()
-        self.looks, self.strayed = 0, False
+        self.buckets, self.own = list[Bucket](), set[nn.Parameter]()  # what it mixes
+        self.looks, self.strayed = 0, False  # how often the optimizer had others; whether it lacks what is mixed
         self._packs, self._seen = list[list[nn.Parameter]](), list[nn.Parameter]()
         self._making, self._taken, self._fragment = making, taken, fragment
         self._last, self._place = optimizer, place
@@ -119,10 +108,10 @@ class OptimizerMixer:
             self._taken.update(new)
             self.own.update(new)
             self._packs.append(list(new))
+            self._making.known.restore(new)  # as all workers' lie: also those that are freed later
             buckets = self._making.pack(new)
             self.buckets += buckets
-            mixed = with_tail(buckets)
-            self.mixer.extend(mixed)
+            self.mixer.extend(with_tail(buckets))
 
     def adopt_states(self) -> None:
         """Take in the states that the optimizer has for them since its last update."""
@@ -165,10 +154,7 @@ class OptimizerMixer:
 
     def shown(self, standing: bool) -> Iterator[tuple[int, Tensor]]:
         """(address of a parameter, what is evaluated in its place); what was written since the last step is itself.
-
-        Args:
-            standing: whether the mean stands in the parameters' place.
-        """
+        `standing`: the mean stands in the parameters' place."""
         if not (flats := self.mixer.shown()):
             return
         written = self.written.found if standing else self.written.look()
@@ -210,9 +196,6 @@ class Written:
     """Writes to the parameters of one mixer's buckets since its last step.
 
     A parameter counts its own changes, but for those by `.data`: these show in a sample of its elements.
-
-    Attributes:
-        found: their addresses, as far as somebody has looked.
     """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
@@ -221,7 +204,7 @@ class Written:
         self._owners: list[list[int]] = []
         self._versions: list[list[int]] = []
         self._samples: list[Tensor] = []
-        self.found: set[int] = set()
+        self.found: set[int] = set()  # their addresses, as far as somebody has looked
 
     def stepped(self) -> None:
         """Count what was written before as a part of the update."""

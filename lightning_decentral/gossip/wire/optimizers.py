@@ -43,21 +43,14 @@ class Mixers:
     """Mixers of all optimizers, for each as many as the model has fragments.
 
     A parameter is mixed after each update of any optimizer that has it: what counts is what an optimizer trains, not
-    which object it is.
-
-    Args:
-        making: asked when an optimizer's are made.
-
-    Attributes:
-        mixed: what all of them mix; `watch` makes it ask the other workers.
-        exact_steps: of this run, once they are known.
+    which object it is. `making` is asked when an optimizer's are made.
     """
 
     def __init__(self, making: Callable[[], MixerFactory]) -> None:
-        self._making, self.mixed = making, Mixed()
+        self._making, self.mixed = making, Mixed()  # what all of them mix; `watch` makes it ask the other workers
         self._all: list[OptimizerMixer] = []
         self._live: list[Optimizer] = []
-        self.exact_steps: int | None = None
+        self.exact_steps: int | None = None  # of this run, once they are known
         self._past = Traffic()  # of mixers that are gone
         self._taken: set[nn.Parameter] = set()
         self._others: dict[Optimizer, tuple[tuple[int, int], list[OptimizerMixer]]] = {}
@@ -234,11 +227,8 @@ class Mixers:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:
-        """Restore what `state_dict` returned.
-
-        Raises:
-            ValueError: it was taken with another number of optimizers, or with other buckets.
-        """
+        """Restore what `state_dict` returned. ValueError: it was taken with another number of optimizers, or with other
+        buckets."""
         with self.mixed.reading():
             self._give_back()
             self._all, self._live = [], []

@@ -134,8 +134,9 @@ class Overlapped(MessageInFlight):
     launched: "Future[MessageInFlight]"
     landed: "Future[Tensor] | None" = None
 
-    def settle(self) -> None:
+    def settle(self) -> Tensor:
         self.exchange.awaited(self.launched)
+        return self.sent
 
     def land(self) -> Tensor:
         assert self.landed is not None, "land only what has departed"
@@ -200,25 +201,22 @@ class StreamExchange(Exchange["OnStream"]):
 
 @dataclass
 class OnStream(MessageInFlight):
-    """A message between launch and landing.
-
-    Args:
-        memory: tensors of the second stream that the landing reads.
-    """
+    """A message between launch and landing."""
 
     exchange: StreamExchange
     sent: Tensor
     inner: EarlyArrival
     encoded: cuda.Event
     arrived: cuda.Event | None = None
-    memory: Sequence[Tensor] = ()
+    memory: Sequence[Tensor] = ()  # tensors of the second stream that the landing reads
 
     @property
     def corrects(self) -> bool:  # type: ignore[override]
         return self.inner.corrects
 
-    def settle(self) -> None:
+    def settle(self) -> Tensor:
         self.exchange.caller().wait_event(self.encoded)
+        return self.sent
 
     def land(self) -> Tensor:
         return self.exchange.arrived(self).land()

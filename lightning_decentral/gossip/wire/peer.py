@@ -32,20 +32,14 @@ E = TypeVar("E", bound=EarlyArrival)
 
 @dataclass
 class Arrivals(Exchange[E]):
-    """Exchange that sends each message to certain workers, and receives theirs: of the kind `EarlyArrival`.
-
-    Args:
-        transport: that its messages leave by, of this exchange alone.
-        codec: of every message.
-        pool: that its buffers come from; one for all exchanges whose rounds alternate.
-    """
+    """Exchange that sends each message to certain workers, and receives theirs: of the kind `EarlyArrival`."""
 
     topology: Topology
     weights: Weights
-    transport: Transport
+    transport: Transport  # that its messages leave by, of this exchange alone
     device: torch.device
-    codec: Codec = Plain()  # noqa: RUF009 - a frozen value
-    pool: Pool = field(default_factory=Pool)
+    codec: Codec = Plain()  # noqa: RUF009 - a frozen value, of every message
+    pool: Pool = field(default_factory=Pool)  # one for all exchanges whose rounds alternate
 
     def __post_init__(self) -> None:
         plan = self.topology, self.weights, self.transport.rank, self.transport.size
@@ -81,29 +75,19 @@ def messages(by_worker: Mapping[int, Sequence[Tensor]]) -> list[Message]:
 
 @dataclass
 class PeerMessage(EarlyArrival):
-    """One bucket on its way to and from the neighbours of one step.
-
-    Args:
-        row: {j: w_ij} of what is mixed, this worker included.
-        packets: {target: payload}.
-        buffers: {source: where its payload is received}.
-
-    Attributes:
-        received: {source: its message, decoded}.
-        sane: bool [1 + sources]: whether this worker's own message is sound, then each source's.
-    """
+    """One bucket on its way to and from the neighbours of one step."""
 
     exchange: "PeerExchange"
     step: int
     place: int
-    row: Mapping[int, float]
+    row: Mapping[int, float]  # {j: w_ij} of what is mixed, this worker included
     sent: Tensor  # [elements]
     headers: Tensor  # int64 [1 + sources, HEADER]: this worker's, then each source's
-    packets: Mapping[int, Buffers]
-    buffers: Mapping[int, Buffers]
+    packets: Mapping[int, Buffers]  # {target: payload}
+    buffers: Mapping[int, Buffers]  # {source: where its payload is received}
     corrects: bool = False
-    received: Mapping[int, Tensor] | None = None
-    sane: Tensor = field(init=False)
+    received: Mapping[int, Tensor] | None = None  # {source: its message, decoded}
+    sane: Tensor = field(init=False)  # bool [1 + sources]: whether the own message is sound, then each source's
 
     def sends(self) -> list[Message]:
         return messages({k: [self.headers[0], *payload] for k, payload in self.packets.items()})

@@ -3,36 +3,28 @@
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine, Rule
-from lightning_decentral.gossip.compute.error_feedback import coder_of
-from lightning_decentral.gossip.compute.link import Direct, Everyone, cliques_of
+from lightning_decentral.gossip.compute.error_feedback import CodedMean, coder_of
+from lightning_decentral.gossip.compute.link import Buffers, Coder, Everyone, cliques_of
 from lightning_decentral.gossip.plan.topology.topology import Topology, at_least_one
 from lightning_decentral.gossip.plan.traffic import Cliques
 from lightning_decentral.gossip.plan.weights import Entries, Neighbours, Weights, compressed, entries, neighbours
-from lightning_decentral.gossip.wire.coded_clique import EveryonesParts
 from lightning_decentral.gossip.wire.consensus import mixer_of
 from lightning_decentral.gossip.wire.exchange import Copied, Exchange, Landed, MessageInFlight
-from lightning_decentral.shared.compute.buckets import Pool
+from lightning_decentral.shared.compute.buckets import LooseBucket, Pool
+from lightning_decentral.shared.compute.codec.blocks import real
 from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.compute.codec.coded_parts import CodedParts
 from lightning_decentral.shared.compute.codec.deterministic import Plain
 from lightning_decentral.shared.plan.arguments import at_least, checked
 
 Gradient = Callable[[Tensor, int], Tensor]
-
-
-@dataclass
-class _Rows:
-    """The workers' parameters as the rows of one tensor [size, dim]."""
-
-    flat: Tensor
-
-    def adopt(self) -> None:
-        """Do nothing: nothing else holds them."""
 
 
 def simulate(
@@ -73,7 +65,7 @@ def simulate(
     for part, columns in zip(topology.fragments, rows.chunk(len(topology.fragments), dim=1), strict=True):
         exchange = _exchange(part, weights or combine.weights, size, codec or Plain(), combine)
         mixers.append(mixer_of(combine.placed(part, size), exchange, delay, lambda: None))
-        mixers[-1].extend([_Rows(columns)])
+        mixers[-1].extend([LooseBucket(columns)])
     trajectory = [x0.detach().clone()]
     for step in range(steps):
         rate = learning_rate(step) if callable(learning_rate) else learning_rate
@@ -96,28 +88,50 @@ def _exchange(topology: Topology, weights: Weights, size: int, codec: Codec, com
     return MatrixExchange(topology, weights, size)
 
 
+M = TypeVar("M", bound=MessageInFlight)
+
+
 @dataclass
-class LinkExchange(Exchange["LinkMessage"]):
-    """Exchange of encoded messages, as `MatrixExchange` of plain ones: every link of every worker in turn."""
+class Everyones(Exchange[M]):
+    """Exchange of all workers in one process: they are the first axis of every tensor, and W_t has their links.
+
+    Steps that differ by a period share one W_t, silent steps all share one.
+    """
 
     topology: Topology
     weights: Weights
     size: int
-    codec: Codec
     pool: Pool = field(default_factory=Pool, init=False)
 
     def __post_init__(self) -> None:
+        silence = compressed([{rank: 1.0} for rank in range(self.size)])
+
+        @cache
+        def at(phase: int) -> Entries:
+            found = entries(self.topology, self.size, phase, self.weights)
+            return silence if found.silent else found
+
+        self._at = at
+
+    def neighbours(self, step: int) -> Entries:
+        return self._at(step % self.topology.period(self.size))
+
+
+@dataclass
+class LinkExchange(Everyones["LinkMessage"]):
+    """Exchange of encoded messages, as `MatrixExchange` of plain ones: every link of every worker in turn."""
+
+    codec: Codec
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.coders = [coder_of(self.codec, self.topology, rank, self.size, self.pool) for rank in range(self.size)]
         self.coder = Everyone(self.codec, self.coders)
-        self._mixings = Mixings(self.topology, self.weights, self.size)
 
     def admit(self, buckets: Sequence[Tensor], combine: Combine) -> None:
         for worker in self.coders:
             # Estimates start at worker 0's parameters, which `PeerExchange` broadcasts.
             worker.admit([bucket[0].clone() for bucket in buckets], combine)
-
-    def neighbours(self, step: int) -> Entries:
-        return self._mixings.at(step).entries
 
     def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> "LinkMessage":
         sent = self._copy(message, copied)
@@ -153,80 +167,85 @@ class LinkMessage(MessageInFlight):
         return mixed
 
 
-HALVES = (torch.bfloat16, torch.float16)
+@dataclass
+class EveryonesParts(Everyones["EveryonesCodes"]):
+    """All-reduce of codes by owners of parts, as `CodedCliqueExchange`'s."""
+
+    codec: Codec
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.coders = [CodedMean(CodedParts(self.codec, rank, self.size, self.pool)) for rank in range(self.size)]
+        self.coder = Everyone(self.codec, self.coders)
+
+    def admit(self, buckets: Sequence[Tensor], combine: Combine) -> None:
+        for worker in self.coders:
+            worker.admit([bucket[0] for bucket in buckets])
+
+    def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> "EveryonesCodes":
+        sent = self._copy(message, copied)
+        codes = [worker.encode(sent[rank], step, place) for rank, worker in enumerate(self.coders)]
+        return EveryonesCodes(self, step, place, sent, codes)
 
 
 @dataclass
-class Mixing:
-    """out = W @ x, the workers as the first axis, in the type of x."""
+class EveryonesCodes(MessageInFlight):
+    """Codes of all workers for all owners."""
 
-    entries: Entries
-    _matrices: dict[tuple[torch.dtype, torch.device], Tensor] = field(default_factory=dict, init=False)
+    exchange: EveryonesParts
+    step: int
+    place: int
+    sent: Tensor  # [workers, elements]
+    codes: Sequence[Mapping[int, Buffers]]
 
-    @property
-    def silent(self) -> bool:
-        return self.entries.silent
-
-    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        """Write W @ x to `out`, both [size, dim], and return it."""
-        # In float32 and rounded once: weights like 1/3, rounded before, would move the mean.
-        if x.dtype in HALVES:
-            return out.copy_(torch.mm(self._matrix(torch.float32, x.device), x.float()))
-        return torch.mm(self._matrix(x.dtype, x.device), x, out=out)
-
-    def _matrix(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        key = dtype, device
-        if key not in self._matrices:
-            matrix = self._sparse() if self.entries.mostly_zero else torch.from_numpy(self.entries.dense())
-            self._matrices[key] = matrix.to(device, dtype)
-        return self._matrices[key]
-
-    def _sparse(self) -> Tensor:
-        parts = (self.entries.starts, self.entries.columns, self.entries.values)
-        starts, columns, values = map(torch.from_numpy, parts)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Sparse CSR", UserWarning)  # torch calls the layout beta
-            shape = (self.entries.size, self.entries.size)
-            return torch.sparse_csr_tensor(starts, columns, values, shape, check_invariants=False)
+    def land(self) -> Tensor:
+        mixed = self.exchange.pool.take(self.sent)
+        for owner, worker in enumerate(self.exchange.coders):
+            mean = worker.parts.of(owner, real(self.sent[owner])) * worker.parts.share
+            decoded = torch.empty_like(mean)
+            for codes in (row.get(owner) for row in self.codes):
+                if codes is not None:
+                    worker.parts.decode(codes, decoded)
+                    mean.add_(decoded, alpha=worker.parts.share)
+            worker.parts.reduced(mean, worker.owned[self.place], self.step, self.place)
+            for row in mixed:
+                worker.parts.of(owner, real(row)).copy_(mean)
+        return mixed
 
 
-class Mixings:
-    """W_t for every step t of a plan; steps that differ by a period share one, silent steps all share one."""
-
-    def __init__(self, topology: Topology, weights: Weights, size: int) -> None:
-        self._topology, self._weights, self._size = topology, weights, size
-        self._phases: dict[int, Mixing] = {}
-        self._silence = Mixing(compressed([{rank: 1.0} for rank in range(size)]))
-
-    def at(self, step: int) -> Mixing:
-        phase = step % self._topology.period(self._size)
-        if phase not in self._phases:
-            mixing = Mixing(entries(self._topology, self._size, phase, self._weights))
-            self._phases[phase] = self._silence if mixing.silent else mixing
-        return self._phases[phase]
+HALVES = (torch.bfloat16, torch.float16)
 
 
 @checked
 @dataclass
-class MatrixExchange(Exchange[MessageInFlight]):
-    """mixed = W_t @ message, the workers as the first axis: the simulator's exchange."""
-
-    topology: Topology
-    weights: Weights
-    size: int
-    pool: Pool = field(default_factory=Pool, init=False)
+class MatrixExchange(Everyones[MessageInFlight]):
+    """mixed = W_t @ message, the workers as the first axis, in the message's type: the simulator's exchange."""
 
     def __post_init__(self) -> None:
         at_least(1, "give the number of workers", size=self.size)
-        self.coder = Direct(self.pool)
-        self._mixings = Mixings(self.topology, self.weights, self.size)
+        super().__post_init__()
+        self.coder = Coder(self.pool)
+        self._matrix = cache(lambda phase, dtype, device: as_tensor(self.neighbours(phase)).to(device, dtype))
 
     def admit(self, buckets: Sequence[Tensor], combine: Combine) -> None:
         return
 
-    def neighbours(self, step: int) -> Entries:
-        return self._mixings.at(step).entries
-
     def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> MessageInFlight:
         sent = self._copy(message, copied)
-        return Landed(sent, self._mixings.at(step)(sent, out=self.pool.take(sent)))
+        # In float32 and rounded once: weights like 1/3, rounded before, would move the mean.
+        exact, mixed = torch.float32 if sent.dtype in HALVES else sent.dtype, self.pool.take(sent)
+        matrix = self._matrix(step % self.topology.period(self.size), exact, sent.device)
+        if exact == sent.dtype:
+            return Landed(sent, torch.mm(matrix, sent, out=mixed))
+        return Landed(sent, mixed.copy_(torch.mm(matrix, sent.to(exact))))
+
+
+def as_tensor(entries: Entries) -> Tensor:
+    """W [size, size]; compressed rows where it is mostly zero."""
+    if not entries.mostly_zero:
+        return torch.from_numpy(entries.dense())
+    starts, columns, values = map(torch.from_numpy, (entries.starts, entries.columns, entries.values))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sparse CSR", UserWarning)  # torch calls the layout beta
+        shape = (entries.size, entries.size)
+        return torch.sparse_csr_tensor(starts, columns, values, shape, check_invariants=False)

@@ -29,7 +29,6 @@ class DepthAssignment(ABC):
     """
 
     warm_up: float = 0
-    uniform: ClassVar[bool] = True  # True where all workers have the same depth at a step
     whole: ClassVar[bool] = False
     """True where a tied parameter gets its whole gradient, from below its segment, too; else the top `depth`'s."""
 
@@ -82,25 +81,10 @@ def top(depth: int, segments: int) -> tuple[int, ...]:
     return tuple(range(segments - depth, segments))
 
 
-@dataclass(frozen=True)
-class StepDepths:
-    """Segments trained at one step: this worker's `own`, and the contributors of each, from the bottom."""
-
-    step: int
-    own: tuple[int, ...]
-    contributors: list[tuple[int, ...]]
-
-    @classmethod
-    def of(cls, assignment: DepthAssignment, rank: int, size: int, segments: int, step: int) -> "StepDepths":
-        trained = [assignment.trained(r, size, step, segments) for r in range(size)]  # asked once a step
-        return cls(
-            step, trained[rank], [tuple(r for r, own in enumerate(trained) if s in own) for s in range(segments)]
-        )
-
-
 def contributors(assignment: DepthAssignment, size: int, step: int, segments: int) -> list[tuple[int, ...]]:
     """Ranks that train each segment, from the bottom, at this step."""
-    return StepDepths.of(assignment, 0, size, segments, step).contributors
+    trained = [assignment.trained(r, size, step, segments) for r in range(size)]
+    return [tuple(r for r, own in enumerate(trained) if s in own) for s in range(segments)]
 
 
 def check(assignment: DepthAssignment, size: int, segments: int) -> None:
@@ -132,9 +116,9 @@ class Order(ABC):
     def depth(self, step: int, segments: int) -> int:
         """Number of the top segments that are trained at this step."""
 
-    @abstractmethod
     def reach(self, segments: int) -> int:
         """The largest depth that ever comes."""
+        return segments
 
 
 @checked
@@ -174,9 +158,6 @@ class Random(Order):
     def depth(self, step: int, segments: int) -> int:
         # Of seed and step alone: all workers agree without asking, and a resumed run goes on with the same depths.
         return random.Random(f"{self.seed}/{step}").randint(1, segments)
-
-    def reach(self, segments: int) -> int:
-        return segments
 
 
 @checked
@@ -219,8 +200,6 @@ class Staircase(DepthAssignment):
     Source: the spatial variant of structured partial backpropagation, Kumar et al. 2111.10672.
     """
 
-    uniform: ClassVar[bool] = False
-
     def after(self, rank: int, size: int, step: int, segments: int) -> int:
         # ceil in whole numbers, without a float's rounding
         return -(-(rank + 1) * segments // size)
@@ -250,7 +229,6 @@ class PerWorker(DepthAssignment):
     ValueError: a fraction outside of (0, 1]; at set-up, another number of fractions than of workers.
     """
 
-    uniform: ClassVar[bool] = False
     fractions: tuple[float, ...] = (1.0,)
 
     def __post_init__(self) -> None:

@@ -99,7 +99,7 @@ class PartialForecast(Method):
         """Segments that each worker trains at a step behind the warm-up."""
         workers, segments = setting.cluster.workers, len(setting.model.blocks)
         steady = replace(self.depth, warm_up=0)
-        return [steady.trained(r, workers, step, segments) for r in range(workers)]
+        return [steady.trained(r, workers, step, segments) for r in range(setting.cluster.simulated.workers)]
 
     def _step(self, setting: Setting, trained: Trained, factor: float) -> list[Task[str]]:
         return data_parallel.step(cut(setting.model.step_blocks, trained), self.prices(setting)[0], factor)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.optim import Optimizer
 from lightning_decentral.partial.compute.cut import Bypass, Cutter
 from lightning_decentral.partial.compute.frozen_update import Absent, settle
 from lightning_decentral.partial.compute.search import CutPlan
-from lightning_decentral.partial.plan.depth import DepthAssignment, StepDepths, check
+from lightning_decentral.partial.plan.depth import DepthAssignment, check, contributors
 from lightning_decentral.partial.wire.reducer import Rank, Reducer
 from lightning_decentral.shared.compute.device import DeviceSteps
 from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas
@@ -38,23 +37,24 @@ class DepthController:
         for name, segment in plan.segment_of.items():
             self.segments[segment].append(parameters[name])
         self.bypass = Bypass()  # active from a forward to the end of its backward
-        self._depths = partial(StepDepths.of, assignment, place.rank, place.size, plan.segments)
-        self.now = self._depths(0)  # who trains what in the step that was cut last
+        self.step, self.contributors = -1, list[tuple[int, ...]]()  # of the step that was cut last
         self._cutter = Cutter(module, plan.boundaries)
+        self.own(0)
 
     def remove(self) -> None:
         self.bypass.end()
         self._cutter.remove()
 
-    def at(self, step: int) -> StepDepths:
-        """Segments that this worker and the contributors train at this step. The last step's are kept: `now`."""
-        if step != self.now.step:
-            self.now = self._depths(step)
-        return self.now
+    def own(self, step: int) -> tuple[int, ...]:
+        """Segments that this worker trains at this step, whose `contributors` are kept: asked once a step."""
+        if step != self.step:
+            self.step = step
+            self.contributors = contributors(self.assignment, self.place.size, step, self.plan.segments)
+        return tuple(s for s, ranks in enumerate(self.contributors) if self.place.rank in ranks)
 
     def depth(self, step: int) -> int:
         """Number of the top segments that this worker's backward goes through."""
-        return len(self.segments) - self.lowest(self.at(step).own)
+        return len(self.segments) - self.lowest(self.own(step))
 
     def lowest(self, trained: Sequence[int]) -> int:
         """The segment where the backward ends that trains these."""
@@ -62,26 +62,26 @@ class DepthController:
 
     def alone(self, step: int) -> AbstractContextManager[None]:
         """Cut for a worker whose gradients stay its own."""
-        return self._cut(self.at(step).own, None)
+        return self._cut(self.own(step), None)
 
     def together(self, step: int) -> AbstractContextManager[None]:
         """Cut, and scale what crosses the boundaries so that a plain sum over workers is the contributors' mean."""
-        now = self.at(step)
-        return self._cut(now.own, factors(now.contributors, self.place.shares))
+        own = self.own(step)
+        return self._cut(own, factors(self.contributors, self.place.shares))
 
     def _cut(self, own: Sequence[int], scales: Sequence[float] | None) -> AbstractContextManager[None]:
         lowest = self.lowest(own)
         self.bypass.begin(p for s, members in enumerate(self.segments) if s >= lowest and s not in own for p in members)
         return self._cutter.at(lowest - 1 if lowest else None, scales)  # boundary j is between segments j and j + 1
 
-    def absent(self, step: int) -> list[nn.Parameter]:
-        """Trainable parameters that no worker trains at this step."""
-        found = zip(self.at(step).contributors, self.segments, strict=True)
+    def absent(self) -> list[nn.Parameter]:
+        """Trainable parameters that no worker trains at the step that was cut last."""
+        found = zip(self.contributors, self.segments, strict=True)
         return [p for ranks, members in found if not ranks for p in members if p.requires_grad]
 
     def own_absent(self, step: int) -> list[nn.Parameter]:
         """Trainable parameters that this worker doesn't train at this step."""
-        own = self.at(step).own
+        own = self.own(step)
         return [p for s, members in enumerate(self.segments) if s not in own for p in members if p.requires_grad]
 
 
@@ -128,7 +128,7 @@ class CutSteps(DeviceSteps):
         if self.reducer is not None and self.driver is not None and not self._blocked:
             with self.driver.bypass.lifted():
                 self.reducer.refresh()
-            self.reducer.begin(self.driver.now.contributors)
+            self.reducer.begin(self.driver.contributors)
 
     def end(self) -> None:
         """After it."""
@@ -143,7 +143,7 @@ class CutSteps(DeviceSteps):
         if self.reducer is not None:
             self.reducer.serve([p for group in optimizer.param_groups for p in group["params"]])
         if self.driver is not None:
-            settle(self._absent, optimizer, self.driver.absent(self.driver.now.step))
+            settle(self._absent, optimizer, self.driver.absent())
 
     @contextmanager
     def blocked(self) -> Iterator[None]:

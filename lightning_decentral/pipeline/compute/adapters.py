@@ -141,6 +141,23 @@ KNOWN: dict[str, Callable[[Any, torch.device], Pipelined]] = {
 """Adapters by the name of a `transformers` class, own or inherited: `transformers` need not be installed."""
 
 
+def known(module: nn.Module) -> list[tuple[Any, str]]:
+    """The known models in `module`, each with its name in `KNOWN`."""
+    kinds = {part: [c.__name__ for c in type(part).__mro__ if c.__name__ in KNOWN] for part in module.modules()}
+    return [(part, names[0]) for part, names in kinds.items() if names]
+
+
+def depth(module: nn.Module) -> int | None:
+    """Number of blocks of the one known model in `module`, without trying it; None where there isn't one."""
+    found = known(module)
+    if len(found) != 1:
+        return None
+    part, kind = found[0]
+    if kind == "GenerationMixin":  # a trial of its forward draws random numbers, and takes seconds
+        return getattr(part.config, "num_hidden_layers", None)
+    return len(KNOWN[kind](part, HOST).loads()[0])
+
+
 def find(module: nn.Module, device: torch.device = HOST) -> Pipelined:
     """The one known model in `module`.
 
@@ -150,8 +167,7 @@ def find(module: nn.Module, device: torch.device = HOST) -> Pipelined:
     Raises:
         ValueError: there is none, or several, or it can't be cut.
     """
-    kinds = {part: [c.__name__ for c in type(part).__mro__ if c.__name__ in KNOWN] for part in module.modules()}
-    found = [(part, names[0]) for part, names in kinds.items() if names]
+    found = known(module)
     if len(found) != 1:
         names = ", ".join(type(part).__name__ for part, _ in found) or "none"
         raise ValueError(

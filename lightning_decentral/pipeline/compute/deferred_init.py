@@ -6,7 +6,7 @@ tensor beyond what is asked for.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -191,25 +191,27 @@ class Deferred(TorchDispatchMode):
             keys += reached
         return found
 
-    def materialize(self, kept: Iterable[Tensor], dropped: Iterable[Tensor]) -> None:
-        """Give memory and values to what is kept and take the shape from what is dropped; the objects stay the same.
+    def materialize(self, tensors: Iterable[Tensor], kept: Set[Tensor]) -> None:
+        """Give memory and values to what is no parameter or is kept, other parameters a shape of nothing; the objects
+        stay the same.
 
         Raises:
             ValueError: a hook on one of them, which would be lost.
         """
-        kept, dropped = list(kept), list(dropped)
-        hooks = ((t, t._backward_hooks or t._post_accumulate_grad_hooks) for t in (*kept, *dropped) if _deferred(t))
-        if (hooked := next((t for t, has in hooks if has), None)) is not None:
-            raise ValueError(
-                f"a tensor of shape {tuple(hooked.shape)} got a hook while it had no memory: register hooks in "
-                "on_fit_start instead of configure_model"
-            )
-        for tensor in kept:
-            if _deferred(tensor):
-                _become(tensor, self.made(tensor))
-        for tensor in dropped:
-            if _deferred(tensor):
-                _become(tensor, torch.empty(0, dtype=tensor.dtype))
+        own = [tensor for tensor in tensors if _deferred(tensor)]
+        for tensor in own:
+            if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+                raise ValueError(
+                    f"a tensor of shape {tuple(tensor.shape)} got a hook while it had no memory: register hooks in "
+                    "on_fit_start instead of configure_model"
+                )
+        for tensor in own:
+            stays = tensor in kept or not isinstance(tensor, nn.Parameter)
+            values = self.made(tensor) if stays else torch.empty(0, dtype=tensor.dtype)
+            like = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
+            like.__class__ = type(tensor)
+            like.__dict__.update(tensor.__dict__)  # marks that others left there
+            torch.utils.swap_tensors(tensor, like)
         self._done.clear()  # and what the operations were given with it
         self._of.clear()
 
@@ -244,22 +246,14 @@ def _generator(args: Any, kwargs: Mapping[str, Any]) -> torch.Generator:
     return named[0] if named else torch.default_generator
 
 
-def _become(tensor: Tensor, values: Tensor) -> None:
-    own = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
-    own.__class__ = type(tensor)
-    own.__dict__.update(tensor.__dict__)  # marks that others left there
-    torch.utils.swap_tensors(tensor, own)
-
-
 @contextmanager
-def materialized(module: nn.Module, deferred: Deferred) -> Iterator[set[nn.Parameter]]:
-    """Yields a set for the parameters that stay; then these have memory, and so has what isn't a parameter."""
-    whole = tensors_of(module)  # before the module gives up parameters
-    kept: set[nn.Parameter] = set()
-    yield kept
-    gone = [t for t in whole if isinstance(t, nn.Parameter) and t not in kept]
-    out = set(gone)
-    deferred.materialize([t for t in whole if t not in out], gone)
+def drawn_alike(broadcast: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Context manager in which all draw what worker 0 draws on its CPU: what is deferred is never sent. Collective."""
+    first = broadcast(own := torch.get_rng_state())
+    torch.set_rng_state(first)
+    yield
+    if not torch.equal(own, first):
+        torch.set_rng_state(own)
 
 
 def tensors_of(module: nn.Module) -> list[Tensor]:

@@ -113,9 +113,3 @@ class KVCache:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"keys and values are all that is kept between slices, there is no {name}")
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all rows that are held."""
-        rows = [store.rows for stores in self.stores.values() for store in stores if store.rows is not None]
-        return sum(row.numel() * row.element_size() for row in rows)

@@ -5,6 +5,8 @@
 Averaging the micro-batches' means instead would weigh a padded one too much.
 """
 
+import inspect
+from contextlib import ContextDecorator
 from typing import Any
 
 import torch
@@ -12,11 +14,12 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-COUNTED = {functional.cross_entropy, functional.nll_loss}
+COUNTED = {loss: inspect.signature(loss) for loss in (functional.cross_entropy, functional.nll_loss)}
 
 
-class TargetCount(TorchFunctionMode):
-    """While active, notices means of cross-entropy or negative log-likelihood, and over how many targets each goes."""
+class TargetCount(TorchFunctionMode, ContextDecorator):
+    """While active, or around a function, notices means of cross-entropy or negative log-likelihood, and over how many
+    targets each goes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,24 +28,13 @@ class TargetCount(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in COUNTED:
-            self._notice(result, *args, **(kwargs or {}))
+            given = COUNTED[func].bind(*args, **(kwargs or {}))
+            given.apply_defaults()
+            mean, target, weight = (given.arguments[name] for name in ("reduction", "target", "weight"))
+            # Classes with weights and soft targets have means over something else than a number of targets.
+            if mean == "mean" and weight is None and not target.is_floating_point():
+                self._means.append((result, target, given.arguments["ignore_index"]))
         return result
-
-    def _notice(
-        self,
-        result: Tensor,
-        input: Tensor,
-        target: Tensor,  # (rows,) of classes, or soft (rows, classes)
-        weight: Tensor | None = None,  # (classes,)
-        size_average: bool | None = None,
-        ignore_index: int = -100,
-        reduce: bool | None = None,
-        reduction: str = "mean",
-        **_: Any,
-    ) -> None:
-        # Classes with weights and soft targets have means over something else than a number of targets.
-        if reduction == "mean" and weight is None and not target.is_floating_point():
-            self._means.append((result, target, ignore_index))
 
     def targets(self, loss: Tensor) -> Tensor | None:  # ()
         """Number of targets, those that aren't ignored, that `loss` is the mean over: a scalar on their device, for

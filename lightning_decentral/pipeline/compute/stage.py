@@ -27,36 +27,21 @@ from lightning_decentral.pipeline.compute.weight_grad import SplitWeights
 Compute = Callable[[Tensor | None], Tensor]
 
 
-class Incoming:
-    """The gradient of a hidden state that comes from another stage."""
-
-    def __init__(self) -> None:
-        self.found: Tensor | None = None
-        self._zeros: Callable[[], Tensor] | None = None
-
-    def of(self, hidden: Tensor) -> Tensor:  # (batch, tokens, width)
-        """The hidden state, differentiable and no leaf: a block may write to it, as to what a block before it made."""
-        self._zeros = partial(torch.zeros, hidden.shape, dtype=hidden.dtype, device=hidden.device)
-        anchor = torch.zeros((), requires_grad=True)
-        came: Tensor = _Come.apply(hidden.detach(), anchor, self)  # type: ignore[no-untyped-call]
-        return came
-
-    def grad(self) -> Tensor | None:  # (batch, tokens, width)
-        """Gradient of what came in, after the backward; None where nothing came in."""
-        # Zeros where nothing asked for it: the stage before waits for a message.
-        return self._zeros() if self.found is None and self._zeros else self.found
-
-
 class _Come(torch.autograd.Function):
+    """A hidden state from another stage, whose gradient is put into a list.
+
+    Differentiable and no leaf: a block may write to it, as to what a block before it made.
+    """
+
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, anchor: Tensor, incoming: Incoming) -> Tensor:
-        ctx.incoming = incoming
+    def forward(ctx: Any, tensor: Tensor, anchor: Tensor, found: list[Tensor]) -> Tensor:
+        ctx.found = found
         ctx.mark_dirty(tensor)  # so it is returned as itself, not as a view, which couldn't be written to
         return tensor
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        ctx.incoming.found = grad.contiguous()  # it is sent
+        ctx.found.append(grad.contiguous())  # it is sent
         return None, None, None
 
 
@@ -104,9 +89,6 @@ class Stage:
         calls: one for each micro-batch.
         slices: lengths in tokens; `(1,)` for a model without a token axis.
         weights: their gradients, where the schedule splits backwards; None: computed with the backward.
-
-    Attributes:
-        most_chunks_held: so far, the most that were taken forward and not yet wholly back.
     """
 
     def __init__(
@@ -121,18 +103,21 @@ class Stage:
         self.place, self.calls = place, calls
         self.bounds = list(pairwise(accumulate(slices, initial=0)))
         self._model, self._activations = model, activations
-        self._weights, self.most_chunks_held = weights, 0
+        self._weights = weights
         self._memories = [KVCache(sum(slices)) for _ in calls]  # of each micro-batch: slices of others are others
-        self._kept: dict[tuple[int, int], tuple[Incoming, Tensor]] = {}  # what came in, and the output
+        # Of each chunk: the gradient of what came in, once it is there, what makes zeros of its form, and the output.
+        self._kept: dict[tuple[int, int], tuple[list[Tensor], Callable[[], Tensor] | None, Tensor]] = {}
         self.outputs: dict[int, list[Tensor]] = {}
         """[micro-batch][slice]: outputs of the last stage, detached."""
 
     def forward(self, microbatch: int, index: int, hidden: Tensor | None) -> Tensor:  # (batch, tokens, width)
         """Take one chunk forward; `hidden` is None on the first stage. What it comes to, detached."""
         call, memory, (start, stop) = self.calls[microbatch], self._memories[microbatch], self.bounds[index]
-        incoming = Incoming()
+        gradient, zeros = list[Tensor](), None
         if hidden is not None and torch.is_grad_enabled():
-            hidden = incoming.of(hidden)
+            zeros = partial(torch.zeros, hidden.shape, dtype=hidden.dtype, device=hidden.device)
+            anchor = torch.zeros((), requires_grad=True)
+            hidden = _Come.apply(hidden.detach(), anchor, gradient)  # type: ignore[no-untyped-call]
 
         def compute(hidden: Tensor | None) -> Tensor:
             with nullcontext() if self._weights is None else self._weights.during((microbatch, index)):
@@ -140,8 +125,7 @@ class Stage:
 
         output = self._activations.run(compute, hidden)
         if output.requires_grad:
-            self._kept[microbatch, index] = incoming, output
-            self.most_chunks_held = max(self.most_chunks_held, self.chunks_held)
+            self._kept[microbatch, index] = gradient, zeros, output
         if self.place.last:
             self.outputs.setdefault(microbatch, []).append(output.detach())
         return output.detach()
@@ -153,19 +137,15 @@ class Stage:
         """
         if (microbatch, index) not in self._kept:  # nothing here or before it is trained
             return None
-        incoming, output = self._kept.pop((microbatch, index))
+        gradient, zeros, output = self._kept.pop((microbatch, index))
         torch.autograd.backward([output], [grad])
-        return incoming.grad()
+        # Zeros where nothing asked for it: the stage before waits for a message.
+        return zeros() if zeros is not None and not gradient else next(iter(gradient), None)
 
     def weights(self, microbatch: int, index: int) -> None:
         """The second half of a backward, where it's split: gradients of weights are added to `.grad`."""
         assert self._weights is not None
         self._weights.finish((microbatch, index))
-
-    @property
-    def chunks_held(self) -> int:
-        """Chunks that were taken forward and not yet wholly back."""
-        return len(self._kept if self._weights is None else self._kept.keys() | self._weights.waiting)
 
 
 @contextmanager

@@ -36,11 +36,6 @@ class SplitWeights:
         for half in self._halves.pop(chunk):
             half()
 
-    @property
-    def waiting(self) -> set[Chunk]:
-        """Chunks whose second half is still to come."""
-        return {chunk for chunk, halves in self._halves.items() if halves}  # without any: not yet back at all
-
 
 class _Map(NamedTuple):
     """A linear map and its derivatives, for matrices x [n, in], g [n, out]."""

@@ -15,7 +15,7 @@ from itertools import combinations
 import numpy as np
 
 from lightning_decentral.pipeline.plan.schedule import Action, Kind, Schedule, ScheduleForecast, forecast
-from lightning_decentral.pipeline.plan.slicing import Seconds, Situation
+from lightning_decentral.pipeline.plan.slicing import Situation
 
 
 @dataclass(frozen=True)
@@ -43,24 +43,17 @@ class CostModel:
 
     def __call__(self, tokens: int, context: int) -> float:
         """Seconds of a slice: positive."""
+        counts, seconds = zip(*self.alone, strict=True)
+        found = float(np.interp(tokens, counts, seconds))
+        if not counts[0] <= tokens <= counts[-1]:
+            a, b = (0, 1) if tokens < counts[0] else (-2, -1)
+            slope = (seconds[b] - seconds[a]) / (counts[b] - counts[a])
+            found = float(seconds[a] + slope * (tokens - counts[a]))
         added = _row(tokens, context) @ np.array(self.coefficients) if context else 0.0
-        shortest, seconds = self.alone[0]
         # What was fitted may fall below zero, as a0 has any sign: at least half of what the shortest measured slice
         # takes, in proportion where this one is shorter.
-        return max(float(self._without_context(tokens) + added), 0.5 * seconds * min(1.0, tokens / shortest))
-
-    def _without_context(self, tokens: int) -> float:
-        counts, seconds = zip(*self.alone, strict=True)
-        if counts[0] <= tokens <= counts[-1]:
-            return float(np.interp(tokens, counts, seconds))
-        a, b = (0, 1) if tokens < counts[0] else (-2, -1)
-        slope = (seconds[b] - seconds[a]) / (counts[b] - counts[a])
-        return float(seconds[a] + slope * (tokens - counts[a]))
-
-    def times(self, factor: float) -> "CostModel":
-        """factor * t: from a block to a stage of several."""
-        a0, a1, a2, a3 = (factor * a for a in self.coefficients)
-        return CostModel(tuple((n, factor * s) for n, s in self.alone), (a0, a1, a2, a3), self.error)
+        least = 0.5 * seconds[0] * min(1.0, tokens / counts[0])
+        return max(float(found + added), float(least))
 
 
 def _row(tokens: int, context: int) -> np.ndarray:
@@ -156,18 +149,6 @@ class StageCost:
     link: Link = Link()
     stretch: float = 1.0
 
-    def seconds(self, tokens: int, context: int) -> float:
-        """Forward and backward of a slice."""
-        return self.forward(tokens, context) + self.backward(tokens, context)
-
-
-def slowest(profiles: Sequence[StageCost]) -> tuple[Seconds, float]:
-    """(seconds(tokens, context) forward on the slowest stage, how much longer a backward takes)."""
-    tokens = profiles[0].forward.alone[-1][0]
-    # The slowest there and back together; one ratio splits it, as a situation has one for all stages.
-    ratio = sum(p.backward(tokens, 0) for p in profiles) / sum(p.forward(tokens, 0) for p in profiles)
-    return lambda i, j: max(p.seconds(i, j) for p in profiles) / (1 + ratio), ratio
-
 
 def action_seconds(profiles: Sequence[StageCost], slices: Sequence[int], action: Action) -> float:
     """Seconds of one action on its own stage; the last forward of a micro-batch on the last stage includes the loss."""
@@ -212,13 +193,15 @@ def priced(profiles: Sequence[StageCost], schedule: Schedule, num_microbatches: 
     error = sqrt(sum (e_k t_k)^2) / sum t_k        of the sum of what is fitted, t_k for a whole sequence, e_k off each
                                                    and independently
     """
-    seconds, ratio = slowest(profiles)
+    tokens = profiles[0].forward.alone[-1][0]
+    # The slowest there and back together; one ratio splits it, as a situation has one for all stages.
+    ratio = sum(p.backward(tokens, 0) for p in profiles) / sum(p.forward(tokens, 0) for p in profiles)
     fits = [costs for found in profiles for costs in (found.forward, found.backward)]
     whole = [costs(costs.alone[-1][0], 0) for costs in fits]
     off = math.hypot(*(costs.error * seconds for costs, seconds in zip(fits, whole, strict=True)))
     return Priced(
         num_stages=len(profiles),
-        seconds=seconds,
+        seconds=lambda i, j: max(p.forward(i, j) + p.backward(i, j) for p in profiles) / (1 + ratio),
         num_microbatches=num_microbatches,
         schedule=schedule,
         backward_over_forward=ratio,

@@ -49,9 +49,8 @@ def cheapest(costs: Costs, bound: float, max_pieces: int) -> Cuts | None:
     Source: TeraPipe 2102.07988, equation 5, with a count of pieces.
     """
     count = len(costs)
+    max_pieces = min(max_pieces, count - 1)  # no cut has more
     allowed = np.where(costs <= bound, costs, np.inf)
-    if max_pieces >= count - 1:  # no cut has more: their number need not be counted
-        return _cheapest_uncounted(allowed)
     best = np.full((max_pieces + 1, count), np.inf)
     best[0, 0] = 0.0
     before = np.zeros((max_pieces + 1, count), dtype=int)
@@ -66,22 +65,6 @@ def cheapest(costs: Costs, bound: float, max_pieces: int) -> Cuts | None:
     for c in range(pieces, 0, -1):
         at.append(int(before[c, at[-1]]))
     return Cuts(float(best[pieces, -1]), tuple(reversed(at)))
-
-
-def _cheapest_uncounted(allowed: Costs) -> Cuts | None:
-    count = len(allowed)
-    best, before = np.full(count, np.inf), np.zeros(count, dtype=int)
-    best[0] = 0.0
-    for end in range(1, count):
-        sums = best[:end] + allowed[end, :end]
-        before[end] = sums.argmin()
-        best[end] = sums[before[end]]
-    if not np.isfinite(best[-1]):
-        return None
-    at = [count - 1]
-    while at[-1]:
-        at.append(int(before[at[-1]]))
-    return Cuts(float(best[-1]), tuple(reversed(at)))
 
 
 def over_bounds(candidates: Sequence[float], whole: Callable[[float], Cuts | None], factor: float) -> Cuts | None:

@@ -7,6 +7,7 @@ parallelism.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import lcm
 
 from lightning_decentral.pipeline.plan.partition import NOTHING, Even, Partition
 from lightning_decentral.pipeline.plan.schedule import (
@@ -83,7 +84,8 @@ class Pipelining(Method):
         replicas, held = cluster.workers // stages, min(1.0, cluster.per_node / stages)
         gradients = 2 * (replicas - 1) / replicas * held * setting.model.parameter_bytes if cluster.nodes > 1 else 0.0
         hidden = stages * max(part[-1].output_bytes for part in self._parts(setting))
-        pairs = [(w, w + 1) for w in range(cluster.workers - 1) if w // stages == (w + 1) // stages]
+        shown = min(cluster.workers, 2 * lcm(stages, cluster.per_node))  # behind which places repeat
+        pairs = [(w, w + 1) for w in range(shown - 1) if w // stages == (w + 1) // stages]
         cut = [{w // cluster.per_node for w in pair} for pair in pairs]
         # The most neighbours on other nodes that the stages of one node have.
         crossings = max(Counter(node for nodes in cut if len(nodes) > 1 for node in nodes).values(), default=0)

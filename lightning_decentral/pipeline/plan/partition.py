@@ -24,38 +24,6 @@ def weighed(parameter_bytes: int) -> BlockCost:
     return BlockCost(forward_seconds=float(parameter_bytes), parameter_bytes=parameter_bytes)
 
 
-def partition(
-    blocks: Sequence[BlockCost],
-    num_stages: int,
-    *,
-    embedding: BlockCost = NOTHING,
-    head: BlockCost = NOTHING,
-    max_bytes: int | None = None,
-) -> tuple[int, ...]:
-    """Number of blocks for each stage: the slowest stage as fast as can be, none over `max_bytes`, none empty.
-
-    The embedding stands on the first stage, the head on the last. Of equals, the least sum.
-
-    Raises:
-        ValueError: more stages than blocks, or no partition within `max_bytes`.
-    """
-    refuse_more_stages_than_blocks(num_stages, len(blocks))
-    count = len(blocks)
-    costs = np.full((count + 1, count + 1), np.inf)
-    for end in range(1, count + 1):
-        for start in range(end):
-            parts = [*([embedding] if start == 0 else []), *blocks[start:end], *([head] if end == count else [])]
-            if max_bytes is None or sum(part.parameter_bytes for part in parts) <= max_bytes:
-                costs[end, start] = sum(part.pass_seconds for part in parts)
-    at = linear_partition(costs, num_stages)
-    if at is None:
-        raise ValueError(
-            f"{num_stages} stages can't hold the blocks with at most {max_bytes:,} bytes of parameters each: "
-            "take more stages or allow more"
-        )
-    return tuple(b - a for a, b in pairwise(at))
-
-
 def refuse_more_stages_than_blocks(num_stages: int, num_blocks: int) -> None:
     """ValueError: a stage without a block would only pass on what it gets."""
     if not 1 <= num_stages <= num_blocks:
@@ -88,7 +56,9 @@ class Even(Partition):
 @checked
 @dataclass(frozen=True)
 class Fastest(Partition):
-    """The slowest stage as fast as can be, by what its blocks cost (see `partition`).
+    """The slowest stage as fast as can be, by what its blocks cost, none over `max_bytes`; of equals, the least sum.
+
+    The embedding stands on the first stage, the head on the last. ValueError: no partition within `max_bytes`.
 
     Args:
         max_bytes: of parameters on one stage.
@@ -102,7 +72,21 @@ class Fastest(Partition):
     def counts(
         self, blocks: Sequence[BlockCost], embedding: BlockCost, head: BlockCost, num_stages: int
     ) -> tuple[int, ...]:
-        return partition(blocks, num_stages, embedding=embedding, head=head, max_bytes=self.max_bytes)
+        refuse_more_stages_than_blocks(num_stages, len(blocks))
+        count = len(blocks)
+        costs = np.full((count + 1, count + 1), np.inf)
+        for end in range(1, count + 1):
+            for start in range(end):
+                parts = [*([embedding] if start == 0 else []), *blocks[start:end], *([head] if end == count else [])]
+                if self.max_bytes is None or sum(part.parameter_bytes for part in parts) <= self.max_bytes:
+                    costs[end, start] = sum(part.pass_seconds for part in parts)
+        at = linear_partition(costs, num_stages)
+        if at is None:
+            raise ValueError(
+                f"{num_stages} stages can't hold the blocks with at most {self.max_bytes:,} bytes of parameters each: "
+                "take more stages or allow more"
+            )
+        return tuple(b - a for a, b in pairwise(at))
 
 
 @checked

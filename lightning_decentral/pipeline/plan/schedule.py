@@ -4,19 +4,33 @@
     backward(r, m, s) needs  backward(r + 1, m, s), backward(r, m, s + 1), forward(r, m, s)
     weights(r, m, s)  needs  backward(r, m, s)          where a schedule splits the backward
 
-The causal order is written once, in `Action.needs`; the check, the forecast and the executor read it.
+The causal order is written once, in `Action.needs`; the forecast and the executor read it.
+
+Receives are posted before the actions that need them:
+
+    two ahead    the action's own and two more: one that is needed next, one that travels meanwhile
+    in step      those that are sent before the action in one order of all stages' actions
+
+By NCCL a posted receive is a running kernel, and so is a send until its receive is posted. What waits for a whole
+device (memory that is given back, a kernel's first loading, `torch.cuda.synchronize`) waits for both. Two ahead, the
+sender may need something of this very stage, whose host stands still. In step, a stage that stands before X has sent
+only what comes before X, and posted exactly what is sent before X: it waits for stages alone that stand at something
+earlier. So the earliest of those that wait goes on, however many wait at once, wherever, however large messages are.
+
+By gloo a host waits for its messages, one by one: there two ahead is safe, and in step would come late.
 """
 
 from abc import ABC, abstractmethod
+from bisect import bisect
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import chain, zip_longest
 from typing import ClassVar
 
 from lightning_decentral.pipeline.plan.dynamic_program import at_least_1
-from lightning_decentral.shared.plan.timeline import Deadlock, Span, Task, bubble, makespan, run
+from lightning_decentral.shared.plan.timeline import Span, Task, bubble, makespan, run
 
 
 class Kind(Enum):
@@ -142,30 +156,6 @@ def _backwards(stage: int, microbatches: Sequence[int], num_slices: int) -> Iter
     return (Action(Kind.BACKWARD, stage, m, s) for m in microbatches for s in reversed(range(num_slices)))
 
 
-def check(stages: Sequence[Sequence[Action]], num_microbatches: int, num_slices: int) -> None:
-    """Check that every stage takes every chunk forward and backward exactly once, and they can go on to the end.
-
-    Raises:
-        ValueError: a missing, repeated or misplaced action, or a deadlock, named.
-    """
-    for stage, actions in enumerate(stages):
-        complete = {*_forwards(stage, num_microbatches, num_slices)}
-        complete |= {*_backwards(stage, range(num_microbatches), num_slices)}
-        if _splits(actions):
-            complete |= {replace(a, kind=Kind.WEIGHTS) for a in complete}
-        wrong = complete ^ set(actions)
-        if wrong or len(actions) != len(complete):
-            found = min(map(str, wrong)) if wrong else "an action twice"
-            raise ValueError(
-                f"stage {stage} must take every chunk once each way: {found} is missing, foreign or repeated"
-            )
-    # Transfers never block their sender: what can't start here is all that can deadlock.
-    try:
-        equally_long(stages, num_slices)
-    except Deadlock as error:
-        raise ValueError(f"the schedule deadlocks: {error}") from error
-
-
 def equally_long(stages: Sequence[Sequence[Action]], num_slices: int) -> dict[Action, Span]:
     """Span of each action if all take a second, and messages nothing.
 
@@ -178,16 +168,13 @@ def equally_long(stages: Sequence[Sequence[Action]], num_slices: int) -> dict[Ac
 def in_flight(actions: Sequence[Action], tokens: Sequence[int] | None = None) -> int:
     """The most chunks (with `tokens`, one number per slice: the most tokens) that a stage holds at once."""
     held = most = 0
-    change = {Kind.FORWARD: 1, Kind.WEIGHTS if _splits(actions) else Kind.BACKWARD: -1}
+    splits = any(action.kind is Kind.WEIGHTS for action in actions)
+    change = {Kind.FORWARD: 1, Kind.WEIGHTS if splits else Kind.BACKWARD: -1}
     for action in actions:
         weight = 1 if tokens is None else tokens[action.slice]
         held += change.get(action.kind, 0) * weight
         most = max(most, held)
     return most
-
-
-def _splits(actions: Sequence[Action]) -> bool:
-    return any(action.kind is Kind.WEIGHTS for action in actions)
 
 
 Costs = Callable[[Action], float]
@@ -262,6 +249,33 @@ def halved(seconds: Costs) -> Costs:
     return cost
 
 
-def by_slice(forward: Sequence[float], backward: Sequence[float]) -> Costs:
-    """The same costs on every stage: one number per slice for each direction."""
-    return lambda action: {Kind.FORWARD: forward, Kind.BACKWARD: backward}[action.kind][action.slice]
+# ---- when a stage posts its receives ---------------------------------------------------------------------------------
+
+AHEAD = 2
+Posts = Mapping[Action, Sequence[Action]]  # action -> those whose receives are posted before it, in order.
+
+
+def two_ahead(actions: Sequence[Action]) -> Posts:
+    """Post receives two ahead, for a stage with these actions."""
+    coming = [action for action in actions if action.kind is not Kind.WEIGHTS]
+    later = zip(coming[1:], coming[AHEAD + 1 :], strict=False)
+    return {coming[0]: coming[: AHEAD + 1], **{action: [expected] for action, expected in later}}
+
+
+def in_step(stages: Sequence[Sequence[Action]], num_slices: int) -> list[Posts]:
+    """Post receives in step, for each of these stages; all must ask with the same actions."""
+    # By start; of those that start at once senders come first, so what they send is received before its turn. Any order
+    # would do in which nothing comes before what it needs.
+    spans = equally_long(stages, num_slices).items()
+    order = {a: (span.start, a.kind is not Kind.FORWARD, a.stage * TOWARDS[a.kind]) for a, span in spans}
+
+    def posts(own: Sequence[Action]) -> Posts:
+        found: dict[Action, list[Action]] = {}
+        moments = [order[action] for action in own]
+        for action in own:
+            for needed in action.needs(len(stages), num_slices):
+                if needed.stage != action.stage:
+                    found.setdefault(own[bisect(moments, order[needed])], []).append(action)
+        return found
+
+    return [posts(own) for own in stages]

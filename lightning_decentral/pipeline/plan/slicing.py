@@ -8,7 +8,6 @@ A later token attends to more context, so equal lengths are not equal costs: sli
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from lightning_decentral.pipeline.plan.dynamic_program import (
     at_least_1,
@@ -19,10 +18,10 @@ from lightning_decentral.pipeline.plan.dynamic_program import (
     table,
 )
 from lightning_decentral.pipeline.plan.schedule import (
+    Kind,
     OneForwardOneBackward,
     Schedule,
     always,
-    by_slice,
     forecast,
     in_flight,
 )
@@ -107,52 +106,15 @@ class Situation:
         """The makespan of a step with these slices, by the timeline."""
         contexts = [sum(slices[:i]) for i in range(len(slices))]
         forward = [self.seconds(tokens, context) for tokens, context in zip(slices, contexts, strict=True)]
-        backward = [self.backward_over_forward * t for t in forward]
-        costs = by_slice(forward, backward)
+        longer = {Kind.FORWARD: 1.0, Kind.BACKWARD: self.backward_over_forward}
         sizes = (self.num_stages, self.num_microbatches, len(slices))
+        costs = lambda action: longer[action.kind] * forward[action.slice]  # noqa: E731  # the same on every stage
         return forecast(self.schedule, *sizes, costs, always(self.link_seconds)).seconds
 
     def held(self, slices: Sequence[int]) -> int:
         """The most tokens whose activations the first stage, which holds most, has at once."""
         first = self.schedule.actions(self.num_stages, self.num_microbatches, len(slices))[0]
         return in_flight(first, slices)
-
-    def fits(self, slices: Sequence[int]) -> bool:
-        """Return whether the first stage stays within `max_tokens_in_flight`."""
-        return self.max_tokens_in_flight is None or self.held(slices) <= self.max_tokens_in_flight
-
-
-def plan_for(
-    situation: Situation, length_tokens: int, *, granularity: int = 1, max_slices: int = 16
-) -> tuple[int, ...]:
-    """The slices with the shortest simulated step within the memory bound; of equals within its error, the fewest.
-
-    Tried are slices of equal cost (`balance`) and of equal length for every number up to `max_slices`, and `plan`. Not
-    proven to be optimal under one forward one backward, whose makespan has no closed form for unequal slices; never
-    worse than what was tried by more than the error.
-
-    Raises:
-        ValueError: nothing that was tried fits into the memory bound.
-
-    Source of the choice among equals: the one-standard-error rule for the sizes of trees, Breiman et al.,
-    Classification and Regression Trees, 1984.
-    """
-    most = min(max_slices, len(piece_boundaries(length_tokens, granularity)) - 1)
-    tried = [balance(length_tokens, n, situation.seconds, granularity=granularity) for n in range(1, most + 1)]
-    tried += [equal(length_tokens, n, granularity=granularity) for n in range(1, most + 1)]
-    unbounded = plan(length_tokens, situation.num_stages, situation.seconds, granularity=granularity, max_slices=most)
-    fitting = [slices for slices in dict.fromkeys([*tried, unbounded]) if situation.fits(slices)]
-    if not fitting:
-        raise ValueError(
-            f"no plan with at most {max_slices} slices holds at most {situation.max_tokens_in_flight} tokens on the "
-            "first stage: allow more tokens or slices, or take the one-forward-one-backward schedule"
-        )
-    seconds = {slices: situation.step_seconds(slices) for slices in fitting}
-    fastest = min(fitting, key=seconds.__getitem__)
-    # Fewer slices ask less of network and machine; seconds within the error must not cost memory either.
-    good = [slices for slices in fitting if seconds[slices] <= (1 + situation.error) * seconds[fastest]]
-    frugal = [slices for slices in good if situation.held(slices) <= situation.held(fastest)]
-    return min(frugal, key=lambda slices: (len(slices), seconds[slices]))
 
 
 def equal(length_tokens: int, num_slices: int, *, granularity: int = 1) -> tuple[int, ...]:
@@ -166,8 +128,7 @@ def equal(length_tokens: int, num_slices: int, *, granularity: int = 1) -> tuple
     short, longer = divmod(len(boundaries) - 1, num_slices)
     if short == 0:
         raise ValueError(f"{length_tokens} tokens can't be cut into {num_slices} slices: ask for fewer")
-    at = [boundaries[k * short + min(k, longer)] for k in range(num_slices + 1)]
-    return tuple(b - a for a, b in pairwise(at))
+    return lengths(boundaries, [k * short + min(k, longer) for k in range(num_slices + 1)])
 
 
 class Slicing(ABC):
@@ -218,11 +179,22 @@ class Balanced(Slicing):
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Planned(Slicing):
-    """Slices in the number and lengths of the shortest simulated step (`plan_for`), by measurements of the real model.
+    """Slices with the shortest simulated step within the memory bound, by measurements of the real model; of equals
+    within the situation's error, the fewest.
+
+    Tried are slices of equal cost (`balance`) and of equal length for every number up to `max_slices`, and `plan`. Not
+    proven to be optimal under one forward one backward, whose makespan has no closed form for unequal slices; never
+    worse than what was tried by more than the error.
 
     Args:
         granularity: slices are multiples of it.
         max_slices: no more than so many.
+
+    Raises:
+        ValueError: while planning, nothing that was tried fits into the memory bound.
+
+    Source of the choice among equals: the one-standard-error rule for the sizes of trees, Breiman et al.,
+    Classification and Regression Trees, 1984.
     """
 
     granularity: int = 8
@@ -233,7 +205,24 @@ class Planned(Slicing):
         at_least_1(granularity=self.granularity, max_slices=self.max_slices)
 
     def slices(self, length_tokens: int, situation: Situation) -> tuple[int, ...]:
-        return plan_for(situation, length_tokens, granularity=self.granularity, max_slices=self.max_slices)
+        each = {"granularity": self.granularity}
+        most = min(self.max_slices, len(piece_boundaries(length_tokens, self.granularity)) - 1)
+        tried = [balance(length_tokens, n, situation.seconds, **each) for n in range(1, most + 1)]
+        tried += [equal(length_tokens, n, **each) for n in range(1, most + 1)]
+        tried.append(plan(length_tokens, situation.num_stages, situation.seconds, max_slices=most, **each))
+        allowed = situation.max_tokens_in_flight
+        fitting = [slices for slices in dict.fromkeys(tried) if allowed is None or situation.held(slices) <= allowed]
+        if not fitting:
+            raise ValueError(
+                f"no plan with at most {self.max_slices} slices holds at most {allowed} tokens on the "
+                "first stage: allow more tokens or slices, or take the one-forward-one-backward schedule"
+            )
+        seconds = {slices: situation.step_seconds(slices) for slices in fitting}
+        fastest = min(fitting, key=seconds.__getitem__)
+        # Fewer slices ask less of network and machine; seconds within the error must not cost memory either.
+        good = [slices for slices in fitting if seconds[slices] <= (1 + situation.error) * seconds[fastest]]
+        frugal = [slices for slices in good if situation.held(slices) <= situation.held(fastest)]
+        return min(frugal, key=lambda slices: (len(slices), seconds[slices]))
 
 
 @checked

@@ -6,7 +6,6 @@ hurts most at early boundaries).
 """
 
 import time
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,38 +20,32 @@ from torch.profiler import record_function
 
 from lightning_decentral.pipeline.compute.model import Shape
 from lightning_decentral.pipeline.compute.stage import Stage
-from lightning_decentral.pipeline.plan.posting import Posts, two_ahead
-from lightning_decentral.pipeline.plan.schedule import TOWARDS, Action, Kind
+from lightning_decentral.pipeline.plan.schedule import TOWARDS, Action, Kind, Posts, two_ahead
 from lightning_decentral.shared.plan.timeline import Span
 from lightning_decentral.shared.wire.pending import PeerLost, Pending
 from lightning_decentral.shared.wire.transport import Message, Transport
 
 
-class Boundary(ABC):
-    """Shapes and types of messages are known on both sides before they are sent."""
+class Boundary:
+    """Form of messages, whose shapes and types are known on both sides before they are sent; here the tensors
+    themselves."""
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate the tensor that a message for a tensor of this shape and dtype is received into."""
         return torch.empty(tuple(shape), dtype=dtype, device=device)
 
-    @abstractmethod
     def encode(self, tensor: Tensor) -> Tensor:  # (batch, tokens, width)
         """The message, of the buffer's shape and type; contiguous."""
+        return tensor.contiguous()
 
-    @abstractmethod
     def decode(self, message: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:  # as `buffer` makes it
         """The tensor, or what is left of it."""
+        return message
 
 
 @dataclass(frozen=True)
 class ExactActivations(Boundary):
     """Hidden states and gradients sent as they are, without compression."""
-
-    def encode(self, tensor: Tensor) -> Tensor:
-        return tensor.contiguous()
-
-    def decode(self, message: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:  # as `buffer` makes it
-        return message
 
 
 @dataclass(frozen=True)

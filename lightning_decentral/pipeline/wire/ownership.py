@@ -68,11 +68,7 @@ class Ownership:
         return torch.tensor([here.get(name, -1.0) for name in self.several], dtype=torch.float64)
 
     def refuse_uneven(self, flags: Tensor) -> None:  # (stages, several)
-        """RuntimeError, the same on all stages, for what is trained on some of them alone.
-
-        Args:
-            flags: [stages, several] as each has them.
-        """
+        """RuntimeError, the same on all stages, for what is trained on some of them alone, by the `flags` of each."""
         for name, column in zip(self.several, flags.unbind(1), strict=True):
             if len({flag for flag in column.tolist() if flag >= 0}) > 1:
                 raise RuntimeError(
@@ -209,19 +205,17 @@ def check_same_groups(workers: Sequence[Sequence[Sequence[Mapping[str, str]]]]) 
     """
     for rank, others in enumerate(workers):
         for theirs, ours in zip(others, workers[0], strict=True):
-            if theirs != ours:
-                raise ValueError(
-                    f"the optimizer's groups differ between stages ({_difference(theirs, ours, rank)}), so no file can "
-                    "hold them: make the same groups on every stage, empty ones too, and change all alike"
-                )
-
-
-def _difference(theirs: Sequence[Mapping[str, str]], ours: Sequence[Mapping[str, str]], rank: int) -> str:
-    if len(theirs) != len(ours):
-        return f"{len(theirs)} on worker {rank}, {len(ours)} on worker 0"
-    pairs = enumerate(zip(theirs, ours, strict=True))
-    group, key = next((g, key) for g, (a, b) in pairs for key in sorted({*a, *b}) if a.get(key) != b.get(key))
-    return f"group {group}: {key}={theirs[group].get(key)} on worker {rank}, {ours[group].get(key)} on worker 0"
+            if theirs == ours:
+                continue
+            what, (mine, first) = "", (str(len(theirs)), str(len(ours)))
+            if len(theirs) == len(ours):
+                pairs = enumerate(zip(theirs, ours, strict=True))
+                g, key = next((g, key) for g, (a, b) in pairs for key in sorted({*a, *b}) if a.get(key) != b.get(key))
+                what, mine, first = f"group {g}: {key}=", str(theirs[g].get(key)), str(ours[g].get(key))
+            raise ValueError(
+                f"the optimizer's groups differ between stages ({what}{mine} on worker {rank}, {first} on worker 0), "
+                "so no file can hold them: make the same groups on every stage, empty ones too, and change all alike"
+            )
 
 
 def joined_names(parts: Sequence[Sequence[Sequence[str]]], order: Sequence[str]) -> list[list[str]]:

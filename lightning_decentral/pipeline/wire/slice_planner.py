@@ -12,6 +12,7 @@ slices. On a device p is read from the clock.
 
 import statistics
 import time
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -46,49 +47,34 @@ COUNTS = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True)
-class Step:
-    """One step of all stages.
+class MeasuredSteps:
+    """The same step of all stages, several times.
 
     Args:
-        own: processor seconds of each action.
+        seconds: the median.
+        own: processor seconds of each action, the mean.
         loss_seconds: of them, those of the loss.
     """
 
+    slices: tuple[int, ...]
     seconds: float
     own: Mapping[Action, float]
     loss_seconds: float
 
-
-@dataclass(frozen=True)
-class RepeatedSteps:
-    """The same step several times."""
-
-    slices: tuple[int, ...]
-    rounds: Sequence[Step]
-
-    def own(self, action: Action) -> float:
-        """Processor seconds of an action."""
-        return statistics.mean(step.own[action] for step in self.rounds)
-
-    @property
-    def loss_seconds(self) -> float:
-        return statistics.mean(step.loss_seconds for step in self.rounds)
-
     def stretch(self, actions: Sequence[Sequence[Action]], links: Sequence[Link]) -> float:
         """w_S; where messages alone were measured to take longer than the step, as if they took nothing."""
         link = partial(message_seconds, links, self.slices)
-        taken = statistics.median(step.seconds for step in self.rounds)
-        most = taken / self._makespan(actions, 1.0, lambda action: 0.0)
-        if self._makespan(actions, 0.0, link) >= taken:
+        most = self.seconds / self._makespan(actions, 1.0, lambda action: 0.0)
+        if self._makespan(actions, 0.0, link) >= self.seconds:
             return most
         low, high = 0.0, most
         for _ in range(HALVINGS):
             middle = (low + high) / 2
-            low, high = (middle, high) if self._makespan(actions, middle, link) < taken else (low, middle)
+            low, high = (middle, high) if self._makespan(actions, middle, link) < self.seconds else (low, middle)
         return high
 
     def _makespan(self, actions: Sequence[Sequence[Action]], factor: float, link: Costs) -> float:
-        return makespan(run(tasks(actions, len(self.slices), lambda action: factor * self.own(action), link)))
+        return makespan(run(tasks(actions, len(self.slices), lambda action: factor * self.own[action], link)))
 
 
 def profile(pipe: StageRunner, call: Call) -> StageCost:
@@ -104,12 +90,12 @@ def profile(pipe: StageRunner, call: Call) -> StageCost:
         raise ValueError(f"{length} tokens are too few to measure slices of: use slicing=Uniform(n) or Given(lengths)")
     cut = [equal(length, n) for n in COUNTS]
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        measured = [RepeatedSteps(slices, _repeated(pipe, call, slices)) for slices in cut]
+        measured = [_measured(pipe, call, slices) for slices in cut]
         links = pipe.gather(ping(pipe, call))
     return fitted(measured, pipe.schedule, pipe.rank, links)
 
 
-def _repeated(pipe: StageRunner, call: Call, slices: Sequence[int]) -> list[Step]:
+def _measured(pipe: StageRunner, call: Call, slices: tuple[int, ...]) -> MeasuredSteps:
     """One step after the other as in training, where a step finds the memory that one like it has left; the first one
     not yet, nor does it count."""
     now = clock(call.inputs.device)
@@ -123,9 +109,10 @@ def _repeated(pipe: StageRunner, call: Call, slices: Sequence[int]) -> list[Step
         for parameter in pipe.model.module.parameters():
             parameter.grad = None
         rows = pipe.gather((seconds, executor.own_seconds, executor.loss_seconds))
-        actions = {action: taken for _, stage, _ in rows for action, taken in stage.items()}
-        steps.append(Step(max(taken for taken, _, _ in rows), actions, rows[-1][-1]))
-    return steps[1:]
+        steps.append((max(taken for taken, _, _ in rows), ChainMap(*(stage for _, stage, _ in rows)), rows[-1][-1]))
+    taken, each, losses = zip(*steps[1:], strict=True)
+    mean = {action: statistics.mean(step[action] for step in each) for action in each[0]}
+    return MeasuredSteps(slices, statistics.median(taken), mean, statistics.mean(losses))
 
 
 def _loss(_: int, logits: Tensor) -> Tensor:  # (batch, length, vocabulary)
@@ -134,7 +121,7 @@ def _loss(_: int, logits: Tensor) -> Tensor:  # (batch, length, vocabulary)
     return functional.cross_entropy(flat, torch.zeros(len(flat), dtype=torch.int64, device=flat.device))
 
 
-def fitted(measured: Sequence[RepeatedSteps], schedule: Schedule, stage: int, links: Sequence[Link]) -> StageCost:
+def fitted(measured: Sequence[MeasuredSteps], schedule: Schedule, stage: int, links: Sequence[Link]) -> StageCost:
     """A stage's costs from steps in several numbers of slices; a split backward in one."""
     there, back, losses, stretches = [], [], [], []
     for steps in measured:
@@ -143,7 +130,7 @@ def fitted(measured: Sequence[RepeatedSteps], schedule: Schedule, stage: int, li
         losses.append(stretch * steps.loss_seconds if stage == len(links) - 1 else 0.0)
         for index, tokens in enumerate(steps.slices):
             own = [
-                (action.kind is Kind.FORWARD, steps.own(action)) for action in actions[stage] if action.slice == index
+                (action.kind is Kind.FORWARD, steps.own[action]) for action in actions[stage] if action.slice == index
             ]
             place = tokens, sum(steps.slices[:index])
             # The loss ran inside the last forward, and has a number of its own.
@@ -178,7 +165,7 @@ def _one_way(pipe: StageRunner, call: Call, tokens: int, stage: int) -> float:
         begin = now()
         if pipe.rank == stage:
             channel.send(there, message)
-            channel.expect(back)  # not before what it answers (`posting`)
+            channel.expect(back)  # not before what it answers (`in_step`)
             channel.receive(back)
         else:
             channel.expect(there)

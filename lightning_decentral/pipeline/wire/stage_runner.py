@@ -12,8 +12,7 @@ from lightning_decentral.pipeline.compute.kv_cache import KVCache
 from lightning_decentral.pipeline.compute.model import Call, Pipelined, Shape, StagePlace
 from lightning_decentral.pipeline.compute.stage import Activations, Stage, put_back, unchanged
 from lightning_decentral.pipeline.compute.weight_grad import SplitWeights
-from lightning_decentral.pipeline.plan.posting import Posts, in_step, two_ahead
-from lightning_decentral.pipeline.plan.schedule import Action, Kind, Schedule
+from lightning_decentral.pipeline.plan.schedule import Action, Kind, Posts, Schedule, in_step, two_ahead
 from lightning_decentral.pipeline.wire.executor import Boundary, Channel, Clock, Close, Edges, Executor, joined
 from lightning_decentral.shared.compute.modules import evaluating
 from lightning_decentral.shared.wire.objects import gather_objects

@@ -20,7 +20,7 @@ from lightning_decentral.gossip.strategy import GossipStrategy
 from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.making import parameters_of
 from lightning_decentral.gossip.wire.optimizers import Mixers
-from lightning_decentral.partial.agreed import agreed, refuse_unserved, run_of
+from lightning_decentral.partial.agreed import found_together, refuse_unserved, run_of
 from lightning_decentral.partial.compute.search import search
 from lightning_decentral.partial.strategy import PartialBackpropStrategy
 from lightning_decentral.partial.wire.depth_controller import CutSteps, DepthController
@@ -99,7 +99,11 @@ class CutMember(ReplicaMember):
         driver = self._steps.driver
         if driver is None:  # cuts are found at the first batch
             at, own, run = self._place, self._strategy, run_of(self._module.trainer, *batch)
-            plan = agreed(at.worker, at.broadcast, lambda: search(self._module, own.cuts, own.balance, run))
+
+            def find() -> Any:  # by worker 0 alone: the others' turns come later
+                return search(self._module, own.cuts, own.balance, run) if at.worker == 0 else None
+
+            plan = found_together(lambda mine: [at.broadcast(mine)], lambda decide: decide(find))
             driver = DepthController(self._module, plan, self._depth, Rank(at.worker, (1 / at.workers,) * at.workers))
             self._steps.drive(driver, at.wire, self._equal, own.bucket_bytes)
         return driver.together(step)

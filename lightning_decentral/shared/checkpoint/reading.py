@@ -67,12 +67,8 @@ class Reading:
         return worker_state.damage(checkpoint)
 
     def read_together(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
-        """The plain file; from worker 0 where this node doesn't have it. Collective.
-
-        Raises:
-            ValueError: on every worker, where one finds it damaged.
-            FileNotFoundError: on every worker, where worker 0 doesn't have it.
-        """
+        """The plain file; from worker 0 where this node doesn't have it. Collective. On every worker ValueError where
+        one finds it damaged, FileNotFoundError where worker 0 doesn't have it."""
         checkpoint, problem, missing = {}, None, False
         try:
             checkpoint = self.read(path, weights_only)
@@ -118,16 +114,16 @@ class Reading:
             saved = {PRECISION: plan[PRECISION], **saved}
         # What either has: another method's plan has other keys, and its state would be misread.
         differing = [key for key in {**plan, **saved} if saved.get(key) != plan.get(key)]
+        by, own = mark.get("strategy"), type(self.worker).__name__
+        if differing and by != own:
+            return f"saved by {by}, whose state {own} can't take"
         return next((f"saved with {key} {saved.get(key)}, this run has {plan.get(key)}" for key in differing), None)
 
     def read_own(
         self, path: str | Path, mark: Mapping[str, Any], weights_only: bool | None, problem: str | None = None
     ) -> dict[str, Any] | None:
         """This worker's own state, if every worker can go on from its; otherwise all start from the mean. Collective.
-
-        Args:
-            problem: already known to this worker.
-        """
+        `problem`: one that this worker knows of already."""
         path = store.plain(path)
         target = os.path.realpath(path) if os.path.islink(path) else os.fspath(path)
         name, own = os.path.basename(str(mark.get("folder", ""))), None
@@ -160,6 +156,16 @@ class Reading:
         if found.get("rank") != self.worker.global_rank:
             return f"{file} is worker {found.get('rank')}'s, not worker {self.worker.global_rank}'s"
         return None
+
+
+def report_mean(path: str | Path, checkpoint: Mapping[str, Any]) -> None:
+    """Warn that a strategy which reads the plain file alone leaves what the workers that saved it had of their own."""
+    mark = checkpoint.get(KEY, {})
+    if mark.get("id"):
+        rank_zero_warn(
+            f"resuming {os.fspath(path)}: saved by {mark.get('strategy')} on {mark.get('size')} workers, whose own "
+            "states aren't taken: training goes on from their mean and worker 0's optimizers"
+        )
 
 
 @contextmanager

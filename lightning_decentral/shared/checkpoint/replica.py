@@ -48,11 +48,7 @@ class WholeModel:
     def optimizers(
         self, optimizers: Sequence[Optimizer], checkpoint: Mapping[str, Any], own: bool
     ) -> Mapping[str, Any]:
-        """The checkpoint with states of these optimizers as this device has them.
-
-        Args:
-            own: they are this device's already.
-        """
+        """The checkpoint with states of these optimizers as this device has them: `own` where they are so already."""
         return checkpoint
 
     def resume(self) -> None:
@@ -89,18 +85,14 @@ class ReplicaCheckpoints(Checkpoints):
             self._save_own(checkpoint, path, identity, storage_options)
             return
         mark = {"random": self._worker.gather(worker_state.random_state()), "mid_epoch": self.mid_epoch()}
-        mark |= self._loaders(checkpoint) if self._full(checkpoint) else {}
-        full = {KEY: {**self._saving.mark(""), **mark}} if self._full(checkpoint) else {}
-        self._saving.commit({**checkpoint, **full}, None, path, identity, storage_options)
-
-    def _loaders(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        """Progress of each worker in its data, where its loaders have a state. Collective."""
-        states = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
-        try:
-            return {"loaders": self._worker.gather(states.get(LOADERS))}
-        except NotPlain as error:
-            rank_zero_warn(f"the checkpoint holds the state of worker 0's loaders alone: {error}")
-            return {}
+        if self._full(checkpoint):
+            states = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+            try:  # progress of each worker in its data, where its loaders have a state
+                mark["loaders"] = self._worker.gather(states.get(LOADERS))
+            except NotPlain as error:
+                rank_zero_warn(f"the checkpoint holds the state of worker 0's loaders alone: {error}")
+            checkpoint = {**checkpoint, KEY: {**self._saving.mark(""), **mark}}
+        self._saving.commit(checkpoint, None, path, identity, storage_options)
 
     def _full(self, checkpoint: Mapping[str, Any]) -> bool:
         return "optimizer_states" in checkpoint and bool(self._progress.rounds())

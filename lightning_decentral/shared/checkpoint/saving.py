@@ -123,11 +123,8 @@ class Saving:
     def commit(
         self, of_all: dict[str, Any], own: dict[str, Any] | None, path: str, identity: str, storage_options: Any
     ) -> None:
-        """Write every worker's own file, then worker 0's plain one; then what they replace goes. Collective.
-
-        Raises:
-            OSError: on every worker, where one can't write; the checkpoint before this one is still there.
-        """
+        """Write every worker's own file, then worker 0's plain one; then what they replace goes. Collective. OSError:
+        on every worker, where one can't write; the checkpoint before this one is still there."""
         place = store_of(self.worker, path, storage_options)
         own_file = store.file(path, self.worker.global_rank, self.worker.world_size, identity)
         if own is not None:

@@ -68,10 +68,7 @@ class Checkpoints(ABC):
     @abstractmethod
     def load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         """Read the checkpoint that Lightning restores from; the rest is kept for `resume` and `start`. Collective.
-
-        Raises:
-            ValueError: the file is damaged.
-        """
+        ValueError: the file is damaged."""
 
     @abstractmethod
     def resume(self) -> None:
@@ -161,7 +158,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     """Lightning's own, and the loggers go on in the runs of the checkpoint."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        runs.launched(trainer, args)
+        _before_processes(trainer, args)
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
 
@@ -170,14 +167,21 @@ class WorkersLauncher(_MultiProcessingLauncher):
     is. Lightning itself calls `on_exception` in the process that started them alone, whose model was never trained."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        runs.launched(trainer, args)
+        _before_processes(trainer, args)
         vars(self._strategy).pop("save_checkpoint", None)
         try:
             return super().launch(partial(_run, trainer, function), *args, trainer=trainer, **kwargs)
         except BaseException:
             # On the instance, over the method of its class: the workers have saved, or couldn't.
-            vars(self._strategy)["save_checkpoint"] = _save_nothing
+            # This process has the model that its workers began with.
+            vars(self._strategy)["save_checkpoint"] = lambda *args, **kwargs: None
             raise
+
+
+def _before_processes(trainer: Any, arguments: Any) -> None:
+    runs.launched(trainer, arguments)
+    if trainer is not None:
+        trainer.strategy.refuse_early()
 
 
 def _run(trainer: Trainer | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -190,7 +194,3 @@ def _run(trainer: Trainer | None, function: Callable[..., Any], *args: Any, **kw
         if trainer is not None:
             _interrupt(trainer, error)
         raise
-
-
-def _save_nothing(*args: Any, **kwargs: Any) -> None:
-    """This process has the model that its workers began with."""

@@ -6,6 +6,7 @@ lies in a bucket. Their strides stay as they were then: a place in a message or 
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -152,6 +153,16 @@ class BucketSpan:
             self._bucket.adopt()
 
 
+@dataclass
+class LooseBucket:
+    """Flat tensor that nobody else holds: of a simulation all workers' parameters, a row each."""
+
+    flat: Tensor
+
+    def adopt(self) -> None:
+        return
+
+
 class Pool:
     """Message buffers that are used again, so that a round allocates nothing."""
 
@@ -201,11 +212,8 @@ def with_tail(buckets: Sequence[Bucket]) -> list[Bucket | BucketSpan]:
     *others, last = buckets
     each = last.flat.element_size()
     place = last.border(-(-whole // TAIL // each), whole // SHORT // each)
-    return (
-        [*buckets]
-        if place is None
-        else [*others, BucketSpan(last, 0, place), BucketSpan(last, place, last.flat.numel())]
-    )
+    cut = [last] if place is None else [BucketSpan(last, 0, place), BucketSpan(last, place, last.flat.numel())]
+    return [*others, *cut]
 
 
 def dealt(parameters: Sequence[nn.Parameter], hands: int) -> list[list[nn.Parameter]]:

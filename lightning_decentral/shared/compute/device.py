@@ -24,8 +24,7 @@ class HostStopwatch:
     """Sums wall seconds between `start` and `stop`."""
 
     def __init__(self) -> None:
-        self._total = 0.0
-        self._started = 0.0
+        self._total = self._started = 0.0
 
     def start(self) -> None:
         self._started = perf_counter()
@@ -34,11 +33,11 @@ class HostStopwatch:
         self._total += perf_counter() - self._started
 
     def during(self, waits: Iterable[Callable[[], object]]) -> None:
-        """Adds the seconds of these calls, one after the other."""
-        started = perf_counter()
+        """Adds the seconds of these calls, one after the other, or that they make the current stream wait."""
+        self.start()
         for wait in waits:
             wait()
-        self._total += perf_counter() - started
+        self.stop()
 
     def seconds(self) -> float:
         return self._total
@@ -47,11 +46,11 @@ class HostStopwatch:
 OPEN = 64  # intervals that a device's stopwatch keeps before it looks which of them are over
 
 
-class DeviceStopwatch:
+class DeviceStopwatch(HostStopwatch):
     """Sums device seconds between `start` and `stop` on the current stream, by events, without making the host wait."""
 
     def __init__(self) -> None:
-        self._total = 0.0
+        super().__init__()
         self._open: deque[tuple[cuda.Event, cuda.Event]] = deque()
         self._spare: list[tuple[cuda.Event, cuda.Event]] = []
 
@@ -65,13 +64,6 @@ class DeviceStopwatch:
         if len(self._open) > OPEN:  # nobody may ever ask for the seconds
             self.seconds()
 
-    def during(self, waits: Iterable[Callable[[], object]]) -> None:
-        """Adds the seconds that these calls make the current stream wait."""
-        self.start()
-        for wait in waits:
-            wait()
-        self.stop()
-
     def seconds(self) -> float:
         """Device seconds of all intervals that the device has passed so far."""
         while self._open and self._open[0][1].query():
@@ -81,7 +73,7 @@ class DeviceStopwatch:
         return self._total
 
 
-def stopwatch(device: torch.device) -> HostStopwatch | DeviceStopwatch:
+def stopwatch(device: torch.device) -> HostStopwatch:
     """The stopwatch that sees waiting on `device`."""
     # A host clock would see nothing of a device: waiting for NCCL only queues a wait on the stream.
     return DeviceStopwatch() if device.type == "cuda" else HostStopwatch()

@@ -5,6 +5,7 @@ import platform
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter, process_time
+from typing import Any
 
 import torch
 
@@ -15,35 +16,34 @@ class HostLaps:
     """Wall seconds of laps."""
 
     def __init__(self) -> None:
-        self._stamps: list[float] = []
+        self._stamps: list[Any] = []
 
     def lap(self) -> int:
         """Record a lap; returns its number, from 0."""
-        self._stamps.append(perf_counter())
+        self._stamps.append(self._now())
         return len(self._stamps) - 1
+
+    def _now(self) -> Any:
+        return perf_counter()
 
     def seconds(self) -> list[float]:
         """Wall seconds of every lap since the first."""
         return [stamp - self._stamps[0] for stamp in self._stamps]
 
 
-class DeviceLaps:
+class DeviceLaps(HostLaps):
     """Device seconds of laps on the current stream, by events: the host doesn't wait before `seconds`."""
 
-    def __init__(self) -> None:
-        self._events: list[cuda.Event] = []
-
-    def lap(self) -> int:
-        """Record a lap; returns its number, from 0."""
-        self._events.append(cuda.Event(enable_timing=True))
-        self._events[-1].record()  # on the current stream: queued, nobody waits
-        return len(self._events) - 1
+    def _now(self) -> cuda.Event:
+        event = cuda.Event(enable_timing=True)
+        event.record()  # on the current stream: queued, nobody waits
+        return event
 
     def seconds(self) -> list[float]:
         """Device seconds of every lap since the first, once the device has passed the last."""
-        for event in self._events:
+        for event in self._stamps:
             event.synchronize()
-        return [self._events[0].elapsed_time(event) / 1000.0 for event in self._events]  # milliseconds -> seconds
+        return [self._stamps[0].elapsed_time(event) / 1000.0 for event in self._stamps]  # milliseconds -> seconds
 
 
 class ProcessorTime:
@@ -66,7 +66,7 @@ class ProcessorTime:
         return self._wall / self._busy if self._busy else 1.0
 
 
-def laps(device: torch.device) -> HostLaps | DeviceLaps:
+def laps(device: torch.device) -> HostLaps:
     """The laps that see what `device` does."""
     return DeviceLaps() if device.type == "cuda" else HostLaps()
 

@@ -6,7 +6,7 @@ rests on its shape, type and strides.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -98,9 +98,6 @@ def refuse_reordered(state: Mapping[str, Any], buckets: "Iterable[Bucket]") -> N
             "the checkpoint's messages lie in another memory order: give the model the memory format that it had, or "
             "delete its .workers folder to start from the mean"
         )
-
-
-Pack = Callable[[Sequence[nn.Parameter]], list[Any]]
 
 
 def refuse_lazy(parameters: Iterable[Tensor]) -> None:
@@ -230,12 +227,3 @@ class ModelLayout:
             value = laid(parameter, place)
             if value is not parameter:
                 parameter.data = value  # the same Parameter: optimizers and hooks keep it
-
-    def packing(self, pack: Pack) -> Pack:
-        """`pack` of parameters that lie as all workers' do: also of those that are freed later."""
-
-        def restored(parameters: Sequence[nn.Parameter]) -> list[Any]:
-            self.restore(parameters)
-            return pack(parameters)
-
-        return restored

@@ -6,43 +6,33 @@ else. Where the state has an optimizer, each worker's own is written next to it,
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.plugins import CheckpointIO
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_decentral.shared.checkpoint.reading import Reading
-from lightning_decentral.shared.checkpoint.saving import CheckpointedStrategy, Saving
-from lightning_decentral.shared.checkpoint.worker import Progress
+from lightning_decentral.shared.checkpoint.saving import Saving
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.carried import carried
 from lightning_decentral.shared.compute.worker_state import KEY
 from lightning_decentral.shared.wire.mean import MeanModel, mean_of_states
 
-
-class LoopWorker(CheckpointedStrategy, Progress, Protocol):
-    """Interface asked of a strategy in addition to what every worker's checkpoints ask."""
-
-    checkpoint_io: CheckpointIO
-
-    def restart(self) -> None: ...
+if TYPE_CHECKING:
+    import lightning_decentral.shared.fabric.strategy as fabric
 
 
 class FabricCheckpoints:
     """One worker's saves and reads of a loop's state."""
 
-    def __init__(self, worker: LoopWorker, mean_model: MeanModel) -> None:
+    def __init__(self, worker: "fabric.FabricWorkers", mean_model: MeanModel) -> None:
         self._worker, self._mean_model = worker, mean_model  # the plain file holds this one's where workers diverge
         self._saving, self._reading = Saving(worker), Reading(worker)
 
     def save(self, path: Any, state: Mapping[str, Any], converted: Mapping[str, Any], storage_options: Any) -> None:
-        """Write the plain file (worker 0) and each worker's own. Collective.
-
-        Args:
-            state: modules, optimizers and other values, by name.
-            converted: the same as state_dicts.
-        """
+        """Write the plain file (worker 0) and each worker's own. Collective. `state` are modules, optimizers and other
+        values, by name, `converted` the same as state_dicts."""
         path, identity = self._saving.agree(path, storage_options)
         modules = [key for key, value in state.items() if isinstance(value, nn.Module)]
         own = {**converted, **{key: self._mean_model.own(converted[key]) for key in modules}}
@@ -65,10 +55,7 @@ class FabricCheckpoints:
     @contextmanager
     def reading(self, path: Any, state: Any, weights_only: bool | None) -> Iterator[None]:
         """Load this file's contents within, read by all workers; afterwards the rest of the state goes on. Collective.
-
-        Raises:
-            ValueError: on every worker, where one finds the file damaged.
-        """
+        ValueError: on every worker, where one finds the file damaged."""
         checkpoint = self._reading.read_together(path, weights_only)
         mark, own = checkpoint.pop(KEY, None), None
         if mark is not None and self._worker.optimizers and _trains(state):

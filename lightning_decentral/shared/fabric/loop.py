@@ -48,11 +48,8 @@ class FabricWorkerGroup(WorkerGroup):
         self.ready, self.set_ups = True, self.layouts(in_order)
 
     def setting_up(self, one: object) -> None:
-        """A module, or an optimizer. Collective.
-
-        Raises:
-            RuntimeError: another worker sets up something else, or goes on without; on all.
-        """
+        """A module, or an optimizer. Collective. RuntimeError: another worker sets up something else, or goes on
+        without; on all."""
         self._set_up.append(one)
         self.set_ups.changed()
 

@@ -22,6 +22,7 @@ from lightning_decentral.shared.compute.layout import ModelLayout, lay_states
 from lightning_decentral.shared.coordination import Result
 from lightning_decentral.shared.fabric.checkpoints import FabricCheckpoints
 from lightning_decentral.shared.fabric.loop import Accumulating, FabricWorkerGroup
+from lightning_decentral.shared.introduction import show
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.refusals import StartMethod, own_device, refuse_sync_batch_norm, refuse_unknown
 from lightning_decentral.shared.replica_health import ReplicaHealth
@@ -96,6 +97,10 @@ class FabricWorkers(DDPStrategy):
     @abstractmethod
     def advance(self, optimizer: Optimizer) -> None:
         """Do the method's part after an update of `optimizer`."""
+
+    def introduction(self) -> Sequence[str]:
+        """Lines that are printed at the first step: what, with whom, bytes of a step, what is evaluated; a hint."""
+        return ()
 
     def settle(self) -> None:
         """Land what is in flight."""
@@ -179,6 +184,8 @@ class FabricWorkers(DDPStrategy):
         """The user's update, exactly as in one process; then what the method does after it."""
         if self._shown:
             raise RuntimeError(f"{MEAN_STANDS}: step behind `with strategy.mean():`")
+        if self.wire is not None and not self._stepped:  # the first step of all
+            show(self.introduction())
         self._group.set_ups.begin()  # not by an override of `backward`, which would refuse `loss.backward()`
         if isinstance(optimizer, LBFGS) and self.wire is not None and not self.drifts:
             # By its own loss each would call the closure another number of times, and wait for the others in vain.

@@ -91,3 +91,31 @@ def new_figure(width: float, height: float) -> Any:
     except ModuleNotFoundError:
         raise ValueError("pictures need matplotlib: pip install 'lightning-decentral[plot]'") from None
     return Figure(figsize=(width, height), dpi=150, layout="constrained")
+
+
+COLOURS = (INK, ACCENT, "#2a9d8f", "#e9a23b", "#8fb3d9", "#7b5ea7", "#7f8c8d")
+
+
+def compare(panels: Mapping[str, Mapping[str, Curve]], loss: str, path: Path) -> None:
+    """Draw one panel per axis, {axis: {run: (x, losses)}}; each run has one colour in all of them.
+
+    Raises:
+        ValueError: no matplotlib.
+    """
+    figure = new_figure(12, 4)
+    names = list(next(iter(panels.values())))
+    for axes, (axis, runs) in zip(figure.subplots(1, len(panels), sharey=True), panels.items(), strict=True):
+        for name, (x, y) in runs.items():
+            colour = COLOURS[names.index(name) % len(COLOURS)]
+            axes.plot(x, y, color=colour, linewidth=1.6, marker="o", markersize=3, label=name)
+        if not runs:
+            axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color="grey")
+        if all(min(y) > 0 for _, y in runs.values()):
+            axes.set_yscale("log")
+        axes.set_xlabel(axis)
+        axes.set_xlim(left=0)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#e4e8ee", linewidth=0.8)
+    figure.axes[0].set_ylabel(loss)
+    figure.axes[0].legend(frameon=False, fontsize=9)
+    figure.savefig(path)

@@ -12,6 +12,7 @@ from lightning_decentral.shared.plan.network import NO_NETWORK, Network, Price
 from lightning_decentral.shared.plan.profile import Model
 from lightning_decentral.shared.plan.timeline import Task, makespan, run
 
+SIMULATED = 128  # workers; more are as many as these draws need to meet the slowest of all
 EXACT_POINTS = 12  # each is a timeline to be simulated
 
 
@@ -38,6 +39,18 @@ class Cluster:
     @property
     def nodes(self) -> int:
         return self.workers // self.per_node
+
+    @property
+    def simulated(self) -> "Cluster":
+        """Nodes that are simulated in place of a larger cluster. Up to 128 workers that is the cluster itself; above, a
+        number that divides the cluster's if possible, and is a power of two if the cluster's is."""
+        if self.workers <= SIMULATED:
+            return self
+        per_node = SIMULATED if self.nodes == 1 else self.per_node
+        most, single = SIMULATED // per_node, self.nodes.bit_count() == 1
+        fewer = range(max(1, most // 4), most + 1)
+        alike = (nodes for nodes in fewer if not self.nodes % nodes and (nodes.bit_count() == 1) == single)
+        return Cluster(per_node * max(alike, default=max(3, most - 1)), per_node)
 
     def reach(self, devices: int) -> str:
         """Reach of a group of consecutive devices that begins with a node's first: inside a node, or between nodes."""
@@ -118,7 +131,7 @@ class StepForecast:
 def forecast(method: Method, setting: Setting, factors: Floats) -> StepForecast:
     """Forecast of a method in a setting with these stragglers, [runs, steps, workers]."""
     runs = method.seconds(setting, factors)
-    alike = even(setting.cluster.workers)
+    alike = even(setting.cluster.simulated.workers)
     smooth = float(method.seconds(setting, alike)[0])
     free = float(method.seconds(setting.without_network, alike)[0])
     return StepForecast(

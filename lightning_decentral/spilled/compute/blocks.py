@@ -150,23 +150,19 @@ def versions(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return {name: tensor._version for name, tensor in tensors.items() if not tensor.is_inference()}
 
 
-def refuse_written(where: str, tensors: Mapping[str, Tensor], before: Mapping[str, int]) -> None:
-    """ValueError where an operation has written to one of them since these were its `versions`."""
-    for name, version in before.items():
-        if tensors[name]._version != version:
-            raise ValueError(_written_text(where, name))
-
-
-def refuse_unlike(where: str, copies: Mapping[str, Tensor], hosts: Mapping[str, Tensor]) -> None:
-    """ValueError where a copy has other numbers than its parameter: what goes by `.data` counts no version."""
-    for name, copy in copies.items():
-        own, host = copy.detach().cpu(), hosts[name].detach()
-        if not (torch.equal(own, host) or torch.allclose(own, host, rtol=0, atol=0, equal_nan=True)):
-            raise ValueError(_written_text(where, name))
-
-
-def _written_text(where: str, name: str) -> str:
-    return (
-        f"{where} writes to parameter {name}, of which it has a copy that is thrown away: write to it between two "
-        "steps, as in on_train_batch_end, or keep what a forward writes in a buffer (register_buffer)"
-    )
+def refuse_written(
+    where: str, copies: Mapping[str, Tensor], before: Mapping[str, int], hosts: Mapping[str, Tensor]
+) -> None:
+    """ValueError where an operation has written to a copy since these were its `versions`, or has left other numbers
+    in it than its parameter has among `hosts`: what goes by `.data` counts no version.
+    """
+    written = [name for name, version in before.items() if copies[name]._version != version]
+    for name, host in hosts.items() if not written else ():
+        own, here = copies[name].detach().cpu(), host.detach()
+        if not (torch.equal(own, here) or torch.allclose(own, here, rtol=0, atol=0, equal_nan=True)):
+            written.append(name)
+    for name in written:
+        raise ValueError(
+            f"{where} writes to parameter {name}, of which it has a copy that is thrown away: write to it between two "
+            "steps, as in on_train_batch_end, or keep what a forward writes in a buffer (register_buffer)"
+        )

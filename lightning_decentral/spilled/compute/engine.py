@@ -18,11 +18,10 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_decentral.spilled.compute import blocks as block_places
 from lightning_decentral.spilled.compute.blocks import ParameterPlace, placed, places
-from lightning_decentral.spilled.compute.memory_ledger import Counting
-from lightning_decentral.spilled.compute.prefetch import Loader, Log, Route, Singly, joined
+from lightning_decentral.spilled.compute.prefetch import Loader, joined
 from lightning_decentral.spilled.compute.recompute import first_order
 from lightning_decentral.spilled.compute.spill import Spilling, spilled
-from lightning_decentral.spilled.compute.transfer import OffloadDevice
+from lightning_decentral.spilled.compute.transfer import Counting, OffloadDevice
 from lightning_decentral.spilled.plan.shards import BlockFootprint, Footprint, ShardPlan, plan
 
 Announce = Callable[[str, ShardPlan], None]
@@ -58,7 +57,6 @@ class Engine:
         self._spilling: list[Spilling] = []
         self._first: dict[str, Footprint] = {}  # of kinds of step that were measured once, and not yet timed
         self._kind = ""
-        self._log: Log | None = None  # while a step is measured
         self._arrange(places(module))
 
     def _renew(self) -> None:
@@ -76,7 +74,8 @@ class Engine:
             own = tuple(place for place in found if place.module in inside)
             self._spilling.append(Spilling(index, name, module, own))
         for name, part in self._module.named_modules():
-            if part._compiled_call_impl is not None or "_orig_mod" in part._modules:
+            around = vars(part).get("_compiler_ctx")  # a LightningModule's
+            if around or part._compiled_call_impl is not None or "_orig_mod" in part._modules:
                 raise ValueError(
                     f"{name or type(part).__name__} is compiled, and compiled code doesn't see that its parameters "
                     "come and go: train the module without torch.compile"
@@ -133,7 +132,12 @@ class Engine:
             given: the batch.
             backward: whether `finish` is called later, behind the backward.
         """
-        self._begin(kind, given)
+        self._renew()
+        hosts = list(self._loader.hosts.values())
+        self.device.note([*hosts, *(host.grad for host in hosts)], [*self._module.buffers(), *tree_leaves(given)])
+        self._kind = kind
+        # The first step of a kind is checked, which takes time: the second one is timed.
+        self._loader.begin(self.plans.get(kind), checks=kind not in self._first)
         with self.counting(), placed(self._places, self._standing.fill(self._loader)):
             yield
             stood = {(place.module, place.attribute) for place in self._places}
@@ -150,8 +154,8 @@ class Engine:
 
     def finish(self) -> None:
         """A step has ended: what was measured becomes a plan."""
+        log = self._loader.log
         self._loader.end()
-        log, self._log = self._log, None
         if log is None:
             return
         first, footprint = self._first.pop(self._kind, None), log.footprint(self._blocks())
@@ -168,19 +172,6 @@ class Engine:
         trained = [(host.requires_grad, host.shape) for host in self._loader.hosts.values()]
         if trained != self._trained:
             self._trained, self.plans, self._first = trained, {}, {}
-
-    def _begin(self, kind: str, given: Any) -> None:
-        self._renew()
-        hosts = list(self._loader.hosts.values())
-        self.device.note([*hosts, *(host.grad for host in hosts)], [*self._module.buffers(), *tree_leaves(given)])
-        found, self._kind = self.plans.get(kind), kind
-        if found is None:
-            self._loader.begin(Singly(), None)
-            # The first step of a kind is checked, which takes time: the second one is timed.
-            self._log = Log(self.device, checks=kind not in self._first)
-            self._loader.log = self._log
-        else:
-            self._loader.begin(Route(found), found.shards[found.route[0]] if found.route else None)
 
     def _blocks(self) -> list[BlockFootprint]:
         hosts = self._loader.hosts
@@ -228,9 +219,8 @@ class Standing:
                 # The gradient of this copy, which was made for a frozen parameter, is the host's.
                 hosts[name].requires_grad_(True)
                 copy.register_hook(partial(self._add, hosts[name]))
-        block_places.refuse_written("a step", standing, self._versions)
-        if self._loader.checks:
-            block_places.refuse_unlike("a step", self._stay, hosts)
+        checked = {name: hosts[name] for name in self._stay} if self._loader.checks else {}
+        block_places.refuse_written("a step", standing, self._versions, checked)
         self._away, self._stay = {}, {}
 
     def _add(self, host: Tensor, gradient: Tensor) -> None:

@@ -6,50 +6,18 @@ Before there is a plan, `Log` profiles a step: seconds, peak bytes and bytes sen
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from lightning_decentral.spilled.compute.transfer import Leaving, OffloadDevice, PendingCopies
+from lightning_decentral.spilled.compute.transfer import Copies, OffloadDevice
 from lightning_decentral.spilled.plan.shards import BlockFootprint, Footprint, ShardPlan, Visit
 
 if TYPE_CHECKING:
     import lightning_decentral.spilled.compute.spill as spill
 
 Shard = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Singly:
-    """Every block is a shard and none comes early: how a step is measured."""
-
-    prefetches: ClassVar[bool] = False
-    keeps: bool = True  # copies of the block that was visited last; not outside of steps, where parameters may change
-
-    def step(self, block: int, backward: bool) -> tuple[Shard, Shard | None]:
-        """(the shard of this visit, the one that comes)."""
-        return (block,), None
-
-
-class Route:
-    """The way of one step through the shards of a plan."""
-
-    prefetches = True
-    keeps = True
-
-    def __init__(self, plan: ShardPlan) -> None:
-        self._plan, self._next = plan, 0
-        self._visits = [(visit.block, visit.backward) for visit in plan.footprint.visits]
-
-    def step(self, block: int, backward: bool) -> tuple[Shard, Shard | None]:
-        plan, ahead = self._plan, range(self._next, len(self._visits))
-        here = next((i for i in ahead if self._visits[i] == (block, backward)), None)
-        if here is None:  # the step has left the route: nothing is loaded early
-            shard = plan.shard_of.get(block)
-            return ((block,) if shard is None else plan.shards[shard]), None
-        self._next, coming = here + 1, plan.coming[here]
-        return plan.shards[plan.route[here]], None if coming is None else plan.shards[coming]
 
 
 class Loader:
@@ -69,21 +37,25 @@ class Loader:
         self.log: Log | None = None
         self.in_step = False
         self._blocks = blocks  # the names of each block's parameters
-        self._route: Route | Singly = Singly(keeps=False)
-        self._present: dict[str, PendingCopies] = {}
-        self._leaving: list[Leaving] = []  # sent in this visit
-        self._left: list[Leaving] = []  # sent in the one before
+        self._plan: ShardPlan | None = None  # without one every block is a shard, and none comes early
+        self._next = 0  # the first of the plan's visits that may come
+        self._present: dict[str, Copies] = {}
+        self._leaving: list[Copies] = []  # sent in this visit
+        self._left: list[Copies] = []  # sent in the one before
 
     @property
     def checks(self) -> bool:
         """True where blocks are compared with their second run."""
         return self.log is not None and self.log.checks
 
-    def begin(self, route: Route | Singly, first: Shard | None) -> None:
-        """A step, from nothing; `first` comes at once."""
+    def begin(self, plan: ShardPlan | None, checks: bool) -> None:
+        """Begin a step, from nothing, by a plan; None: it is measured, and with `checks` blocks are compared."""
         self.end()
-        self._route, self.in_step = route, True
-        self._load(first or ())  # nothing computes yet that it could hide behind
+        self._plan, self._next, self.in_step = plan, 0, True
+        if plan is None:
+            self.log = Log(self.device, checks)
+        elif plan.route:
+            self._load(plan.shards[plan.route[0]])  # nothing computes yet that it could hide behind
 
     def end(self) -> None:
         """End the step with nothing left on the device: the next one has other parameters."""
@@ -93,29 +65,43 @@ class Loader:
             self.log.close()
         self._keep(())
         self.runs = []
-        self._route, self.log, self.in_step = Singly(keeps=False), None, False
+        self._plan, self.log, self.in_step = None, None, False
 
     def enter(self, block: int, run: spill.Run | None = None) -> dict[str, Tensor]:
         """Copies of the block's parameters, by name; `run`: the call whose backward this is."""
         self.device.settle()  # what is given back below isn't used any more, so that it never adds to what comes
-        self._land(everything=not self._route.prefetches)
+        self._land(everything=self._plan is None)
         if self.log is not None:
             self.log.close()
-        shard, coming = self._route.step(block, run is not None)
-        self._keep((*shard, *(coming or ())) if self._route.keeps else ())
+        shard, coming = self._step(block, run is not None)
+        # Of the block that was visited last, too; not outside of steps, where parameters may change.
+        self._keep((*shard, *coming) if self.in_step else ())
         came_bytes = self._load(shard)
         copies = {name: self._present[name].ready()[0] for name in self._blocks[block]}
         if self.log is not None:
             self.log.open(block, run is not None, self._bytes(self._present), came_bytes)
-        self._load(coming or ())  # behind what this visit waits for: one stream copies both
+        self._load(coming)  # behind what this visit waits for: one stream copies both
         if run is not None:
             if run in self.runs:
                 self.runs.remove(run)
-            if self._route.prefetches and self.runs:  # inputs of the next backward come while this one computes
+            if self._plan is not None and self.runs:  # inputs of the next backward come while this one computes
                 self.runs[-1].prefetch()
         return copies
 
-    def send(self, tensors: Sequence[Tensor], like: Sequence[Tensor] | None = None) -> Leaving:
+    def _step(self, block: int, backward: bool) -> tuple[Shard, Shard]:
+        """(the shard of this visit, the one that comes)."""
+        if self._plan is None:
+            return (block,), ()
+        plan, visits = self._plan, self._plan.footprint.visits
+        ahead = range(self._next, len(visits))
+        here = next((i for i in ahead if (visits[i].block, visits[i].backward) == (block, backward)), None)
+        if here is None:  # the step has left the route: nothing is loaded early
+            shard = plan.shard_of.get(block)
+            return ((block,) if shard is None else plan.shards[shard]), ()
+        self._next, coming = here + 1, plan.coming[here]
+        return plan.shards[plan.route[here]], () if coming is None else plan.shards[coming]
+
+    def send(self, tensors: Sequence[Tensor], like: Sequence[Tensor] | None = None) -> Copies:
         """Send tensors to the host; they have arrived by the end of the next visit."""
         leaving = self.device.send(tensors, like)
         self._leaving.append(leaving)

@@ -11,11 +11,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -48,22 +47,6 @@ def graph_dropped(block: str, leaves: Iterable[Tensor]) -> Iterator[None]:
             leaf.register_hook(refuse)  # also where nothing was saved on the way to it
     with torch.enable_grad(), saved_tensors_hooks(lambda tensor: None, refuse):
         yield
-
-
-def without_graph(tensor: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-    """A result of the block. Views can't lose their graph in place."""
-    if any(tensor is given for given in inputs):
-        return tensor  # autograd sees it as an input that is returned
-    return tensor.detach() if tensor._is_view() else tensor.detach_()
-
-
-def refuse_transformed(block: str) -> None:
-    """ValueError within torch.func's transforms and forward-mode differentiation."""
-    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
-        raise ValueError(
-            f"block {block} is differentiated by torch.func or in forward mode, which its second run in the backward "
-            "can't serve: use loss.backward(), or train without strategy='spilled'"
-        )
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,24 +142,13 @@ class Cache(Protocol):
     def get_seq_length(self, *args: Any, **kwargs: Any) -> int: ...
 
 
-class _Owner(NamedTuple):
-    """The outermost object, or a cache, that something is a part of."""
-
-    value: Any
-    is_cache: bool
-
-    @property
-    def kind(self) -> str:
-        return type(self.value).__name__
-
-
 @dataclass(frozen=True)
 class _Held:
     """A dictionary, a list, or the attributes of an object, and what they held."""
 
     holder: Holder
     former: Holder
-    owner: _Owner
+    owner: Any  # the outermost object, or a cache, that it is a part of
 
     @property
     def changed(self) -> bool:
@@ -202,9 +174,9 @@ class GivenObjects:
 
     def __init__(self, arguments: tuple[Iterable[Any], dict[str, Any]], inputs: Sequence[Tensor]) -> None:
         self._held: list[_Held] = []
-        self._tensors: list[tuple[Tensor, int, _Owner]] = []
+        self._tensors: list[tuple[Tensor, int, Any]] = []  # with their versions and owners
         (args, kwargs), seen = arguments, {id(tensor) for tensor in inputs}
-        waiting = [(value, _Owner(value, isinstance(value, Cache))) for value in (*args, *kwargs.values())]
+        waiting = [(value, value) for value in (*args, *kwargs.values())]
         while waiting:
             value, owner = waiting.pop()
             if isinstance(value, LEAVES) or id(value) in seen:
@@ -214,25 +186,25 @@ class GivenObjects:
                 self._tensors.append((value, _version(value), owner))
                 continue
             attributes = getattr(value, "__dict__", None)
-            if attributes is not None and not owner.is_cache and isinstance(value, Cache):
-                owner = _Owner(value, True)  # what a cache holds is its own, also where others hold the cache
+            if attributes is not None and not isinstance(owner, Cache) and isinstance(value, Cache):
+                owner = value  # what a cache holds is its own, also where others hold the cache
             holders = [holder for holder in (value, attributes) if isinstance(holder, (dict, list))]
             self._held += [_Held(holder, _copy(holder), owner) for holder in holders]
             parts = [part for holder in holders for part in _parts(holder)]
             waiting += [(part, owner) for part in (*parts, *(value if isinstance(value, tuple) else ()))]
         # Types of the objects that hold other tensors which need gradients.
-        self.unreached = [owner.kind for tensor, _, owner in self._tensors if tensor.requires_grad]
+        self.unreached = [type(owner).__name__ for tensor, _, owner in self._tensors if tensor.requires_grad]
 
     def put_back(self) -> tuple[list[Any], list[str]]:
         """(caches that were written to, and are as before now; types of what else was written to)."""
         self._held = [held for held in self._held if held.changed]
-        others = [held.owner.kind for held in self._held if not held.owner.is_cache]
-        others += [owner.kind for tensor, version, owner in self._tensors if _version(tensor) != version]
-        caches = {id(held.owner.value): held.owner.value for held in self._held if held.owner.is_cache}
+        others = [held.owner for held in self._held if not isinstance(held.owner, Cache)]
+        others += [owner for tensor, version, owner in self._tensors if _version(tensor) != version]
+        caches = {id(held.owner): held.owner for held in self._held if isinstance(held.owner, Cache)}
         self._tensors = []  # they are held no longer: their memory is the device's
         for held in self._held:
             _put(held.holder, held.former)
-        return list(caches.values()), others
+        return list(caches.values()), [type(owner).__name__ for owner in others]
 
     @contextmanager
     def again(self) -> Iterator[None]:

@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from lightning_decentral.spilled.compute import blocks as block_places
 from lightning_decentral.spilled.compute.blocks import ParameterPlace, placed
@@ -27,10 +28,8 @@ from lightning_decentral.spilled.compute.recompute import (
     as_trained,
     first_order,
     graph_dropped,
-    refuse_transformed,
-    without_graph,
 )
-from lightning_decentral.spilled.compute.transfer import Leaving, PendingCopies
+from lightning_decentral.spilled.compute.transfer import Copies
 
 TOLERANCE = 1e-3
 PLAIN = (bool, int, float, str, type(None))  # what a block may return in addition to tensors
@@ -70,7 +69,11 @@ def spilled(block: Spilling, loader: Loader) -> Callable[..., Any]:
         inputs = given.drop()
         if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*hosts, *inputs)):
             return run.once(*args, **kwargs)
-        refuse_transformed(block.name)
+        if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+            raise ValueError(
+                f"block {block.name} is differentiated by torch.func or in forward mode, which its second run in the "
+                "backward can't serve: use loss.backward(), or train without strategy='spilled'"
+            )
         token = _Parameters.apply(run, *hosts)  # type: ignore[no-untyped-call]
         return run.reply(_Computed.apply(run, token, *inputs))  # type: ignore[no-untyped-call]
 
@@ -82,9 +85,9 @@ class Run:
 
     def __init__(self, block: Spilling, loader: Loader, given: Taken) -> None:
         self._block, self._loader, self._given = block, loader, given
-        self._kept: Leaving | None = None
-        self._arriving: PendingCopies | None = None
-        self._gradients: tuple[list[str], Leaving] | None = None
+        self._kept: Copies | None = None
+        self._arriving: Copies | None = None
+        self._gradients: tuple[list[str], Copies] | None = None
         self._seen: list[Tensor] = []  # results of the first run on the host, in a checked step
 
     # ---- forward ------------------------------------------------------------------------------------------------
@@ -128,7 +131,9 @@ class Run:
             )
         self._moment.seal()
         loader.runs.append(self)
-        results = tuple(without_graph(tensor, inputs) for tensor in self._answer.drop())
+        given = set(map(id, inputs))  # autograd sees an input that is returned; views can't lose their graph in place
+        dropped = lambda t: t if id(t) in given else t.detach() if t._is_view() else t.detach_()  # noqa: E731
+        results = tuple(map(dropped, self._answer.drop()))
         self._seen = loader.device.send(results).land() if loader.checks else []
         return results
 
@@ -154,9 +159,8 @@ class Run:
             )
 
     def _refuse_written(self, copies: Mapping[str, Tensor], before: Mapping[str, int]) -> None:
-        block_places.refuse_written(f"block {self._block.name}", copies, before)
-        if self._loader.checks:
-            block_places.refuse_unlike(f"block {self._block.name}", copies, self._loader.hosts)
+        hosts = {name: self._loader.hosts[name] for name in copies} if self._loader.checks else {}
+        block_places.refuse_written(f"block {self._block.name}", copies, before, hosts)
 
     # ---- backward -----------------------------------------------------------------------------------------------
 

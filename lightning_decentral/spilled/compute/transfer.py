@@ -1,40 +1,119 @@
-"""Host-device copies: the device that computes is a CUDA device, or a stand-in on the CPU that counts bytes."""
+"""Host-device copies: the device that computes is a CUDA device, or the CPU in its place, whose bytes are counted.
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+A `Ledger` tracks the memory of a device which isn't there: bytes of every storage that an operation makes, until it
+dies.
+"""
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_decentral.shared.compute import cuda
-from lightning_decentral.spilled.compute.memory_ledger import DEVICE, HOST, Ledger
+
+DEVICE, HOST = "device", "host"
 
 
-class PendingCopies:
-    """Copies on their way to the device."""
+class Ledger:
+    """Ledger of living storages: where each is, and how many bytes of them.
 
-    def __init__(self, copies: list[Tensor], event: cuda.Event | None = None) -> None:
-        self._copies, self._event = copies, event
+    Attributes:
+        present_bytes: on the device now.
+        peak_bytes: the most since `forget_peak`.
+    """
 
-    def ready(self) -> list[Tensor]:
-        """The copies; the current stream waits for them."""
-        if self._event is not None:
-            self._event.wait()
-        return self._copies
+    def __init__(self) -> None:
+        self.present_bytes = self.peak_bytes = 0
+        self._living: dict[int, tuple[str, int, Any]] = {}  # by storage: (where, bytes, weak reference)
+
+    def add(self, tensors: Iterable[Any], where: str) -> None:
+        """Record that these tensors are at `where`, whatever was recorded before."""
+        for tensor in tensors:
+            if _counted(tensor):
+                storage = tensor.untyped_storage()
+                key, size = storage._cdata, storage.nbytes()
+                self._strike(key)
+                self._living[key] = where, size, weakref.ref(storage, partial(self._strike, key))
+                self._change(where, size)
+
+    def where(self, tensor: Tensor) -> str | None:
+        """Place of the tensor's storage; None for one that nobody recorded."""
+        entry = self._living.get(tensor.untyped_storage()._cdata)
+        return entry and entry[0]
+
+    def forget_peak(self) -> None:
+        """Begin again at what is present."""
+        self.peak_bytes = self.present_bytes
+
+    def _strike(self, key: int, _dead: Any = None) -> None:
+        where, size, _ = self._living.pop(key, (HOST, 0, None))
+        self._change(where, -size)
+
+    def _change(self, where: str, size: int) -> None:
+        self.present_bytes += size if where == DEVICE else 0
+        self.peak_bytes = max(self.peak_bytes, self.present_bytes)
 
 
-class Leaving:
-    """Copies on their way to the host."""
+class Counting(TorchDispatchMode):
+    """Writes what operations make into a ledger.
 
-    def __init__(self, copies: list[Tensor], held: list[Tensor], event: cuda.Event | None = None) -> None:
+    Args:
+        absent: names of tensors by storage that stand for parameters which aren't on the device: computing with one is
+            an error.
+    """
+
+    def __init__(self, ledger: Ledger, absent: Mapping[int, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ledger, self._absent = ledger, absent
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if _counted(leaf)]
+        # Views and in-place operations make no new bytes.
+        old = {tensor.untyped_storage()._cdata for tensor in given}
+        made = [leaf for leaf in tree_leaves(result) if _counted(leaf) and leaf.untyped_storage()._cdata not in old]
+        if made:
+            if wrong := [self._absent[key] for key in old if key in self._absent]:
+                raise ValueError(
+                    f"parameter {wrong[0]} is used outside of a call of the block that holds it, when it isn't on the "
+                    f"device: give resident=[{wrong[0]!r}] to keep it there during the whole step"
+                )
+            # As on a real device: a result of host tensors only is on the host, any other one on the device.
+            on_host = bool(given) and all(self._ledger.where(tensor) == HOST for tensor in given)
+            self._ledger.add(made, HOST if on_host else DEVICE)
+        return result
+
+
+def _counted(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.layout is torch.strided  # sparse ones have no storage to ask
+
+
+class Copies:
+    """Copies on their way to the device, or to the host.
+
+    Args:
+        held: what they are made from, where that isn't done yet.
+    """
+
+    def __init__(self, copies: list[Tensor], event: cuda.Event | None = None, held: Sequence[Tensor] = ()) -> None:
         self._copies, self._event = copies, event
         # Memory that is still read isn't given back; versions show whether it was written to meanwhile.
         self._held = [(tensor, tensor._version) for tensor in held]
 
+    def ready(self) -> list[Tensor]:
+        """The copies on the device; the current stream waits for them."""
+        if self._event is not None:
+            self._event.wait()
+        return self._copies
+
     def land(self) -> list[Tensor]:
-        """The copies; the host waits for them. ValueError: what was to be copied was changed meanwhile."""
+        """The copies on the host, which waits for them. ValueError: what was to be copied was changed meanwhile."""
         if self._event is not None:
             self._event.synchronize()
         held, self._held = self._held, []  # from here on their memory may be used again
@@ -46,8 +125,11 @@ class Leaving:
         return self._copies
 
 
-class OffloadDevice(ABC):
+class OffloadDevice:
     """Device that blocks compute on, and whose copies come and go: parameters live on the host.
+
+    Here the CPU stands in for one. Its bytes are those of the copies, and of what operations make while a `Counting`
+    into its ledger is active.
 
     Attributes:
         place: as torch calls it.
@@ -55,21 +137,31 @@ class OffloadDevice(ABC):
         overlaps: whether it copies while it computes.
     """
 
-    place: torch.device
-    ledger: Ledger
-    overlaps: bool
+    overlaps: ClassVar[bool] = False
 
-    @abstractmethod
+    def __init__(self, place: torch.device = torch.device("cpu")) -> None:  # noqa: B008  # a value
+        self.place, self.ledger = place, Ledger()
+
     def pinned(self, tensor: Tensor) -> Tensor:
         """The same values in host memory from which the device copies by itself."""
+        return tensor
 
-    @abstractmethod
-    def fetch(self, hosts: Sequence[Tensor]) -> PendingCopies:
+    def fetch(self, hosts: Sequence[Tensor]) -> Copies:
         """Start to copy to the device."""
+        copies = [host.detach().clone() for host in hosts]  # real ones: computing with the wrong is found
+        self.ledger.add(copies, DEVICE)  # as if it were one
+        return Copies(copies)
 
-    @abstractmethod
-    def send(self, tensors: Sequence[Tensor], like: Sequence[Tensor] | None = None) -> Leaving:
+    def send(self, tensors: Sequence[Tensor], like: Sequence[Tensor] | None = None) -> Copies:
         """Start to copy to the host, with the strides of `like`."""
+        copies = [
+            torch.empty_like(other, dtype=tensor.dtype, requires_grad=False).copy_(tensor.detach())
+            if tensor.layout is torch.strided
+            else tensor.detach().clone()
+            for tensor, other in zip(tensors, like or tensors, strict=True)
+        ]
+        self.ledger.add(copies, HOST)
+        return Copies(copies)
 
     def put(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> None:
         """Start to copy into these tensors of the host; `settle` waits. On the computing stream, behind what makes
@@ -83,9 +175,8 @@ class OffloadDevice(ABC):
         self.ledger.add(hosts, HOST)
         self.ledger.add(present, DEVICE)
 
-    @abstractmethod
     def settle(self) -> None:
-        """The host waits until the device has computed all that it was asked for."""
+        """The host waits until the device has computed all that it was asked for; calls on the CPU return then."""
 
     def present_bytes(self) -> int:
         """Bytes on the device now."""
@@ -113,52 +204,19 @@ class OffloadDevice(ABC):
         torch.set_rng_state(state[0])
 
 
-class CpuTransfer(OffloadDevice):
-    """The CPU in the place of a device.
-
-    Its bytes are those of the copies, and of what operations make while a `Counting` into its ledger is active.
-    """
-
-    overlaps = False
-
-    def __init__(self) -> None:
-        self.place, self.ledger = torch.device("cpu"), Ledger()
-
-    def pinned(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def fetch(self, hosts: Sequence[Tensor]) -> PendingCopies:
-        copies = [host.detach().clone() for host in hosts]  # real ones: computing with the wrong is found
-        self.ledger.add(copies, DEVICE)  # as if it were one
-        return PendingCopies(copies)
-
-    def send(self, tensors: Sequence[Tensor], like: Sequence[Tensor] | None = None) -> Leaving:
-        copies = [
-            torch.empty_like(other, dtype=tensor.dtype, requires_grad=False).copy_(tensor.detach())
-            if tensor.layout is torch.strided
-            else tensor.detach().clone()
-            for tensor, other in zip(tensors, like or tensors, strict=True)
-        ]
-        self.ledger.add(copies, HOST)
-        return Leaving(copies, [])
-
-    def settle(self) -> None:
-        """Return at once: here calls return when they are done."""
-
-
 class Cuda(OffloadDevice):
     """One stream for each way; nothing may be given back before `settle` has seen that nobody uses it any more."""
 
-    overlaps = True
+    overlaps: ClassVar[bool] = True
 
     def __init__(self, place: torch.device) -> None:
-        self.place, self.ledger = place, Ledger()
+        super().__init__(place)
         self._in, self._out = cuda.Stream(place), cuda.Stream(place)  # both ways at once over the bus
 
     def pinned(self, tensor: Tensor) -> Tensor:
         return cuda.pinned(tensor)
 
-    def fetch(self, hosts: Sequence[Tensor]) -> PendingCopies:
+    def fetch(self, hosts: Sequence[Tensor]) -> Copies:
         # Made on the computing stream, as all memory of the device, so that there is one pool of it.
         copies = [torch.empty_like(host, device=self.place, requires_grad=False) for host in hosts]
         # Behind whatever used that memory before.
@@ -166,9 +224,9 @@ class Cuda(OffloadDevice):
         with cuda.on(self._in), torch.no_grad():
             for copy, host in zip(copies, hosts, strict=True):
                 copy.copy_(host, non_blocking=True)
-        return PendingCopies(copies, self._in.record_event())
+        return Copies(copies, self._in.record_event())
 
-    def send(self, tensors: Sequence[Tensor], like: Sequence[Tensor] | None = None) -> Leaving:
+    def send(self, tensors: Sequence[Tensor], like: Sequence[Tensor] | None = None) -> Copies:
         self._out.wait_stream(cuda.current_stream(self.place))  # behind what makes them
         with cuda.on(self._out), torch.no_grad():
             copies = [
@@ -177,7 +235,7 @@ class Cuda(OffloadDevice):
                 else tensor.to("cpu")
                 for tensor, other in zip(tensors, like or tensors, strict=True)
             ]
-        return Leaving(copies, list(tensors), self._out.record_event())
+        return Copies(copies, self._out.record_event(), tensors)
 
     def note(self, hosts: Sequence[Any], present: Sequence[Any]) -> None:
         """The allocator knows."""
@@ -204,4 +262,4 @@ class Cuda(OffloadDevice):
 
 
 def device_of(place: torch.device) -> OffloadDevice:
-    return Cuda(place) if place.type == "cuda" else CpuTransfer()
+    return Cuda(place) if place.type == "cuda" else OffloadDevice()

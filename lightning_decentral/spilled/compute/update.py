@@ -9,7 +9,7 @@ import copy
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_decentral.spilled.compute.memory_ledger import Counting
-from lightning_decentral.spilled.compute.transfer import OffloadDevice
+from lightning_decentral.spilled.compute.transfer import Counting, OffloadDevice
 
 Step = Callable[[], Any]
 Groups = list[dict[str, Any]]
@@ -145,82 +144,64 @@ class StreamedUpdate:
         groups = optimizer.param_groups
         optimizer.param_groups = only(groups, together)
         before = [dict(group) for group in optimizer.param_groups]
-        trips = [Trip(self._device, p, optimizer.state.get(p, {}), g) for g in before for p in g["params"]]
         try:
-            for trip in trips:
-                trip.go()
-            plain()
-            for group, was in zip(optimizer.param_groups, before, strict=True):
-                # Kept for all parameters of a group: every visit of a part of it would change it anew.
-                changed = [key for key in group if key != "params" and group[key] is not was.get(key)]
-                if changed:
-                    raise ValueError(
-                        f"{type(optimizer).__name__} keeps {changed[0]!r} for all parameters of a group and changes it "
-                        "in each update: update on the host (update=OnHost())"
-                    )
-            for trip in trips:
-                trip.bring_back(optimizer.state)
+            with ExitStack() as stack:
+                for group in before:
+                    for parameter in group["params"]:
+                        stack.enter_context(on_device(self._device, optimizer, parameter, group))
+                plain()
+                for group, was in zip(optimizer.param_groups, before, strict=True):
+                    # Kept for all parameters of a group: every visit of a part of it would change it anew.
+                    changed = [key for key in group if key != "params" and group[key] is not was.get(key)]
+                    if changed:
+                        raise ValueError(
+                            f"{type(optimizer).__name__} keeps {changed[0]!r} for all parameters of a group and "
+                            "changes it in each update: update on the host (update=OnHost())"
+                        )
         finally:
-            for trip in trips:
-                trip.end()
             optimizer.param_groups = groups
         self._device.settle()  # what was put has come, and the memory that is given back isn't used any more
 
 
-class Trip:
-    """One parameter, its gradient and its state on the device, which come back into the very tensors that left.
-
-    Args:
-        state: of the optimizer for this parameter.
-        group: the optimizer's group that holds it.
+@contextmanager
+def on_device(
+    device: OffloadDevice, optimizer: Optimizer, parameter: Tensor, group: Mapping[str, Any]
+) -> Iterator[None]:
+    """Context manager with one parameter, its gradient and its state on the device, which then come back into the very
+    tensors that left. ValueError: tensors within lists, which would stay.
     """
-
-    def __init__(
-        self, device: OffloadDevice, parameter: Tensor, state: MutableMapping[str, Any], group: Mapping[str, Any]
-    ) -> None:
-        assert parameter.grad is not None
-        on_device = bool(group.get("capturable") or group.get("fused"))
-        self._device, self._parameter, self._state = device, parameter, state
-        self._host, self._gradient = parameter.data, parameter.grad  # of one shape, on the host
-        tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-        # A counter stays on the host, unless the optimizer wants it where the parameter is.
-        self._left = {key: value for key, value in tensors.items() if value.dim() or on_device}
-        self._stayed = {key: value for key, value in tensors.items() if key not in self._left}
-
-    def go(self) -> None:
-        hosts = [self._host, self._gradient, *self._left.values()]
-        there, gradient, *states = self._device.fetch(hosts).ready()  # in one call, behind one event
-        self._parameter.data = there
-        self._parameter.grad = gradient
-        self._state.update(zip(self._left, states, strict=True))
-
-    def bring_back(self, states: Mapping[Tensor, MutableMapping[str, Any]]) -> None:
-        """Copy back what the update left in the parameter and in its state, which may have appeared only now.
-        ValueError: tensors within lists, which would stay.
-        """
-        state = states.get(self._parameter, {})
+    assert parameter.grad is not None
+    host, gradient = parameter.data, parameter.grad  # of one shape, on the host
+    state: MutableMapping[str, Any] = optimizer.state.get(parameter, {})
+    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+    # A counter stays on the host, unless the optimizer wants it where the parameter is.
+    moves = bool(group.get("capturable") or group.get("fused"))
+    left = {key: value for key, value in tensors.items() if value.dim() or moves}
+    try:
+        # In one call, behind one event.
+        parameter.data, parameter.grad, *states = device.fetch([host, gradient, *left.values()]).ready()
+        state.update(zip(left, states, strict=True))
+        yield
+        state = optimizer.state.get(parameter, {})  # may have appeared only now
         for key, value in state.items():
             if not isinstance(value, Tensor) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
                 raise ValueError(f"the optimizer keeps tensors within {key!r}: update on the host (update=OnHost())")
-        self._device.put([self._parameter.data], [self._host])
-        tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        device.put([parameter.data], [host])
         there = {
             key: value
-            for key, value in tensors.items()
-            if value.device == self._device.place and value is not self._stayed.get(key)
+            for key, value in state.items()
+            if isinstance(value, Tensor) and value.device == device.place
+            if key in left or value is not tensors.get(key)  # one that stayed
         }
-        form = {key: (left.shape, left.dtype) for key, left in self._left.items()}
+        form = {key: (value.shape, value.dtype) for key, value in left.items()}
         old = {key: value for key, value in there.items() if form.get(key) == (value.shape, value.dtype)}
-        self._device.put(list(old.values()), [self._left[key] for key in old])
+        device.put(list(old.values()), [left[key] for key in old])
         new = {key: value for key, value in there.items() if key not in old}
-        landed = self._device.send(list(new.values())).land()
-        self._state, self._left = state, {**{k: self._left[k] for k in old}, **dict(zip(new, landed, strict=True))}
-
-    def end(self) -> None:
-        """Parameter, gradient and state are the host's again."""
-        self._parameter.data = self._host
-        self._parameter.grad = self._gradient
-        self._state.update(self._left)
+        landed = device.send(list(new.values())).land()
+        left = {**{key: left[key] for key in old}, **dict(zip(new, landed, strict=True))}
+    finally:
+        parameter.data, parameter.grad = host, gradient
+        state.update(left)
 
 
 def _too_small(parameter: Tensor, needed_bytes: int, budget_bytes: int, named: Mapping[str, Tensor]) -> str:

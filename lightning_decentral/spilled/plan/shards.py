@@ -66,11 +66,6 @@ class Footprint:
         return 2 * self.parameter_bytes + saved + max((visit.other_bytes for visit in self.visits), default=0)
 
     @property
-    def plain_seconds(self) -> float:
-        """Seconds of a step without loads and without computing anything twice."""
-        return sum(visit.seconds - visit.again_seconds for visit in self.visits)
-
-    @property
     def order(self) -> tuple[int, ...]:
         """The visited blocks in the order of their first visits."""
         return tuple(dict.fromkeys(visit.block for visit in self.visits))
@@ -161,12 +156,10 @@ class ShardPlan:
         return double_buffered(loads, computes) if self.footprint.overlaps else sum(loads) + sum(computes)
 
     @cached_property
-    def _bytes_of_set(self) -> Callable[[frozenset[int]], int]:
-        return cache(lambda key: self.footprint.bytes_of([block for shard in key for block in self.shards[shard]]))
-
-    def _bytes_of(self, *shards: int) -> int:
+    def _bytes_of(self) -> Callable[..., int]:
         """Bytes of these shards' parameters, each once."""
-        return self._bytes_of_set(frozenset(shards))
+        blocks = self.shards
+        return cache(lambda *shards: self.footprint.bytes_of([block for shard in shards for block in blocks[shard]]))
 
     def _stays(self) -> list[tuple[int, float]]:
         """(shard, seconds) of consecutive visits to one shard."""
@@ -230,7 +223,8 @@ STATES = 2  # tensors of an optimizer's state for each parameter, as Adam has th
 def summary(plan: ShardPlan, budget_bytes: int | None) -> dict[str, str]:
     """Summary of a plan for the user when training begins, line by line."""
     footprint, limit = plan.footprint, "no limit" if budget_bytes is None else size(budget_bytes)
-    lost = max(0.0, plan.seconds - footprint.plain_seconds)
+    # A step without loads and without computing anything twice would take the rest.
+    lost = max(0.0, plan.seconds - sum(visit.seconds - visit.again_seconds for visit in footprint.visits))
     names = [[footprint.blocks[block].name for block in blocks] for blocks in plan.shards]
     spans = [row[0] if len(row) == 1 else f"{row[0]} ... {row[-1]} ({len(row)} blocks)" for row in names]
     lines = {

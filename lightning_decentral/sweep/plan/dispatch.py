@@ -94,10 +94,7 @@ class Dispatch:
 
     A free device takes the policy's choice among the jobs that wait. While it computes, it also chooses what comes
     next, if that has to be loaded: among the jobs that wait and the next piece of the job it computes. A loaded piece
-    stays where it is.
-
-    Raises:
-        ValueError: no jobs, two of one name, or one that needs more memory than any device has.
+    stays where it is. ValueError: no jobs, two of one name, or one that needs more memory than any device has.
     """
 
     def __init__(self, queues: Sequence[Queue], devices: Sequence[Processor], policy: Policy) -> None:

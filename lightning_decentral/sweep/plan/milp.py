@@ -38,12 +38,8 @@ class MILP:
         self._rows.append((terms, -float("inf"), value))
 
     def solve(self, limit_seconds: float) -> tuple[tuple[float, ...], float]:
-        """Return the best point found within the limit, and a lower bound of every point's cost.
-
-        Raises:
-            NoSolution: none was found.
-            ValueError: no scipy.
-        """
+        """Return the best point found within the limit, and a lower bound of every point's cost. NoSolution: none was
+        found. ValueError: no scipy."""
         try:
             from scipy import optimize, sparse
         except ModuleNotFoundError:

@@ -181,12 +181,8 @@ class ExactSpase:
 def _placed(
     tables: Sequence[Table], devices: int, sizes: Mapping[int, int], chosen: Sequence[Sequence[int]] | None = None
 ) -> tuple[Granted, ...]:
-    """Grants of jobs that are placed one after the other, each as early as its devices are free.
-
-    Args:
-        sizes: {job: how many devices it gets}, in the order of placing.
-        chosen: which ones, by job; None: those that are free first.
-    """
+    """Place jobs one after the other, each as early as its devices are free. `sizes` is {job: number of devices} in
+    that order; `chosen` has each job's devices, or is None for those that are free first."""
     free = [0.0] * devices
     found = {}
     for j, size in sizes.items():

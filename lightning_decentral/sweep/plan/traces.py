@@ -115,14 +115,8 @@ def _submitted(number: int, fields: Mapping[str, str]) -> Submitted:
 def queues(
     jobs: Sequence[Submitted], profiles: Mapping[str, Profile], pieces: int = PIECES, seed: int = 0
 ) -> list[Queue]:
-    """Cut each job into that many pieces, as equal in iterations as possible.
-
-    Args:
-        profiles: by the trace's names of models; that under "" serves all others.
-
-    Raises:
-        ValueError: a model without profile, naming it.
-    """
+    """Cut each job into that many pieces, as equal in iterations as possible. Profiles are by the trace's names of
+    models; that under "" serves all others. ValueError: a model without profile, naming it."""
     if pieces < 1:
         raise ValueError(f"pieces must be at least 1, got {pieces}")
     random, found = Random(seed), []

@@ -163,12 +163,8 @@ class Lines:
         self._rest = b""
 
     def arrived(self) -> Iterator[Message]:
-        """Reads once, which may wait, and yields what is whole.
-
-        Raises:
-            EOFError: the other side is gone.
-            ValueError: what came is no message.
-        """
+        """Reads once, which may wait, and yields what is whole. EOFError: the other side is gone. ValueError: what came
+        is no message."""
         try:
             chunk = self.connection.recv(1 << 16)
         except ConnectionResetError:  # it was killed with messages unread

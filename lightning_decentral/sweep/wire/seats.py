@@ -19,20 +19,14 @@ GUESTS = 64  # connections of which nobody knows yet whose they are
 
 
 class Seats:
-    """Connections by member.
-
-    Args:
-        expects: whether a member of this name trains now.
-        receive: takes a message of a member; ValueError where it is none.
-        leave: called when the process of a member that held the device is gone; the member may live on.
-    """
+    """Connections by member."""
 
     def __init__(
         self,
         selector: selectors.BaseSelector,
-        expects: Callable[[str], bool],
-        receive: Callable[[str, Message], None],
-        leave: Callable[[str], None],
+        expects: Callable[[str], bool],  # whether a member of this name trains now
+        receive: Callable[[str, Message], None],  # takes a message of a member; ValueError where it is none
+        leave: Callable[[str], None],  # the process of one that held the device is gone; the member may live on
     ) -> None:
         self._selector, self._expects, self._receive, self._leave = selector, expects, receive, leave
         self._taken: dict[str, Lines] = {}

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from lightning_decentral.elastic.plan import dealing as module
 from lightning_decentral.elastic.plan.dealing import Calendar, Dealing
 from lightning_decentral.elastic.plan.view import name_of, place_of, weight_of
+from lightning_decentral.shared.wire.plain import pack, unpack
 
 NAMES = "a", "b", "c*2@h:1", "d*3@h:2", "e", "f"
 
@@ -86,6 +87,12 @@ def test_a_newcomer_that_knows_the_views_deals_as_the_others() -> None:
     assert np.array_equal(there.share(36, "c"), newcomer.share(36, "c"))
 
 
+def given_to_newcomer(dealing: Dealing) -> Dealing:
+    """What comes of it on the other end."""
+    made: Dealing = unpack(pack(dealing.copy()))
+    return made
+
+
 class Whole(Dealing):
     """Remembers everything."""
 
@@ -110,8 +117,7 @@ def test_what_is_kept_is_bounded_and_a_newcomer_deals_as_all(
             for dealing in (whole, own, *newcomers):
                 dealing.enter(first, names)  # as they hear of it, some time behind it
         if draw.random() < 0.05:
-            newcomers = [*newcomers[-2:], Dealing(examples, 2)]
-            newcomers[-1].take(own.state())
+            newcomers = [*newcomers[-2:], given_to_newcomer(own)]
         for name in whole._members(tick):
             share = whole.share(tick, name)
             for dealing in (own, *newcomers):
@@ -130,11 +136,11 @@ def test_a_newcomer_does_not_deal_passes_that_are_over(monkeypatch: pytest.Monke
         made.append(of.number)
         return begun(self, of)
 
-    there, newcomer = (Dealing(examples=50, batch=3) for _ in range(2))
+    there = Dealing(examples=50, batch=3)
     there.enter(0, "ab")
     for tick in range(500):
         there.share(tick, "a")
-    newcomer.take(there.state())
+    newcomer = given_to_newcomer(there)
     monkeypatch.setattr(Dealing, "_begun", counted)
     for dealing in (there, newcomer):
         dealing.enter(502, "abc")
@@ -143,12 +149,12 @@ def test_a_newcomer_does_not_deal_passes_that_are_over(monkeypatch: pytest.Monke
 
 
 def test_other_examples_begin_a_new_pass_for_all() -> None:
-    before, other, newcomer = Dealing(50, 3), Dealing(60, 3), Dealing(60, 3)
+    before, other = Dealing(50, 3), Dealing(60, 3)
     for tick, members in {0: "ab", 7: "abc"}.items():
         before.enter(tick, members)
     before.share(20, "a")
     other.begin(before, 21)
-    newcomer.take(other.state())
+    newcomer = given_to_newcomer(other)
     taken = [i for tick in range(21, 28) for name in "abc" for i in other.share(tick, name)]
     assert set(taken) == set(range(60))
     assert np.array_equal(newcomer.share(30, "c"), other.share(30, "c"))

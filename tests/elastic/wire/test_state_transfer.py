@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_decentral.elastic.wire import state_transfer
-from lightning_decentral.elastic.wire.sockets import values
+from lightning_decentral.elastic.wire.sockets import frames
 from lightning_decentral.elastic.wire.sockets.frames import LARGEST_BYTES
 from lightning_decentral.elastic.wire.sockets.mesh import Mesh
 from lightning_decentral.elastic.wire.state_transfer import Donor, fetched
@@ -58,7 +58,7 @@ def test_who_is_not_healed_gives_nothing() -> None:
 
 
 def test_a_damaged_copy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole: Callable[..., Any] = values.receive_bytes
+    whole: Callable[..., Any] = frames.receive_bytes
 
     def damaged(*args: Any) -> Any:
         found = whole(*args)
@@ -67,7 +67,7 @@ def test_a_damaged_copy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     with training(Donor(lambda: ("a", 12)), VALUE) as place:
-        monkeypatch.setattr(values, "receive_bytes", damaged)
+        monkeypatch.setattr(frames, "receive_bytes", damaged)
         with pytest.raises(ValueError, match="digest differs"):
             fetched(place, 10.0)
 

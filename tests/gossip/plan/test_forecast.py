@@ -27,10 +27,10 @@ from lightning_decentral.gossip import (
 )
 from lightning_decentral.gossip.plan.forecast import ready, step_tasks
 from lightning_decentral.gossip.plan.step_costs import Alone, Encoding, ReplicatedCost, ShardedCost
-from lightning_decentral.gossip.plan.traffic import Cliques, RoundLoad, copies_through_card, rounds
+from lightning_decentral.gossip.plan.traffic import Cliques, RoundLoad, copies_through_card, rounds, rounds_of_part
 from lightning_decentral.pipeline import Pipelining
 from lightning_decentral.shared.plan.data_parallel import DataParallel, ShardedForecast
-from lightning_decentral.shared.plan.forecast import Method, Setting, even, forecast, one_slow
+from lightning_decentral.shared.plan.forecast import Cluster, Method, Setting, even, forecast, one_slow
 from lightning_decentral.shared.plan.network import Network
 from lightning_decentral.shared.plan.profile import LinkCost, RoundWork
 from lightning_decentral.shared.plan.timeline import run
@@ -337,3 +337,45 @@ def test_a_graph_without_talks_is_a_step_alone() -> None:
     assert seconds(GossipForecast(Every(100, FromGraph(nx.empty_graph(8))), 0), setting()) == pytest.approx(
         model().seconds
     )
+
+
+@pytest.mark.parametrize("per_node", [1, 4])
+@pytest.mark.parametrize("cliques", [Cliques.TOLD, Cliques.RING])
+@pytest.mark.parametrize("topology", [Exponential(), Ring(), Complete(), Every(2, Complete())], ids=repr)
+def test_a_part_of_many_workers_has_the_messages_of_all(topology: Topology, cliques: Cliques, per_node: int) -> None:
+    whole = rounds(topology, Own(), 256, per_node, cliques)
+    part = rounds_of_part(topology, Own(), 64, 256, per_node, cliques)
+    assert [{*one.loads} for one in part] == [{*one.loads} for one in whole]
+    assert [{*one.heard} for one in part] == [{*one.heard} for one in whole]
+
+
+@pytest.mark.parametrize("per_node", [1, 4])
+@pytest.mark.parametrize("topology", [Exponential(), Ring(), Hypercube(), Every(4, Complete())], ids=repr)
+def test_many_workers_are_forecast_as_a_part_of_them(
+    topology: Topology, per_node: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where, method = setting(128, per_node, rate=1e8), GossipForecast(topology)
+    whole = forecast(method, where, even(128))
+    monkeypatch.setattr("lightning_decentral.shared.plan.forecast.SIMULATED", 64)
+    part = forecast(method, where, even(64))
+    assert where.cluster.simulated.workers == 64
+    found = [(one.seconds, one.card_bytes, one.memory_bytes) for one in (part, whole)]
+    assert found[0] == pytest.approx(found[1], rel=0.08)  # by the bits of a node's number that a period has
+
+
+@pytest.mark.parametrize(
+    ("workers", "per_node", "part"),
+    [
+        (128, 1, 128),
+        (1024, 1, 128),
+        (1000, 1, 125),
+        (1_000_000, 8, 80),
+        (1009, 1, 127),
+        (1000, 100, 300),
+    ],
+)
+def test_a_large_cluster_is_simulated_by_whole_nodes(workers: int, per_node: int, part: int) -> None:
+    found = Cluster(workers, per_node).simulated
+    assert found.workers == part
+    assert found.per_node == per_node
+    assert Cluster(512, 512).simulated == Cluster(128, 128)

@@ -29,7 +29,8 @@ from lightning_decentral.gossip import (
 )
 from lightning_decentral.gossip.plan.checks import check
 from lightning_decentral.gossip.plan.topology.one_peer import base_graph
-from lightning_decentral.gossip.plan.weights import consensus_steps, describe, mixing_matrix, targets
+from lightning_decentral.gossip.plan.topology.topology import step_graph
+from lightning_decentral.gossip.plan.weights import consensus_steps, describe, mixing_matrix
 from tests.gossip.topologies import classes, directed_circulant, every_topology, instances, serves
 
 PLANS = every_topology(range(1, 17))
@@ -75,7 +76,7 @@ def test_rows_belong_to_sources_and_the_matrix_is_doubly_stochastic(plan: tuple[
 def test_targets_are_the_other_end_of_sources(plan: tuple[Topology, int], step: int) -> None:
     topology, size = plan
     by_sources = {(j, i) for i in range(size) for j in topology.sources(i, size, step)}
-    assert by_sources == {(j, i) for j in range(size) for i in targets(topology, j, size, step)}
+    assert by_sources == {(j, i) for j in range(size) for i in step_graph(topology, size, step).targets[j]}
 
 
 @given(some_plan)

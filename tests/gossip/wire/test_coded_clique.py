@@ -335,7 +335,7 @@ def test_the_error_is_that_of_all_parts() -> None:
     sent, lost = x.clone(), CodedMean(CodedParts(Int4(), 1, 3, Pool()))
     lost.admit([x])
     lost.encode(sent, 0, 0)
-    assert lost.error() == pytest.approx(float((x - sent).norm() / x.norm()), rel=1e-4)
+    assert lost.lost.value() == pytest.approx(float((x - sent).norm() / x.norm()), rel=1e-4)
     assert not torch.equal(*(tensor[slice(*lost.parts.spans(DIM)[1])] for tensor in (sent, x)))
 
 

@@ -430,7 +430,7 @@ def measured_error(codec: Codec, rate: float, transport: Transport) -> tuple[flo
     mixer.step()
     after = [e for c in estimates_of(mixer) for link, e in c.items() if link == "to 0"]
     decoded = after[0]
-    return mixer.exchange.coder.error(), float((before - decoded).norm() / (before - known[0]).norm())
+    return mixer.exchange.coder.lost.value(), float((before - decoded).norm() / (before - known[0]).norm())
 
 
 def estimates_of(mixer: Mixer) -> list[dict[str, Tensor]]:

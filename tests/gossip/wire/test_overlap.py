@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.gossip import Combine, Gossip
-from lightning_decentral.gossip.compute.link import Direct
+from lightning_decentral.gossip.compute.link import Coder
 from lightning_decentral.gossip.plan.weights import Neighbours
 from lightning_decentral.gossip.wire.exchange import Copied, Exchange, MessageInFlight
 from lightning_decentral.gossip.wire.mixer import Mixer
@@ -32,7 +32,7 @@ class Slow(Exchange[MessageInFlight]):
 
     def __init__(self, error: Exception | None = None, held: int | None = None) -> None:
         self.pool = Pool()
-        self.coder = Direct(self.pool)
+        self.coder = Coder(self.pool)
         self.encode, self.arrive, self.release = threading.Event(), threading.Event(), threading.Event()
         self.calls: list[str] = []
         self._error, self._held = error, held

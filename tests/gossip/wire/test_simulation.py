@@ -32,7 +32,7 @@ from lightning_decentral.gossip import (
 )
 from lightning_decentral.gossip.plan.weights import compressed, entries, mixing_matrix, spectrum
 from lightning_decentral.gossip.wire.consensus import mixer_of
-from lightning_decentral.gossip.wire.simulation import MatrixExchange, Mixing, Mixings
+from lightning_decentral.gossip.wire.simulation import MatrixExchange, as_tensor
 from tests.gossip.topologies import directed_circulant, every_topology
 
 MANY = 64  # workers, where a row of few neighbours is mostly zero
@@ -55,12 +55,12 @@ def written(topology: Topology, size: int, step: int, weights: Weights) -> Tenso
 @pytest.mark.sampled
 @pytest.mark.parametrize(("topology", "size"), [*every_topology(), *AT_MANY], ids=str)
 def test_mixing_equals_the_dense_matrix_in_every_phase(topology: Topology, size: int) -> None:
-    mixings, x = Mixings(topology, Own(), size), random(size)
+    exchange, x = MatrixExchange(topology, Own(), size), random(size)
     for step in range(min(topology.period(size), 12) + 1):
-        mixed = mixings.at(step)(x, out=torch.empty_like(x))
+        mixed = exchange.launch(x, step, 0).land()
         expected = written(topology, size, step, Own()) @ x
         torch.testing.assert_close(mixed, expected, rtol=1e-13, atol=1e-13)
-        assert mixings.at(step).silent == all(not topology.sources(rank, size, step) for rank in range(size))
+        assert exchange.neighbours(step).silent == all(not topology.sources(rank, size, step) for rank in range(size))
 
 
 def test_both_kinds_of_product_are_among_those_tested() -> None:
@@ -78,7 +78,7 @@ def test_products_of_plans_equal_dense_ones(topology: Topology, size: int) -> No
 
 def test_other_weights_are_used() -> None:
     star, x = FromGraph(nx.star_graph(MANY - 1)), random(MANY)
-    mixed = Mixings(star, Uniform(), MANY).at(0)(x, out=torch.empty_like(x))
+    mixed = MatrixExchange(star, Uniform(), MANY).launch(x, 0, 0).land()
     torch.testing.assert_close(mixed, written(star, MANY, 0, Uniform()) @ x, rtol=1e-13, atol=1e-13)
     assert not torch.allclose(mixed, written(star, MANY, 0, Own()) @ x)
 
@@ -96,17 +96,17 @@ def test_the_message_keeps_its_type_and_is_rounded_once(topology: Topology, dtyp
 
 
 def test_phases_are_built_once_and_silent_ones_are_one() -> None:
-    mixings = Mixings(Every(4, Exponential()), Own(), MANY)
-    assert mixings.at(3) is mixings.at(7)
-    assert mixings.at(0) is mixings.at(1)
-    assert [mixings.at(step).silent for step in range(4)] == [True, True, True, False]
+    at = MatrixExchange(Every(4, Exponential()), Own(), MANY).neighbours
+    assert at(3) is at(7)
+    assert at(0) is at(1)
+    assert [at(step).silent for step in range(4)] == [True, True, True, False]
 
 
 def test_rows_of_different_lengths() -> None:
     rows = [{0: 0.25, 3: 0.75}, {1: 1.0}, {2: 0.5, 0: 0.25, 1: 0.25}, {3: 1.0}]
     x = torch.eye(4, dtype=torch.float64)
     expected = torch.tensor([[0.25, 0, 0, 0.75], [0, 1, 0, 0], [0.25, 0.25, 0.5, 0], [0, 0, 0, 1]]).double()
-    torch.testing.assert_close(Mixing(compressed(rows))(x, out=torch.empty_like(x)), expected)
+    torch.testing.assert_close(as_tensor(compressed(rows)) @ x, expected)
     np.testing.assert_array_equal(compressed(rows)._gathered(x.numpy()), expected.numpy())
 
 

@@ -97,11 +97,11 @@ def driven(assignment: DepthAssignment, make: Make, engine: Engine) -> list[Tens
             optimizer.zero_grad()
             with driver.together(step):
                 loss = module(x).square().mean()
-            reducer.begin(driver.at(step).contributors)
+            reducer.begin(driver.contributors)
             loss.backward()
             driver.bypass.end()
             reducer.finish()
-            settle(Decay(), optimizer, driver.absent(step))
+            settle(Decay(), optimizer, driver.absent())
             optimizer.step()
     return [p.detach().cpu() for p in module.parameters()]
 

@@ -80,7 +80,7 @@ def test_values_are_those_of_a_model_built_at_once(name, dtype):
     assert torch.equal(torch.rand(1), after)
     assert all(p.is_meta for p in found.parameters())
     objects = {n: id(p) for n, p in found.named_parameters()}
-    deferred.materialize(tensors_of(found), [])
+    deferred.materialize(tensors_of(found), set(found.parameters()))
     assert objects == {n: id(p) for n, p in found.named_parameters()}
     for ours, theirs in zip(tensors_of(found), tensors_of(wanted), strict=True):
         assert torch.equal(ours, theirs)
@@ -108,7 +108,7 @@ def test_a_hook_that_would_be_lost_is_refused():
         model = nn.Linear(2, 3)
         model.weight.register_hook(torch.neg)
     with pytest.raises(ValueError, match=r"shape \(3, 2\) got a hook .* on_fit_start"):
-        deferred.materialize([model.bias], [model.weight])
+        deferred.materialize([model.bias, model.weight], {model.bias})
 
 
 def test_a_pretrained_model_is_read(tmp_path):
@@ -117,7 +117,7 @@ def test_a_pretrained_model_is_read(tmp_path):
     deferred = Deferred()
     with torch.device("cpu"), deferred:
         found = type(wanted).from_pretrained(tmp_path)
-    deferred.materialize(tensors_of(found), [])
+    deferred.materialize(tensors_of(found), set(found.parameters()))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(tensors_of(found), tensors_of(wanted), strict=True))
 
 
@@ -159,7 +159,7 @@ def test_a_part_takes_the_memory_of_the_part():
             model = transformers.LlamaForCausalLM(config)
         kept = [p for n, p in model.named_parameters() if any(f"layers.{i}." in n for i in (3, 4))]
         gone = [p for p in model.parameters() if all(p is not k for k in kept)]
-        deferred.materialize([*kept, *model.buffers()], gone)
+        deferred.materialize([*model.parameters(), *model.buffers()], set(kept))
     whole = sum(p.numel() for p in transformers.LlamaForCausalLM(config).parameters()) * 4
     own = sum(p.numel() for p in kept) * 4
     largest = max(p.numel() for p in transformers.LlamaForCausalLM(config).parameters()) * 4

@@ -9,6 +9,7 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from lightning_decentral.pipeline.compute.weight_grad import SplitWeights
+from tests.pipeline.causal import waiting
 
 
 def network(dtype=torch.float32):
@@ -27,17 +28,17 @@ def gradients(weights, half_precision):
             output = model(rows)
         output.backward(torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape))
     first = {n for n, p in model.named_parameters() if p.grad is not None}
-    waiting = set() if weights is None else set(weights.waiting)
-    for chunk in waiting:
+    late = set() if weights is None else waiting(weights)
+    for chunk in late:
         weights.finish(chunk)
-    return rows.grad, first, waiting, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return rows.grad, first, late, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("half_precision", [False, True])
 def test_two_halves_are_the_whole(half_precision):
     towards, all_names, none, wanted = gradients(None, half_precision)
-    found_towards, first, waiting, found = gradients(SplitWeights(), half_precision)
-    assert (none, waiting) == (set(), {(0, 0), (0, 1)})
+    found_towards, first, late, found = gradients(SplitWeights(), half_precision)
+    assert (none, late) == (set(), {(0, 0), (0, 1)})
     assert all_names == set(wanted) == set(found)
     assert first == {"1.weight", "1.bias", "5.bias"}  # of the norm; a map whose weight is frozen isn't cut
     tolerance = {"rtol": 1e-2, "atol": 1e-2} if half_precision else {"rtol": 1e-6, "atol": 1e-6}
@@ -53,7 +54,7 @@ def test_what_waits_is_freed_at_the_second_half():
     with weights.during((0, 0)):
         model(rows).sum().backward()
     weights.finish((0, 0))
-    assert weights.waiting == set()
+    assert waiting(weights) == set()
     with pytest.raises(KeyError):
         weights.finish((0, 0))
 

@@ -43,11 +43,6 @@ def test_the_error_is_that_of_what_does_not_fit():
     assert 0.02 < model.error < 0.2
 
 
-def test_a_stage_of_several_blocks():
-    model = fit([Measured(i, j, exact(i, j)) for i, j in GRID])
-    assert model.times(3)(48, 96) == pytest.approx(3 * model(48, 96))
-
-
 def test_too_few_measurements():
     with pytest.raises(ValueError, match="got 1 lengths without context and 0 measurements with context"):
         fit([Measured(8, 0, 1.0)])

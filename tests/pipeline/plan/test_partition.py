@@ -6,7 +6,7 @@ import random
 import pytest
 
 from lightning_decentral.pipeline import Counted, Even, Fastest
-from lightning_decentral.pipeline.plan.partition import NOTHING, partition
+from lightning_decentral.pipeline.plan.partition import NOTHING
 from lightning_decentral.shared.plan.profile import BlockCost
 
 
@@ -38,9 +38,9 @@ def test_the_slowest_stage_is_as_fast_as_can_be(seed):
     wanted = brute(blocks, num_stages, embedding, head, max_bytes)
     if wanted is None:
         with pytest.raises(ValueError, match=f"can't hold the blocks with at most {max_bytes} bytes"):
-            partition(blocks, num_stages, embedding=embedding, head=head, max_bytes=max_bytes)
+            Fastest(max_bytes=max_bytes).counts(blocks, embedding, head, num_stages)
         return
-    counts = partition(blocks, num_stages, embedding=embedding, head=head, max_bytes=max_bytes)
+    counts = Fastest(max_bytes=max_bytes).counts(blocks, embedding, head, num_stages)
     ends = [sum(counts[:r]) for r in range(num_stages + 1)]
     stages = [sum(b.pass_seconds for b in blocks[a:b]) for a, b in itertools.pairwise(ends)]
     stages[0] += embedding.pass_seconds
@@ -68,7 +68,7 @@ def test_an_expensive_head_takes_blocks_off_the_last_stage():
 
 @pytest.mark.parametrize(("make", "words"), [
     (lambda: Even().counts(EQUAL, NOTHING, NOTHING, 8), "8 stages for a model of 7 blocks: use 1 to 7 stages"),
-    (lambda: partition(EQUAL, 0), "0 stages for a model of 7 blocks"),
+    (lambda: Fastest().counts(EQUAL, NOTHING, NOTHING, 0), "0 stages for a model of 7 blocks"),
     (lambda: Counted((3, 0)), r"every stage needs a block, got \(3, 0\)"),
     (lambda: Counted((3, 3)).counts(EQUAL, NOTHING, NOTHING, 2), r"2 stages with 6 blocks, there are 2 .* 7"),
     (lambda: Counted((3, 4)).counts(EQUAL, NOTHING, NOTHING, 3), "2 stages with 7 blocks, there are 3 stages"),

@@ -9,7 +9,9 @@ import pytest
 
 from lightning_decentral.pipeline import Balanced, Given, OneForwardOneBackward, Planned, TeraPipe, Uniform
 from lightning_decentral.pipeline.plan.schedule import in_flight
-from lightning_decentral.pipeline.plan.slicing import Situation, balance, equal, plan, plan_for
+from lightning_decentral.pipeline.plan.slicing import Situation, balance, equal, plan
+
+PLANNED = Planned(granularity=32)
 
 
 def compositions(total: int) -> Iterator[tuple[int, ...]]:
@@ -105,7 +107,7 @@ def test_simulated_plan_is_no_worse_than_any_uniform_one(schedule, microbatches)
     situation = Situation(
         num_stages=4, seconds=attention, num_microbatches=microbatches, schedule=schedule, link_seconds=5e-4
     )
-    slices = plan_for(situation, 1024, granularity=32)
+    slices = PLANNED.slices(1024, situation)
     uniform = [(1024 // n,) * n for n in (1, 2, 4, 8, 16)]
     assert situation.step_seconds(slices) <= min(map(situation.step_seconds, uniform))
 
@@ -119,18 +121,18 @@ def test_under_terapipe_the_simulation_is_the_closed_form():
 def test_a_memory_bound_is_kept_and_costs_time():
     free = Situation(num_stages=4, seconds=attention, num_microbatches=4)
     tight = Situation(num_stages=4, seconds=attention, num_microbatches=4, max_tokens_in_flight=1500)
-    slices = plan_for(tight, 1024, granularity=32)
+    slices = PLANNED.slices(1024, tight)
     first = tight.schedule.actions(4, 4, len(slices))[0]
     assert in_flight(first, slices) <= 1500
-    assert tight.step_seconds(slices) >= free.step_seconds(plan_for(free, 1024, granularity=32))
+    assert tight.step_seconds(slices) >= free.step_seconds(PLANNED.slices(1024, free))
     with pytest.raises(ValueError, match="no plan with at most 16 slices holds at most 900 tokens"):
-        plan_for(Situation(num_stages=4, seconds=attention, max_tokens_in_flight=900), 1024, granularity=32)
+        PLANNED.slices(1024, Situation(num_stages=4, seconds=attention, max_tokens_in_flight=900))
 
 
 def test_a_plan_for_a_slow_link_is_faster_there():
     near = Situation(num_stages=4, seconds=attention, num_microbatches=4)
     far = replace(near, link_seconds=2e-2)
-    there, here = plan_for(far, 1024, granularity=32), plan_for(near, 1024, granularity=32)
+    there, here = PLANNED.slices(1024, far), PLANNED.slices(1024, near)
     assert far.step_seconds(there) < far.step_seconds(here)
     assert near.step_seconds(here) < near.step_seconds(there)
 
@@ -138,7 +140,7 @@ def test_a_plan_for_a_slow_link_is_faster_there():
 def test_what_the_error_hides_is_cut_into_fewer_slices():
     exact = Situation(num_stages=4, seconds=attention)
     rough = replace(exact, error=0.05)
-    many, few = plan_for(exact, 1024, granularity=32), plan_for(rough, 1024, granularity=32)
+    many, few = PLANNED.slices(1024, exact), PLANNED.slices(1024, rough)
     assert len(few) < len(many)
     assert exact.step_seconds(few) <= 1.05 * exact.step_seconds(many)
     fewer = [equal(1024, n, granularity=32) for n in range(1, len(few))]
@@ -148,7 +150,7 @@ def test_what_the_error_hides_is_cut_into_fewer_slices():
 def test_with_several_microbatches_fewer_slices_would_hold_more():
     """(P - 1 + S) / S sequences: so none but the fastest are taken, however rough the costs."""
     exact = Situation(num_stages=4, seconds=attention, num_microbatches=8)
-    many, few = (plan_for(replace(exact, error=error), 1024, granularity=32) for error in (0.0, 0.05))
+    many, few = (PLANNED.slices(1024, replace(exact, error=error)) for error in (0.0, 0.05))
     assert exact.held(few) <= exact.held(many)
     assert exact.held(equal(1024, 2)) > exact.held(many)
 

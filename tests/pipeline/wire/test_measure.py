@@ -23,7 +23,7 @@ from lightning_decentral.pipeline.plan.cost import (
 from lightning_decentral.pipeline.plan.schedule import halved, tasks
 from lightning_decentral.pipeline.plan.slicing import equal
 from lightning_decentral.pipeline.wire import slice_planner as measure
-from lightning_decentral.pipeline.wire.slice_planner import COUNTS, RepeatedSteps, Step, fitted, ping, profile
+from lightning_decentral.pipeline.wire.slice_planner import COUNTS, MeasuredSteps, fitted, ping, profile
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
 from lightning_decentral.shared.plan.timeline import makespan, run
 from lightning_decentral.shared.wire.transport import GlooTransport
@@ -32,7 +32,18 @@ from tests.world import world
 
 LENGTH = 512
 COSTS = CostModel(tuple((i, 1e-3 + 1e-5 * i) for i in (32, 64, 128, 256, 512)), (2e-4, 1e-6, 1e-7, 1e-9))
-KNOWN = (StageCost(COSTS, COSTS.times(2), link=Link(2e-4, 1e-6)), StageCost(COSTS.times(1.5), COSTS.times(2.5), 4e-3))
+
+
+def times(costs, factor):
+    """factor * t."""
+    alone, coefficients = ([(n, factor * s) for n, s in costs.alone], [factor * a for a in costs.coefficients])
+    return CostModel(tuple(alone), tuple(coefficients), costs.error)
+
+
+KNOWN = (
+    StageCost(COSTS, times(COSTS, 2), link=Link(2e-4, 1e-6)),
+    StageCost(times(COSTS, 1.5), times(COSTS, 2.5), 4e-3),
+)
 PLANNED = Planned(granularity=32)
 CHUNKS = [(512, 0), (256, 256), (200, 0), (100, 40), (32, 480)]
 
@@ -45,7 +56,7 @@ def steps(schedule, num_slices, stretch, profiles=KNOWN):
     link = partial(message_seconds, [profile.link for profile in profiles], slices)
     own = {action: costs(action) for stage in schedule.actions(2, 1, num_slices) for action in stage}
     seconds = makespan(run(tasks(schedule.actions(2, 1, num_slices), num_slices, scaled(costs, stretch), link)))
-    return RepeatedSteps(slices, [Step(seconds, own, profiles[1].loss_seconds)] * 3)
+    return MeasuredSteps(slices, seconds, own, profiles[1].loss_seconds)
 
 
 def scaled(costs, factor):
@@ -72,10 +83,10 @@ def test_known_costs_are_recovered(schedule, stretch):
 def test_the_forecast_of_a_measured_step_is_what_was_measured(num_slices):
     """Also where the clock is no multiple of the parts: messages are as long as they were measured."""
     schedule = OneForwardOneBackward()
-    measured = [replace(s, rounds=[replace(r, seconds=1.3 * r.seconds) for r in s.rounds]) for s in far_steps()]
+    measured = [replace(s, seconds=1.3 * s.seconds) for s in far_steps()]
     links = [replace(KNOWN[0].link, latency_seconds=2e-3), Link()]
     found = [fitted(measured, schedule, stage, links) for stage in range(2)]
-    (step,) = [s.rounds[0].seconds for s in measured if len(s.slices) == num_slices]
+    (step,) = [s.seconds for s in measured if len(s.slices) == num_slices]
     assert expected(found, schedule, 1, equal(LENGTH, num_slices)).seconds == pytest.approx(step, rel=1e-3)
 
 
@@ -106,7 +117,7 @@ def test_no_equal_slices_are_expected_to_be_faster_than_the_planned_ones(num_mic
 
 def test_a_fit_that_costs_nothing_does_not_blur_the_plan():
     """As of a stage that is frozen: its backward is over at once, and nothing but noise."""
-    nothing = replace(COSTS.times(1e-6), error=1.0)
+    nothing = replace(times(COSTS, 1e-6), error=1.0)
     exact = replace(COSTS, error=0.03)
     frozen = priced((StageCost(exact, nothing), StageCost(exact, exact)), OneForwardOneBackward(), 1)
     assert frozen.error == pytest.approx(0.03 / 3**0.5, rel=1e-3)

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_decentral.pipeline import ExactActivations, Keep, OneForwardOneBackward, TeraPipe, ZeroBubble
-from lightning_decentral.pipeline.plan.posting import in_step
+from lightning_decentral.pipeline.plan.schedule import in_step
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
 from tests.pipeline.nccl_order import ahead, ends, everyone, just_in_time, one, programs, slower
 

@@ -17,7 +17,9 @@ from tests.pipeline.causal import built
 from tests.world import world
 
 COSTS = CostModel(((8, 1e-3 / 3), (16, 2e-3 / 3)), (1e-5, 1e-7, 0.0, 1e-9 / 7), 0.01)
-PROFILE = StageCost(COSTS, COSTS.times(2), 1e-4, Link(1e-4 / 3, 1e-7 / 3), 1.1)
+PROFILE = StageCost(
+    COSTS, replace(COSTS, alone=tuple((n, 2 * s) for n, s in COSTS.alone)), 1e-4, Link(1e-4 / 3, 1e-7 / 3), 1.1
+)
 
 
 def pipe(place: StagePlace) -> StageRunner:

@@ -16,7 +16,7 @@ from lightning_decentral import SpilledStrategy
 from lightning_decentral.optim import AccumAdamW, Muon
 from lightning_decentral.spilled import OnDevice, OnHost
 from lightning_decentral.spilled import strategy as strategy_module
-from lightning_decentral.spilled.compute.memory_ledger import Counting
+from lightning_decentral.spilled.compute.transfer import Counting
 from lightning_decentral.spilled.compute.update import StreamedUpdate
 from tests.spilled.spilling import LAYERS, WIDTH, Chain, batches, fit, least_bytes, recipe, rows, same_states
 from tests.spilled.test_strategy import Curved, LateCopies, Overflow, Stop, dataset

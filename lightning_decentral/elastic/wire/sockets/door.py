@@ -4,28 +4,26 @@ A guest without a greeting costs a descriptor for seconds, and no thread. Where 
 and accepting goes on.
 """
 
-import selectors
+import asyncio
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
+from typing import Any
 
 from lightning_decentral.elastic.wire.sockets.frames import (
     GREETING_BYTES,
-    LENGTH_BYTES,
+    Frames,
     keeps_alive,
-    message,
     refusal,
-    size_of,
     wanted,
 )
 
 GREETING_SECONDS = 5.0  # seconds in which a guest greets, and in which it sends the first of what it wants
 MOST_WAITING = 64  # guests that haven't greeted; one more, and the oldest goes
-LOOK_SECONDS = 1.0  # seconds until it is seen that the door was closed, where the system doesn't report it
 FULL_SECONDS = 0.1  # seconds until the next try to accept where descriptors have run out
 LINES = 100  # number of refusals that are remembered, not to be printed again
 
@@ -48,32 +46,6 @@ class Once:
             self._say(line)
 
 
-class Greeting:
-    """Greeting of one guest, as far as it has come."""
-
-    def __init__(self, until: float) -> None:
-        self.until, self._bytes = until, bytearray()
-
-    def wants(self, connection: socket.socket, *known: str) -> str:
-        """Read on, and return what the guest wants; nothing behind the greeting is read.
-
-        Raises:
-            BlockingIOError: it isn't whole yet.
-            ValueError: this is no greeting.
-            OSError: the connection has ended.
-        """
-        self._read(connection, LENGTH_BYTES)
-        self._read(connection, LENGTH_BYTES + size_of(self._bytes[:LENGTH_BYTES], GREETING_BYTES))
-        return wanted(message(self._bytes[LENGTH_BYTES:]), *known)
-
-    def _read(self, connection: socket.socket, end: int) -> None:
-        while len(self._bytes) < end:
-            came = connection.recv(end - len(self._bytes))
-            if not came:
-                raise ConnectionResetError("the connection has ended")
-            self._bytes += came
-
-
 class Door:
     """Listens, on a thread, at the address at which others reach this machine; serves guests by what they want, and
     prints a line by `say` about one that is refused."""
@@ -83,68 +55,72 @@ class Door:
         self._listening = socket.create_server((host, 0), backlog=128)
         self._listening.setblocking(False)
         self.place = f"{host}:{self._listening.getsockname()[1]}"
-        self._waiting: dict[socket.socket, Greeting] = {}  # by age, as dictionaries keep their order
         self._open: set[socket.socket] = set()  # served on threads, to be shut at the end
-        self._closed = False
+        self._waiting = dict[asyncio.Task[None], None]()  # guests that haven't greeted, the oldest first
+        self._loop = asyncio.new_event_loop()  # one thread reads all greetings
+        self._loop.add_reader(self._listening, self._accept)
         threading.Thread(target=self._run, name="lightning_decentral-door", daemon=True).start()
 
     def close(self) -> None:
         """Let nobody in any more, and shut out who is."""
-        self._closed = True
-        with suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)  # wakes up the thread, which closes it
+        with suppress(RuntimeError):  # it is closed already
+            self._loop.call_soon_threadsafe(self._loop.stop)
         for connection in list(self._open):
             shut(connection)
 
     def _run(self) -> None:
-        with selectors.PollSelector() as selector:
-            selector.register(self._listening, selectors.EVENT_READ)
-            while not self._closed:
-                first = min((greeting.until for greeting in self._waiting.values()), default=float("inf"))
-                for key, _ in selector.select(min(LOOK_SECONDS, max(0.0, first - time.monotonic()))):
-                    if key.fileobj is self._listening:
-                        self._accept(selector)
-                    else:
-                        self._receive(selector, key.fileobj)  # type: ignore[arg-type]
-                for late in [c for c, greeting in self._waiting.items() if greeting.until <= time.monotonic()]:
-                    self._refuse(selector, late, "a guest that doesn't greet")
-            for connection in list(self._waiting):
-                self._drop(selector, connection)
-            self._listening.close()
+        with closing(self._loop), self._listening:
+            self._loop.run_forever()
+            self._loop.remove_reader(self._listening)
+            for greeting in list(self._waiting):
+                greeting.cancel()
+                with suppress(asyncio.CancelledError):
+                    self._loop.run_until_complete(greeting)
 
-    def _accept(self, selector: selectors.BaseSelector) -> None:
+    def _accept(self) -> None:
         try:
             connection, _ = self._listening.accept()
         except (BlockingIOError, ConnectionAbortedError, InterruptedError):
             return  # it has gone meanwhile
         except OSError as error:
-            if not self._closed:
-                self._say("full", f"no guest can be let in ({error}): raise `ulimit -n`; trying again")
-                for waiting in list(self._waiting):
-                    self._drop(selector, waiting)
-                time.sleep(FULL_SECONDS)
+            self._say("full", f"no guest can be let in ({error}): raise `ulimit -n`; trying again")
+            for greeting in self._waiting:
+                greeting.cancel()
+            time.sleep(FULL_SECONDS)
             return
         if len(self._waiting) >= MOST_WAITING:
-            self._refuse(selector, next(iter(self._waiting)), "a guest that doesn't greet, of too many")
-        connection.setblocking(False)  # one thread reads all greetings
-        self._waiting[connection] = Greeting(time.monotonic() + GREETING_SECONDS)
-        selector.register(connection, selectors.EVENT_READ)
+            next(iter(self._waiting)).cancel("a guest that doesn't greet, of too many")
+        connection.setblocking(False)
+        greeting = self._loop.create_task(self._greeted(connection))
+        self._waiting[greeting] = None
+        greeting.add_done_callback(self._waiting.pop)
 
-    def _receive(self, selector: selectors.BaseSelector, connection: socket.socket) -> None:
-        if connection not in self._waiting:
-            return
+    async def _greeted(self, connection: socket.socket) -> None:
+        """Let the guest in as soon as it has greeted as it should; else refuse it, and say why."""
         try:
-            wants = self._waiting[connection].wants(connection, *self._serve)
-        except ValueError as error:
-            self._refuse(selector, connection, str(error))
-        except BlockingIOError:
+            greeting = await asyncio.wait_for(self._greeting(connection), GREETING_SECONDS)
+            self._let_in(connection, wanted(greeting, *self._serve))
             return
+        except asyncio.TimeoutError:
+            why = "a guest that doesn't greet"
+        except (ValueError, asyncio.CancelledError) as error:
+            why = str(error)
         except OSError:
-            self._drop(selector, connection)
-        else:
-            selector.unregister(connection)
-            del self._waiting[connection]  # it is its thread's now
-            self._let_in(connection, wants)
+            why = ""  # it has gone
+        with connection, suppress(OSError):
+            if why:
+                peer = connection.getpeername()[0]
+                self._say(f"{peer} {why}", f"refused {peer}: {why}")
+                connection.send(refusal(why))
+
+    async def _greeting(self, connection: socket.socket) -> Any:
+        frames, found = Frames(GREETING_BYTES), list[Any]()
+        while not found:
+            more = await self._loop.sock_recv(connection, frames.missing)  # nothing behind the greeting is read
+            if not more:
+                raise ConnectionResetError("the connection has ended")
+            found = frames.feed(more)
+        return found[0]
 
     def _let_in(self, connection: socket.socket, wants: str) -> None:
         self._open.add(connection)
@@ -170,18 +146,6 @@ class Door:
                     connection.sendall(refusal(why))
         finally:
             self._open.discard(connection)
-
-    def _refuse(self, selector: selectors.BaseSelector, connection: socket.socket, why: str) -> None:
-        with suppress(OSError):
-            peer = connection.getpeername()[0]
-            self._say(f"{peer} {why}", f"refused {peer}: {why}")
-            connection.send(refusal(why))
-        self._drop(selector, connection)
-
-    def _drop(self, selector: selectors.BaseSelector, connection: socket.socket) -> None:
-        selector.unregister(connection)
-        del self._waiting[connection]
-        connection.close()
 
 
 def shut(connection: socket.socket | None) -> None:

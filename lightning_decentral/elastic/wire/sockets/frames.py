@@ -2,8 +2,10 @@
 
     greeting   the first frame of a connection: {"job": ..., "wants": ...}
     refusal    what a guest gets that isn't let in: {"refused": why}
+    value      of any size: {..., "head": bytes of the head}  head  tensors  {"digest": sha256 of crc32 of each piece}
 
-Room is made for bytes as they come, not as they are announced.
+Room is made for bytes as they come, not as they are announced. Of a value nothing is made twice: tensors' bytes go in
+pieces, and the digest is of the bytes that go by.
 
 The job is a digest of LIGHTNING_DECENTRAL_TOKEN: it keeps other jobs and wrong settings out, and is no password, as
 all of this is readable on its way.
@@ -14,18 +16,23 @@ import hmac
 import json
 import os
 import socket
+import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_decentral.shared.wire.meeting.rendezvous import TOKEN
+from lightning_decentral.shared.wire.plain import Serialized, lengths, pack, unpack
 
 LENGTH_BYTES = 4
 LARGEST_BYTES = 1 << 20  # bytes of a frame at most: a message to 1000 members has 100 KB
 GREETING_BYTES = 1 << 10  # bytes of a greeting at most: of a stranger no more is read
 GROWTH_BYTES = 1 << 20  # bytes for which there is room at once; twice as many when they have come, and so on
 MOST_BYTES = 1 << 40  # bytes of one tensor at most
+PIECE_BYTES = 256 * 2**10  # the receiver may be far: small, so that what else it is sent gets its turn
+UNREAD_SECONDS = 60.0  # seconds for a piece: who doesn't read doesn't keep a thread
 IDLE, EVERY, TIMES = 60, 20, 6
 """Seconds of silence until TCP asks whether the other host is there still; between its questions; how many."""
 
@@ -65,6 +72,12 @@ class Frames:
     def __init__(self, most: int = LARGEST_BYTES - LENGTH_BYTES) -> None:
         self.most = most
         self._bytes = bytearray()
+
+    @property
+    def missing(self) -> int:
+        """Bytes until the next message is complete, or its length is known."""
+        have = len(self._bytes) - LENGTH_BYTES
+        return -have if have < 0 else size_of(self._bytes[:LENGTH_BYTES], self.most) - have
 
     def feed(self, more: bytes) -> list[Any]:
         """The messages that are complete now. ValueError: these are no frames. Refused: this end isn't let in."""
@@ -108,8 +121,45 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     return memoryview(flat)
 
 
-def greeting(wants: str) -> dict[str, str]:
-    return {"job": _job(), "wants": wants}
+def send_value(connection: socket.socket, header: dict[str, Any], value: Any) -> None:
+    """Send the value with these header fields. NotPlain where it can't be sent, OSError where the connection has ended,
+    or nobody reads."""
+    packed, digest = pack(value), hashlib.sha256()  # refused here: nothing is sent yet
+    connection.settimeout(UNREAD_SECONDS)
+    connection.sendall(frame({**header, "head": len(packed.head)}))
+    for raw in (memoryview(packed.head), *map(raw_bytes, packed.payload)):
+        for piece, checksum in _pieces(raw):
+            connection.sendall(piece)
+            digest.update(checksum)
+    connection.sendall(frame({"digest": digest.hexdigest()}))
+
+
+def receive_value(connection: socket.socket, header: Any = None) -> tuple[dict[str, Any], Any]:
+    """Receive (header fields, value), or what follows a header that was already received. ValueError where what came
+    isn't what was sent, OSError where the connection has ended."""
+    if header is None:
+        header = receive(connection)
+    if type(header) is not dict or type(header.get("head")) is not int:
+        raise ValueError("no value follows: give every worker the same version")
+    digest = hashlib.sha256()
+    head = receive_bytes(connection, header["head"])
+    payload = [receive_bytes(connection, size) for size in lengths(bytes(head))]  # (bytes,) of each tensor
+    for raw in (head, *payload):
+        for _, checksum in _pieces(memoryview(raw)):
+            digest.update(checksum)
+    if receive(connection) != {"digest": digest.hexdigest()}:
+        raise ValueError("what came isn't what was sent: its digest differs")
+    tensors = [
+        torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8) for raw in payload
+    ]
+    return header, unpack(Serialized(bytes(head), tensors))
+
+
+def _pieces(raw: memoryview) -> Iterator[tuple[memoryview, bytes]]:
+    """The pieces, and each's part of the digest: against damage, not against forgery, and cheaper than all bytes."""
+    for start in range(0, len(raw), PIECE_BYTES):
+        piece = raw[start : start + PIECE_BYTES]
+        yield piece, zlib.crc32(piece).to_bytes(4, "big")
 
 
 def refusal(why: str) -> bytes:
@@ -148,7 +198,7 @@ def connected(place: str, wants: str, seconds: float) -> socket.socket:
     try:
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # beats wait for no acknowledgement
         keeps_alive(made)
-        made.sendall(frame(greeting(wants)))
+        made.sendall(frame({"job": _job(), "wants": wants}))
     except OSError:
         made.close()
         raise

@@ -97,11 +97,8 @@ class GradientTracking(RatedRule):
     Source: Di Lorenzo and Scutari 1602.00591; Nedic, Olshevsky and Shi 1607.03218 (DIGing, which delay 1 is).
     """
 
+    form = MessageForm(copies=2)
     rate: Rate = 1.0
-
-    @property
-    def form(self) -> MessageForm:
-        return MessageForm(copies=2)
 
     def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
         super().check(topology, size, weights, delay)

@@ -176,9 +176,7 @@ class PseudoGradient(OuterNesterov):
     Source: outer gradients of 4 bits, 2501.18512; with error feedback, 2505.23725; by parts with owners, 2102.02888.
     """
 
-    @property
-    def form(self) -> MessageForm:
-        return MessageForm(differences=True)
+    form = MessageForm(differences=True)
 
     @property
     def recovery(self) -> Recovery:

@@ -36,14 +36,8 @@ class PushSum(Combine):
     Source: Assran et al. 1811.10792, algorithms 1 (delay 0) and 2 (overlapped, bounded delay).
     """
 
-    @property
-    def weights(self) -> Weights:
-        return OutDegree()
-
-    @property
-    def form(self) -> MessageForm:
-        # w: rounded, it would scale all parameters.
-        return MessageForm(exact=1)
+    weights = OutDegree()
+    form = MessageForm(exact=1)  # w: rounded, it would scale all parameters
 
     @property
     def recovery(self) -> Recovery:
@@ -130,19 +124,12 @@ class RelaySum(Combine):
     Source: Vogels et al. 2110.04175, algorithm 1, normalized by counts.
     """
 
+    weights = Dyadic()  # powers of two, from which sums come back without an error of one sign
+    form = MessageForm(exact=1)  # the count
     restart: int = 200
 
     def __post_init__(self) -> None:
         at_least_one("RelaySum's restart", self.restart, "200 serve a diameter of 20")
-
-    @property
-    def weights(self) -> Weights:
-        # Powers of two, from which sums come back without an error of one sign.
-        return Dyadic()
-
-    @property
-    def form(self) -> MessageForm:
-        return MessageForm(exact=1)  # the count
 
     @property
     def recovery(self) -> Recovery:

@@ -62,12 +62,9 @@ class CausalModel(Pipelined):
             [(parts[n], router) for n, router in known.items() if n in parts and type(parts[n]).__name__ == router.kind]
             for parts in inside
         ]
-        self._like = self._first_parameter()
-
-    def _first_parameter(self) -> nn.Parameter:
-        """A parameter in whose type hidden states travel."""
-        # Kept by `keep`: to look for it in each step would read all parameters, of which a stage has a part.
-        return next(p for p in self.module.parameters() if p.is_floating_point())
+        # Hidden states travel in its type. Found here and by `keep`: to look for it in each step would read all
+        # parameters, of which a stage has a part.
+        self._like = next(p for p in module.parameters() if p.is_floating_point())
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
@@ -96,7 +93,7 @@ class CausalModel(Pipelined):
             up, _, name = path.rpartition(".")
             silent = Silent(dtype) if isinstance(self.module.get_submodule(path), nn.Embedding) else nn.Identity()
             self._replace(self.module.get_submodule(up), {name: silent})
-        self._like = self._first_parameter()
+        self._like = next(p for p in self.module.parameters() if p.is_floating_point())
 
     def _enter(self, _: Tensor) -> Any:
         assert self._entering is not None

@@ -131,16 +131,14 @@ def _fit_ropes(small: Any) -> None:
             rope["original_max_position_embeddings"] = 6
 
 
-WIDER: dict[Any, Any] = {Tensor.float: Tensor.double}
-
-
 class Doubled(TorchFunctionMode):
     """Mode that gives float64 where float32 is asked for: norms and softmaxes of half precision are exact, too."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args = [torch.float64 if value is torch.float32 else value for value in args]
         named = {n: torch.float64 if value is torch.float32 else value for n, value in (kwargs or {}).items()}
-        return WIDER.get(func, func)(*args, **named)
+        wider: Any = Tensor.double if func is Tensor.float else func
+        return wider(*args, **named)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch import nn
 from lightning_decentral.elastic.plan.view import Times
 from lightning_decentral.elastic.wire.endpoint import Endpoint
 from lightning_decentral.elastic.wire.rounds.exchange import ElasticExchange
-from lightning_decentral.elastic.wire.sockets import mesh, values
+from lightning_decentral.elastic.wire.sockets import frames, mesh
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
 from lightning_decentral.gossip.compute.combine.sums import PushSum
 from lightning_decentral.gossip.plan.topology.static import Ring
@@ -47,20 +47,20 @@ def dies_while_sending(armed: Any) -> None:
 
 
 def dies_while_healing() -> None:
-    values.unpack = die  # type: ignore[attr-defined, assignment]
+    frames.unpack = die  # type: ignore[attr-defined, assignment]
 
 
 def dies_while_serving(armed: Any) -> None:
     """One worker, the first that is asked after `armed` was set: when the newcomer has the head and nothing else."""
-    whole = values.frame
+    whole = frames.frame
 
     def frame(message: Any) -> bytes:
         if "origin" in message and armed.is_set():
             armed.clear()
-            values.raw_bytes = die  # type: ignore[attr-defined, assignment]
+            frames.raw_bytes = die  # type: ignore[attr-defined, assignment]
         return whole(message)
 
-    values.frame = frame  # type: ignore[attr-defined]
+    frames.frame = frame  # type: ignore[attr-defined]
 
 
 def train(parent: int, lobby: str, pipe: Any, stop: Any, dies: Any, prepare: Callable[[], None] | None) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_decentral.elastic.wire.sockets.frames import LARGEST_BYTES, Frames, address, frame, greeting, wanted
+from lightning_decentral.elastic.wire.sockets.frames import LARGEST_BYTES, Frames, _job, address, frame, wanted
 from lightning_decentral.shared.wire.meeting.rendezvous import TOKEN
 
 
@@ -18,6 +18,10 @@ def test_frames_come_in_pieces_of_any_size(size: int) -> None:
 def test_what_is_no_frame_is_an_error(bytes: bytes) -> None:
     with pytest.raises(ValueError, match=r"frame|Expecting"):
         Frames().feed(bytes)
+
+
+def greeting(wants: str) -> dict[str, str]:
+    return {"job": _job(), "wants": wants}
 
 
 def test_a_guest_of_another_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

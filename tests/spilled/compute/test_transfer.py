@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_decentral.spilled.compute.memory_ledger import DEVICE, HOST, Counting, Ledger
+from lightning_decentral.spilled.compute.transfer import DEVICE, HOST, Counting, Ledger
 
 SIDE = 16
 BYTES = 4 * SIDE * SIDE
