@@ -1,4 +1,4 @@
-"""The table of docs/against-the-papers.md, from `results/paper-*.json`; a test holds the page to it.
+"""The table of the page "Against the papers", from `results/paper-*.json`; a test holds the page to it.
 
     python benchmarks/pages.py papers           # prints it
     python benchmarks/pages.py papers --write   # puts it between the page's markers
