@@ -15,9 +15,9 @@ unexport PYTHONDONTWRITEBYTECODE
 # First ddp, then gossip; then both in one table and picture.
 demo: DEMO := outputs/demo-$(shell date +%Y%m%d-%H%M%S)
 demo: $(STAMP)
-	$(BIN)/python recipes/train.py experiment=demo_ddp hydra.run.dir=$(DEMO)/ddp
-	$(BIN)/python recipes/train.py experiment=demo hydra.run.dir=$(DEMO)/gossip
-	$(BIN)/lightning-decentral report $(DEMO)/ddp $(DEMO)/gossip --plot $(DEMO)/comparison.png
+	$(BIN)/python recipes/train.py experiment=demo_ddp hydra.run.dir=$(DEMO)/ddp-adamw
+	$(BIN)/python recipes/train.py experiment=demo hydra.run.dir=$(DEMO)/gossip-muon
+	$(BIN)/lightning-decentral report $(DEMO)/ddp-adamw $(DEMO)/gossip-muon --plot $(DEMO)/comparison.png
 
 demo-pipeline: $(STAMP)
 	$(BIN)/python recipes/train.py experiment=demo_pipeline

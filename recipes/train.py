@@ -60,9 +60,16 @@ def name_run(cfg: DictConfig, choices: Mapping[str, Any]) -> None:
     if cfg.logger and cfg.logger.get("_target_", "").endswith(".WandbLogger"):
         chosen = [choices.get(group) for group in ("recipe", "strategy", "strategy/codec")]
         tags = [*(str(one) for one in chosen if one), f"{cfg.trainer.devices} x {cfg.trainer.num_nodes} workers"]
-        given = {"name": "-".join(tags).replace(" ", ""), "group": tags[0], "tags": tags}
+        given = {"name": "-".join([*tags, *job()]).replace(" ", ""), "group": tags[0], "tags": tags}
         with open_dict(cfg.logger):
             cfg.logger.update({key: value for key, value in given.items() if cfg.logger.get(key) is None})
+
+
+def job() -> list[str]:
+    """The job's number, also after a requeue and alike on all hosts: of SLURM, of one of its array, or of torchrun."""
+    array = [os.environ.get(f"SLURM_ARRAY_{one}_ID") for one in ("JOB", "TASK")]
+    started = "_".join(filter(None, array)) or os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID")
+    return [started] if started and started != "none" else []
 
 
 def launched_elsewhere() -> bool:

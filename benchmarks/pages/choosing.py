@@ -25,6 +25,13 @@ WRITTEN = {"10000000": "10 Mb/s", "50000000": "50 Mb/s", "200000000": "200 Mb/s"
 PEERS = ("ddp", "torchft", "decent-dp")
 """Names of methods that aren't this package's begin so."""
 LARGE = "data.batch_size=16"
+SHORT = {
+    "ddp": "`ddp`",
+    "torchft's DiLoCo": "DiLoCo",
+    "outer": "outer rounds",
+    "gossip": "gossip",
+    "compressed": "`compressed`",
+}
 
 Row = dict[str, str]
 
@@ -87,48 +94,50 @@ def trained(words: str) -> str:
 
 
 def questions() -> str:
-    """Return the table of questions: a command, a number and a reason for the first that is answered with yes."""
+    """Return the table of cases: a command, a number and a reason for the first that applies."""
     slow = {row["method"]: row for row in rows("cluster-speed-2-cores") if row["straggler or model"] == "3"}
     equal = {(row["recipe"], row["run"]): row["mean ± deviation"] for row in rows("quality-2-cores")}
     body = [
         ["many trainings, few devices",
          trained("-m recipe=vit optimizer.lr=1e-3,3e-4 hydra/launcher=shard_parallel hydra.launcher.devices=2"),
-         sweep(), "[one computes](sweeps.md) while another loads"],
-        ["a model larger than the one device", trained("recipe=gpt strategy=spilled strategy.memory_bytes=5000000"),
-         "2 forwards a block", "[parameters stay](spilled.md) on the host"],
-        ["a causal model larger than each device", trained("recipe=gpt strategy=token_pipeline trainer.devices=2"),
-         pipeline(), "[stages](token-pipeline.md) work on slices of one sequence at once"],
+         sweep(), "[one training computes](sweeps.md) while another loads data"],
+        ["one device, smaller than the model", trained("recipe=gpt strategy=spilled strategy.memory_bytes=5000000"),
+         "2 forward passes per block", "[parameters stay](spilled.md) on the host"],
+        ["several devices, each smaller than the causal model",
+         trained("recipe=gpt strategy=token_pipeline trainer.devices=2"),
+         pipeline(), "[the stages](token-pipeline.md) work on slices of one sequence at the same time"],
         ["workers that come and go",
          trained("recipe=gpt strategy=gossip strategy/elastic=elastic trainer=cpu trainer.devices=4"),
-         "10 s of silence and a worker counts as dead", "[the others](elastic.md) go on without it"],
-        ["a worker that stays slower than others",
+         "after 10 s of silence a worker counts as dead", "[the others](elastic.md) train on without it"],
+        ["one worker is always slower than the others",
          trained("recipe=gpt strategy=gossip strategy/elastic=elastic +strategy/elastic/asynchronous=asynchronous "
                  "trainer=cpu trainer.devices=4"),
-         uneven(), "[nobody waits](elastic.md#when-nobody-should-wait): what has come is mixed"],
-        ["a worker that is slower now and then",
+         uneven(), "[nobody waits](elastic.md#when-nobody-should-wait): each worker mixes what has arrived"],
+        ["a worker is slower now and then",
          trained("recipe=gpt strategy=gossip strategy.delay=4 strategy.combine.rate=0.4 trainer.devices=4"),
          f"{slow['gossip, delay 4']['times faster than ddp']} times as many steps in a second as `ddp`",
-         "a message has [four steps](gossip.md) to arrive"],
-        ["a network that `ddp` waits for", "the table below, by its rate", "", "fewer bytes, or hidden ones"],
+         "a message has [four steps](gossip.md#delay-the-order-of-update-exchange-and-mixing) to arrive"],
+        ["`ddp` waits for the network", "the table below, by bandwidth", "",
+         "fewer bytes, or sent during the step"],
         ["none of these", trained("recipe=vit strategy=ddp trainer.devices=4"),
          f"accuracy of `resnet` {equal['resnet', 'ddp']} after equal steps, gossip {equal['resnet', 'gossip']}",
-         "the all-reduce hides behind the backward"],
+         "the all-reduce finishes during the backward pass"],
     ]  # fmt: skip
-    return markdown(("first yes", "type", "one number", "why"), body)
+    return markdown(("case", "type", "one number", "why"), body)
 
 
 OUTER, COMPRESSED = "outer rounds of 8, int4, Muon", "compressed, int8, Muon"
 GOSSIP, ACCUM = "gossip, int8, Muon", "gossip, int8, AccumAdamW"
 REASONS = {
-    OUTER: "fewest bytes: one round in 8 steps, 4 bits a number",
-    f"streamed {OUTER}": "fewest bytes: an eighth of the model in a step, 4 bits a number",
-    "gossip, int4 differences, Muon": "in 4 bits, and mixes in every step",
-    GOSSIP: "8 bits hide behind the step",
-    ACCUM: "8 bits hide behind the step",
-    COMPRESSED: "replicas stay equal, in 8 bits",
-    "ddp, Muon, fp16 hook": "half precision is half the bytes",
-    "ddp, Muon, fp16 hook, accumulating 4": "half precision, once in 4 batches",
-    "ddp, AccumAdamW, fp16 hook": "half precision is half the bytes",
+    OUTER: "one round in 8 steps, 4 bits per parameter",
+    f"streamed {OUTER}": "an eighth of the model in each step, 4 bits per parameter",
+    "gossip, int4 differences, Muon": "4 bits per parameter, averaged in every step",
+    GOSSIP: "8 bits per parameter, sent during the step",
+    ACCUM: "8 bits per parameter, sent during the step",
+    COMPRESSED: "replicas stay equal, 8 bits per gradient",
+    "ddp, Muon, fp16 hook": "half-precision gradients: half the bytes",
+    "ddp, Muon, fp16 hook, accumulating 4": "half-precision gradients, once in 4 batches",
+    "ddp, AccumAdamW, fp16 hook": "half-precision gradients: half the bytes",
 }
 LATENCY, CORES = 1e-4, 2
 """Of the measured hosts: seconds of a message, and processors that all of them share."""
@@ -167,10 +176,11 @@ def to_loss(known: KnownLosses, rate: str) -> dict[str, float]:
     return {method: batches * found[method] for method, batches in known.batches.items() if batches and method in found}
 
 
-def ahead(known: KnownLosses, rate: str, method: str) -> float:
-    """Times sooner than the soonest of the other side: of other methods than this package's, or of this package's."""
+def ahead(known: KnownLosses, rate: str, method: str) -> str:
+    """Speed-up over the fastest method of the other side (this package's, or others'), and that method's name."""
     found, theirs = to_loss(known, rate), method.startswith(PEERS)
-    return min(spent for name, spent in found.items() if name.startswith(PEERS) != theirs) / found[method]
+    spent, name = min((spent, name) for name, spent in found.items() if name.startswith(PEERS) != theirs)
+    return f"{spent / found[method]:.2f} over {next(SHORT[start] for start in SHORT if name.startswith(start))}"
 
 
 def links() -> str:
@@ -182,13 +192,19 @@ def links() -> str:
             assert found.best is not None
             method = found.best.candidate.title
             words = [*found.setting.model.words, *found.best.candidate.overrides.split(), "trainer.devices=4"]
-            times = f"{ahead(known, rate, method):.2f}"
             body.append(
-                (float(rate), [WRITTEN[rate], KINDS[known.recipe], trained(" ".join(words)), times, REASONS[method]])
+                (
+                    float(rate),
+                    [
+                        WRITTEN[rate],
+                        KINDS[known.recipe],
+                        trained(" ".join(words)),
+                        ahead(known, rate, method),
+                        REASONS[method],
+                    ],
+                )
             )
-    return markdown(
-        ("links", "model", "type", "times sooner", "why"), [row for _, row in sorted(body, key=itemgetter(0))]
-    )
+    return markdown(("links", "model", "type", "speed-up", "why"), [row for _, row in sorted(body, key=itemgetter(0))])
 
 
 TABLES = (questions, links)

@@ -16,9 +16,13 @@ from lightning_decentral.elastic.wire.lobby_server import serve
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=whole, default=29400)
-    parser.add_argument("--address", default="", help="to listen at; all interfaces where it isn't given")
-    parser.add_argument("--workers", type=bounds, required=True, help="least and most of them: 2:16")
-    parser.add_argument("--dead-after", type=number, default=10.0, help="seconds of silence, until a worker is dead")
+    parser.add_argument("--address", default="", help="address to listen at (default: all interfaces)")
+    parser.add_argument(
+        "--workers", type=bounds, required=True, help="minimum and maximum number of workers, MIN:MAX: 2:16"
+    )
+    parser.add_argument(
+        "--dead-after", type=number, default=10.0, help="seconds of silence after which a worker counts as dead"
+    )
     parser.set_defaults(run=run)
 
 

@@ -127,16 +127,18 @@ def run(options: argparse.Namespace) -> None:
 def parser() -> argparse.ArgumentParser:
     made = Parser(prog="python -m lightning_decentral.cli.network", description=__doc__.partition("\n")[0])
     made.add_argument(
-        "--model", default="profile.json", help="what `lightning-decentral profile` wrote; worker 0's file"
+        "--model", default="profile.json", help="file that `lightning-decentral profile` wrote, on worker 0's host"
     )
     made.add_argument("--out", help="the file to write (default: that one)")
     made.add_argument("--hosts", help="also measure every pair of hosts and write this file for `placement`")
     made.add_argument("--sizes", type=whole, nargs="+", default=SIZES, help="bytes of the messages, ascending")
     made.add_argument("--repeats", type=whole, default=5)
     made.add_argument(
-        "--longest-seconds", type=number, default=0.5, help="no larger message after one that took longer"
+        "--longest-seconds", type=number, default=0.5, help="stop at a message that takes longer than this"
     )
-    made.add_argument("--timeout-seconds", type=number, default=600.0, help="for a worker that doesn't answer")
+    made.add_argument(
+        "--timeout-seconds", type=number, default=600.0, help="seconds to wait for a worker that doesn't answer"
+    )
     made.add_argument("--json", action="store_true", help="answer with JSON (docs/commands.md)")
     return made
 

@@ -22,24 +22,36 @@ LATENCY, INSIDE_LATENCY = "100us", "10us"
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("profile", nargs="?", help="file that `lightning-decentral profile` wrote")
-    parser.add_argument("--workers", type=whole, help="devices in all")
-    parser.add_argument("--per-node", type=whole, help="devices of a node (default 1)")
-    parser.add_argument("--bandwidth", help="of a node's network card, in place of measurements: 200mbit")
-    parser.add_argument("--latency", help=f"of a message with --bandwidth (default {LATENCY})")
-    parser.add_argument("--inside-bandwidth", help="between devices of a node, in place of measurements: 200gbit")
-    parser.add_argument("--inside-latency", help=f"with --inside-bandwidth (default {INSIDE_LATENCY})")
-    parser.add_argument("--memory-bytes", help="of a device; what needs more isn't recommended: 24GB")
+    parser.add_argument("--workers", type=whole, help="number of devices in all")
+    parser.add_argument("--per-node", type=whole, help="devices in a node (default 1)")
+    parser.add_argument("--bandwidth", help="node bandwidth, used instead of a measured network: 200mbit")
+    parser.add_argument("--latency", help=f"latency of a message, with --bandwidth (default {LATENCY})")
     parser.add_argument(
-        "--slices", type=whole, default=1, help="of a sequence in a pipeline (default 1: no token axis)"
+        "--inside-bandwidth", help="bandwidth between devices of a node, used instead of a measured one: 200gbit"
     )
-    parser.add_argument("--threshold", type=number, help=f"gain in %% under which ddp stays (default {THRESHOLD:.0%}%)")
-    parser.add_argument("--optimizer", help="of all methods: muon, of a profile with adamw (default: the profile's)")
+    parser.add_argument(
+        "--inside-latency", help=f"latency of a message, with --inside-bandwidth (default {INSIDE_LATENCY})"
+    )
+    parser.add_argument("--memory-bytes", help="memory of a device; methods that need more aren't recommended: 24GB")
+    parser.add_argument(
+        "--slices", type=whole, default=1, help="slices of a sequence in a pipeline (default 1: no token axis)"
+    )
+    parser.add_argument(
+        "--threshold",
+        type=number,
+        help=f"recommend another method only above this gain over ddp in %% (default {THRESHOLD:.0%}%)",
+    )
+    parser.add_argument(
+        "--optimizer", help="optimizer of all methods: muon, from a profile with adamw (default: the profile's)"
+    )
     parser.add_argument(
         "--like",
         choices=tuple(RECIPES),
         help="recipe whose measured losses rank a model of your own (default: its own)",
     )
-    parser.add_argument("--also", action="append", default=[], help="overrides of a further strategy; may be repeated")
+    parser.add_argument(
+        "--also", action="append", default=[], help="overrides of another strategy to compare; may be repeated"
+    )
     parser.add_argument("--report", type=Path, help="page to write: plan.html")
     parser.set_defaults(run=run, outputs=("report",))
 

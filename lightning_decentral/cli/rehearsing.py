@@ -2,24 +2,31 @@
 
 import argparse
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hydra.utils import instantiate
-from lightning.pytorch import seed_everything
-from omegaconf import DictConfig
+from lightning.pytorch import LightningModule, seed_everything
+from omegaconf import DictConfig, open_dict
 from rich.console import Console
 from rich.table import Table
 
 from lightning_decentral.cli.console import answer, filled, number, refuse_below, say, whole, write_text
 from lightning_decentral.cli.profile import alone, without_strategy
 from lightning_decentral.planner import rehearsal
+from lightning_decentral.planner.candidates import Candidate, in_full
+from lightning_decentral.planner.compare import BASES, plan
 from lightning_decentral.planner.rehearsal.answer import HEADINGS, cells, page, title
+from lightning_decentral.planner.rehearsal.methods import methods_of
 from lightning_decentral.planner.rehearsal.rehearse import refuse_unpriced
+from lightning_decentral.shared.application import Application
+from lightning_decentral.shared.plan.forecast import Cluster, Setting
+from lightning_decentral.shared.plan.known_losses import kind_of, nearest
 from lightning_decentral.shared.plan.network import Network
-from lightning_decentral.shared.plan.profile import read
+from lightning_decentral.shared.plan.profile import Profile, read
 from lightning_decentral.shared.plan.units import bytes_per_second, seconds
 
 LATENCY = "100us"
@@ -40,18 +47,30 @@ LEFT_OUT: dict[str, tuple[Any, ...]] = {
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("overrides", nargs="*", help="of recipes/train.py, and workers=4,8: recipe=gpt workers=4")
-    parser.add_argument("--target", type=number, help="validation loss of the mean of the models")
+    parser.add_argument(
+        "overrides", nargs="*", help="overrides of recipes/train.py, and workers=4,8: recipe=gpt workers=4"
+    )
+    parser.add_argument(
+        "--target", type=number, help="validation loss that the mean of the workers' models should reach"
+    )
     parser.add_argument("--profile", help="file that `lightning-decentral profile` wrote, for seconds of a step")
-    parser.add_argument("--bandwidth", help="of a node's network card, in place of measurements: 200mbit")
-    parser.add_argument("--latency", default=LATENCY, help="of a message with --bandwidth (default %(default)s)")
-    parser.add_argument("--per-node", type=whole, default=1, help="devices of a node (default 1)")
-    parser.add_argument("--steps", type=whole, default=300, help="of each method, at most (default %(default)s)")
-    parser.add_argument("--seeds", type=whole, default=2, help="of batches' order and dropout (default %(default)s)")
-    parser.add_argument("--run-steps", type=whole, help="of the run that schedules are made for (default: --steps)")
+    parser.add_argument("--bandwidth", help="node bandwidth, used instead of a measured network: 200mbit")
+    parser.add_argument(
+        "--latency", default=LATENCY, help="latency of a message, with --bandwidth (default %(default)s)"
+    )
+    parser.add_argument("--per-node", type=whole, default=1, help="devices in a node (default 1)")
+    parser.add_argument("--steps", type=whole, default=300, help="most steps of each method (default %(default)s)")
+    parser.add_argument(
+        "--seeds", type=whole, default=2, help="number of seeds for batch order and dropout (default %(default)s)"
+    )
+    parser.add_argument("--run-steps", type=whole, help="length of the real run, for schedules (default: --steps)")
     parser.add_argument("--device", default="cpu", help="where workers are computed, cpu or cuda (default %(default)s)")
-    parser.add_argument("--minutes", type=number, default=10, help="that it takes at most (default %(default)s)")
-    parser.add_argument("--threads", type=whole, help="workers at a time, at most (default: as many as torch has)")
+    parser.add_argument(
+        "--minutes", type=number, default=10, help="most minutes that the command takes (default %(default)s)"
+    )
+    parser.add_argument(
+        "--threads", type=whole, help="most workers computed at the same time (default: torch's number of threads)"
+    )
     parser.add_argument("--method", action="append", help="overrides of a method, in addition to ddp; may be repeated")
     parser.add_argument("--report", type=Path, help="page to write: rehearsal.html")
     parser.set_defaults(run=run, outputs=("report",))
@@ -64,10 +83,7 @@ def run(options: argparse.Namespace) -> None:
     least = {f"--{name.replace('_', '-')}": getattr(options, name) for name in AT_LEAST_1}
     refuse_below(1, least)
     profile = None if options.profile is None else read(options.profile)
-    network = None
-    if options.bandwidth is not None and profile is not None:
-        link = seconds(options.latency), bytes_per_second(options.bandwidth)
-        network = Network(profile.network).linked("between", *link)
+    network = network_of(options, profile, overrides)
     refuse_unpriced(workers, profile, network, options.per_node)
     cfg = alone(options.application, overrides)
     refuse_left_out(cfg)
@@ -77,12 +93,16 @@ def run(options: argparse.Namespace) -> None:
     chosen, kept = without_strategy(overrides)
     for one in chosen:
         say(errors, f"{one} is left out: --method {one} rehearses it in addition to ddp")
+    module = options.application.build_model(cfg, data.sizes)
+    methods = options.method or candidates_of(options, kept, workers, cfg, module, profile, network)
+    configurations = {one: trained_by(options.application, cfg, one, kept) for one in map(words_of, methods)}
     found = rehearsal.rehearse(
-        options.application.build_model(cfg, data.sizes),
+        module,
         data,
         workers=workers,
         target=options.target,
-        methods=options.method,
+        methods=methods,
+        modules=modules_of(options.application, cfg, configurations, data.sizes),
         steps=options.steps,
         seeds=options.seeds,
         run_steps=options.run_steps,
@@ -101,7 +121,8 @@ def run(options: argparse.Namespace) -> None:
     if options.report:
         write_text("--report", options.report, page(found))
     *sentences, last = found.sentences()
-    command = command_of(found.best, kept, cfg, options.per_node)
+    best = found.best and configurations.get(found.best.overrides, cfg)
+    command = command_of(found.best, kept, best or cfg, options.per_node)
     table = Table(*HEADINGS, title=title(found))
     for row in found.rows:
         table.add_row(*cells(found, row))
@@ -129,13 +150,90 @@ def split(overrides: list[str]) -> tuple[list[str], list[int]]:
 
 
 def command_of(best: rehearsal.Reached | None, overrides: Sequence[str], cfg: DictConfig, per_node: int) -> str | None:
-    """Overrides for `recipes/train.py` that train with the best one, at its learning rate."""
+    """Overrides for `recipes/train.py` that train with the best one, at its learning rate.
+
+    Args:
+        cfg: with the optimizer of the best one.
+    """
     if best is None:
         return None
     rate = cfg.optimizer.get("lr") if best.rate != 1 else None
     rates = [] if rate is None else [f"optimizer.lr={rate * best.rate:g}"]
+    words = [one for one in in_full(best.overrides) if not (rates and one.startswith("optimizer.lr="))]
     where = [f"trainer.num_nodes={best.workers // per_node}", f"trainer.devices={per_node}"]
-    return shlex.join([*overrides, *best.all_overrides, *rates, *where])
+    return shlex.join([*without_optimizer(overrides, best.overrides), *words, *rates, *where])
+
+
+def words_of(method: str | Candidate) -> str:
+    return method if isinstance(method, str) else method.overrides
+
+
+def trains(method: str) -> bool:
+    """Return whether a method's overrides choose, or set up, an optimizer."""
+    return any(one.lstrip("+~").startswith(("optimizer", "experiment=")) for one in method.split())
+
+
+def without_optimizer(overrides: Sequence[str], method: str) -> list[str]:
+    """Overrides of a recipe that a method's own leave: all but the optimizer's where it chooses one."""
+    return [one for one in overrides if not (trains(method) and one.lstrip("+~").startswith("optimizer"))]
+
+
+def trained_by(application: Application, cfg: DictConfig, method: str, overrides: Sequence[str]) -> DictConfig:
+    """The configuration with the optimizer that a method chooses; the very same where it chooses none."""
+    if not trains(method):
+        return cfg
+    found = deepcopy(cfg)
+    with open_dict(found):
+        found.optimizer = application.compose([*without_optimizer(overrides, method), *method.split()]).optimizer
+    return found
+
+
+def modules_of(
+    application: Application, cfg: DictConfig, configurations: Mapping[str, DictConfig], sizes: dict[str, int]
+) -> dict[str, LightningModule]:
+    """Modules of the methods that have a configuration of their own, with the same initial values; one for each
+    optimizer."""
+    found: dict[str, LightningModule] = {}
+    for one, own in configurations.items():
+        if own is not cfg:
+            seed_everything(cfg.seed, workers=True, verbose=False)
+            alike = (found[other] for other in found if configurations[other].optimizer == own.optimizer)
+            found[one] = next(alike, None) or application.build_model(own, sizes)
+    return found
+
+
+def network_of(options: argparse.Namespace, profile: Profile | None, overrides: Sequence[str]) -> Network | None:
+    """The profile's network with the given links; None without."""
+    if options.bandwidth is None:
+        return None
+    if profile is None:
+        raise ValueError(
+            f"--bandwidth {options.bandwidth} needs --profile, which has the seconds of a step's computation: "
+            f"`{shlex.join(['lightning-decentral', 'profile', *overrides])}` writes one, or leave --bandwidth out"
+        )
+    link = seconds(options.latency), bytes_per_second(options.bandwidth)
+    return Network(profile.network).linked("between", *link)
+
+
+def candidates_of(
+    options: argparse.Namespace,
+    overrides: Sequence[str],
+    workers: Sequence[int],
+    cfg: DictConfig,
+    module: LightningModule,
+    profile: Profile | None,
+    network: Network | None,
+) -> tuple[Candidate, ...]:
+    """Methods to rehearse where none are asked for: those that `plan` has first, on the fewest workers."""
+    kind, known, planned = kind_of(overrides), None, None
+    if kind is not None and profile is not None:
+        at = Setting(profile.model, network or Network(profile.network), Cluster(min(workers), options.per_node))
+        planned = plan(at, profile.variation, like=kind)
+        known = planned.known
+    elif kind is not None and options.application.choice(overrides, "optimizer") in BASES:
+        size = sum(one.numel() * one.element_size() for one in module.parameters())
+        known = nearest(kind, min(workers), cfg.data.batch_size, size)
+    return methods_of(known, planned)
 
 
 @dataclass(frozen=True)

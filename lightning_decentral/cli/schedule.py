@@ -46,8 +46,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         help=f"one or more of {','.join(POLICIES)}, of which the first is drawn and run; "
         f"or one of {','.join(gang_schedule.PLANS)}, for jobs of several devices at once",
     )
-    parser.add_argument("--devices", type=whole, help="equal ones (default: 1; jigsaw: as many as a job has pieces)")
-    parser.add_argument("--memory-bytes", help="of each device; a job that needs more is refused: 24GB")
+    parser.add_argument("--devices", type=whole, help="number of equal devices (default: 1; jigsaw: pieces of a job)")
+    parser.add_argument("--memory-bytes", help="memory of each device; a job that needs more is refused: 24GB")
     parser.add_argument("--plot", type=Path, help="Gantt chart to write: schedule.png")
     parser.add_argument("--chrome", type=Path, help="trace to write for Perfetto or chrome://tracing: schedule.json")
     parser.add_argument("--trace", type=Path, help="public trace of jobs in place of the YAML file")
@@ -55,10 +55,12 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--layout", default="tiresias", help=f"of the trace: {', '.join(LAYOUTS)} (default: %(default)s)"
     )
     parser.add_argument("--profile", action="append", default=[], help="MODEL=FILE or FILE for all models of the trace")
-    parser.add_argument("--pieces", type=whole, default=PIECES, help="of a job of the trace (default: %(default)s)")
-    parser.add_argument("--first", type=whole, help="so many jobs of the trace only")
-    parser.add_argument("--seed", type=whole, default=0, help="of the variation of the trace's steps")
-    parser.add_argument("--run", action="store_true", dest="rehearse", help="train for real, too")
+    parser.add_argument(
+        "--pieces", type=whole, default=PIECES, help="pieces of each job of the trace (default: %(default)s)"
+    )
+    parser.add_argument("--first", type=whole, help="use only the first n jobs of the trace")
+    parser.add_argument("--seed", type=whole, default=0, help="seed of the variation of the trace's steps")
+    parser.add_argument("--run", action="store_true", dest="rehearse", help="also train the jobs for real")
     parser.add_argument(
         "--measured",
         type=whole,

@@ -39,10 +39,12 @@ LONGEST, SHOWN_STEPS = 64, 6  # steps of the curves, and of the picture
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", help="as in strategy/topology=NAME: ring, base_graph, auto, ...")
-    parser.add_argument("overrides", nargs="*", help="of its fields: max_degree=2")
+    parser.add_argument("name", help="name of the topology, as in strategy/topology=NAME: ring, base_graph, auto, ...")
+    parser.add_argument("overrides", nargs="*", help="overrides of the topology's fields: max_degree=2")
     parser.add_argument("--workers", type=whole, required=True)
-    parser.add_argument("--per-node", type=whole, default=1, help="workers that share a node, for those that ask")
+    parser.add_argument(
+        "--per-node", type=whole, default=1, help="workers that share a node, for topologies that use it"
+    )
     parser.add_argument("--plot", type=Path, help="picture to write: topology.png")
     parser.set_defaults(run=run, outputs=("plot",))
 

@@ -79,9 +79,9 @@ if TYPE_CHECKING:
     from lightning_decentral.gossip.plan.weights import mixing_matrix as mixing_matrix
     from lightning_decentral.gossip.plan.weights import spectral_gap as spectral_gap
     from lightning_decentral.gossip.report import Report as Report
+    from lightning_decentral.gossip.report import StartSummary as StartSummary
     from lightning_decentral.gossip.speed import SpeedMonitor as SpeedMonitor
     from lightning_decentral.gossip.strategy import GossipStrategy as GossipStrategy
-    from lightning_decentral.gossip.summary import StartSummary as StartSummary
     from lightning_decentral.gossip.wire.simulation import MatrixExchange as MatrixExchange
     from lightning_decentral.gossip.wire.simulation import simulate as simulate
     from lightning_decentral.shared.compute.codec import BFloat16 as BFloat16

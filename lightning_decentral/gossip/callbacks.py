@@ -37,7 +37,7 @@ class _EveryNSteps(Callback, ABC):
         self._steps = self._measured = 0
 
     def spacing(self, steps: int) -> int:
-        """Rounds between two measurements after so many; the same on every worker, which may measure together."""
+        """Rounds between measurements after so many; the same on every worker."""
         return self.every_n_steps
 
     @abstractmethod
@@ -69,8 +69,7 @@ class ConsensusMonitor(_EveryNSteps):
     Source: consensus control, Kong et al., ICML 2021, watches the same distance.
 
     Args:
-        every_n_steps: by default every 10th of the first 200 steps, so that a short run has a curve, and then every
-            50th: all-reduces of 2 % of the steps.
+        every_n_steps: by default each 10th of the first 200 steps, a curve of a short run, and then each 50th.
     """
 
     def __init__(self, *, every_n_steps: int | None = None) -> None:
@@ -157,8 +156,7 @@ class WorkerLossMonitor(_EveryNSteps):
     """worker/{k}/loss = mean training loss of worker k over its batches since the last row; worker 0 logs all workers'.
 
     Cost: every `every_n_steps` steps each worker writes a few numbers into the run's key-value store and worker 0 reads
-    all of them. Nobody waits for another: a worker that is behind appears in the logs later, at the step of its loss.
-    Nor for a device: what was computed on one is read, and appears, when the next row is due.
+    all. Nobody waits: of a worker that is behind, or a device, they appear later, at the step of the loss.
     """
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -220,7 +218,7 @@ def _steps_taken(trainer: Trainer) -> int:
 
 
 def _log_step(trainer: Trainer) -> int:
-    # The step of Lightning's own rows, so that ours line up with them (its LearningRateMonitor does the same).
+    # The step of Lightning's own rows.
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
@@ -233,8 +231,7 @@ def _publish(
     trainer: Trainer, pl_module: LightningModule, metrics: Mapping[str, float], on_bar: Mapping[str, float] = NOTHING
 ) -> None:
     for name, value in {**metrics, **on_bar}.items():
-        # To the loggers directly: through `pl_module.log` they would repeat a value until the next one is
-        # measured.
+        # To the loggers directly: by `pl_module.log` they would repeat a value until the next one.
         pl_module.log(name, float(value), prog_bar=name in on_bar, logger=False)
     _log(trainer, metrics, _log_step(trainer))
 

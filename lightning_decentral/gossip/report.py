@@ -1,4 +1,4 @@
-"""The report at a run's end: a table on the screen; next to the checkpoint a CSV, pictures and a JSON.
+"""A table of the plan at a run's start; the report at its end: a table, and next to the checkpoint CSV, pictures, JSON.
 
 Its bytes are those that were counted on the way; those that are planned stand in `summary`.
 """
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightning_decentral.gossip.summary import Monitored
 from lightning_decentral.shared.compute.modules import evaluating
+from lightning_decentral.shared.introduction import StartTable
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.plan.figure import draw
 from lightning_decentral.shared.plan.units import shown_bytes
@@ -45,6 +46,28 @@ class Attended(Monitored, Protocol):
 
     def draw_members(self, file: Path) -> None:
         """Draw who trained together, from which round to which. ModuleNotFoundError without matplotlib."""
+
+
+class StartSummary(StartTable):
+    """A table of the plan when training begins: workers, topology, steps to consensus, bytes per worker and step.
+
+    Loggers get it once, as hyperparameters `gossip/...` with numbers or class names. Without it a strategy prints one
+    line.
+    """
+
+    def shows(self, strategy: Any) -> bool:
+        return isinstance(strategy, Monitored)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        strategy = trainer.strategy
+        if not isinstance(strategy, Monitored) or not trainer.is_global_zero:
+            return
+        table = Table(show_header=False, title="gossip", title_justify="left")
+        for row in strategy.summary().items():
+            table.add_row(*row)
+        Console().print(table)
+        for logger in trainer.loggers:
+            logger.log_hyperparams({f"gossip/{name}": value for name, value in strategy.hyperparameters().items()})
 
 
 @checked

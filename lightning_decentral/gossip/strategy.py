@@ -272,8 +272,7 @@ class GossipStrategy(ReplicaStrategy, metaclass=StrategyType):
 
     @torch.no_grad()
     def consensus(self) -> Consensus:
-        """Workers' distance from their mean. Collective: every worker calls it at the same step; costs one all-reduce
-        of the trained parameters, and makes the workers wait for each other."""
+        """Workers' distance from their mean. Collective: one all-reduce of the trained parameters, at the same step."""
         if self.wire is None:
             return Consensus(0.0, 0.0)
         own = [bucket.flat for bucket in self.buckets]

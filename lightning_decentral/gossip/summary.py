@@ -3,9 +3,6 @@
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from lightning.pytorch import LightningModule, Trainer
-from rich.console import Console
-from rich.table import Table
 from torch import view_as_real
 
 from lightning_decentral.gossip.compute.link import cliques_of
@@ -14,7 +11,7 @@ from lightning_decentral.gossip.plan.weights import consensus_steps, describe
 from lightning_decentral.gossip.wire.consensus import Consensus
 from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.gossip.wire.optimizer_mixer import OptimizerMixer
-from lightning_decentral.shared.introduction import StartTable, adam_hint, traffic
+from lightning_decentral.shared.introduction import adam_hint, traffic
 
 if TYPE_CHECKING:
     import lightning_decentral.gossip.strategy as gossip
@@ -43,28 +40,6 @@ class Monitored(Protocol):
 
     def mixing(self) -> dict[str, float]:
         """Mixing values of this worker by name, only those that its rule and codec have; no communication."""
-
-
-class StartSummary(StartTable):
-    """A table of the plan when training begins: workers, topology, steps to consensus, bytes per worker and step.
-
-    Loggers get the plan once, as hyperparameters `gossip/...`: names with numbers, or with names of classes. Without it
-    a strategy prints one line.
-    """
-
-    def shows(self, strategy: Any) -> bool:
-        return isinstance(strategy, Monitored)
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        strategy = trainer.strategy
-        if not isinstance(strategy, Monitored) or not trainer.is_global_zero:
-            return
-        table = Table(show_header=False, title="gossip", title_justify="left")
-        for row in strategy.summary().items():
-            table.add_row(*row)
-        Console().print(table)
-        for logger in trainer.loggers:
-            logger.log_hyperparams({f"gossip/{name}": value for name, value in strategy.hyperparameters().items()})
 
 
 def described(plan: "gossip.GossipStrategy", mixers: Iterable[OptimizerMixer]) -> dict[str, str]:

@@ -60,8 +60,7 @@ class PipelineReport(Callback):
         workers = [f"stage {r}" for r in range(strategy.num_stages)]
         self._lines["bubble"] += f"; {bubble(self._found, workers):.1%} measured in the last step"
         if expected is not None:
-            ratio = expected.seconds / statistics.median(self._seconds[-20:])
-            self._lines["forecast"] = f"{expected.seconds:.4g} s a step, {ratio:.2f} of what was measured"
+            self._lines["forecast"] = f"{expected.seconds:.4g} s a step, by the costs of its parts"
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Lightning calls this after the teardown, which made the module whole again.

@@ -123,8 +123,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        # All stages of a pipeline read the same batches.
-        return {"num_replicas": self.layout.pipelines, "rank": self.pipeline}
+        return {"num_replicas": self.layout.pipelines, "rank": self.pipeline}  # its stages read the same batches
 
     @property
     def drifts(self) -> bool:

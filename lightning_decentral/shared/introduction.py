@@ -71,7 +71,8 @@ def adam_hint(optimizers: Sequence[Optimizer], workers: int) -> str:
     text = (one for one in known_losses() if one.kind == RECIPES["gpt"])
     known = min(text, key=lambda one: abs(log2(one.workers / workers)))
     settings = {_settings(group) for optimizer in optimizers for group in optimizer.param_groups}
-    start = f"{' or '.join(adams)} takes smaller steps here than under ddp. In its place (keep your scheduler)"
+    scheduled = "keep your scheduler; give this rate to a callback that sets rates"
+    start = f"{' or '.join(adams)} takes smaller steps here than under ddp. In its place ({scheduled})"
     alike = len({one[:-1] for one in settings}) == 1  # but for decay, which Muon's groups set by themselves
     if len(optimizers) > 1 or not alike:
         names = "Muon or AccumAdamW" if ACCUM in known.batches else "Muon"

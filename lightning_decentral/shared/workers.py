@@ -173,6 +173,7 @@ class WorkersStrategy(DDPStrategy):
         self._process_group_backend = self._get_process_group_backend()
         self._group.come()
         self._same.plan()
+        runs.agree(self._module.trainer.loggers, partial(WorkersStrategy.broadcast, self))
 
     def setup(self, trainer: Trainer) -> None:
         """Set up as DDPStrategy does, but without a wrapper, and with equal models at the start."""

@@ -97,7 +97,16 @@ def test_recipe_chooses_and_command_line_wins():
     assert composed("recipe=gpt").data._target_.endswith("Pydoc")
     assert composed("recipe=resnet", "data=cifar10").data.num_labels == 10
     assert composed("experiment=demo", "trainer.devices=2").trainer.devices == 2
-    assert composed("experiment=demo").callbacks.report._target_.endswith("Report")
+    demo, before = composed("experiment=demo"), composed("experiment=demo_ddp")
+    assert demo.callbacks == before.callbacks
+    assert demo.callbacks.report._target_.endswith("Report")
+    assert demo.trainer == before.trainer
+    assert [one.strategy._target_.rpartition(".")[2] for one in (before, demo)] == ["DDPStrategy", "GossipStrategy"]
+    assert (demo.optimizer._target_, demo.optimizer.lr, demo.optimizer.momentum) == (
+        "lightning_decentral.optim.Muon",
+        0.02,
+        0.8,
+    )
 
 
 @pytest.mark.parametrize("recipe", sorted(choices("recipe")))

@@ -145,13 +145,13 @@ def optimizers() -> Iterator[str]:
     gained = [a - b for way in stays for a, b in zip(before[way], rises[way], strict=True)]
     yield f"by {min(gained):.3f} to {max(gained):.3f}"
     nearest = mean(rises["travels, 3e-2"])
-    yield f"ends {nearest - mean(before['ddp, 2e-2']):.3f} behind `ddp` whose momentum stays"
-    yield f"and {nearest - mean(rises['ddp, 2e-2']):.3f} behind `ddp` whose momentum rises"
+    yield f"ends {nearest - mean(before['ddp, 2e-2']):.3f} above `ddp` with constant momentum"
+    yield f"and {nearest - mean(rises['ddp, 2e-2']):.3f} above `ddp` whose momentum rises"
     ways = ("warm-up, 8 workers, travels", "blocking, 8 workers, ddp")
     rising, ddp = (mean(losses[f"{way}, seed {seed}"] for seed in range(3)) for way in ways)
-    yield f"it ends {rising - ddp:.3f} behind `ddp` whose momentum stays, over three seeds"
+    yield f"it ends {rising - ddp:.3f} above `ddp` with constant momentum, over three seeds"
     own, travels = (result("variants")["losses"][f"states, 4 workers, 2e-2, {way}"] for way in ("own", "travels"))
-    yield f"it is {travels:.3f} for {own:.3f}. So"
+    yield f"the loss is {travels:.3f} instead of {own:.3f}."
 
 
 def gossip() -> Iterator[str]:
@@ -242,16 +242,16 @@ def seconds_to_ddps_loss(rate: str) -> dict[str, str]:
 
 def why() -> Iterator[str]:
     slow, fast = seconds_to_ddps_loss("10mbit"), seconds_to_ddps_loss("1gbit")
-    yield f"outer rounds here reach the loss of `ddp` with AdamW in {slow['of ours']} s."
-    yield f"The soonest form of `ddp` takes {slow['peer']}."
+    yield f"outer rounds here reach the final loss of `ddp` with AdamW in {slow['of ours']} s."
+    yield f"The fastest variant of `ddp` takes {slow['peer']}."
     yield f"{fast['peer']} s against {fast['of ours']}."
     yield f"`ddp` with Muon ends at {ends('owners-')['ddp, Muon']:.3f}, and no other method of this package ends lower"
 
 
 def index() -> Iterator[str]:
     slow, fast = seconds_to_ddps_loss("10mbit"), seconds_to_ddps_loss("1gbit")
-    yield f"in {slow['of ours']} s, and the soonest form of `ddp` in {slow['peer']} s"
-    yield f"with 1 Gb/s `ddp` takes {fast['peer']} s and they take {fast['of ours']} s"
+    yield f"need {slow['of ours']} s, and the fastest variant of `ddp` needs {slow['peer']} s"
+    yield f"On links of 1 Gb/s `ddp` is ahead: {fast['peer']} s against {fast['of ours']} s"
 
 
 def log_keys() -> Iterator[str]:

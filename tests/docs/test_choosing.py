@@ -79,9 +79,9 @@ def soonest(recipe: str, page: str = "") -> dict[str, list[str]]:
 
 
 def times(table: str) -> list[tuple[str, str, float]]:
-    """(links, command, times sooner)"""
+    """(links, command, speed-up)"""
     cells = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in table.splitlines()[2:]]
-    return [(row[0], row[2], float(row[3])) for row in cells]
+    return [(row[0], row[2], float(row[3].split()[0])) for row in cells]
 
 
 def test_what_a_row_names_is_ahead_of_the_strongest_of_the_other_side() -> None:

@@ -40,7 +40,7 @@ def test_a_page_holds_the_whole_table(name: str, results: str) -> None:
 
 def test_the_best_of_each_method() -> None:
     chosen = best(result("tuning-2-cores.json")["runs"])
-    head, _, *shown = rows(page("optimizers.md").partition("**Rates.**")[2].partition("\n## ")[0])
+    head, _, *shown = rows(page("optimizers.md").partition("**Measured rates.**")[2].partition("\n## ")[0])
     assert head == ["method", "best rate", "momentum", "test loss"]
     assert len(shown) > 7
     for method, *cells in shown:

@@ -98,6 +98,27 @@ def test_a_wandb_run_is_named_by_what_it_is_unless_the_user_names_it():
     assert without.logger is False
 
 
+@pytest.mark.parametrize(
+    ("given", "job"),
+    [
+        ({}, []),
+        ({"SLURM_JOB_ID": "71"}, ["71"]),
+        ({"SLURM_JOB_ID": "73", "SLURM_ARRAY_JOB_ID": "71", "SLURM_ARRAY_TASK_ID": "2"}, ["71_2"]),
+        ({"TORCHELASTIC_RUN_ID": "none"}, []),
+        ({"TORCHELASTIC_RUN_ID": "mine"}, ["mine"]),
+    ],
+)
+def test_names_of_runs_end_with_their_job(given, job, monkeypatch):
+    for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert train.job() == job
+    cfg = OmegaConf.create({"logger": {"_target_": "x.WandbLogger"}, "trainer": {"devices": 4, "num_nodes": 1}})
+    train.name_run(cfg, {"recipe": "gpt", "strategy": "ddp"})
+    assert cfg.logger.name == "-".join(["gpt-ddp-4x1workers", *job])
+
+
 @pytest.mark.thorough
 def test_a_run_repeats_with_its_seed_and_goes_on_from_its_checkpoint(monkeypatch):
     for folder, *more in (("a",), ("b",), ("c", "seed=1")):

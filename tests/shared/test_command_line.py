@@ -1,18 +1,21 @@
 """LightningCLI: strategies by name, by class path with or without options, from YAML and back into it."""
 
 import gc
+import inspect
 import io
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import yaml
-from hydra.utils import instantiate
+from hydra.utils import get_object, instantiate
 from jsonargparse import ArgumentParser
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import STRATEGY_REGISTRY
@@ -25,7 +28,7 @@ import lightning_decentral
 from lightning_decentral import GossipStrategy
 from lightning_decentral.gossip import DifferenceCompression, Every, Ring, TopK, Topology
 from lightning_decentral.shared.plan.described import described
-from lightning_decentral.shared.plan.kinds import class_path
+from lightning_decentral.shared.plan.kinds import _parts, class_path
 
 STRATEGIES = [name for name in lightning_decentral.__all__ if name.endswith("Strategy")]
 CONF = Path("conf/strategy")
@@ -200,3 +203,55 @@ def test_every_name_that_ddp_has_exists_and_means_the_same_processes(name: str) 
     for known in wrapped:
         made = StrategyRegistry.get(name + known.removeprefix("ddp"))
         assert made._start_method == StrategyRegistry.get(known)._start_method
+
+
+def named_parts() -> list[tuple[str, str, str]]:
+    """(strategy, option, name) of every part that an option of a strategy takes by its name."""
+    found = []
+    for strategy in STRATEGIES:
+        for option, hint in get_type_hints(getattr(lightning_decentral, strategy).__init__).items():
+            names = {name for kind in (hint, *get_args(hint)) if isinstance(kind, type) for name in _parts(kind)}
+            found += [(strategy, option, name) for name in sorted(names)]
+    return found
+
+
+SUITED = ("pseudo_gradient",)  # Hydra's file has its rate suited to the number of workers, Python the fixed 0.7
+
+
+def outcome(make: Callable[[], Any]) -> Any:
+    """What was constructed; None where it is refused. A list or a tuple, 0 or 0.0 are the same."""
+    try:
+        return {key: re.sub(r"\.0$", "", text).replace("[]", "()") for key, text in told(make()).items()}
+    except (Exception, SystemExit):
+        return None
+
+
+def test_python_and_hydra_have_the_same_names() -> None:
+    options = {(option, name) for _, option, name in named_parts() if option != "orthogonal"}  # the codecs' again
+    assert len(options) > 60
+    assert options == {(file.parent.name, file.stem) for file in CONF.glob("*/*.yaml")}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(("strategy", "option", "name"), named_parts())
+def test_a_part_by_its_name_is_the_same_in_python_on_the_command_line_and_in_hydra(
+    strategy: str, option: str, name: str
+) -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(Strategy, "strategy")
+    words = [f"--strategy=lightning_decentral.{strategy}", f"--strategy.{option}={name}"]
+    by_cli = outcome(lambda: parser.instantiate(parser.parse_args(words)).strategy)
+    by_name = outcome(lambda: getattr(lightning_decentral, strategy)(**{option: name}))
+    assert by_cli == by_name
+    node = yaml.safe_load((CONF / ("codec" if option == "orthogonal" else option) / f"{name}.yaml").read_text())
+    if needed := required(get_object(node["_target_"])):
+        with pytest.raises(ValueError, match=rf"write \w+\({needed[0]}=\.\.\."):
+            getattr(lightning_decentral, strategy)(**{option: name})
+    elif not {"defaults", "???"} & {*node, *map(str, node.values())} and name not in SUITED:
+        path = f"lightning_decentral.{strategy}"
+        assert outcome(lambda: instantiate({"_target_": path, option: node}, _convert_="all")) == by_name
+
+
+def required(part: Any) -> list[str]:
+    """Names of the arguments without a default."""
+    return [p.name for p in inspect.signature(part).parameters.values() if p.default is p.empty]

@@ -97,7 +97,7 @@ def test_pipelines_that_gossip_name_it_and_what_adam_does(lines: Any) -> None:
 
 def test_the_hint_comes_without_the_table_and_not_twice_with_it(lines: Any) -> None:
     _, hint = lines(Net("adamw"), GossipStrategy(**FORKED), 2)
-    assert "(keep your scheduler), from lightning_decentral.optim: `Muon(muon_groups(self), lr=2e-2, mom" in hint
+    assert "that sets rates), from lightning_decentral.optim: `Muon(muon_groups(self), lr=2e-2, mom" in hint
     assert lines(Net("adamw"), GossipStrategy(**FORKED), 2, StartSummary()) == [], "the table has all of it"
     (line,) = lines(Net("adamw"), CompressedStrategy(**FORKED), 2, StartSummary())
     assert line.startswith("compressed: "), "of which the table has nothing"

@@ -6,6 +6,7 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 
 from lightning_decentral import (
     CompressedStrategy,
@@ -69,6 +70,22 @@ def launch_by(strategy: Any) -> None:
 def test_an_unknown_backend_is_named_before_workers_meet(run: Any, strategy: Any) -> None:
     (outcome,) = crew(1, run, strategy, own={0: {"LOCAL_RANK": "0"}}, seconds=60)
     assert outcome.error == BACKEND
+
+
+@pytest.mark.parametrize("start_method", ["popen", "spawn", "fork"])
+@pytest.mark.parametrize("strategy", TRAINERS)
+def test_it_is_named_once_before_a_process_starts(
+    strategy: Any, start_method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("a process would start")
+
+    for launcher in (_MultiProcessingLauncher, _SubprocessScriptLauncher):
+        monkeypatch.setattr(launcher, "launch", never)
+    for backend, error, words in (("mpi2", ValueError, "='mpi2' is none by"), ("gloo", AssertionError, "would start")):
+        given = strategy(process_group_backend=backend, start_method=start_method)
+        with pytest.raises(error, match=words):
+            Trainer(**QUIET, devices=2, strategy=given).fit(Net(), SizedBatches(1))
 
 
 @pytest.mark.parametrize(("name", "device"), [

@@ -147,7 +147,7 @@ class Slicing(ABC):
 class Uniform(Slicing):
     """`n` slices of equal length; where n doesn't divide it, the first ones are a token longer."""
 
-    n: int = 1
+    n: int = 8
 
     def __post_init__(self) -> None:
         at_least_1(n=self.n)

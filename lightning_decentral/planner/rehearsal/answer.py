@@ -11,9 +11,9 @@ from itertools import groupby, product
 from math import inf
 from operator import attrgetter
 
-from lightning_decentral.planner.candidates import BASELINE, Candidate, in_full
+from lightning_decentral.planner.candidates import BASELINE, Candidate, in_full, is_ddp
 from lightning_decentral.planner.compare import THRESHOLD, Cell, chosen
-from lightning_decentral.planner.noise import steps_ratio
+from lightning_decentral.planner.noise import noise_text
 from lightning_decentral.planner.report import STYLE, line, new_axes, palette, svg, winners
 from lightning_decentral.shared.plan.units import shown_bytes
 
@@ -72,11 +72,6 @@ class Reached:
         return round(sum(known) / len(known)) if known and len(known) == len(self.seeds) else None
 
     @property
-    def all_overrides(self) -> list[str]:
-        """Overrides with those for codec and rule that the strategy takes anyway."""
-        return in_full(self.overrides)
-
-    @property
     def seconds(self) -> float | None:
         """Seconds to the target; None where steps or seconds of a step are unknown."""
         return None if self.steps is None or self.step_seconds is None else self.steps * self.step_seconds
@@ -86,9 +81,9 @@ class Reached:
         """Seconds of the fastest and the slowest seed, widened by the errors of forecasts and of extrapolated steps."""
         if self.steps is None or self.step_seconds is None:
             return None
-        known = [steps for steps in self.seeds if steps is not None]
+        known = [steps * self.step_seconds for steps in self.seeds if steps is not None]
         (low, high), beyond = OF_FORECAST, BEYOND_ERROR * self.extrapolated
-        return (low - beyond) * min(known) * self.step_seconds, (high + beyond) * max(known) * self.step_seconds
+        return (low - beyond) * min(known), (high + beyond) * max(known)
 
     def at(self, bytes_per_second: float) -> "Reached":
         """The same over network cards of another rate."""
@@ -127,7 +122,7 @@ class Answer:
         """Best method on so many workers: ddp if nothing gains enough over it; None where no seconds are known."""
         rows = [row for row in self.rows if row.workers == workers and row.seconds]
         pairs = [(Candidate(row.overrides, row.title), row.seconds or inf) for row in rows]
-        found = chosen(pairs, THRESHOLD) or min(pairs, key=lambda pair: pair[1], default=(None, inf))[0]
+        found = chosen(pairs, THRESHOLD, forms=is_ddp) or min(pairs, key=lambda pair: pair[1], default=(None, inf))[0]
         return next((row for row in rows if found and row.overrides == found.overrides), None)
 
     @property
@@ -169,7 +164,7 @@ class Answer:
         choice = "stay with ddp" if best.overrides == BASELINE else f"train with {best.title}"
         where = f"{choice} on {best.workers} workers, learning rates times {best.rate:g}"
         where += ", by extrapolation" if best.extrapolated else ""
-        return [*lines, where, " ".join(best.all_overrides)]
+        return [*lines, where, " ".join(in_full(best.overrides))]
 
     def _unknown(self) -> str:
         """Return why there is no best method, as far as it was seen."""
@@ -189,8 +184,8 @@ class Answer:
         predicted, came, off = (max(0.0, *column) for column in columns)
         most = max(row.rates for row in self.rows)
         one = [row for *_, row in known if row.rates == 1 < most and not row.cut(self.steps, self.target)]
-        fewer = [f"{row.title} on {row.workers} workers" for row in one]
-        less = [f"so the learning rate of the first method of gossip was taken for {', '.join(fewer)}"] if fewer else []
+        fewer = ", ".join(f"{row.title} on {row.workers} workers" for row in one)
+        less = [f"so the learning rate of the first method of gossip was taken for {fewer}"] if fewer else []
         what = f"what workers of gossip lose to their mean in the end: up to {predicted:.4f} was predicted"
         return [f"{what}, up to {came:.4f} came, and no method was further off than {off:.4f}", *less]
 
@@ -217,12 +212,6 @@ def result_text(row: Reached) -> str:
         return f"{row.loss:.4f} after {row.trained} steps, not at the target{noise}"
     about, seconds = "about " * row.extrapolated, "" if row.seconds is None else f", {row.seconds:.1f} s"
     return f"at the target after {about}{row.steps} steps{seconds}{noise}"
-
-
-def noise_text(noise: float, workers: int) -> str:
-    """Prediction by the noise of gradients, as text: steps that twice the workers need."""
-    fewer = steps_ratio(noise, workers, 2 * workers)
-    return f"the noise of ddp's gradients predicts: {2 * workers} workers need {fewer:.2f} of the steps of {workers}"
 
 
 def shown_rate(bytes_per_second: float) -> str:

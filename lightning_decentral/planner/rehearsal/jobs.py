@@ -14,7 +14,8 @@ from lightning.pytorch.strategies import Strategy
 from lightning_decentral.gossip.strategy import GossipStrategy
 from lightning_decentral.planner.candidates import Candidate
 from lightning_decentral.planner.compare import RUNS
-from lightning_decentral.planner.forecasts import method_of, strategy_of
+from lightning_decentral.planner.forecasts import composed, method_of, strategy_of
+from lightning_decentral.planner.plan.optimizer_cost import trained_with
 from lightning_decentral.planner.rehearsal.answer import Reached
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.disagreement import Drift
@@ -41,6 +42,7 @@ class Ask:
     Args:
         data: what workers get copies of.
         threads: on how many they are computed, by the number of workers.
+        modules: of methods with an optimizer of their own, by overrides.
     """
 
     module: LightningModule
@@ -55,6 +57,10 @@ class Ask:
     clip: float | None
     device: torch.device
     threads: Mapping[int, int] = field(default_factory=dict)
+    modules: Mapping[str, LightningModule] = field(default_factory=dict)
+
+    def module_of(self, method: Candidate) -> LightningModule:
+        return self.modules.get(method.overrides, self.module)
 
     @property
     def updates(self) -> int:
@@ -79,7 +85,7 @@ class RehearsalJob:
 
     def crew(self, ask: Ask, seed: int, rate: float) -> Crew:
         loop = LoopSettings(ask.clip, rate, ask.run_steps, seed, ask.device)
-        given = ask.module, copies_of(ask.data), self.strategy, self.workers, ask.run_steps
+        given = ask.module_of(self.method), copies_of(ask.data), self.strategy, self.workers, ask.run_steps
         return Crew(*given, per_node=ask.per_node, loop=loop, threads=ask.threads.get(self.workers, 1))
 
 
@@ -93,15 +99,17 @@ class Foreknowledge:
 
     workers: int
     of: GossipStrategy
+    module: LightningModule
     rate: float
     loss: float
     drift: Drift
     came: float
 
     def excess(self, ask: Ask, job: RehearsalJob, learning_rate: float | Sequence[float]) -> float | None:
-        """Predicted excess loss by the disagreement of workers; None for methods other than gossip."""
+        """Predicted excess loss by the disagreement of workers; None for methods other than gossip with this optimizer,
+        at one rate."""
         strategy = job.strategy
-        if not isinstance(strategy, GossipStrategy):
+        if not isinstance(strategy, GossipStrategy) or ask.module_of(job.method) is not self.module:
             return None
         return self.drift.excess(strategy, job.workers, ask.per_node, learning_rate)
 
@@ -171,7 +179,7 @@ def rehearsed(ask: Ask, job: RehearsalJob, known: Foreknowledge | None) -> tuple
     found, strategy, learnt = [first, *_further(ask, job, first.rate)], job.strategy, known
     if first.early is not None and first.early.drift is not None and isinstance(strategy, GossipStrategy):
         measured = first.rate, first.loss, first.early.drift, first.early.excess
-        learnt = Foreknowledge(job.workers, strategy, *measured)
+        learnt = Foreknowledge(job.workers, strategy, ask.module_of(job.method), *measured)
     predicting = known or learnt  # by itself where nobody was before
     foreseen = [one.foreseen(ask.course.target) for one in found]
     step_seconds, step_seconds_at = step_costs(ask, job)
@@ -214,7 +222,9 @@ def step_costs(ask: Ask, job: RehearsalJob) -> tuple[float | None, dict[float, f
     if ask.profile is None:
         return None, {}
     network, variation = ask.network or Network(ask.profile.network), ask.profile.variation
-    where = Setting(ask.profile.model, network, Cluster(job.workers, ask.per_node))
+    optimizer = composed(job.method.overrides).optimizer
+    model = trained_with(ask.profile.model, optimizer) if optimizer else ask.profile.model
+    where = Setting(model, network, Cluster(job.workers, ask.per_node))
     cost = method_of(job.strategy, where.cluster, 1)
     seconds = forecast(cost, where, drawn(variation, job.workers)).seconds
     if not network.knows("between"):

@@ -1,6 +1,6 @@
 """`rehearse`: a module trained as n workers on this machine under several methods: how fast each reaches a loss."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -12,12 +12,13 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
-from lightning_decentral.planner.candidates import BASELINE, OUTER, STREAM, Candidate
+from lightning_decentral.planner.candidates import Candidate
 from lightning_decentral.planner.forecasts import strategy_of
 from lightning_decentral.planner.rehearsal.answer import Answer, Reached, result_text
 from lightning_decentral.planner.rehearsal.evaluation import HeldOutEvaluation, held_out
 from lightning_decentral.planner.rehearsal.jobs import Ask, Foreknowledge, RehearsalJob, rehearsed, threads_ratio, timed
 from lightning_decentral.planner.rehearsal.loop import LoopSettings
+from lightning_decentral.planner.rehearsal.methods import METHODS
 from lightning_decentral.planner.rehearsal.search import OutOfTime, SearchCourse
 from lightning_decentral.planner.rehearsal.turns import CPU
 from lightning_decentral.planner.rehearsal.worker import data_of
@@ -27,14 +28,6 @@ from lightning_decentral.shared.plan.forecast import Cluster, Setting
 from lightning_decentral.shared.plan.network import Network
 from lightning_decentral.shared.plan.profile import Profile
 
-METHODS = (
-    Candidate(BASELINE, "ddp"),
-    Candidate("strategy=compressed", "compressed, int8"),
-    Candidate("strategy=gossip", "gossip"),
-    Candidate("strategy=gossip strategy/topology=ring", "gossip, ring"),
-    Candidate("strategy=gossip strategy/codec=int8", "gossip, int8"),
-    Candidate(f"{STREAM} strategy/combine=outer_nesterov {OUTER}", "streamed outer rounds"),
-)
 RATES = (0.5, 1.0, 2.0)
 FEWEST = 10  # Steps of a rehearsal.
 MARGIN = 0.9  # Share of the time left that steps are planned for.
@@ -48,7 +41,8 @@ def rehearse(
     *,
     workers: Sequence[int],
     target: float,
-    methods: Sequence[str] | None = None,
+    methods: Sequence[str | Candidate] | None = None,
+    modules: Mapping[str, LightningModule] | None = None,
     steps: int = 300,
     rates: Sequence[float] = RATES,
     seeds: int = 2,
@@ -70,6 +64,7 @@ def rehearse(
     Args:
         target: validation loss of the mean of the workers' models: of `training_step`, on the first batches.
         methods: overrides of the command line, as `strategy=gossip strategy/topology=ring`; ddp joins them.
+        modules: by overrides of methods, the same module with an optimizer of their own.
         rates: what the module's learning rates are multiplied by; every method gets the same, by successive halving.
         seeds: of the order of batches and of random numbers, at the best rate; initial values are the module's.
         validation: in place of the datamodule's or the module's own.
@@ -95,9 +90,15 @@ def rehearse(
     if left_out := [name for name in dir(LightningModule) if "on_validation" in name and is_overridden(name, module)]:
         say(f"not called, as a rehearsal validates by training_step: {', '.join(left_out)} of {type(module).__name__}")
     course = SearchCourse(steps, target, evaluation, clock.tick)
-    ask = Ask(module, given, course, tuple(rates), seeds, run_steps or steps, profile, network, per_node, clip, place)
+    ask = Ask(
+        module, given, course, tuple(rates), seeds, run_steps or steps, profile, network, per_node, clip, place,
+        modules=modules or {},
+    )  # fmt: skip
     known = {one.overrides: one for one in METHODS}
-    asked = [known.get(own, Candidate(own, own.replace("strategy=", "", 1))) for own in methods or ()]
+    asked = [
+        known.get(own, Candidate(own, own.replace("strategy=", "", 1))) if isinstance(own, str) else own
+        for own in methods or ()
+    ]
     for one in asked:  # a mistake in overrides is the user's to mend, not a row that is refused
         strategy_of(one.overrides)
     chosen = METHODS if methods is None else tuple(dict.fromkeys([METHODS[0], *asked]))

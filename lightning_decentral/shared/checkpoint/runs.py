@@ -8,12 +8,13 @@ import json
 import os
 import pickletools
 import sys
+import uuid
 import zipfile
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from io import BytesIO
 from itertools import islice
-from typing import Any, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import Trainer
@@ -25,15 +26,43 @@ KEY = "lightning_decentral.runs"  # In a checkpoint: JSON of {project: id}.
 CHECKPOINT = 4  # its place among the arguments of Lightning's fit
 
 
-def set_id(logger: WandbLogger, run: str) -> None:
+class OfWorkers(Logger):
+    """A logger whose runs, one of each worker or one that they share, have one id in common."""
+
+    def __init__(self, project: str, group: str, id: str | None) -> None:
+        super().__init__()
+        self.project, self.group, self.id = project, group, id or uuid.uuid4().hex[:8]
+        self.may_go_on = id is None
+
+
+Resuming: TypeAlias = WandbLogger | OfWorkers
+
+
+def set_id(logger: Resuming, run: str) -> None:
     """Make what this logger logs go into that run; it isn't open yet."""
-    logger._id = logger._wandb_init["id"] = run
+    if isinstance(logger, OfWorkers):
+        logger.id = run
+    else:
+        logger._id = logger._wandb_init["id"] = run
+
+
+def name_of(logger: Resuming) -> str:
+    """Name of its run in a checkpoint; a project has no slash."""
+    return f"{logger.project}/workers" if isinstance(logger, OfWorkers) else str(logger._project)
+
+
+def agree(loggers: Sequence[Logger], broadcast: Callable[[Any], Any]) -> None:
+    """Take worker 0's id and group: each process made its own. Collective, before a run is open."""
+    for logger in loggers:
+        if isinstance(logger, OfWorkers):
+            logger.id, logger.group = broadcast((logger.id, logger.group))
 
 
 def keep(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     """Add the runs to a checkpoint."""
     loggers = [logger for logger in trainer.loggers if isinstance(logger, WandbLogger)]
-    ids = {logger._project: getattr(logger._experiment, "id", None) or logger._id for logger in loggers}
+    ids = {name_of(logger): getattr(logger._experiment, "id", None) or logger._id for logger in loggers}
+    ids |= {name_of(logger): logger.id for logger in trainer.loggers if isinstance(logger, OfWorkers)}
     if any(ids.values()):
         checkpoint[KEY] = json.dumps(ids)
 
@@ -50,11 +79,30 @@ def kept_in(path: str) -> dict[str, str]:
     return {}
 
 
-def without_run(logger: Logger) -> TypeGuard[WandbLogger]:
-    """Return whether this is a W&B logger that would begin a run by an id of W&B's choice, and may resume one."""
+def without_run(logger: Logger) -> TypeGuard[Resuming]:
+    """Return whether this is a W&B logger that would begin a run by an id that nobody chose, and may resume one."""
+    if isinstance(logger, OfWorkers):
+        return logger.may_go_on
     if not isinstance(logger, WandbLogger) or logger._experiment is not None or logger._id:
         return False
     return logger._wandb_init.get("resume") not in (None, False, "never")
+
+
+def opened() -> Any:
+    """The W&B run that is open in this process, or None."""
+    return getattr(sys.modules.get("wandb"), "run", None)
+
+
+@contextmanager
+def finished() -> Iterator[None]:
+    """Finish a run that is opened in this block: forked and spawned workers end without `atexit`, where W&B would."""
+    before, failed = opened(), True
+    try:
+        yield
+        failed = False
+    finally:
+        if (run := opened()) is not None and run is not before:
+            run.finish(exit_code=int(failed))
 
 
 def decided() -> bool:
@@ -62,7 +110,7 @@ def decided() -> bool:
 
     Members of a sweep may all begin with one checkpoint: each has a run of its own.
     """
-    if os.environ.get("WANDB_RUN_ID") or getattr(sys.modules.get("wandb"), "run", None) is not None:
+    if os.environ.get("WANDB_RUN_ID") or opened() is not None:
         return True
     hydra = getattr(sys.modules.get("hydra.core.hydra_config"), "HydraConfig", None)
     return hydra is not None and hydra.initialized() and str(hydra.get().mode).endswith("MULTIRUN")
@@ -78,7 +126,7 @@ def go_on(trainer: Trainer, path: str | None) -> None:
         path = of._parse_ckpt_path(TrainerFn.FITTING, path, model_provided=True, model_connected=True)  # type: ignore[assignment]
     ids = kept_in(str(path or trainer.ckpt_path or ""))
     for logger in loggers:
-        if run := ids.get(str(logger._project)):
+        if run := ids.get(name_of(logger)):
             set_id(logger, run)
             rank_zero_info(
                 f"wandb goes on in run {run} of the checkpoint; for a new run give the logger an id of its own"

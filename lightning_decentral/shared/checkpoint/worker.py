@@ -30,6 +30,7 @@ from lightning_decentral.shared.checkpoint.reading import Reading
 from lightning_decentral.shared.checkpoint.saving import CheckpointedStrategy, Saving
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.carried import carried
+from lightning_decentral.shared.refusals import refuse_backend
 from lightning_decentral.shared.wire.mean import MeanModel, mean_of_states
 
 OF_MODELS = ("state_dict", "current_model_state")  # the second is where WeightAveraging moves the first
@@ -181,13 +182,16 @@ class WorkersLauncher(_MultiProcessingLauncher):
 def _before_processes(trainer: Any, arguments: Any) -> None:
     runs.launched(trainer, arguments)
     if trainer is not None:
+        if (backend := trainer.strategy.process_group_backend) is not None:
+            refuse_backend(backend, trainer.strategy.root_device)
         trainer.strategy.refuse_early()
 
 
 def _run(trainer: Trainer | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a function in a worker, as Lightning does where no process has to be started."""
     try:
-        return function(*args, **kwargs)
+        with runs.finished():
+            return function(*args, **kwargs)
     except _TunerExitException:
         raise
     except BaseException as error:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import nn
 
+from lightning_decentral.shared.introduction import show
 from lightning_decentral.shared.meeting import WorkerGroup
 from lightning_decentral.shared.updates import IN_LOOP, Updates
 from lightning_decentral.shared.wire.meeting.comparison import TrainingComparison
@@ -36,6 +37,7 @@ class FabricWorkerGroup(WorkerGroup):
         super().__init__(of, timeout)
         self._loop = of
         self._updates: Updates | None = None
+        self._introduced = False
         self._set_up: list[object] = []
         self.set_ups = TrainingComparison()  # asked where something is set up, in the middle of a loop, too
 
@@ -67,4 +69,7 @@ class FabricWorkerGroup(WorkerGroup):
     @property
     def updating(self) -> AbstractContextManager[Any]:
         self.set_ups.begin()
+        if self.ready and not self._introduced:
+            self._introduced = True
+            show(self._loop.introduction())
         return self._updates or nullcontext()

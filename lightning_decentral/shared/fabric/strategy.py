@@ -22,7 +22,6 @@ from lightning_decentral.shared.compute.layout import ModelLayout, lay_states
 from lightning_decentral.shared.coordination import Result
 from lightning_decentral.shared.fabric.checkpoints import FabricCheckpoints
 from lightning_decentral.shared.fabric.loop import Accumulating, FabricWorkerGroup
-from lightning_decentral.shared.introduction import show
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.refusals import StartMethod, own_device, refuse_sync_batch_norm, refuse_unknown
 from lightning_decentral.shared.replica_health import ReplicaHealth
@@ -57,6 +56,8 @@ class FabricWorkers(DDPStrategy):
     wire: Wire | None = None
     root_device = property(own_device)
     gradient_check, followed = Unchecked(), Unfollowed()
+    alone, heals, devices_per_worker = False, 0, 1
+    introduction: Callable[[], Sequence[str]]  # lines at the first step: what, with whom, bytes, what is evaluated
     own: ClassVar[Sequence[str]] = ()  # what may differ between workers
     drifts: ClassVar[bool]  # whether workers may differ between steps
 
@@ -97,10 +98,6 @@ class FabricWorkers(DDPStrategy):
     @abstractmethod
     def advance(self, optimizer: Optimizer) -> None:
         """Do the method's part after an update of `optimizer`."""
-
-    def introduction(self) -> Sequence[str]:
-        """Lines that are printed at the first step: what, with whom, bytes of a step, what is evaluated; a hint."""
-        return ()
 
     def settle(self) -> None:
         """Land what is in flight."""
@@ -184,8 +181,6 @@ class FabricWorkers(DDPStrategy):
         """The user's update, exactly as in one process; then what the method does after it."""
         if self._shown:
             raise RuntimeError(f"{MEAN_STANDS}: step behind `with strategy.mean():`")
-        if self.wire is not None and not self._stepped:  # the first step of all
-            show(self.introduction())
         self._group.set_ups.begin()  # not by an override of `backward`, which would refuse `loss.backward()`
         if isinstance(optimizer, LBFGS) and self.wire is not None and not self.drifts:
             # By its own loss each would call the closure another number of times, and wait for the others in vain.
@@ -274,8 +269,6 @@ class FabricWorkers(DDPStrategy):
         return remainder
 
     # ---- what checkpoints and the mean ask of a worker --------------------------------------------------------------
-
-    alone, heals, devices_per_worker = False, 0, 1
 
     @property
     def lightning_module(self) -> Any:

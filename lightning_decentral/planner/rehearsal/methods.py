@@ -1,0 +1,45 @@
+"""Methods that are rehearsed where none are asked for: those of the table of known losses that `plan` has first."""
+
+from math import inf
+from operator import itemgetter
+
+from lightning_decentral.planner.candidates import BASELINE, OUTER, STREAM, Candidate, is_ddp, measured
+from lightning_decentral.planner.compare import Comparison
+from lightning_decentral.planner.forecasts import composed
+from lightning_decentral.shared.plan.known_losses import KnownLosses
+
+MOST = 6  # Methods that are rehearsed where none are asked for.
+METHODS = (
+    Candidate(BASELINE, "ddp"),
+    Candidate("strategy=compressed", "compressed, int8"),
+    Candidate("strategy=gossip", "gossip"),
+    Candidate("strategy=gossip strategy/topology=ring", "gossip, ring"),
+    Candidate("strategy=gossip strategy/codec=int8", "gossip, int8"),
+    Candidate(f"{STREAM} strategy/combine=outer_nesterov {OUTER}", "streamed outer rounds"),
+)
+
+
+def methods_of(known: KnownLosses | None, plan: Comparison | None = None) -> tuple[Candidate, ...]:
+    """`ddp`, and those that reach its loss the soonest by the table of known losses; `METHODS` where it knows none.
+
+    Args:
+        plan: of the setting, which has the seconds of a batch, and its choice first; by batches alone without.
+    """
+    if known is None:
+        return METHODS
+    if plan is None:
+        reached = [(known.share(one.title) or inf, one) for one in measured(known)]
+    else:
+        reached = [(row.to_loss * (row is not plan.best), row.candidate) for row in plan.rows]
+    order = [one for share, one in sorted(reached, key=itemgetter(0)) if share < inf and one.overrides != BASELINE]
+    first, *others = [one for one in order if _can_be_rehearsed(one)]
+    # A form of `ddp` is always among them: plan may name one that can't be rehearsed, as half precision.
+    forms = [one for one in others if is_ddp(one.overrides)][: not is_ddp(first.overrides)]
+    some = [first, *forms, *(one for one in others if one not in forms)][: MOST - 1]
+    return METHODS[0], *sorted(some, key=order.index)
+
+
+def _can_be_rehearsed(candidate: Candidate) -> bool:
+    """Return whether it sends what it computes in every batch: hooks and accumulated gradients aren't rehearsed."""
+    made = composed(candidate.overrides)
+    return made.accumulated == 1 and getattr(made.strategy, "_ddp_comm_hook", None) is None
