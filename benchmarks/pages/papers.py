@@ -1,4 +1,4 @@
-"""The table of docs/against-the-papers.md, from `results/paper-*.json`; a test holds the page to it.
+"""The table of the page "Against the papers", from `results/paper-*.json`; a test holds the page to it.
 
     python benchmarks/pages.py papers           # prints it
     python benchmarks/pages.py papers --write   # puts it between the page's markers
@@ -9,6 +9,7 @@ Computes nothing.
 import json
 import re
 import sys
+from html import escape
 from typing import Any
 
 from common.paths import RESULTS, ROOT
@@ -16,9 +17,9 @@ from pages.choosing import markdown
 
 PAGE = ROOT / "docs" / "against-the-papers.md"
 BEGIN, END = "<!-- papers: begin -->", "<!-- papers: end -->"
-HEADS = ("paper", "headline", "theirs", "ours", "ours / theirs", "how, command")
-SHOWN = 4
-"""Numbers of a row on the page; the JSON has all."""
+HEADS = ("paper", "headline", "theirs, ours (ratio)", "how, command")
+SHOWN = 3
+"""Numbers of a row on the page, the first of its JSON; that has all."""
 
 
 def results() -> list[dict[str, Any]]:
@@ -30,34 +31,47 @@ def table() -> str:
 
 
 def _cells(found: dict[str, Any]) -> list[str]:
-    labels = [one["label"] for one in found["theirs"][:SHOWN]]
-    theirs, ours, ratios = ([one["value"] for one in found[key]] for key in ("theirs", "ours", "ratios"))
-    more = f"; {len(theirs)} in all" if len(theirs) > SHOWN else ""
-    spread = f"{min(ratios):.2f} to {max(ratios):.2f}" if len(ratios) > 1 else "".join(f"{r:.2f}" for r in ratios)
+    rows = list(zip(*(found[key] for key in ("theirs", "ours", "ratios")), strict=True))
+    shown = [f"{t['label']}: {t['value']:g}, {o['value']:g} ({r['value']:.2f})" for t, o, r in rows[:SHOWN]]
+    more = [f"{len(rows) - SHOWN} more: {_spread(rows[SHOWN:])}"] if len(rows) > SHOWN else []
     return [
         f"{found['title']} ({found['paper']})",
         found["headline"],
-        "; ".join(f"{label}: {value:g}" for label, value in zip(labels, theirs, strict=False)) + more,
-        "; ".join(f"{value:g}" for value in ours[:SHOWN]),
-        spread,
-        f"{found['kind']}, `{found['command'].removeprefix('python ')}`",
+        "<br>".join(shown + more),
+        f"{found['kind']}, `{found['command'].removeprefix('python benchmarks/')}`",
     ]
 
 
+def _spread(rows: list[Any]) -> str:
+    ratios = [row[-1]["value"] for row in rows]
+    return f"ratios {min(ratios):.2f} to {max(ratios):.2f}"
+
+
+def contradictions() -> str:
+    return "\n".join(f"- **{found['title']}.** {found['contradicts']}" for found in results() if found["contradicts"])
+
+
 def notes() -> str:
-    """Return what each row assumes, leaves out and contradicts, as a list under the table."""
-    lines = []
+    """Return what each row assumes and leaves out, folded away until a reader asks."""
+    blocks = []
     for found in results():
-        contradicts = f" **Contradicts:** {found['contradicts']}" if found["contradicts"] else ""
-        assumed = " ".join(found["assumptions"])
-        lines.append(f"- **{found['title']}.** {assumed} *Not compared:* {found['cannot_compare']}{contradicts}")
-    return "\n".join(lines)
+        lines = [*found["assumptions"], f"Not compared: {found['cannot_compare']}"]
+        text = "\n".join(f"<li>{escape(line, quote=False)}</li>" for line in lines)
+        blocks.append(f"<details><summary>{found['title']}</summary><ul>\n{text}\n</ul></details>")
+    return "\n".join(blocks)
+
+
+def made() -> str:
+    """The part of the page between its markers."""
+    return (
+        f"{table()}\n\n### Where ours contradicts the paper\n\n{contradictions()}\n\n"
+        f"### What each row assumes, and what isn't compared\n\n{notes()}"
+    )
 
 
 def written(page: str) -> str:
-    """The page with table and notes between the markers."""
-    made = f"{BEGIN}\n\n{table()}\n\n{notes()}\n\n{END}"
-    text, number = re.subn(f"{BEGIN}.*{END}", lambda _: made, page, flags=re.DOTALL)
+    """The page with this part as it is now."""
+    text, number = re.subn(f"{BEGIN}.*{END}", lambda _: f"{BEGIN}\n\n{made()}\n\n{END}", page, flags=re.DOTALL)
     assert number == 1, f"the page has {number} pairs of the markers {BEGIN}, {END}"
     return text
 
@@ -66,4 +80,4 @@ def main() -> None:
     if sys.argv[1:] == ["--write"]:
         PAGE.write_text(written(PAGE.read_text()))
     else:
-        print(f"{table()}\n\n{notes()}")
+        print(made())

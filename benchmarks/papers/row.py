@@ -16,7 +16,7 @@ DIGITS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What stands in `results/paper-NAME.json`.
+    """The fields of `results/paper-NAME.json`.
 
     Args:
         paper: its number at arXiv.

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pages import papers as page
-from papers import seq1f1b, terapipe
+from papers import dtfm, karma, rannc, ravnest, seq1f1b, swarm, terapipe
 from papers.rows import computed
 from tests.docs.numbers import RESULTS
 
@@ -51,7 +51,7 @@ def test_a_result_has_every_field_and_its_labels_agree(path: Any) -> None:
 def test_the_page_is_made_between_its_markers() -> None:
     text = f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n"
     made = page.written(text)
-    assert page.table() in made
+    assert page.made() in made
     assert made.startswith("before\n")
     assert made.endswith("after\n")
     assert page.written(made) == made
@@ -77,3 +77,51 @@ def test_seq1f1b_memory_is_exact() -> None:
     exact = [ratio for label, ratio in ratios.items() if label.startswith("memory")]
     assert exact == [1.0] * 3
     assert seq1f1b.mismatches() == 0
+
+
+def test_dtfm_places_every_gpu_once_and_a_city_keeps_its_own() -> None:
+    for stages, order in dtfm.placed().items():
+        assert sorted(order) == list(range(64))
+        of_city = {order[p * 8 + s] // 8 for p in range(8 // stages) for s in range(stages)}
+        assert len(of_city) == 1
+
+
+def test_dtfm_a_blocking_link_hides_no_delay() -> None:
+    inside = tuple([0] * 8)
+    message, delay = dtfm.ACTIVATION_BYTES / (2e9 / 8), 5e-3
+    # Of the slower phase, a link's messages follow each other; seven hops each way.
+    assert dtfm.pipeline(inside) == pytest.approx(2 * (dtfm.MICROBATCHES + 6) * message + 14 * delay, rel=0.25)
+    assert dtfm.pipeline(inside, blocking=True) > dtfm.pipeline(inside)
+
+
+def test_swarm_the_trace_is_whole_and_a_fleet_keeps_its_nodes() -> None:
+    fleet, present = swarm.Fleet(), set()
+    for second, sign, node in swarm.events()[:40]:
+        fleet.net.run(second / swarm.DEAD_AFTER)
+        fleet.change(sign, node)
+        present ^= {node}
+        assert {*fleet.free, *(n for pipeline in fleet.pipelines for n in pipeline.nodes)} == present
+        assert fleet.nodes == len(present)
+        assert len(fleet.free) < swarm.STAGES
+
+
+def test_karma_and_rannc_stay_on_their_devices() -> None:
+    for blocks in karma.MODELS.values():
+        batch = karma.largest_batch(blocks)
+        assert karma.offloaded(blocks, batch // 2) == pytest.approx(3 * batch // 2 * forward(blocks), rel=0.02)
+        assert karma.spilled(blocks, batch) >= 4 * batch * forward(blocks)
+    assert rannc.spilled().peak_bytes < rannc.DEVICE_BYTES / 4
+    assert rannc.largest(1) < rannc.largest(2) < rannc.largest(4)
+
+
+def forward(blocks: tuple[karma.Block, ...]) -> float:
+    """Seconds of an image."""
+    return sum(block.flop for block in blocks) / karma.FLOPS
+
+
+def test_ravnest_is_linear_within_a_hundredth_and_uneven_clusters_gain_less() -> None:
+    found = committed("ravnest")
+    assert all(0.99 < ratio < 1.01 for ratio in numbers(found, "ratios").values())
+    even, uneven = numbers(found).values(), numbers(found, "further").values()
+    # More than waiting for the slowest would.
+    assert all(n / ravnest.SLOWEST < u < e for n, u, e in zip(ravnest.CLUSTERS, uneven, even, strict=True))
