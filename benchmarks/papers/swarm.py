@@ -9,7 +9,7 @@ T4 is AWS's g4dn, `t4_preemptions.json`.
 
 import json
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from lightning_decentral.elastic.plan.view import Bounds
@@ -73,7 +73,7 @@ class Fleet(World):
         while len(self.free) >= STAGES:
             formed, self.free = Pipeline(self.free[:STAGES]), self.free[STAGES:]
             self.pipelines.append(formed)
-            self.net.at(self._until_ready(), lambda formed=formed: self._begin(formed))
+            self.net.at(self._until_ready(), partial(self._begin, formed))
 
     def _until_ready(self) -> float:
         trains = any(worker.alive for worker in self.workers.values())
@@ -123,11 +123,12 @@ def course(until: float = float("inf")) -> Course:
     steps = [event for event in events() if event[0] <= until]
     begin, end = steps[0][0], steps[-1][0]
     for second, sign, node in steps:
-        fleet.net.at((second - begin) / DEAD_AFTER, lambda sign=sign, node=node: fleet.change(sign, node))
+        fleet.net.at((second - begin) / DEAD_AFTER, partial(fleet.change, sign, node))
     for sample in range(int((end - begin) / SAMPLE)):
         fleet.net.run(sample * SAMPLE / DEAD_AFTER)
         rows.append((fleet.training(), fleet.nodes // STAGES, fleet.nodes / STAGES))
-    return Course(*(float(sum(column)) for column in zip(*rows, strict=True)), fleet.losses, fleet.restarts)
+    training, whole, nodes = (float(sum(column)) for column in zip(*rows, strict=True))
+    return Course(training, whole, nodes, fleet.losses, fleet.restarts)
 
 
 def by_stages(period: float = 300.0) -> tuple[float, int]:
