@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pages import papers as page
-from papers import dtfm, karma, rannc, ravnest, seq1f1b, swarm, terapipe
+from papers import dtfm, gossip, karma, rannc, ravnest, seq1f1b, swarm, terapipe
 from papers.rows import computed
 from tests.docs.numbers import RESULTS
 
@@ -125,3 +125,26 @@ def test_ravnest_is_linear_within_a_hundredth_and_uneven_clusters_gain_less() ->
     even, uneven = numbers(found).values(), numbers(found, "further").values()
     # More than waiting for the slowest would.
     assert all(n / ravnest.SLOWEST < u < e for n, u, e in zip(ravnest.CLUSTERS, uneven, even, strict=True))
+
+
+def test_gossip_two_numbers_of_all_reduce_are_met_and_the_others_are_not_used() -> None:
+    models = gossip.calibrated()
+    for model in models:
+        table = model.cluster.table
+        for workers in (min(table), max(table)):
+            assert model.all_reduce(workers) == pytest.approx(table[workers][0], rel=1e-3)
+    assert len(gossip.held_out(models)) == 30
+
+
+def test_gossip_the_order_of_methods_needs_trees_and_flows_of_their_own() -> None:
+    found = numbers(committed("gossip"), "further")
+    assert found["order of three methods right, of 9"] == 9
+    assert found["the same by bytes of rings that share the card"] < 9
+    assert found["median error of the numbers held out"] < found["median error if all took as long as all-reduce"]
+
+
+def test_gossip_four_flows_leave_no_time_to_compute() -> None:
+    """Of three steps of 8 A40's exponential graph one crosses nodes, with four messages through each card."""
+    crossing = 1e3 * 4 * gossip.PARAMETER_BYTES / (25e9 / 8)
+    computing = (3 * gossip.CLUSTERS[-1].table[8][2] - crossing) / 2
+    assert computing == pytest.approx(18, abs=0.5)
