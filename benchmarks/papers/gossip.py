@@ -186,15 +186,15 @@ def row() -> Row:
             "Each cluster is calibrated on two of its numbers: all-reduce on the fewest and on the most GPUs.",
             "65 million parameters travel as 4 bytes each; messages inside a node and latency cost nothing.",
             "30 ms of a step don't shrink with the batch; the number was chosen with the table in view.",
-            "All-reduce sends 2 (m - 1) / m copies through the card of each of m nodes; a node's flows don't slow each other "
-            "down. Both were chosen with the table in view.",
+            "All-reduce sends 2 (m - 1) / m copies through the card of each of m nodes; a node's flows don't slow each "
+            "other down. Both were chosen with the table in view.",
             "The exponential graph's pairs are (i, i XOR 2^k); SGP is taken as the same graph without overlap.",
             "Equal predictions agree with any order: on T4 the ring and the exponential graph come out alike.",
         ),
         cannot_compare="How long a step computes, the batches' unequal lengths and what a flow gets weren't published; "
         "two numbers of all-reduce can't show that last one, a measurement of the exchange can.",
-        contradicts="On 8 A40, four flows through a card of 25 Gb/s leave 18 ms of computing in the exponential graph's "
-        "123 ms. By nominal bytes all-reduce would be faster than that graph; measured, it never was.",
+        contradicts="On 8 A40, four flows through a card of 25 Gb/s leave 18 ms of computing in the exponential "
+        "graph's 123 ms. By nominal bytes all-reduce would be faster than that graph; measured, it never was.",
         further=(
             ("median error of the numbers held out", statistics.median(errors(predicted))),
             ("largest error of these", max(errors(predicted))),
