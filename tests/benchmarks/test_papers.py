@@ -4,9 +4,11 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
+from lightning_decentral.gossip.plan.topology.topology import step_graph
 from pages import papers as page
-from papers import dtfm, gossip, karma, rannc, ravnest, seq1f1b, swarm, terapipe
+from papers import dtfm, gossip, karma, onepeer, pushsum, rannc, ravnest, seq1f1b, serverless, swarm, terapipe
 from papers.rows import computed
 from tests.docs.numbers import RESULTS
 
@@ -148,3 +150,26 @@ def test_gossip_four_flows_leave_no_time_to_compute() -> None:
     crossing = 1e3 * 4 * gossip.PARAMETER_BYTES / (25e9 / 8)
     computing = (3 * gossip.CLUSTERS[-1].table[8][2] - crossing) / 2
     assert computing == pytest.approx(18, abs=0.5)
+
+
+def test_one_peer_graphs_are_exact_after_log2_n_rounds_and_static_ones_are_not() -> None:
+    assert all(onepeer.rounds(onepeer.OnePeerExponential(), n) == n.bit_length() - 1 for n in onepeer.WORKERS)
+    assert onepeer.rounds(onepeer.Exponential(), 8) > 8
+
+
+def test_pushsum_a_code_changes_no_rate_and_the_graph_is_directed() -> None:
+    found = numbers(committed("pushsum"))
+    assert found["error with codes over error without, 800 steps"] == pytest.approx(1, abs=0.01)
+    assert -0.6 < found["exponent of T, 4-bit codes of differences"] < -0.5
+    degrees = {len(step_graph(pushsum.directed(8), 8, 0).targets[rank]) for rank in range(8)}
+    assert len(degrees) > 1
+
+
+def test_serverless_the_direction_is_adams() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    optimizer, ours, sum_of_ours = torch.optim.Adam([parameter], lr=1.0), serverless.Adam(), torch.zeros(3)
+    for _ in range(5):
+        parameter.grad = torch.randn(3)
+        sum_of_ours += ours(parameter.grad) / serverless.NOISE
+        optimizer.step()
+    assert torch.allclose(parameter.detach(), -sum_of_ours, atol=1e-5)
