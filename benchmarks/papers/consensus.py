@@ -59,8 +59,8 @@ def row() -> Row:
         ),
         cannot_compare="Their accuracies of ResNet-20 at fractions of the largest distance: the numbers weren't at "
         "hand. The bound itself has constants that no run knows.",
-        contradicts="Down to a relative distance of 0.03 the ring takes 1.33 x all-reduce's steps, not 1 x, and 8 rounds "
-        "a step. These cost more than one all-reduce.",
+        contradicts="Down to a relative distance of 0.03 the ring takes 1.33 x all-reduce's steps, not 1 x, and 8 "
+        "rounds a step. These cost more than one all-reduce.",
         further=(
             ("ring without control: steps over all-reduce's", alone / together),
             ("the same: relative distance", far),
