@@ -20,7 +20,7 @@ from lightning_decentral.gossip.summary import Monitored
 from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.shared.compute.device import AsyncRead
 from lightning_decentral.shared.plan.arguments import at_least, checked
-from lightning_decentral.shared.replica import ReplicaStrategy
+from lightning_decentral.shared.replica_strategy import ReplicaStrategy
 
 KEPT_LOSSES = 8
 FIRST, OFTEN, SELDOM = 200, 10, 50  # Steps in which the consensus error is measured often; so often, and later.

@@ -17,7 +17,7 @@ from torchmetrics import MeanMetric
 
 from lightning_decentral import GossipStrategy
 from lightning_decentral.gossip import AllReduce, Auto, FullyShard, Gossip, Hypercube, Island, simulate
-from lightning_decentral.gossip.rounds import place
+from lightning_decentral.gossip.mixer_builder import place
 from lightning_decentral.gossip.summary import through_card
 from lightning_decentral.shared.wire.fsdp import full_tensor
 from tests.tiny import QUIET, Batches, Net, Record, SizedBatches, in_processes, recorded

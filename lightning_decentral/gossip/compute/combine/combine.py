@@ -26,8 +26,8 @@ from torch import Tensor
 from lightning_decentral.gossip.plan.checks import check
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Own, Weights
+from lightning_decentral.shared.compute.codec.casts import Plain
 from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.codec.deterministic import Plain
 
 State = dict[str, Tensor]
 

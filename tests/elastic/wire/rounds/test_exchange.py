@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_decentral.elastic.plan.view import Times
-from lightning_decentral.elastic.wire.endpoint import Endpoint
+from lightning_decentral.elastic.wire.joining import Endpoint
 from lightning_decentral.elastic.wire.rounds.exchange import ElasticExchange
 from lightning_decentral.elastic.wire.sockets import frames, mesh
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
