@@ -9,7 +9,7 @@ table of 32 x 7B with 4 stages of 8 GPUs, and 4 slices of equal computation as i
 from functools import cache
 from itertools import product
 
-from lightning_decentral.pipeline.plan.schedule import OneForwardOneBackward, always, by_slice, forecast, in_flight
+from lightning_decentral.pipeline.plan.schedule import Kind, OneForwardOneBackward, always, forecast, in_flight
 from lightning_decentral.pipeline.plan.slicing import balance, equal
 from papers.row import Compared, Row, write
 
@@ -40,8 +40,11 @@ def busy(length: int, microbatches: int, slices: int) -> float:
     """1 - bubble: the share of time that the stages compute, by the timeline of slices of equal computation."""
     lengths = balance(length, slices, seconds, granularity=GRANULARITY)
     forward = [seconds(tokens, sum(lengths[:i])) for i, tokens in enumerate(lengths)]
-    costs = by_slice(forward, [2 * one for one in forward])
-    return 1 - forecast(OneForwardOneBackward(), STAGES, microbatches, slices, costs, always(0.0)).bubble
+    passes = {Kind.FORWARD: 1, Kind.BACKWARD: 2}
+    costs = forecast(
+        OneForwardOneBackward(), STAGES, microbatches, slices, lambda a: passes[a.kind] * forward[a.slice], always(0.0)
+    )
+    return 1 - costs.bubble
 
 
 def throughput() -> list[Compared]:
