@@ -1,9 +1,9 @@
 """Decentralized data-parallel training by gossip: neighbours average parameters instead of all workers their gradients.
 
-`strategy` binds it to Lightning, with `islands` for workers of several devices, and `fabric` to loops with Fabric;
-`summary` describes the plan at the start, bytes by step and by network card included; `callbacks` and `report` are
-what users watch. Below: `plan` (communication graphs, without torch), `compute` (rules: tensors), `wire` (messages;
-`wire/assembly` draws a whole round). Codecs are in `shared/compute/codec`. Public: all names below.
+`strategy` runs gossip under Lightning's Trainer, with `island` for workers of several devices, and `fabric` under
+Fabric. `summary` describes the settings at the start, with bytes per step and per network card; `callbacks` and
+`report` log the run. Below: `plan` (communication graphs, without torch), `compute` (update rules on tensors), `wire`
+(messages; `wire/assembly` draws a whole round). Codecs are in `shared/compute/codec`. Public: all names below.
 """
 
 from typing import TYPE_CHECKING
