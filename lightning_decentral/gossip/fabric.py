@@ -21,8 +21,7 @@ from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.making import MixerFactory
 from lightning_decentral.gossip.wire.optimizers import Mixers
-from lightning_decentral.shared.compute.codec.casts import Plain
-from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.compute.codec.codec import Codec, Plain
 from lightning_decentral.shared.compute.layout import refuse_shared
 from lightning_decentral.shared.fabric.strategy import FabricWorkers
 from lightning_decentral.shared.plan.arguments import checked

@@ -25,8 +25,7 @@ from lightning_decentral.gossip.wire.making import MixerFactory
 from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.shared.checkpoint.reading import PRECISION
 from lightning_decentral.shared.compute.buckets import Bucket
-from lightning_decentral.shared.compute.codec.casts import Plain
-from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.compute.codec.codec import Codec, Plain
 from lightning_decentral.shared.compute.layout import refuse_shared
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.plan.arguments import Elasticity, StrategyType, checked

@@ -37,8 +37,7 @@ from lightning_decentral.pipeline.plan.forecast import Pipelining
 from lightning_decentral.pipeline.plan.slicing import Balanced, Planned, Uniform
 from lightning_decentral.pipeline.strategy import TokenPipelineStrategy
 from lightning_decentral.pipeline.wire.executor import ExactActivations
-from lightning_decentral.shared.compute.codec.casts import BFloat16, Float16, Plain
-from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.compute.codec.codec import BFloat16, Codec, Float16, Plain
 from lightning_decentral.shared.compute.codec.quantize import Int2, Int4, Int8
 from lightning_decentral.shared.compute.codec.topk import DifferenceCompression
 from lightning_decentral.shared.plan.data_parallel import BUCKET_BYTES, DataParallel, ShardedForecast

@@ -19,8 +19,7 @@ from lightning_decentral.gossip.wire.consensus import mixer_of
 from lightning_decentral.gossip.wire.exchange import Copied, Exchange, Landed, MessageInFlight
 from lightning_decentral.shared.compute.buckets import LooseBucket, Pool
 from lightning_decentral.shared.compute.codec.blocks import real
-from lightning_decentral.shared.compute.codec.casts import Plain
-from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.compute.codec.codec import Codec, Plain
 from lightning_decentral.shared.compute.codec.coded_parts import CodedParts
 from lightning_decentral.shared.plan.arguments import at_least, checked
 

@@ -35,8 +35,7 @@ from lightning_decentral.gossip.plan.weights import Neighbours, Weights
 from lightning_decentral.gossip.wire.exchange import HEADER, Copied, Exchange, Traffic
 from lightning_decentral.gossip.wire.peer import PeerExchange, PeerMessage
 from lightning_decentral.shared.compute.buckets import Pool
-from lightning_decentral.shared.compute.codec.casts import Plain
-from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.compute.codec.codec import Codec, Plain
 from lightning_decentral.shared.compute.health import stated
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Message, Transport
