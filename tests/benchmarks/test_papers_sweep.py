@@ -2,7 +2,7 @@
 
 import pytest
 
-from papers import hydra
+from papers import hydra, saturn
 
 
 def test_hydra_the_simulation_meets_its_bounds() -> None:
@@ -26,3 +26,14 @@ def test_hydra_states_of_four_models_fit_the_devices_and_of_one_no_device() -> N
 def test_hydra_a_model_twice_as_large_as_the_device_takes_little_of_it() -> None:
     found = hydra.one_device(30, width=4096)
     assert found.peak_bytes < hydra.DEVICE_BYTES < found.footprint.parameter_bytes
+
+
+def test_saturn_a_table_has_what_fits_and_its_baselines_their_closed_forms() -> None:
+    six = saturn.Model(6e9, 16, 1.0)
+    assert list(six.step(1, 1e9)) == ["spilled"]
+    assert not six.step(2, 1e9)
+    assert list(six.step(4, 1e9)) == ["token_pipeline"]
+    jobs = saturn.tables(0, saturn.LINKS["PCIe"], 1.0)
+    assert saturn.fixed(jobs, [8] * len(jobs)) == pytest.approx(sum(job.seconds[8] for job in jobs))
+    ours = saturn.planned(jobs)
+    assert saturn.lower_bound_seconds(jobs, saturn.DEVICES) <= ours <= saturn.fixed(jobs, [8] * len(jobs))
