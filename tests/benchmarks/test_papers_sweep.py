@@ -2,7 +2,7 @@
 
 import pytest
 
-from papers import hydra, saturn
+from papers import hydra, jigsaw, saturn
 
 
 def test_hydra_the_simulation_meets_its_bounds() -> None:
@@ -37,3 +37,21 @@ def test_saturn_a_table_has_what_fits_and_its_baselines_their_closed_forms() -> 
     assert saturn.fixed(jobs, [8] * len(jobs)) == pytest.approx(sum(job.seconds[8] for job in jobs))
     ours = saturn.planned(jobs)
     assert saturn.lower_bound_seconds(jobs, saturn.DEVICES) <= ours <= saturn.fixed(jobs, [8] * len(jobs))
+
+
+@pytest.mark.parametrize("size", jigsaw.SIZES)
+def test_jigsaw_the_closed_form_is_the_timeline(size: int) -> None:
+    assert jigsaw.saving(size) == pytest.approx((size - 1) / (3 * size), rel=1e-12)
+
+
+def test_jigsaw_a_replay_does_the_work_that_was_asked_for() -> None:
+    trace = jigsaw.jobs(1.0)
+    asked = sum(job.size * job.work for job in trace)
+    found = jigsaw.outcomes(1.0)
+    # Cycles of the unaware have no gaps to save: only when a job runs changes.
+    assert found["FIFO"].device_seconds == pytest.approx(asked)
+    assert found["unaware"].device_seconds == pytest.approx(asked)
+    assert asked * 2 / 3 < found["ours"].device_seconds < asked
+    alone = jigsaw.replay(jigsaw.jobs(1e-3), jigsaw.AWARE)
+    assert alone.device_seconds == pytest.approx(asked)
+    assert alone.mean_completion_seconds == pytest.approx(sum(job.work for job in trace) / len(trace))
