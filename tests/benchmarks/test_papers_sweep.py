@@ -2,7 +2,7 @@
 
 import pytest
 
-from papers import hydra, jigsaw, saturn
+from papers import hydra, jigsaw, saturn, spb
 
 
 def test_hydra_the_simulation_meets_its_bounds() -> None:
@@ -55,3 +55,20 @@ def test_jigsaw_a_replay_does_the_work_that_was_asked_for() -> None:
     alone = jigsaw.replay(jigsaw.jobs(1e-3), jigsaw.AWARE)
     assert alone.device_seconds == pytest.approx(asked)
     assert alone.mean_completion_seconds == pytest.approx(sum(job.work for job in trace) / len(trace))
+
+
+def test_spb_costs_of_equal_blocks_are_the_closed_forms() -> None:
+    for depth in spb.DEPTHS:
+        share = depth / spb.BLOCKS
+        assert spb.compute_fraction(spb.EQUAL, depth) == pytest.approx((1 + 2 * share) / 3)
+        assert spb.memory_fraction(spb.EQUAL, depth) == pytest.approx(share)
+        assert spb.measured(depth)["bytes"] == pytest.approx(spb.traffic_fraction(spb.EQUAL, depth), rel=0.01)
+    for n in spb.WORKERS:
+        assert spb.stairs(n) == pytest.approx({"compute": (2 * n + 1) / (3 * n), "activations": (n + 1) / (2 * n)})
+
+
+def test_spb_quality_holds_within_seeds_on_a_resnet_and_not_on_gpt() -> None:
+    ratio, seeds = spb.quality("resnet", spb.STAIRS)
+    assert 1 - ratio < seeds
+    ratio, seeds = spb.quality("gpt", spb.STAIRS)
+    assert ratio - 1 > 5 * seeds
