@@ -112,7 +112,7 @@ def row() -> Row:
         ),
         kind="simulated devices",
         assumptions=(
-            "The model is our choice: 24 blocks of width 2,048 in 8 shards, 8 sequences of 512, Adam, float32.",
+            "Our choice of model: 24 blocks of width 2,048 in 8 shards, 8 sequences of 512, Adam in single precision.",
             "So is the device: an RTX 2080 Ti of 11 GiB at 60 % of 13.4 TFLOPS.",
             "Each device has a PCIe 3.0 x16 link of its own at 16 GB/s in each direction; messages between devices and "
             "the update on the host take no time.",

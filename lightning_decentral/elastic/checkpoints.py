@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
+from lightning_decentral.shared.checkpoint.checkpoints import OF_MODELS, Checkpoints
 from lightning_decentral.shared.checkpoint.reading import report_mean
 from lightning_decentral.shared.checkpoint.saving import CheckpointedStrategy
-from lightning_decentral.shared.checkpoint.worker import OF_MODELS, Checkpoints
 from lightning_decentral.shared.wire.mean import MeanModel
 
 

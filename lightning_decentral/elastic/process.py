@@ -37,7 +37,7 @@ from lightning_decentral.elastic.plan.view import ElasticSettings
 from lightning_decentral.elastic.wire.participant import Participant
 from lightning_decentral.elastic.wire.starter import LOBBY, SEAT, STARTER
 from lightning_decentral.shared.checkpoint import runs
-from lightning_decentral.shared.workers import WorkersStrategy
+from lightning_decentral.shared.setup_and_step import WorkersStrategy
 
 
 class OneProcess(WorkersStrategy):

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_decentral.elastic import checks, loops
-from lightning_decentral.elastic.joining import Joining, refuse_combined
+from lightning_decentral.elastic.dealt_loaders import Joining, refuse_combined
 from lightning_decentral.elastic.late_tensors import LateTensors, refuse_pruning
 from lightning_decentral.elastic.plan.dealing import Calendar
 from lightning_decentral.elastic.plan.view import ElasticSettings
@@ -32,9 +32,9 @@ from lightning_decentral.elastic.wire.rounds.exchange import ElasticExchange
 from lightning_decentral.elastic.wire.rounds.holding import Holding
 from lightning_decentral.elastic.wire.starter import LOBBY
 from lightning_decentral.gossip.compute.combine.combine import Rule
+from lightning_decentral.gossip.mixer_builder import check_numbers
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
-from lightning_decentral.gossip.rounds import check_numbers
 from lightning_decentral.gossip.wire.making import MixerFactory, parameters_of
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizers import Mixers

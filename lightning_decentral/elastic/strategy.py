@@ -22,12 +22,12 @@ from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.gossip.sharded import IslandModel, WholeMatrices, joined
 from lightning_decentral.gossip.wire.island_member import IslandMember
+from lightning_decentral.shared.compute.codec.casts import Plain
 from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.codec.deterministic import Plain
 from lightning_decentral.shared.compute.layout import refuse_shared
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.plan.arguments import checked
-from lightning_decentral.shared.replica import Evaluate, ReplicaStrategy
+from lightning_decentral.shared.replica_strategy import Evaluate, ReplicaStrategy
 from lightning_decentral.shared.wire.transport import Wire
 
 

@@ -11,8 +11,8 @@ from lightning_decentral.elastic.plan.view import View
 from lightning_decentral.elastic.process import OneProcess
 from lightning_decentral.elastic.wire.rounds.holding import Holding
 from lightning_decentral.gossip.compute.combine.combine import Combine
+from lightning_decentral.gossip.plan.planned_traffic import Cliques, copies_sent
 from lightning_decentral.gossip.plan.topology.topology import Topology
-from lightning_decentral.gossip.plan.traffic import Cliques, copies_sent
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.gossip.summary import ORDERS, rules
 from lightning_decentral.gossip.wire.consensus import Consensus, spread
@@ -21,7 +21,7 @@ from lightning_decentral.gossip.wire.making import parameters_of
 from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.introduction import adam_hint, coded_bytes, traffic
-from lightning_decentral.shared.replica import Evaluate
+from lightning_decentral.shared.replica_strategy import Evaluate
 from lightning_decentral.shared.updates import Mixed
 from lightning_decentral.shared.wire.fsdp import local
 

@@ -17,6 +17,7 @@ from lightning_decentral.gossip.compute.combine.consensus_control import Consens
 from lightning_decentral.gossip.compute.link import cliques_of
 from lightning_decentral.gossip.island import AllReduce, FullyShard, Island
 from lightning_decentral.gossip.plan.forecast import GossipForecast
+from lightning_decentral.gossip.plan.planned_traffic import Cliques
 from lightning_decentral.gossip.plan.step_costs import (
     PLAIN,
     Alone,
@@ -27,7 +28,6 @@ from lightning_decentral.gossip.plan.step_costs import (
     Within,
 )
 from lightning_decentral.gossip.plan.topology.topology import Topology, audiences, step_graph
-from lightning_decentral.gossip.plan.traffic import Cliques
 from lightning_decentral.gossip.plan.warm_start import WarmStarted
 from lightning_decentral.gossip.strategy import GossipStrategy
 from lightning_decentral.partial.plan.forecast import PartialForecast
@@ -37,9 +37,10 @@ from lightning_decentral.pipeline.plan.forecast import Pipelining
 from lightning_decentral.pipeline.plan.slicing import Balanced, Planned, Uniform
 from lightning_decentral.pipeline.strategy import TokenPipelineStrategy
 from lightning_decentral.pipeline.wire.executor import ExactActivations
+from lightning_decentral.shared.compute.codec.casts import BFloat16, Float16, Plain
 from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.codec.deterministic import BFloat16, DifferenceCompression, Float16, Plain
 from lightning_decentral.shared.compute.codec.quantize import Int2, Int4, Int8
+from lightning_decentral.shared.compute.codec.topk import DifferenceCompression
 from lightning_decentral.shared.plan.data_parallel import BUCKET_BYTES, DataParallel, ShardedForecast
 from lightning_decentral.shared.plan.forecast import Cluster, Method
 from lightning_decentral.shared.plan.profile import RoundWork

@@ -74,7 +74,7 @@ MOVED = {
     "gossip.wire.island": "gossip.island",
     "partial.plan.depth_order": "partial.plan.depth",
     "pipeline.compute.activation_codec": "pipeline.wire.executor",
-    "shared.compute.codec.difference": "shared.compute.codec.deterministic",
+    "shared.compute.codec.difference": "shared.compute.codec.topk",
     "shared.compute.codec.packed": "shared.compute.codec.quantize",
 }
 """{module of 0.2.0 with public classes: the one that has them now}, for values in pickles of that version."""

@@ -28,7 +28,7 @@ from lightning_decentral.shared.wire.transport import STORES, Wire, abort_nccl, 
 
 if TYPE_CHECKING:
     import lightning_decentral.shared.fabric.strategy as fabric
-    import lightning_decentral.shared.workers as strategies
+    import lightning_decentral.shared.setup_and_step as strategies
 
 GOODBYE_SECONDS = 10.0  # Time that worker 0, and the store with it, stays for the others to end, too.
 

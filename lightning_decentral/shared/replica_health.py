@@ -29,7 +29,7 @@ from lightning_decentral.shared.wire.transport import everyone
 
 if TYPE_CHECKING:
     import lightning_decentral.shared.fabric.strategy as fabric
-    import lightning_decentral.shared.workers as strategies
+    import lightning_decentral.shared.setup_and_step as strategies
 
 WHY = {
     "parameters": "They should be the same bit for bit: workers of different hardware round differently; among equal "

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from lightning_decentral.elastic.joining import Joining, refuse_combined
+from lightning_decentral.elastic.dealt_loaders import Joining, refuse_combined
 from lightning_decentral.elastic.loops import agreed_states, restored
 from lightning_decentral.elastic.plan.dealing import Calendar
 from lightning_decentral.shared.wire.plain import pack

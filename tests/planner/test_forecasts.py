@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from lightning_decentral import CompressedStrategy, GossipStrategy
 from lightning_decentral.gossip import ConsensusControl, Gossip, Int4, Int8, Outer, PushSum
 from lightning_decentral.gossip.compute.error_feedback import Coded
+from lightning_decentral.gossip.mixer_builder import MixerBuilder
 from lightning_decentral.gossip.plan.forecast import GossipForecast
 from lightning_decentral.gossip.plan.warm_start import WarmStarted
-from lightning_decentral.gossip.rounds import MixerBuilder
 from lightning_decentral.gossip.summary import described
 from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.optimizers import Mixers
@@ -29,7 +29,7 @@ from lightning_decentral.planner.forecasts import (
     method_of,
     strategy_of,
 )
-from lightning_decentral.shared.compute.codec.deterministic import DifferenceCompression
+from lightning_decentral.shared.compute.codec.topk import DifferenceCompression
 from lightning_decentral.shared.plan.forecast import Cluster, Setting, even
 from lightning_decentral.shared.plan.profile import BlockCost, Model
 from lightning_decentral.shared.wire.compressed_mean import mean_by

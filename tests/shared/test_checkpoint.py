@@ -15,10 +15,10 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
-from lightning_decentral.shared.checkpoint import replica as module
+from lightning_decentral.shared.checkpoint import resuming_replicas as module
 from lightning_decentral.shared.checkpoint import store
 from lightning_decentral.shared.checkpoint.reading import PRECISION
-from lightning_decentral.shared.checkpoint.replica import ReplicaCheckpoints, WholeModel
+from lightning_decentral.shared.checkpoint.resuming_replicas import ReplicaCheckpoints, WholeModel
 from lightning_decentral.shared.compute.worker_state import KEY, digest, sealed
 from lightning_decentral.shared.wire.mean import MeanModel
 

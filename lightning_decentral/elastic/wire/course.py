@@ -12,7 +12,7 @@ from typing import Any
 from lightning_decentral.elastic.plan.chronicle import Missed, ViewCounts, kept, new
 from lightning_decentral.elastic.plan.dealing import Calendar, Dealing
 from lightning_decentral.elastic.plan.view import View
-from lightning_decentral.elastic.wire.endpoint import Endpoint
+from lightning_decentral.elastic.wire.joining import Endpoint
 from lightning_decentral.shared.wire.transport import Transport
 
 ASK_SECONDS, LOOK_SECONDS = 5.0, 0.05  # members send which views they have begun with each of their beats

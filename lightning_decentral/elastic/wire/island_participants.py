@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from lightning_decentral.elastic.plan.view import ElasticSettings, Times, View
-from lightning_decentral.elastic.wire.endpoint import Endpoint, Refuses
+from lightning_decentral.elastic.wire.joining import Endpoint, Refuses
 from lightning_decentral.elastic.wire.participant import Participant
 from lightning_decentral.elastic.wire.rounds.exchange import ElasticExchange
 from lightning_decentral.elastic.wire.sockets.frames import own_address

@@ -16,7 +16,7 @@ from lightning_decentral.elastic.compute.gathered import Unlike, named, of_alike
 from lightning_decentral.elastic.plan.chronicle import Watch
 from lightning_decentral.elastic.plan.view import ElasticSettings, View, shown, waiting_at, weight_of
 from lightning_decentral.elastic.wire.course import Course
-from lightning_decentral.elastic.wire.endpoint import Endpoint
+from lightning_decentral.elastic.wire.joining import Endpoint
 from lightning_decentral.elastic.wire.rounds.exchange import ElasticExchange
 from lightning_decentral.shared.wire.objects import gather_objects
 from lightning_decentral.shared.wire.transport import Transport

@@ -11,7 +11,7 @@ import pytest
 
 from lightning_decentral.elastic.plan.messages import Heartbeat, LobbyUpdate, read_message
 from lightning_decentral.elastic.plan.view import Bounds, Times, View
-from lightning_decentral.elastic.wire.endpoint import Endpoint
+from lightning_decentral.elastic.wire.joining import Endpoint
 from lightning_decentral.elastic.wire.lobby_client import LobbyClient
 from lightning_decentral.elastic.wire.sockets.frames import Refused, connected, frame, receive
 from lightning_decentral.elastic.wire.starter import own_lobby

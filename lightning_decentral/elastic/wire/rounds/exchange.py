@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lightning_decentral.elastic.plan.asynchronous import Arrival, Asynchronous
 from lightning_decentral.elastic.plan.view import View, place_of
-from lightning_decentral.elastic.wire.endpoint import Endpoint
+from lightning_decentral.elastic.wire.joining import Endpoint
 from lightning_decentral.elastic.wire.sockets.frames import raw_bytes
 from lightning_decentral.elastic.wire.sockets.mesh import Slot
 from lightning_decentral.gossip.compute.combine.combine import Combine
@@ -35,8 +35,8 @@ from lightning_decentral.gossip.plan.weights import Neighbours, Weights
 from lightning_decentral.gossip.wire.exchange import HEADER, Copied, Exchange, Traffic
 from lightning_decentral.gossip.wire.peer import PeerExchange, PeerMessage
 from lightning_decentral.shared.compute.buckets import Pool
+from lightning_decentral.shared.compute.codec.casts import Plain
 from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.codec.deterministic import Plain
 from lightning_decentral.shared.compute.health import stated
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Message, Transport

@@ -15,8 +15,8 @@ from lightning_decentral.gossip.compute.combine.gossip import Gossip
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Own, Weights
 from lightning_decentral.gossip.wire.mixer import Mixer
+from lightning_decentral.shared.compute.codec.casts import Plain
 from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.codec.deterministic import Plain
 from lightning_decentral.shared.plan.arguments import at_least
 from lightning_decentral.shared.wire.transport import Message
 

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING
 from lightning_decentral.shared import lazy_exports
 
 if TYPE_CHECKING:
+    from lightning_decentral.shared.compute.codec.casts import BFloat16 as BFloat16
+    from lightning_decentral.shared.compute.codec.casts import Float16 as Float16
+    from lightning_decentral.shared.compute.codec.casts import Float32 as Float32
+    from lightning_decentral.shared.compute.codec.casts import Plain as Plain
     from lightning_decentral.shared.compute.codec.codec import Codec as Codec
     from lightning_decentral.shared.compute.codec.codec import Frame as Frame
     from lightning_decentral.shared.compute.codec.codec import Payload as Payload
     from lightning_decentral.shared.compute.codec.codec import PayloadPart as PayloadPart
-    from lightning_decentral.shared.compute.codec.deterministic import BFloat16 as BFloat16
-    from lightning_decentral.shared.compute.codec.deterministic import DifferenceCompression as DifferenceCompression
-    from lightning_decentral.shared.compute.codec.deterministic import Float16 as Float16
-    from lightning_decentral.shared.compute.codec.deterministic import Float32 as Float32
-    from lightning_decentral.shared.compute.codec.deterministic import Plain as Plain
-    from lightning_decentral.shared.compute.codec.deterministic import TopK as TopK
     from lightning_decentral.shared.compute.codec.quantize import Int2 as Int2
     from lightning_decentral.shared.compute.codec.quantize import Int4 as Int4
     from lightning_decentral.shared.compute.codec.quantize import Int8 as Int8
+    from lightning_decentral.shared.compute.codec.topk import DifferenceCompression as DifferenceCompression
+    from lightning_decentral.shared.compute.codec.topk import TopK as TopK
 
 __getattr__, __all__ = lazy_exports(__name__)

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_decentral.shared.checkpoint import runs
+from lightning_decentral.shared.checkpoint.checkpoints import Checkpoints, launched_by
 from lightning_decentral.shared.checkpoint.reading import of_this_model
-from lightning_decentral.shared.checkpoint.worker import Checkpoints, launched_by
 from lightning_decentral.shared.coordination import Result
 from lightning_decentral.shared.evaluation import Evaluation
 from lightning_decentral.shared.introduction import introduce

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_decentral.elastic.plan.view import Times, View, shown
-from lightning_decentral.elastic.wire.endpoint import Endpoint, Refuses
+from lightning_decentral.elastic.wire.joining import Endpoint, Refuses
 from tests.elastic.wire.lobbies import DEAD, LobbyProcess
 
 pytestmark = pytest.mark.threads

@@ -1,4 +1,4 @@
-"""Base of saving and resuming under all methods; that of whole replicas is in `replica`.
+"""Base of saving and resuming under all methods; that of whole replicas is in `resuming_replicas`.
 
 The mean model goes to one plain file, each worker's own state next to it.
 
