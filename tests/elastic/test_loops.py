@@ -62,12 +62,12 @@ def joins(*batches: int, calendar: Calendar | None = None) -> Any:
 
 def test_loaders_of_several_lengths_are_refused_by_name() -> None:
     assert joins(20, 20).calendar == Calendar(20, weights=2)
-    with pytest.raises(ValueError, match="loaders of 20 and of 40 batches don't go together"):
+    with pytest.raises(ValueError, match="loaders of 20 and of 40 batches can't be combined"):
         joins(20, 40)
     calendar = Calendar(20)
     loop = SimpleNamespace(_combined_loader=SimpleNamespace(flattened=[1, 2]), max_batches=40)
     trainer: Any = SimpleNamespace(fit_loop=loop)
-    with pytest.raises(ValueError, match="2 loaders make an epoch of 40 batches, and an elastic run's has 20"):
+    with pytest.raises(ValueError, match="2 loaders make an epoch of 40 batches, but this elastic run's epoch has 20"):
         refuse_combined(trainer, calendar)
     loop.max_batches = 20
     refuse_combined(trainer, calendar)

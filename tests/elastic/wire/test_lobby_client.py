@@ -101,7 +101,7 @@ def test_who_slept_is_sure_of_nothing_until_the_lobby_has_answered() -> None:
     with pytest.raises(TimeoutError, match="neither the lobby nor enough members are reached: 1 of 2"):
         member.sure(0.0)
     member.step(lambda state, now: state.notified(replace(update, out=True), now))
-    with pytest.raises(TimeoutError, match="went on without this worker"):
+    with pytest.raises(TimeoutError, match="continued without this worker"):
         member.sure(SECONDS)
 
 
