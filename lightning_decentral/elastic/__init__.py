@@ -6,11 +6,12 @@ everywhere. `checks` and `late_tensors` refuse what can't be elastic, `launcher`
 
 The way of a newcomer; where it hangs, its own line shows which of these waits:
 
-    1 sets itself up, finds who began the run     run.ElasticRun, process, wire/joining.Endpoint.as_founded
+    1 sets itself up, finds who began the run     run.ElasticRun, process (waits), wire/joining.Endpoint.as_founded
     2 sends heartbeats, is given a donor          wire/lobby_client (thread), plan/member_state (state machine),
                                                   wire/lobby_server, plan/lobby_state at the lobby
-    3 fetches everything from the donor           wire/state_transfer, over wire/sockets (connections)
-    4 waits for the view in which it is a member  wire/participant.begin (the strategy's part), plan/view
+    3 fetches everything from the donor           wire/joining.Endpoint.healed (waits), wire/state_transfer
+    4 waits for the view in which it is a member  wire/joining.Endpoint.begin (waits), for wire/participant.begin;
+                                                  who is let in: plan/lobby_state.LobbyState._following
     5 goes to the others' round, trains           dealt_loaders, loops, wire/rounds, wire/collective (means, decisions)
 
 Below: `plan` (the protocol as pure functions of time), `compute` (reductions), `wire` (the protocol on sockets, and in

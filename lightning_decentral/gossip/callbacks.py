@@ -91,7 +91,7 @@ class CommunicationMonitor(_EveryNSteps):
 
     gossip/wait_seconds        per step since the last row: the exchange that training did not hide
     gossip/in_flight_seconds   per step since the last row: from launch to landing
-    gossip/bytes_sent          since fit began
+    gossip/bytes_sent          since fit began; an island's devices have a part each
     gossip/refused_messages    since fit began: messages with NaN, infinity or absurd numbers
     gossip/healed              since fit began: times that this worker took its neighbours' parameters for poisoned ones
     gossip/left_out_of_mean    since fit began: workers that the mean model left out, once for each mean

@@ -260,7 +260,7 @@ class GossipStrategy(ReplicaStrategy, metaclass=StrategyType):
         return [bucket for of in self._mixers for bucket in of.buckets]
 
     def traffic(self) -> Traffic:
-        """This worker's rounds, bytes sent, seconds waited and in flight since fit began. No communication."""
+        """This device's rounds, bytes sent, seconds waited and in flight since fit began. No communication."""
         return self._mixers.traffic() + Traffic(left_out=self.health.left_out)
 
     def mixing(self) -> dict[str, float]:

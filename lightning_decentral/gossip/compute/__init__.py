@@ -1,4 +1,4 @@
-"""The arithmetic of gossip on tensors, sends nothing: update rules (`combine`), what links remember, `integrity`.
+"""The arithmetic of gossip on tensors, sends nothing: update rules (`combine`), what a `link` remembers, `healing`.
 
 Codecs are shared with other methods: `shared/compute/codec`. Public: the face of `combine`.
 """

@@ -2,7 +2,7 @@
 
     rounds   frames {view's key, round, slot} with a tensor's bytes, in order; the greeting has the first (round, slot)
     beats    of members that don't reach the lobby
-    heal     a newcomer fetches everything (`healing`)
+    heal     a newcomer fetches everything (`state_transfer`)
 
 A member whose connection has ended is lost until it connects again; what it sent before that isn't awaited. Who
 couldn't send a message connects again at once, so that nobody waits for it. Of a member whose process has ended no

@@ -1,6 +1,6 @@
 """Update rules of decentralized training: gossip averaging, push-sum, gradient tracking, outer momentum, relay sums.
 
-A worker applies one to what it received. `combine` defines a rule, `rate` how far it moves towards the others;
+A worker applies one to what it received. `combine` defines a rule, `gossip` how far it moves towards the others;
 `consensus_control` takes as many rounds of a rule as the workers' distance asks for. Public: all names below.
 """
 
