@@ -1,10 +1,10 @@
 """Decentralized data-parallel training by gossip: neighbours average parameters instead of all workers their gradients.
 
-`strategy` binds it to Lightning, with `island` for workers of several devices, and `fabric` to loops with Fabric;
-`mixer_builder` refuses what doesn't go together, and makes the mixers; `summary` describes the plan at the start, bytes
-by step and by network card included; `callbacks` and `report` are what users watch. Below: `plan` (communication
-graphs, without torch), `compute` (rules: tensors), `wire` (messages; `wire/assembly` draws a whole round). Codecs are
-in `shared/compute/codec`. Public: all names below.
+`strategy` runs gossip under Lightning's Trainer, with `island` for workers of several devices, and `fabric` under
+Fabric. `mixer_builder` checks what goes together and makes mixers. `summary` describes the settings at the start, with
+bytes per step and per network card; `callbacks` and `report` log the run. Below: `plan` (communication graphs, without
+torch), `compute` (update rules on tensors), `wire` (messages; `wire/assembly` draws a whole round). Codecs are in
+`shared/compute/codec`. Public: all names below.
 
 Wrong bytes: `plan/planned_traffic` and `summary` plan them, by worker; `wire/peer` counts what is sent, by device.
 """

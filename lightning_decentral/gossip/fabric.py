@@ -1,4 +1,4 @@
-"""`Fabric(strategy="gossip")`: gossip in a loop of the user's own, on the parts of `GossipStrategy`."""
+"""Gossip strategy for Lightning Fabric, `Fabric(strategy="gossip")`, made of the parts of `GossipStrategy`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -32,18 +32,18 @@ from lightning_decentral.shared.wire.mean import Swap
 
 @checked
 class FabricGossipStrategy(FabricWorkers):
-    """x_i+ = sum_j w_ij x_j + u_i, as `GossipStrategy`, where the user's own loop calls `optimizer.step()`.
+    """x_i+ = sum_j w_ij x_j + u_i, as in `GossipStrategy`, where the user's own loop calls `optimizer.step()`.
 
-    One round per step of an optimizer. Nothing is sent in a backward: under `fabric.no_backward_sync` and without it
-    gradients are this worker's. Every worker takes the same number of steps.
+    Each optimizer step runs one gossip round. The backward pass sends nothing: gradients stay this worker's own, with
+    or without `fabric.no_backward_sync`. Every worker must take the same number of steps.
 
     Args:
         topology, combine, weights, codec, delay, bucket_bytes, heals: as for `GossipStrategy`.
-        **ddp: what Fabric's DDPStrategy itself takes (start_method, process_group_backend, ...), and `timeout`.
+        **ddp: arguments of Fabric's DDPStrategy (start_method, process_group_backend, ...), and `timeout`.
 
     Raises:
-        ValueError: here for an option that is wrong; at `launch`, before any worker talks, where the topology can't
-            serve the number of workers or the rule can't work with it, weights and delay.
+        ValueError: here for a wrong option; at `launch`, before any worker communicates, if the topology can't serve
+            the number of workers, or the rule doesn't fit topology, weights and delay.
     """
 
     drifts: ClassVar[bool] = True
@@ -129,7 +129,7 @@ class FabricGossipStrategy(FabricWorkers):
 
     def plan(self) -> dict[str, str]:
         fixed = {"combine": repr(self.combine), "codec": repr(self.codec), "delay": str(self.delay)}
-        # An estimate, or a relayed sum, is about one link; anything else goes on over other ones.
+        # A codec's estimate, or a relayed sum, belongs to one link; any other state continues on another topology.
         return {**fixed, **self.changeable()} if self.codec.remembers or self.combine.recovery.of_links else fixed
 
     def changeable(self) -> dict[str, str]:
@@ -149,7 +149,7 @@ class FabricGossipStrategy(FabricWorkers):
     # ---- what users watch -------------------------------------------------------------------------------------------
 
     def traffic(self) -> Traffic:
-        """This worker's rounds, bytes sent, seconds waited and in flight, and refused messages. No communication."""
+        """Count this worker's rounds, bytes sent, seconds waited and refused messages, without communication."""
         return self._mixers.traffic() + Traffic(left_out=self.health.left_out)
 
     def introduction(self) -> Sequence[str]:
@@ -160,5 +160,5 @@ class FabricGossipStrategy(FabricWorkers):
         """Consensus error: the workers' distance from their mean. Collective: all-reduces the trained parameters."""
         if self.wire is None:
             return Consensus(0.0, 0.0)
-        own = [bucket.flat for of in self._mixers for bucket in of.buckets]
+        own = [bucket.flat for each in self._mixers for bucket in each.buckets]
         return spread(own, self.mean_of(own), self.mean_of, 1)

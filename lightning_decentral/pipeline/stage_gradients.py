@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_decentral.pipeline.compute.adapters import depth, find
+from lightning_decentral.pipeline.compute.adapters import find
 from lightning_decentral.pipeline.compute.intercept import answering
 from lightning_decentral.pipeline.compute.model import Call, Pipelined
 from lightning_decentral.pipeline.compute.stage import deliver
 from lightning_decentral.pipeline.logs import Logs
-from lightning_decentral.pipeline.plan.partition import NOTHING, Partition
 from lightning_decentral.pipeline.plan.schedule import Action
 from lightning_decentral.pipeline.plan.slicing import Planned, Slicing, Uniform
 from lightning_decentral.pipeline.users_step import TrainingStep
@@ -60,15 +58,6 @@ def pipelined(module: LightningModule, slicing: Slicing | None, device: torch.de
             "microbatches. On the command line: strategy/slicing=planned, the default, and strategy.microbatches=4"
         )
     return model
-
-
-def check_depth(stages: int, partition: Partition, module: LightningModule) -> None:
-    """ValueError for more stages than blocks, or a partition of others, where that shows before set-up."""
-    if is_overridden("configure_model", module):
-        return
-    blocks = len(module.pipeline_stages().loads()[0]) if isinstance(module, Staged) else depth(module)
-    if blocks is not None:
-        partition.counts([NOTHING] * blocks, NOTHING, NOTHING, stages)
 
 
 class StageTraining:

@@ -18,14 +18,8 @@ from lightning_decentral.pipeline.compute.stage import Activations, Keep
 from lightning_decentral.pipeline.plan.partition import Even, Partition
 from lightning_decentral.pipeline.plan.schedule import OneForwardOneBackward, Schedule, ScheduleForecast
 from lightning_decentral.pipeline.plan.slicing import Slicing
-from lightning_decentral.pipeline.refusals import nothing_to_train, refuse_replaced, refuse_unserved
-from lightning_decentral.pipeline.stage_gradients import (
-    StageEvaluation,
-    StageTraining,
-    check_depth,
-    evaluated,
-    pipelined,
-)
+from lightning_decentral.pipeline.refusals import check_depth, nothing_to_train, refuse_replaced, refuse_unserved
+from lightning_decentral.pipeline.stage_gradients import StageEvaluation, StageTraining, evaluated, pipelined
 from lightning_decentral.pipeline.stage_layout import StageGroups, StageLayout, introduced
 from lightning_decentral.pipeline.totals import StageTotals
 from lightning_decentral.pipeline.users_step import moved

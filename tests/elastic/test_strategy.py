@@ -153,7 +153,7 @@ def assert_resumed(folder: Path, saved: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"combine": PushSum()}, r"PushSum doesn't go with elastic: what it keeps \(last, weight\)"),
+        ({"combine": PushSum()}, r"PushSum doesn't go with elastic: its state \(last, weight\)"),
         ({"codec": DifferenceCompression(Int8())}, r"Compression\(.*\) doesn't go with elastic: it sends differences"),
         ({"states": {"momentum_buffer": Travel()}}, "states=.* doesn't go with elastic"),
         ({"exact_steps": 3}, "exact_steps=3 doesn't go with elastic"),

@@ -116,7 +116,7 @@ class Complex(Net):
 
 def test_what_shards_can_not_do_is_refused(tmp_path: Path) -> None:
     options = {"island": FullyShard(2)}
-    with pytest.raises(RuntimeError, match=r"ValueError: FullyShard.* cuts complex parameters .*: make them of pairs"):
+    with pytest.raises(RuntimeError, match=r"ValueError: FullyShard.* shards complex parameters, .*: keep real pairs"):
         in_processes(run, tmp_path, Complex(), options, {}, [])
     with pytest.raises(RuntimeError, match=r"EMAWeightAveraging copies whole models.*: use AllReduce"):
         in_processes(run, tmp_path, Net(), options, {}, [EMAWeightAveraging(decay=0.5)])
