@@ -215,7 +215,7 @@ class GossipStrategy(ReplicaStrategy, metaclass=StrategyType):
     def release(self) -> None:
         self._mixers.release()
         self._matrices.close()
-        self.member.close(self.alone)
+        self.member.close(self.cut_off)
         self.member = IslandMember(None, 1, self.meet)
 
     # ---- the mean model and checkpoints -----------------------------------------------------------------------------
