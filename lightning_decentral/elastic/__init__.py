@@ -6,11 +6,12 @@
 
 Steps by which a new worker joins; a worker that hangs prints which of these steps it waits for:
 
-    1 sets itself up, finds who began the run     run.ElasticRun, process, wire/joining.Endpoint.as_founded
+    1 sets itself up, finds who began the run     run.ElasticRun, process (waits), wire/joining.Endpoint.as_founded
     2 sends heartbeats, is given a donor          wire/lobby_client (thread), plan/member_state (state machine),
                                                   wire/lobby_server, plan/lobby_state at the lobby
-    3 fetches everything from the donor           wire/state_transfer, over wire/sockets (connections)
-    4 waits for the membership that includes it   wire/participant.begin (the strategy's part), plan/view
+    3 fetches everything from the donor           wire/joining.Endpoint.healed (waits), wire/state_transfer
+    4 waits for the membership that includes it   wire/joining.Endpoint.begin (waits), for wire/participant.begin;
+                                                  who is let in: plan/lobby_state.LobbyState._following
     5 continues at the others' round, trains      dealt_loaders, loops, wire/rounds, wire/collective (means, decisions)
 
 Below: `plan` (the protocol as pure functions of time), `compute` (reductions), `wire` (the protocol on sockets, and in

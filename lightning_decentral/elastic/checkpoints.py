@@ -34,7 +34,7 @@ class ElasticCheckpoints(Checkpoints):
     resuming = False  # True if a device restored a state that no other device has.
 
     def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any) -> None:
-        if self._worker.alone and self.held.spread:
+        if self._worker.cut_off and self.held.spread:
             self._saving.leave_out(filepath, "the devices of a worker")
             return
         states = {key: self._mean_model.own(checkpoint[key]) for key in OF_MODELS if key in checkpoint}

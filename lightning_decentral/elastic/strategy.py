@@ -134,7 +134,7 @@ class ElasticGossipStrategy(ElasticRun, ReplicaStrategy):
     def release(self) -> None:
         self._mixers.release()
         self._matrices.close()
-        self.member.close(self.alone)
+        self.member.close(self.cut_off)
         self.member, self._held = IslandMember(None, 1, self.meet), Holding(self.root_device)
 
     def shown(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:

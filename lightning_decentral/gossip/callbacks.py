@@ -91,7 +91,7 @@ class CommunicationMonitor(_EveryNSteps):
 
     gossip/wait_seconds        per step since the last row: communication that training did not overlap
     gossip/in_flight_seconds   per step since the last row: from sending to mixing
-    gossip/bytes_sent          since fit began
+    gossip/bytes_sent          since fit began; an island's devices have a part each
     gossip/refused_messages    since fit began: messages with NaN, infinity or far too large numbers
     gossip/healed              since fit began: times that this worker replaced bad parameters by its neighbours'
     gossip/left_out_of_mean    since fit began: workers that the mean model left out, once for each mean

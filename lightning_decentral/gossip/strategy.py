@@ -214,7 +214,7 @@ class GossipStrategy(ReplicaStrategy, metaclass=StrategyType):
     def release(self) -> None:
         self._mixers.release()
         self._matrices.close()
-        self.member.close(self.alone)
+        self.member.close(self.cut_off)
         self.member = IslandMember(None, 1, self.meet)
 
     # ---- the mean model and checkpoints -----------------------------------------------------------------------------
@@ -259,7 +259,7 @@ class GossipStrategy(ReplicaStrategy, metaclass=StrategyType):
         return [bucket for each in self._mixers for bucket in each.buckets]
 
     def traffic(self) -> Traffic:
-        """Counts of this worker's rounds, bytes sent, seconds waited and in flight since fit began; no messages."""
+        """Counts of this device's rounds, bytes sent, seconds waited and in flight since fit began; no messages."""
         return self._mixers.traffic() + Traffic(left_out=self.health.left_out)
 
     def mixing(self) -> dict[str, float]:

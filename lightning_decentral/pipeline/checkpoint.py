@@ -54,7 +54,7 @@ class PipelineCheckpoints(Checkpoints):
         if self.layout is None:
             self._saving.write_alone(checkpoint, filepath, storage_options)
             return
-        if self._worker.alone:
+        if self._worker.cut_off:
             self._saving.leave_out(filepath, "the stages")
             return
         self.layout.refuse_changed(together=True)

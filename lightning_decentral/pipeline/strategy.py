@@ -256,7 +256,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
             self._totals.close()
         self.bond.release()
         self.bond, self.mean_model.diverged = Bond(), False
-        if self._stage is not None and not self.alone:
+        if self._stage is not None and not self.cut_off:
             self._module.zero_grad()
             self._stage.holdings.give_back(self.root_device)
         self._stage, self._totals, self._groups = None, None, None

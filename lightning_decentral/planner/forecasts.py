@@ -37,7 +37,7 @@ from lightning_decentral.pipeline.plan.forecast import Pipelining
 from lightning_decentral.pipeline.plan.slicing import Balanced, Planned, Uniform
 from lightning_decentral.pipeline.strategy import TokenPipelineStrategy
 from lightning_decentral.pipeline.wire.executor import ExactActivations
-from lightning_decentral.shared.compute.codec.codec import BFloat16, Codec, Float16, Plain
+from lightning_decentral.shared.compute.codec.codec import BFloat16, Codec, Float16, Float32, Plain
 from lightning_decentral.shared.compute.codec.quantize import Int2, Int4, Int8
 from lightning_decentral.shared.compute.codec.topk import DifferenceCompression
 from lightning_decentral.shared.plan.data_parallel import BUCKET_BYTES, DataParallel, ShardedForecast
@@ -224,7 +224,7 @@ def within_of(island: Island) -> Within:
 
 def encoding_of(codec: Codec, copies: float = 1, cliques: Cliques = Cliques.TOLD) -> Encoding:
     """Bytes by the codec's own formula for float32. Where the profile has no seconds of its own for the codec: those
-    measured on a CPU, on top of what messages as they are take, else none.
+    measured on a CPU, on top of what messages as they are take; of an unknown codec those of the slowest.
 
     Args:
         cliques: `link.cliques_of`.
@@ -240,6 +240,10 @@ def encoding_of(codec: Codec, copies: float = 1, cliques: Cliques = Cliques.TOLD
 
 
 def seconds_per_byte(codec: Codec) -> tuple[float, float]:
-    """(send, receive) as assumed of a codec; of one with other blocks those of its kind, of an unknown one none."""
+    """(send, receive) as assumed of a codec; of one with other blocks those of its kind, of an unknown one the most of
+    any, so that none is free before it is measured."""
+    if isinstance(codec, Float32):  # of float32 parameters it is a copy, as messages are
+        return 0.0, 0.0
     alike = (found for known, found in CODEC_SECONDS_PER_BYTE.items() if type(known) is type(codec))
-    return CODEC_SECONDS_PER_BYTE.get(codec) or next(alike, (0.0, 0.0))
+    own, received = zip(*CODEC_SECONDS_PER_BYTE.values(), strict=True)
+    return CODEC_SECONDS_PER_BYTE.get(codec) or next(alike, (max(own), max(received)))

@@ -1,7 +1,8 @@
 """Parts that the methods share: strategy base, checkpoints, the mean model, refusals, loggers; and lazy exports.
 
-A wrong error at set-up: `refusals` (every method), `wire.meeting.comparison` (workers that differ), `plan.kinds`
-(options), then the `refusals` or `checks` of a method. `docs/how-it-works.md` has the order in which they ask.
+A wrong error at set-up: `setup_and_step` has the order (`WorkersStrategy.setup_distributed`, `setup`). It asks
+`refusals` (every method), `wire.meeting.comparison` (workers that differ), `plan.kinds` (options), then the `refusals`
+or `checks` of a method. `docs/how-it-works.md` has the table.
 
 Below: `plan` (timeline, forecasts), `compute` (buckets, devices), `wire` (transport, agreement, averages). Public: all
 names below. `lazy_exports` makes the faces with public names: an `if TYPE_CHECKING:` block lists where each name lives,

@@ -170,10 +170,10 @@ class WorkerGroup:
                 self.coordination = WatchedDevice(queued, self._heartbeat, seconds)
         return self._of.wire
 
-    def leave_groups(self, alone: bool) -> None:
+    def leave_groups(self, cut_off: bool) -> None:
         """Give them back; where an exception may have left messages under way, without waiting for them."""
         if self._of.wire is not None:
-            (self._of.wire.abandon if alone else self._of.wire.close)()
+            (self._of.wire.abandon if cut_off else self._of.wire.close)()
         self._of.wire = None
 
     @contextmanager
@@ -183,7 +183,7 @@ class WorkerGroup:
         yield
         self._saving = False  # after an error it stays: that is where this worker ends
         if between:  # two fits, or after the last: groups made for this checkpoint alone
-            self.leave_groups(self.alone)
+            self.leave_groups(self.cut_off)
 
     # ---- a fit: what waits is counted and named, all stop together --------------------------------------------------
 
@@ -209,7 +209,7 @@ class WorkerGroup:
         return Layouts(self._board, self._heartbeat, peers, name, layout, self.timeout, lambda: self.coordination.rests)
 
     @property
-    def alone(self) -> bool:
+    def cut_off(self) -> bool:
         """An exception has taken this worker off the others' path: nothing collective may be called any more."""
         trainer = self._trainer
         return trainer is not None and trainer.interrupted and not self.coordination.agreed and connected()
@@ -222,12 +222,12 @@ class WorkerGroup:
         if self._heartbeat is not None and not self.coordination.agreed:
             self._heartbeat.leave(error)
 
-    def close(self, alone: bool) -> None:
+    def close(self, cut_off: bool) -> None:
         """The end of the meeting; unless an exception has taken this worker away, worker 0 waits for the others."""
         self.coordination.close()
         if self._heartbeat is not None and self._board is not None:
             self._heartbeat.close()
-            if not alone:
+            if not cut_off:
                 rank, keys = self._board.rank, [f"gone/{other}" for other in range(self._board.size)]
                 with suppress(RuntimeError):  # the store is gone, as is whom there would be to wait for
                     self._store.set(keys[rank], "yes")

@@ -129,7 +129,7 @@ class ReplicaHealth:
         Raises:
             RuntimeError: they haven't; on all workers.
         """
-        if self._of.wire is not None and not self._of.alone:
+        if self._of.wire is not None and not self._of.cut_off:
             self._of.meet(lambda: check_same_call(everyone(), f"the end of the {what}"))
 
     def check_equal(self) -> None:
@@ -143,7 +143,7 @@ class ReplicaHealth:
             FloatingPointError: a parameter differs by over `TOLERANCE`, by worker and values; on all workers.
             RuntimeError: one has tensors that others don't have, or another learning rate; on all workers.
         """
-        if self._of.wire is None or self._of.alone or not self._of.rounds():
+        if self._of.wire is None or self._of.cut_off or not self._of.rounds():
             return
         of_group = self._together()
         if of_group is None:

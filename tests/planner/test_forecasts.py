@@ -29,7 +29,8 @@ from lightning_decentral.planner.forecasts import (
     method_of,
     strategy_of,
 )
-from lightning_decentral.shared.compute.codec.topk import DifferenceCompression
+from lightning_decentral.shared.compute.codec.casts import Float32
+from lightning_decentral.shared.compute.codec.topk import DifferenceCompression, TopK
 from lightning_decentral.shared.plan.forecast import Cluster, Setting, even
 from lightning_decentral.shared.plan.profile import BlockCost, Model
 from lightning_decentral.shared.wire.compressed_mean import mean_by
@@ -282,6 +283,14 @@ def test_assumed_seconds_are_the_committed_ones() -> None:
 def test_codecs_of_one_kind_are_assumed_to_take_the_same() -> None:
     assert encoding_of(Int4(block=64)).assumed.own_seconds_per_byte == CODEC_SECONDS_PER_BYTE[Int4()][0]
     assert encoding_of(Int8(block=64)).assumed.heard_seconds_per_byte == CODEC_SECONDS_PER_BYTE[Int8()][1]
+
+
+def test_a_codec_that_nobody_measured_is_not_free() -> None:
+    """It counts as the slowest one; what copies float32 takes what messages take."""
+    own, received = zip(*CODEC_SECONDS_PER_BYTE.values(), strict=True)
+    assumed = encoding_of(TopK()).assumed
+    assert (assumed.own_seconds_per_byte, assumed.heard_seconds_per_byte) == (max(own), max(received))
+    assert encoding_of(Float32()).assumed.own_seconds_per_byte == 0
 
 
 @pytest.mark.parametrize(

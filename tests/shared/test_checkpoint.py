@@ -29,7 +29,7 @@ class Worker:
     global_rank = local_rank = 0
     world_size = 2
     is_global_zero = True
-    alone = False
+    cut_off = False
     drifts = keeps = True
 
     def __init__(self, left: int = 0) -> None:
@@ -325,7 +325,7 @@ def test_a_url_of_the_local_file_system_is_that_place(
     again.load(url, None)
     assert again.resuming
     again.remove(url)
-    worker.alone = True
+    worker.cut_off = True
     checkpoints(worker).save({"state_dict": {}}, url, None)  # worker 0 by itself, as after an exception
     assert list(there.iterdir()) == [there / "last.ckpt"]
     assert list(here.iterdir()) == []

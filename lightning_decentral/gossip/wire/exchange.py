@@ -213,7 +213,7 @@ class Exchange(ABC, Generic[M]):
 
 @dataclass(frozen=True)
 class Traffic:
-    """Counters of one worker's exchange so far.
+    """Counters of one worker's exchange so far; in an island of its device's, which sends a part of what is planned.
 
     `wait_seconds` are the host's, or the device's where the device waits; `in_flight_seconds` lie between launch and
     landing of a round's first bucket as the host sees them.

@@ -68,8 +68,8 @@ class IslandMember(DeviceSteps):
         """Change whole tensors in place, such as a parameter's update; no more than once in an island of shards."""
         change(tensors)
 
-    def close(self, alone: bool) -> None:
-        """Leave the module as it was; `alone`: without the other devices."""
+    def close(self, cut_off: bool) -> None:
+        """Leave the module as it was; `cut_off`: without the other devices."""
 
     def mean(self, tensors: Sequence[Tensor], of_all: Mean) -> list[Tensor]:
         """Mean over the workers of what a module holds; `of_all` is over all devices."""
@@ -109,7 +109,7 @@ class Several(IslandMember):
         self.rest()
         self.layouts.changed()
 
-    def close(self, alone: bool) -> None:
+    def close(self, cut_off: bool) -> None:
         self.layouts.close()
 
 

@@ -1,6 +1,6 @@
 """Peer-to-peer exchange: sends to this worker's targets, receives from its sources: mixed_i = sum_j w_ij sent_j.
 
-Messages may be encoded. An all-reduce in cliques (`clique`) and `W @ message` (`simulation`) give the same numbers up
+Messages may be encoded. An all-reduce in cliques (`assembly`) and `W @ message` (`simulation`) give the same numbers up
 to rounding.
 """
 

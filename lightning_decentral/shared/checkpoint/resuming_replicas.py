@@ -74,10 +74,10 @@ class ReplicaCheckpoints(Checkpoints):
         return self._restored is not None
 
     def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any) -> None:
-        if self._worker.alone and self.held.spread:
+        if self._worker.cut_off and self.held.spread:
             self._saving.leave_out(filepath, "the devices of a worker")
             return
-        if self._worker.alone or not (connected() or self._full(checkpoint)):
+        if self._worker.cut_off or not (connected() or self._full(checkpoint)):
             self._saving.write_alone(self.held.whole(checkpoint), filepath, storage_options)
             return
         path, identity = self._saving.agree(filepath, storage_options)

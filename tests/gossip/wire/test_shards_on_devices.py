@@ -146,7 +146,7 @@ class Worker:
         """The parameters in the end, with what is still in flight."""
         self.mixers.settle()
         self.wholes.close()
-        self.member.close(alone=False)
+        self.member.close(cut_off=False)
         return [p.detach() for p in self.model.parameters()]
 
 

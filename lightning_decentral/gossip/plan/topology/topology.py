@@ -2,7 +2,8 @@
 
 A topology is a frozen value that knows no number of workers: size, rank and step are arguments. To add one, write a
 class with `sources`, and `period` where it changes over the steps (`Ring` in `static` is the one to copy), a line in
-this folder's face and `conf/strategy/topology/NAME.yaml`: weights, checks, simulation, wire and tests read it.
+this folder's `__init__` and in `gossip/__init__`, and `conf/strategy/topology/NAME.yaml`: weights, checks, simulation,
+wire and tests read it.
 """
 
 from abc import ABC, abstractmethod

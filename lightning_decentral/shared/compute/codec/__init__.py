@@ -1,6 +1,7 @@
 """Message compression: quantization, sparsification, difference compression and its error feedback.
 
-`codec` defines codecs; the one to copy is `Int8` in `quantize`. What a worker's ends of its links remember stands
+`codec` defines codecs; the one to copy is `Int8` in `quantize`. `casts` sends every element as it is or rounded, `topk`
+sends the largest, and has `DifferenceCompression`. What a worker's ends of its links remember stands
 in `gossip/compute`.
 Public: all names below.
 """

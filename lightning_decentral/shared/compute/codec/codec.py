@@ -8,7 +8,8 @@ link, and the correction x_i += rate * (mixed_i - sent_i) takes from one worker 
 stochastic the mean of the workers is kept to rounding under every codec, however coarse.
 
 To add one, subclass `Codec`: `parts`, `encode` and `decode` (`Int8` in `quantize` is the one to copy), with a line in
-the faces and `conf/strategy/codec/NAME.yaml`: links, error feedback, averages and the tests read it.
+`codec/__init__` and `gossip/__init__`, and `conf/strategy/codec/NAME.yaml`: links, error feedback, averages and tests
+read it. Forecasts take it to be as slow as the slowest codec, until it is measured: `gossip.round_cost.CODECS`.
 """
 
 from abc import ABC, abstractmethod
