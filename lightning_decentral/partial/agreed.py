@@ -218,8 +218,9 @@ def run_of(trainer: Trainer, *args: Any, **kwargs: Any) -> Callable[[torch.nn.Mo
 
 
 def repeated(step_of: Callable[[Any], Run]) -> Callable[[torch.nn.Module], Run]:
-    """Return a function from a module's copy to a function that repeats its step from the same random numbers, buffers
-    and plain attributes, which a step changes: fake quantization's ranges, a spectral norm's iterates, counters.
+    """Return a function from a module's copy to a function that repeats its step, each time from the same state.
+
+    Restored are random numbers, buffers (fake quantization's ranges, a spectral norm's iterates) and plain attributes.
     """
     random = worker_state.random_state()
 

@@ -107,8 +107,9 @@ class PartialBackpropMonitor(Callback):
 
 
 class PartialBackpropTable(PartialBackpropMonitor):
-    """Print on worker 0, at the end of training, a line for each depth: steps, saved activations, backward seconds
-    and sent bytes (medians), and the compute predicted from the segments' costs as a fraction of a full step's.
+    """Print a line for each depth on worker 0, at the end of training.
+
+    Steps, medians of saved activations, backward seconds and sent bytes, predicted compute over a full step's.
     """
 
     def __init__(self) -> None:

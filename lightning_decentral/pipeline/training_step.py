@@ -78,9 +78,8 @@ class TrainingStep:
             result = step.go_on(lambda call: model.answer(call, output))
         if self._seen() != before:
             raise ValueError(
-                "training_step freezes, thaws or writes to parameters after its call of "
-                f"{type(model.module).__name__}, and only the last stage of a pipeline runs that part: do it before "
-                "the call, or in a hook"
+                f"training_step freezes, thaws or writes to parameters after its call of {type(model.module).__name__}."
+                " Only the last stage of a pipeline runs that part: do it before the call, or in a hook"
             )
         loss = self._logs.returned(result)
         if not isinstance(loss, Tensor):
