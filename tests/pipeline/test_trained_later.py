@@ -124,7 +124,7 @@ def on_one(module: Changing) -> None:
     module.trains("scale", module.global_rank > 0)
 
 
-BEHIND = "freezes, thaws or writes to parameters behind its call of GPT2LMHeadModel"
+BEHIND = "freezes, thaws or writes to parameters after its call of GPT2LMHeadModel"
 REFUSED = {
     "pruned": ("before", masked, r"the parameter \S+c_fc.weight became \S+c_fc.weight_orig while training"),
     "parametrized": ("within", reparametrized, r"the parameter \S+ became \S+parametrizations.weight.original"),

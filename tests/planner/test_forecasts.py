@@ -29,7 +29,7 @@ from lightning_decentral.planner.forecasts import (
     method_of,
     strategy_of,
 )
-from lightning_decentral.shared.compute.codec.casts import Float32
+from lightning_decentral.shared.compute.codec.codec import Float32
 from lightning_decentral.shared.compute.codec.topk import DifferenceCompression, TopK
 from lightning_decentral.shared.plan.forecast import Cluster, Setting, even
 from lightning_decentral.shared.plan.profile import BlockCost, Model
