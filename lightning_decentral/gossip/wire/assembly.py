@@ -159,7 +159,7 @@ def assembled(
     def among_peers() -> Exchange[Any]:
         return PeerExchange(topology, weights, of_all(), device, codec, pool)
 
-    steps = None if cliques is Cliques.TOLD else partitions(topology, weights, workers)
+    steps = None if cliques is Cliques.PEERS else partitions(topology, weights, workers)
     if steps is None:
         exchange = among_peers()
     elif cliques is Cliques.OWNERS:  # the rule has seen to it that all receive from all

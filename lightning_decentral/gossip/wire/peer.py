@@ -217,7 +217,7 @@ class PeerExchange(Arrivals[PeerMessage]):
             copied = self.copied(message, step, place).of(message)  # the copy and its header, in one pass
         sent = copied.message if copied else self.pool.take(message).copy_(message)
         headers = copied.headers if copied and not self.coder.encodes else None
-        packets = self.coder.encode(sent, at.heard_by, step, place)
+        packets = self.coder.encode(sent, at.targets, step, place)
         buffers = self.coder.buffers(at.sources, sent, place)
         if headers is None:
             headers = torch.empty(1 + len(buffers), HEADER, dtype=torch.int64, device=self.device)

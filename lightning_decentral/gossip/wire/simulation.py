@@ -137,7 +137,7 @@ class LinkExchange(Everyones["LinkMessage"]):
         sent = self._copy(message, copied)
         everyone = [neighbours(self.topology, self.weights, rank, self.size, step) for rank in range(self.size)]
         links = zip(self.coders, everyone, strict=True)
-        packets = [worker.encode(sent[at.rank], at.heard_by, step, place) for worker, at in links]
+        packets = [worker.encode(sent[at.rank], at.targets, step, place) for worker, at in links]
         return LinkMessage(self, place, sent, everyone, packets)
 
 
