@@ -165,7 +165,7 @@ class ElasticRun(WatchedProcess):
         whole, parts = self.whole(own), self.parts(checks.part_of(self._module, self.optimizers))
         if not self._member.leads:
             return {}
-        rule = self._mixers.state_dict(lambda mixed: mixed.mixer.kept())
+        rule = self._mixers.state_dict(lambda each: each.mixer.kept())
         own = {"trainer": loops.copied(whole), "rule": loops.copied(rule)}
         return {**own, **self._given.now(parts), "run": self._member.given()}
 

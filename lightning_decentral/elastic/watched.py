@@ -99,8 +99,8 @@ class WatchedProcess(OneProcess):
         (least, most), size = self.elastic.workers, len(self.members)
         who = f"{size} member{'s' * (size > 1)} of {least} to {most} on {self.topology!r}"
         messages = f"{type(self.codec).__name__ if self.codec.encodes else 'uncompressed'} messages"
-        together = max(size, 2)  # a single member sends nothing
-        copies = copies_sent(self.topology.placed(1), self.weights, 0, together, Cliques.TOLD)
+        together = max(size, 2)  # one alone sends nothing
+        copies = copies_sent(self.topology.placed(1), self.weights, 0, together, Cliques.PEERS)
         message, parameters = coded_bytes(self.codec, self.counted()), sum(p.nbytes for p in self.counted())
         sent = traffic(copies * message * self.combine.form.copies, parameters, together)
         sent = sent if size > 1 else f"with a second one {sent}"

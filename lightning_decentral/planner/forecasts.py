@@ -222,7 +222,7 @@ def within_of(island: Island) -> Within:
     return Alone(island.devices)
 
 
-def encoding_of(codec: Codec, copies: float = 1, cliques: Cliques = Cliques.TOLD) -> Encoding:
+def encoding_of(codec: Codec, copies: float = 1, cliques: Cliques = Cliques.PEERS) -> Encoding:
     """Bytes by the codec's own formula for float32. Where the profile has no seconds of its own for the codec: those
     measured on a CPU, on top of what messages as they are take; of an unknown codec those of the slowest.
 

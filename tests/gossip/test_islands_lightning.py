@@ -142,7 +142,7 @@ class Parametrized(Callback):
 
 
 def test_a_parameter_that_comes_while_training_is_refused_under_shards(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"head.parametrizations.bias.original has come while training.*AllReduce"):
+    with pytest.raises(RuntimeError, match=r"head.parametrizations.bias.original was added during training.*AllReduce"):
         in_processes(run, tmp_path, Net(), {"island": FullyShard(2)}, {}, [Parametrized()])
 
 
@@ -398,5 +398,5 @@ class Masked(Net):
 def test_a_mask_by_hand_over_shards_ends_with_the_remedy_that_helps(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor") as found:
         in_processes(run, tmp_path, Masked(brought=False), {"island": FullyShard(2)}, {"max_steps": 2}, [], None, 2)
-    assert "bring a mask by torch.distributed.tensor.distribute_tensor(mask" in str(found.value)
+    assert "convert a mask by torch.distributed.tensor.distribute_tensor(mask" in str(found.value)
     in_processes(run, tmp_path, Masked(brought=True), {"island": FullyShard(2)}, {"max_steps": 2}, [], None, 2)

@@ -127,7 +127,7 @@ def cliques_of(codec: Codec, combine: Rule, topology: Topology, weights: Weights
     cuts = not codec.remembers and combine.form.differences and combine.form.copies == 1
     steps = partitions(topology, weights, size) if cuts else None
     together = steps is not None and all(step is not None and len(step) in (1, size) for step in steps)
-    return Cliques.OWNERS if together else Cliques.TOLD
+    return Cliques.OWNERS if together else Cliques.PEERS
 
 
 class Everyone(Memory):

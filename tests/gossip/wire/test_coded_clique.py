@@ -263,7 +263,7 @@ def test_two_workers_and_codecs_of_estimates_tell_each_other() -> None:
     ids=lambda part: type(part).__name__,
 )
 def test_who_doesnt_hear_all_or_sends_more_tells_peers(topology: Topology, rule: Combine) -> None:
-    assert cliques_of(Int8(), rule, topology, Own(), 6) is Cliques.TOLD
+    assert cliques_of(Int8(), rule, topology, Own(), 6) is Cliques.PEERS
 
 
 def test_a_simulation_of_groups_is_not_that_of_all() -> None:

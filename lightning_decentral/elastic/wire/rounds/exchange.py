@@ -148,8 +148,8 @@ class AsynchronousExchange(PeerExchange):
             like = self.coder.buffers([rank], sent, place)[rank]
             self._sizes[place] = [HEADER * 8, *(t.numel() * t.element_size() for t in like)]
             self.pool.give(like)
-        packets = self.coder.encode(sent, self.neighbours(step).heard_by, step, place)
-        header = stated([step, self._elements], [sent], self.device).view(1, HEADER)  # (1, HEADER): only its own
+        packets = self.coder.encode(sent, self.neighbours(step).targets, step, place)
+        header = stated([step, self._elements], [sent], self.device).view(1, HEADER)  # (1, HEADER): its own alone
         return PeerMessage(self, step, place, {}, sent, header, packets, {})
 
     def depart(self, launched: Sequence[PeerMessage], step: int) -> None:
