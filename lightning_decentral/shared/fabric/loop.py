@@ -33,9 +33,9 @@ class Accumulating(_BackwardSyncControl):
 class FabricWorkerGroup(WorkerGroup):
     """Workers of a user's own loop: at which step of it this one is."""
 
-    def __init__(self, of: "fabric.FabricWorkers", timeout: timedelta) -> None:
-        super().__init__(of, timeout)
-        self._loop = of
+    def __init__(self, strategy: "fabric.FabricWorkers", timeout: timedelta) -> None:
+        super().__init__(strategy, timeout)
+        self._loop = strategy
         self._updates: Updates | None = None
         self._introduced = False
         self._set_up: list[object] = []

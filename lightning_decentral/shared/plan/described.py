@@ -48,7 +48,7 @@ def first_difference(mine: Mapping[str, str], theirs: Mapping[str, str], sign: s
     name = next((name for name in (*theirs, *mine) if theirs.get(name) != mine.get(name)), None)
     if name is None:
         return None
-    one, other = (f"{name}{sign}{of[name]}" if name in of else f"no {name}" for of in (mine, theirs))
+    one, other = (f"{name}{sign}{facts[name]}" if name in facts else f"no {name}" for facts in (mine, theirs))
     return one, other
 
 

@@ -1,7 +1,7 @@
 """Message compression: quantization, sparsification, difference compression and its error feedback.
 
-`codec` defines codecs; the one to copy is `Int8` in `quantize`. What a worker's ends of its links remember stands
-in `gossip/compute`.
+`codec` defines codecs; to write a new codec, copy `Int8` in `quantize`. The estimates that both ends of a link keep
+are in `gossip/compute`.
 Public: all names below.
 """
 
