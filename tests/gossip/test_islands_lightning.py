@@ -372,7 +372,7 @@ def test_a_save_on_the_way_out_of_shards_hides_no_error(tmp_path: Path) -> None:
             {"enable_checkpointing": True},
             [OnExceptionCheckpoint(tmp_path, "last")],
         )
-    assert "after an exception the devices of a worker can't meet any more" in str(found.value)
+    assert "after an exception the devices of a worker can't communicate any more" in str(found.value)
     assert not (tmp_path / "last.ckpt").exists()
 
 

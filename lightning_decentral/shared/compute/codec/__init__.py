@@ -1,8 +1,8 @@
 """Message compression: quantization, sparsification, difference compression and its error feedback.
 
-`codec` defines codecs; the one to copy is `Int8` in `quantize`. `casts` sends every element as it is or rounded, `topk`
-sends the largest, and has `DifferenceCompression`. What a worker's ends of its links remember stands
-in `gossip/compute`.
+`codec` defines codecs and has those that send every element, as it is or rounded; to write a new codec, copy `Int8` in
+`quantize`. `topk` sends the largest elements, and has `DifferenceCompression`. The estimates that both ends of a link
+keep are in `gossip/compute`.
 Public: all names below.
 """
 

@@ -17,11 +17,11 @@ from lightning_decentral.shared.plan.arguments import checked
 class TopK(Codec):
     """decoded = message where |message| is among the largest of its block, 0 elsewhere.
 
-    Bytes, k = ceil(fraction block) of each block: k (itemsize + 2), the value and its place in the block; for float32
-    6 fraction n. A small element of a message would never arrive, so this codes differences: wrap it.
+    Bytes, k = ceil(fraction block) of each block: k (itemsize + 2), the value and its index in the block; for float32
+    6 fraction n. Small elements of a message would never arrive: wrap it, `DifferenceCompression(TopK())`.
 
     Args:
-        fraction: of the elements, in (0, 1].
+        fraction: fraction of the elements that are sent, in (0, 1].
         block: elements among which the largest are sought.
 
     Raises:
@@ -40,7 +40,7 @@ class TopK(Codec):
         check_block(self.block, "4096 is fast to search")
 
     def parts(self, length: int, dtype: torch.dtype) -> tuple[PayloadPart, ...]:
-        """(values, places as pairs of bytes)."""
+        """Return (values, indices in the block as pairs of bytes)."""
         whole, rest = divmod(length, self.block)
         kept = whole * self._kept(self.block) + (self._kept(rest) if rest else 0)  # the last block may be shorter
         # Bytes: neither gloo nor NCCL sends integers of 16 bits.
@@ -64,7 +64,7 @@ class TopK(Codec):
             out[start:stop].view(len(values), -1).scatter_(1, places.long() + LARGEST_BLOCK // 2, values)
 
     def _blocks(self, message: Tensor, payload: Payload) -> Iterator[tuple[int, int, tuple[Tensor, Tensor]]]:
-        """(start, stop, (values, places) [blocks, kept]) of pieces."""
+        """Yield (start, stop, (values, indices) [blocks, kept]) of each piece of the message."""
         values, places = payload[0], payload[1].view(torch.int16)
         at = 0
         for start, stop, columns in pieces(message, self.block):
@@ -80,16 +80,16 @@ class DifferenceCompression(Codec):
     """payload = inner.encode(message - estimate);  decoded = estimate + inner.decode(payload);  estimate <- decoded.
 
     Both ends of a link keep the estimate, so only what the receiver doesn't know yet is compressed: as the workers
-    settle, the error of any contracting codec vanishes. Bytes: the inner codec's.
+    converge, the error of any contracting codec vanishes. Bytes: the inner codec's.
 
-    Targets that receive in exactly the same steps share one estimate. So on a graph that doesn't change this is
-    CHOCO-Gossip, at CHOCO's memory: an estimate of itself, and one of each source. On a graph that changes it is exact
-    too, at a copy of the parameters for each target and each source of a period (2 log2 n on a hypercube).
+    Targets that receive in exactly the same steps share one estimate. So on a constant graph this is CHOCO-Gossip, with
+    CHOCO's memory: an estimate of this worker, and one of each source. On a changing graph it is exact, too, and keeps
+    a copy of the parameters for each target and each source of a period (2 log2 n on a hypercube).
 
-    Coarse codecs need a smaller rate (`Gossip(rate=...)`), as CHOCO's gamma.
+    Coarse codecs need a smaller mixing rate (`Gossip(rate=...)`), as CHOCO's gamma.
 
     Raises:
-        ValueError: inner remembers by itself.
+        ValueError: inner keeps estimates by itself.
 
     Source: Koloskova et al. 1902.00340, algorithm 2, there for one constant W.
     """
@@ -99,7 +99,7 @@ class DifferenceCompression(Codec):
 
     def __post_init__(self) -> None:
         if self.inner.remembers:
-            raise ValueError(f"DifferenceCompression's inner codec remembers by itself, got {self.inner}: unwrap it")
+            raise ValueError(f"DifferenceCompression's inner codec keeps estimates, too, got {self.inner}: unwrap it")
 
     def parts(self, length: int, dtype: torch.dtype) -> tuple[PayloadPart, ...]:
         return self.inner.parts(length, dtype)
