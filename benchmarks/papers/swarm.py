@@ -182,8 +182,8 @@ def row() -> Row:
         ),
         cannot_compare="Their throughput under their own trace and their model's loss: the trace isn't in their "
         "repository, and they trained on hundreds of T4.",
-        contradicts="A worker here is a whole pipeline, so that one node takes three others with it, and "
-        f"{found.restarts} times in 11 hours all pipelines lost a node before one had come back: the run begins again "
+        contradicts="A worker here is a whole pipeline: one lost node stops three others. "
+        f"{found.restarts} times in 11 hours all pipelines had lost a node, and the run began again "
         "from a checkpoint. Routing by stage, as SWARM does, keeps the run where each stage has one peer left.",
         further=(
             ("share of the nodes' throughput under the trace, elastic pipelines", found.training / found.nodes),
