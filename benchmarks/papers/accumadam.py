@@ -25,7 +25,7 @@ from common.paths import RESULTS
 from common.quiet_recipe import built, composed
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.evaluation import HeldOutEvaluation
-from lightning_decentral.planner.rehearsal.loop import LoopSettings
+from lightning_decentral.planner.rehearsal.loop_settings import LoopSettings
 from lightning_decentral.planner.rehearsal.worker import copies_of, data_of
 from network.accuracy import EXAMPLES
 from papers.row import Row, write
@@ -88,7 +88,7 @@ def pairs_in_order(losses: dict[str, float], scores: dict[str, float]) -> int:
 def longer(method: str) -> float:
     """Last loss of the committed runs, the mean of three seeds."""
     curves = json.loads((RESULTS / "loss-per-second-2-cores.json").read_text())["curves"]
-    return statistics.mean(curves[f"gpt 4 {seed}"][method]["scores"][-1] for seed in range(3))
+    return float(statistics.mean(curves[f"gpt 4 {seed}"][method]["scores"][-1] for seed in range(3)))
 
 
 def row() -> Row:
