@@ -1,7 +1,5 @@
 """Consensus control: below a critical distance between the workers a ring learns as fast as all-reduce.
 
-    python benchmarks/papers.py consensus
-
 Sixteen workers on a ring in one process, handwritten digits in unequal hands as in `quality/convergence.py`. Counted
 are the steps after which the workers' mean is right on 94 of 100 held-out digits.
 

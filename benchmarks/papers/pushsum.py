@@ -1,7 +1,5 @@
 """Push-sum with coded messages on a directed graph: the rate of exact messages, 1 / sqrt(n T).
 
-    python benchmarks/papers.py pushsum
-
 Least squares with other minima on every worker and noise in every gradient; the learning rate is sqrt(n / T) times a
 number. Reported is how the squared gradient at the workers' mean, its mean over T steps, falls with T and with n.
 
