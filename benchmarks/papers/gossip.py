@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
+from typing import Any
 
 from lightning_decentral.gossip.plan.forecast import GossipForecast
 from lightning_decentral.gossip.plan.topology.combined import AlternatingExponentialRing
@@ -162,7 +163,7 @@ def as_all_reduce() -> list[Compared]:
     return [("", theirs, of[0]) for of in rows for theirs in of[1:]]
 
 
-def calibrated(**changes: float) -> list[Calibrated]:
+def calibrated(**changes: Any) -> list[Calibrated]:
     return [fitted(replace(Calibrated(cluster), **changes)) for cluster in CLUSTERS]
 
 

@@ -1,7 +1,5 @@
 """Rounds to exact consensus on graphs that change: one peer a round, log2 n rounds.
 
-    python benchmarks/papers.py onepeer
-
 Source: Ying et al. 2110.13363 (one-peer exponential graphs), Takezawa et al. 2305.11420 (every n).
 """
 

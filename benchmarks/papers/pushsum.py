@@ -1,7 +1,5 @@
 """Push-sum with coded messages on a directed graph: the rate of exact messages, 1 / sqrt(n T).
 
-    python benchmarks/papers.py pushsum
-
 Least squares with other minima on every worker and noise in every gradient; the learning rate is sqrt(n / T) times a
 number. Reported is how the squared gradient at the workers' mean, its mean over T steps, falls with T and with n.
 
@@ -43,12 +41,15 @@ def squared_gradient(
 ) -> float:
     """Mean over the steps of the squared gradient at the mean of the workers, per dimension."""
     generator = torch.Generator().manual_seed(0)
-    draw = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
-    minima = SPREAD * draw(workers, DIMENSIONS)
+
+    def draw() -> Tensor:
+        return torch.randn((workers, DIMENSIONS), generator=generator)
+
+    minima = SPREAD * draw()
     minima -= minima.mean(0)
 
     def gradient(x: Tensor, step: int) -> Tensor:
-        found = x - minima + NOISE * draw(workers, DIMENSIONS)
+        found = x - minima + NOISE * draw()
         return update(found) if update else found
 
     begun = torch.full((workers, DIMENSIONS), FIRST)

@@ -8,7 +8,20 @@ import torch
 
 from lightning_decentral.gossip.plan.topology.topology import step_graph
 from pages import papers as page
-from papers import dtfm, gossip, karma, onepeer, pushsum, rannc, ravnest, seq1f1b, serverless, swarm, terapipe
+from papers import (
+    accumadam,
+    dtfm,
+    gossip,
+    karma,
+    onepeer,
+    pushsum,
+    rannc,
+    ravnest,
+    seq1f1b,
+    serverless,
+    swarm,
+    terapipe,
+)
 from papers.rows import computed
 from tests.docs.numbers import RESULTS
 
@@ -173,3 +186,29 @@ def test_serverless_the_direction_is_adams() -> None:
         sum_of_ours += ours(parameter.grad) / serverless.NOISE
         optimizer.step()
     assert torch.allclose(parameter.detach(), -sum_of_ours, atol=1e-5)
+
+
+def test_accumadam_a_rate_that_is_off_takes_most_of_all_reduces_lead() -> None:
+    found = numbers(committed("accumadam"), "further")
+    best = found["lead of all-reduce, each at its best rate"]
+    assert best == pytest.approx(
+        found["ring, Adam, rate 0.003: loss"] - found["all-reduce, Adam, rate 0.003: loss"], abs=2e-3
+    )
+    off = (found[f"lead of all-reduce at rate {rate} over the others at their best"] for rate in ("0.001", "0.009"))
+    assert all(0 < one < best / 4 for one in off)
+    measured = json.loads(accumadam.MEASURED.read_text())["losses"]
+    assert {name: len(losses) for name, losses in measured.items()} == dict.fromkeys(accumadam.METHODS, 3)
+
+
+def test_accumadam_counts_pairs() -> None:
+    scores = accumadam.THEIRS["BLEU En-De"]
+    assert accumadam.pairs_in_order({name: -score for name, score in scores.items()}, scores) == 6
+    assert accumadam.pairs_in_order(scores, scores) == 0
+
+
+def test_consensus_control_brings_a_ring_nearer_to_all_reduce_and_takes_rounds_for_it() -> None:
+    found = numbers(committed("consensus"), "further")
+    steps = [found[f"target {target}: steps over all-reduce's"] for target in (0.1, 0.05, 0.01)]
+    rounds = [found[f"target {target}: rounds a step"] for target in (0.1, 0.05, 0.01)]
+    assert found["ring without control: steps over all-reduce's"] > steps[0] >= steps[1] >= steps[2]
+    assert 1 < rounds[0] < rounds[1] < rounds[2]
