@@ -79,7 +79,7 @@ def jobs(load: float, several: bool = False) -> list[Running]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a schedule took: devices' time in use, until the last job's end, mean from arrival to end."""
+    """Outcome of a schedule: devices' time in use, until the last job's end, mean from arrival to end."""
 
     device_seconds: float
     makespan_seconds: float

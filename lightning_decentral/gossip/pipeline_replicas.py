@@ -68,8 +68,8 @@ class GossipReplicas(Replicas):
     def check(self, size: int, per_node: int) -> None:
         if isinstance(self.combine, ConsensusControl):
             raise ValueError(
-                f"{self.combine} counts rounds by a distance that each stage measures for itself, so the copies of a "
-                f"parameter on two stages would diverge: use a rule without a distance, such as {Gossip()}"
+                f"{self.combine} counts rounds by a distance that each stage measures for itself: copies of a "
+                f"parameter on two stages would diverge; use {Gossip()}"
             )
         topology = self.topology.placed(per_node)
         if len(topology.fragments) > 1:

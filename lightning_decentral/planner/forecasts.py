@@ -240,8 +240,8 @@ def encoding_of(codec: Codec, copies: float = 1, cliques: Cliques = Cliques.PEER
 
 
 def seconds_per_byte(codec: Codec) -> tuple[float, float]:
-    """(send, receive) as assumed of a codec; of one with other blocks those of its kind, of an unknown one the most of
-    any, so that none is free before it is measured."""
+    """Assumed (send, receive) seconds per byte of a codec. A codec with other blocks has those of its kind, an unknown
+    codec the largest of any, so that none is free before it is measured."""
     if isinstance(codec, Float32):  # of float32 parameters it is a copy, as messages are
         return 0.0, 0.0
     alike = (found for known, found in CODEC_SECONDS_PER_BYTE.items() if type(known) is type(codec))

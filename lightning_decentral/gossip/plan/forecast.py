@@ -75,8 +75,8 @@ def per_step(
 def sampled(
     compute: Floats, exchange: Sequence[Floats], plan: Sequence[Round], delay: int, work: Sequence[Floats]
 ) -> Floats:
-    """Mean seconds per step, as `per_step`, for a period longer than the counted steps: seconds of a step without
-    messages, plus what steps with messages add, scaled from the counted steps to the period:
+    """Mean seconds per step, as `per_step`, for a period longer than the counted steps. To the seconds of a step
+    without messages come those that messages add, scaled from the counted steps to the period:
 
     alone + (per_step - alone) counted steps * messages per period / (period * messages in the counted steps)
     """

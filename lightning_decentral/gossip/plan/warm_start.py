@@ -1,5 +1,7 @@
 """Forecast of a run with `exact_steps`: a share of its steps all-reduces the parameters, then the rule begins.
 
+A separate module, as it only combines two forecasts:
+
 seconds, bytes = share * those of an exact step + (1 - share) * those of the rule's step
 """
 

@@ -250,8 +250,7 @@ class Mixer:
         if state["elements"] != elements:
             raise ValueError(
                 f"the checkpoint's messages have buckets of {state['elements']} elements, this run has {elements}: "
-                "resume with the checkpoint's version, bucket_bytes and device, or delete its .workers folder to start "
-                "from the workers' mean"
+                "resume with its version, bucket_bytes and device, or delete its .workers folder to start from the mean"
             )
         self.exchange.coder.load_state_dict(state["exchange"])
         like = [bucket.flat for bucket in self.buckets]

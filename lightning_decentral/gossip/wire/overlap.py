@@ -23,9 +23,9 @@ Result = TypeVar("Result")
 
 
 def overlapped(exchange: Exchange[Any], device: torch.device, delay: int) -> Exchange[Any]:
-    """Overlap an exchange with training, where that helps: not at delay 0, where a round is mixed at once, nor for
-    unencoded messages on a GPU, which cost one kernel on any stream (it corrects x and copies the next message). Under
-    gloo the host waits for messages on a GPU, when they are mixed."""
+    """Overlap an exchange with training where that helps. It doesn't at delay 0, where a round is mixed at once, nor
+    for unencoded messages on a GPU, which cost one kernel on any stream (it corrects x and copies the next
+    message). Under gloo the host waits for messages on a GPU, when they are mixed."""
     if not delay:
         return exchange
     if device.type == "cpu":

@@ -154,8 +154,8 @@ class Combine(Rule):
 
     @property
     def recovery(self) -> Recovery:
-        """Default recovery: under a rule with a state no worker can be healed or leave, as a state that begins anew on
-        one worker may break a sum over all workers."""
+        """Default recovery: under a rule with a state no worker can be healed or leave. A state that begins anew on one
+        worker may break a sum over all workers."""
         try:
             kept = tuple(self.init(torch.zeros(1, dtype=torch.float32)))  # one element stands for all
         except (IndexError, RuntimeError, ValueError):  # a rule with a state that needs more than one element

@@ -1,5 +1,6 @@
-"""Codecs: message compression as a value, from a message to the tensors of a payload and back; those that send every
-element, as it is (`Plain`) or rounded to a smaller float type.
+"""Codecs: message compression as a value, from a message to the tensors of a payload and back.
+
+The codecs of this module send every element, as it is (`Plain`) or rounded to a smaller float type.
 
     payload = encode(message, estimate)        decoded = decode(payload, estimate)
 
