@@ -1,6 +1,8 @@
 """Forecast of a run with `exact_steps`: a share of its steps all-reduces the parameters, then the rule begins.
 
 seconds, bytes = share * those of an exact step + (1 - share) * those of the rule's step
+
+Short, as it wraps a `GossipForecast`, which knows nothing of it.
 """
 
 from dataclasses import dataclass
