@@ -81,7 +81,7 @@ LONG = {"all-reduce, AdamW": "ddp", "all-reduce, AccumAdamW": "ddp, AccumAdamW"}
 
 
 def pairs_in_order(losses: dict[str, float], scores: dict[str, float]) -> int:
-    """Of six pairs of methods, those of whom the one with the lower loss has the higher score."""
+    """Number of pairs of methods, of six, in which the lower loss has the higher score."""
     return sum((losses[a] < losses[b]) == (scores[a] > scores[b]) for a, b in combinations(METHODS, 2))
 
 

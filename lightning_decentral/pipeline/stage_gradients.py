@@ -6,7 +6,7 @@ In an evaluation every stage gets the model's output; before that, it gets the l
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_decentral.pipeline.compute.adapters import find
 from lightning_decentral.pipeline.compute.intercept import answering
-from lightning_decentral.pipeline.compute.model import Call, Pipelined
+from lightning_decentral.pipeline.compute.model import Call, Pipelined, Staged
 from lightning_decentral.pipeline.compute.stage import deliver
 from lightning_decentral.pipeline.logs import Logs
 from lightning_decentral.pipeline.plan.schedule import Action
@@ -34,14 +34,6 @@ if TYPE_CHECKING:
     import lightning_decentral.pipeline.strategy as strategy
 
 Gradients = list[Tensor | None]
-
-
-@runtime_checkable
-class Staged(Protocol):
-    """Interface of a LightningModule that itself defines how its model is cut into stages."""
-
-    def pipeline_stages(self) -> Pipelined:
-        """Return the model to cut, usually a `Chain`."""
 
 
 def pipelined(module: LightningModule, slicing: Slicing | None, device: torch.device) -> Pipelined:

@@ -203,7 +203,7 @@ def test_exact_steps_below_one_are_a_share_of_the_run_that_worker_0_has(asked: f
 def test_a_share_of_a_run_without_an_end_is_one_line(total: float) -> None:
     module = SimpleNamespace(trainer=SimpleNamespace(estimated_stepping_batches=total))
     with pytest.raises(
-        ValueError, match=r"exact_steps=0.1 is a share of the run, .* give steps, or max_steps"
+        ValueError, match=r"exact_steps=0.1 is a share .* give a number of steps, or set the Trainer.s max_steps"
     ) as error:
         exact_steps_of(0.1, module, float)
     assert "\n" not in str(error.value)

@@ -26,7 +26,16 @@ class Guest(NamedTuple):
 
 @dataclass(frozen=True)
 class LobbyState:
-    """The lobby's state, a value: its methods return the next state."""
+    """The lobby's state, a value: its methods return the next state. What it knows of a worker:
+
+    left         its last heartbeat announced that it leaves
+    lives        hasn't left, and wasn't silent for `dead_after` (for `ended`, where its connection has ended)
+    dead         left, or was silent for longer: while the lobby itself may be cut off, for `minority`
+    alive        members that live;  `stayed`: those that haven't left, silent ones, too
+    ready        guests that live, have the run's parameters and wait to be members
+    dismissed    was in a view before the one agreed on, and isn't in that
+    out          is dismissed or behind, or has parameters of another run
+    """
 
     bounds: Bounds
     times: Times

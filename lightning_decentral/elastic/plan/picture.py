@@ -1,4 +1,4 @@
-"""Picture of an elastic run: which members trained together in which rounds. Only reports draw it."""
+"""Picture of an elastic run: which members trained together in which rounds. Short; only reports draw it."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -4,6 +4,14 @@ member = Participant(elastic, timeout)
 value = member.healed()            a member's training state; None: the run begins with this worker's own
 member.begin(copy)                 call before each round: waits while no round may begin
 member.together(value, made)       one result for all members: `made` of their values
+
+Beginning a round goes through these, from the Trainer down, and waits in the last but one:
+
+    ElasticRun._begin      the run's calendar; the state that all members agree on
+    Participant.begin      this worker's devices together; rounds that it skipped because it was late
+    Endpoint.begin         a copy of this worker's state for newcomers; what is printed while it waits
+    LobbyClient.begin      wakes at each message of the lobby and of members
+    MemberState.waits      why no round may begin now, or empty: then `begins`
 """
 
 import time

@@ -1,7 +1,13 @@
 """The mixers of all optimizers, saved and restored together, and kept or made anew when optimizers are replaced.
 
-An optimizer has a mixer for each fragment of the model (mostly one); the first of them also has the mixers of optimizer
-states.
+Who holds which mixer:
+
+    Mixers
+      OptimizerMixer      for each optimizer, and each fragment of the model (mostly one)
+        Mixer             sends and mixes the buckets of its parameters
+        StateMixer        for each state of the optimizer that travels; the first fragment's has them all
+          Mixer           sends and mixes the buckets of the state
+      MixerFactory        makes all of these; knows which parameters are mixed (`making.Mixed`)
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -10,7 +10,7 @@ host remembers what each such mask became on the device: the tensor itself, and 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -154,3 +154,11 @@ def part_of(tensor: Tensor, parts: int, index: int) -> Tensor:  # (batch, ..)
 def hides_nothing(mask: Tensor) -> bool:  # (batch, length)
     """Return whether the host knows that the mask is all ones; no device is asked."""
     return mask in _full and _full[mask] == mask._version
+
+
+@runtime_checkable
+class Staged(Protocol):
+    """Interface of a LightningModule that itself defines how its model is cut into stages."""
+
+    def pipeline_stages(self) -> Pipelined:
+        """Return the model to cut, usually a `Chain`."""

@@ -1,7 +1,11 @@
 """One worker's part of a strategy: its interface, its place, and averaged gradients, by the strategies' own averages.
 
-Of gradients that are averaged, as `ddp` and `compressed` have them, worker 0 takes what all give, and the others its
-mean. Codes are made and reduced where they are asked for, and not while backward runs: their messages take no time.
+    in a run                          in a rehearsal
+    a process, with its own rank      a thread, whose rank is set with its turn (`turns`)
+    torch.distributed                 `shared.wire.in_process`
+    an all-reduce of gradients        worker 0 takes what all give, and the others its mean
+
+Codes are made and reduced where they are asked for, and not while backward runs: their messages take no time.
 """
 
 from collections.abc import Callable

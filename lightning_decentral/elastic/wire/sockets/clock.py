@@ -1,6 +1,6 @@
 """Clock for an elastic run's timeouts that counts the time of a suspended host; Linux's monotonic clock doesn't.
 
-It is a separate module, as it alone asks the operating system: a suspended worker must find out that it was suspended.
+Short, as it is one rule: a worker that was suspended must find out that it was.
 """
 
 import time

@@ -2,8 +2,14 @@
 
     debt of a tensor = (1/n) sum_i e_i + f      e_i: of worker i's messages; f: of its owner's means
 
-It changes by what the workers gave less what all of them took. Where nobody takes a mean (no worker uses the tensor,
-the update is skipped), it is put back; where tensors travel in other company, it goes with them.
+It changes by what the workers gave less what all of them took.
+
+    a mean (`add`)                            e <- e + flat; where updates may be skipped, both are kept as they were
+    no worker uses the tensor (`put_back`)    f <- f + the mean that nobody takes
+    the update is skipped (`updated`)         both <- as they were, of its tensors
+    a scaler's factor has changed (`settle`)  the same where it fell, one step later; then both at the new scale
+    tensors in other flat ones (`lay`)        e + n f goes with each tensor, until `at` finds it a place
+    saved before the update (`state_dict`)    in the file as if it were skipped
 
 A loss scaler or a check for NaN skips updates, and gradients come at another scale after them. What was rounded away
 is kept as it was before an update that isn't taken, and in the units of the gradients to come. A scaler's factor falls
@@ -33,7 +39,7 @@ class Residual:
     own: Tensor  # e_i, (elements,)
     owned: Tensor  # f, (elements of the own part,)
     rounds: int = 0  # means taken: no noise is drawn twice
-    before: list[Tensor] = field(default_factory=list)  # both at the last update; empty where none is ever skipped
+    before: list[Tensor] = field(default_factory=list)  # [own, owned] at the last update; [] where none is skipped
     taken: bool = True  # whether an update has followed the last mean
 
     def add(self, flat: Tensor) -> Tensor:
