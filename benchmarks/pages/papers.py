@@ -20,7 +20,7 @@ ASSUMED = ROOT / "benchmarks" / "papers.md"
 BEGIN, END = "<!-- papers: begin -->", "<!-- papers: end -->"
 HEADS = ("paper", "headline", "theirs, ours (ratio)", "how, command")
 WIDTH = 118  # columns, of 120
-SHOWN = 3
+SHOWN = 2
 """Numbers of a row on the page, the first of its JSON; that has all."""
 
 
@@ -50,7 +50,9 @@ def _spread(rows: list[Any]) -> str:
 
 
 def contradictions() -> str:
-    lines = [f"**{found['title']}.** {found['contradicts']}" for found in results() if found["contradicts"]]
+    """Return the first sentence of each; `notes` has all."""
+    found = [(one["title"], re.split(r"(?<=[a-z%)])[.] ", one["contradicts"])[0].rstrip(".")) for one in results()]
+    lines = [f"**{title}.** {first}." for title, first in found if first]
     return "\n".join(f"- {wrapped(line)}" for line in lines)
 
 
@@ -59,6 +61,7 @@ def notes() -> str:
     blocks = []
     for found in results():
         lines = [*found["assumptions"], f"**Not compared.** {found['cannot_compare']}"]
+        lines += [f"**Contradicts.** {found['contradicts']}"] if found["contradicts"] else []
         blocks.append("\n".join([f"## {found['title']}", "", *(f"- {wrapped(line)}" for line in lines)]))
     return "# Against the papers: what each row assumes\n\n" + "\n\n".join(blocks) + "\n"
 
