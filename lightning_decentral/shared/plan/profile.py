@@ -97,7 +97,7 @@ class RoundWork:
 
 @dataclass(frozen=True)
 class Model:
-    """The blocks from the inputs to the loss, on one device.
+    """Profiled model on one device: its blocks from the inputs to the loss.
 
     Args:
         name: name of the profiled model for people: the overrides on the command line.

@@ -40,7 +40,7 @@ LONG_SECONDS = 30.0  # a wait that is worth a warning
 
 @dataclass(frozen=True)
 class Wait:
-    """What one worker waits in right now."""
+    """Describes the call or round in which one worker waits right now."""
 
     calls: int
     calling: bool
