@@ -1,7 +1,8 @@
 """Parts that the methods share: strategy base, checkpoints, the mean model, refusals, loggers; and lazy exports.
 
-A wrong error at set-up comes from `refusals` (every method), `wire.meeting.comparison` (workers that differ),
-`plan.kinds` (options), or the `refusals` or `checks` of a method. `docs/how-it-works.md` has the order of these checks.
+A wrong error at set-up: `setup_and_step` has the order (`WorkersStrategy.setup_distributed`, `setup`). It asks
+`refusals` (every method), `wire.meeting.comparison` (workers that differ), `plan.kinds` (options), then the `refusals`
+or `checks` of a method. `docs/how-it-works.md` has the table.
 
 Subfolders: `plan` (timeline, forecasts), `compute` (buckets, devices), `wire` (transport, agreement, averages). Public:
 all names below. `lazy_exports` reads from the `if TYPE_CHECKING:` block of an `__init__.py` where each name lives, and
@@ -74,7 +75,7 @@ MOVED = {
     "gossip.wire.island": "gossip.island",
     "partial.plan.depth_order": "partial.plan.depth",
     "pipeline.compute.activation_codec": "pipeline.wire.executor",
-    "shared.compute.codec.difference": "shared.compute.codec.deterministic",
+    "shared.compute.codec.difference": "shared.compute.codec.topk",
     "shared.compute.codec.packed": "shared.compute.codec.quantize",
 }
 """{module of version 0.2.0: module that has its public classes now}, so that pickles of 0.2.0 load."""

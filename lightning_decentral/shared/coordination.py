@@ -28,7 +28,7 @@ from lightning_decentral.shared.wire.pending import raise_lost
 from lightning_decentral.shared.wire.transport import Wire, abort_nccl
 
 if TYPE_CHECKING:
-    import lightning_decentral.shared.workers as strategies
+    import lightning_decentral.shared.setup_and_step as strategies
 
 Result = TypeVar("Result")
 

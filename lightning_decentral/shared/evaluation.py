@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lightning_decentral.shared.wire.mean import MeanModel, Swap, of_mean
 
 if TYPE_CHECKING:
-    import lightning_decentral.shared.workers as strategies
+    import lightning_decentral.shared.setup_and_step as strategies
 
 
 def callbacks_of(trainer: Trainer) -> list[Callback]:

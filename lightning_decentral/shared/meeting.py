@@ -28,7 +28,7 @@ from lightning_decentral.shared.wire.transport import STORES, Wire, abort_nccl, 
 
 if TYPE_CHECKING:
     import lightning_decentral.shared.fabric.strategy as fabric
-    import lightning_decentral.shared.workers as strategies
+    import lightning_decentral.shared.setup_and_step as strategies
 
 GOODBYE_SECONDS = 10.0  # Time that worker 0, and the store with it, stays for the others to end, too.
 
@@ -170,10 +170,10 @@ class WorkerGroup:
                 self.coordination = WatchedDevice(queued, self._heartbeat, seconds)
         return self._strategy.wire
 
-    def leave_groups(self, alone: bool) -> None:
+    def leave_groups(self, cut_off: bool) -> None:
         """Close the process groups; after an exception, without waiting for messages that may be in flight."""
         if self._strategy.wire is not None:
-            (self._strategy.wire.abandon if alone else self._strategy.wire.close)()
+            (self._strategy.wire.abandon if cut_off else self._strategy.wire.close)()
         self._strategy.wire = None
 
     @contextmanager
@@ -183,7 +183,7 @@ class WorkerGroup:
         yield
         self._saving = False  # after an error it stays: that is where this worker ends
         if between:  # two fits, or after the last: groups made for this checkpoint alone
-            self.leave_groups(self.alone)
+            self.leave_groups(self.cut_off)
 
     # ---- a fit: what waits is counted and named, all stop together --------------------------------------------------
 
@@ -209,7 +209,7 @@ class WorkerGroup:
         return Layouts(self._board, self._heartbeat, peers, name, layout, self.timeout, lambda: self.coordination.rests)
 
     @property
-    def alone(self) -> bool:
+    def cut_off(self) -> bool:
         """Return whether an exception has cut this worker off the others, so that it may call nothing collective."""
         trainer = self._trainer
         return trainer is not None and trainer.interrupted and not self.coordination.agreed and connected()
@@ -222,12 +222,12 @@ class WorkerGroup:
         if self._heartbeat is not None and not self.coordination.agreed:
             self._heartbeat.leave(error)
 
-    def close(self, alone: bool) -> None:
+    def close(self, cut_off: bool) -> None:
         """Disconnect this worker; unless an exception has cut it off, worker 0 first waits for the others."""
         self.coordination.close()
         if self._heartbeat is not None and self._board is not None:
             self._heartbeat.close()
-            if not alone:
+            if not cut_off:
                 rank, keys = self._board.rank, [f"gone/{other}" for other in range(self._board.size)]
                 with suppress(RuntimeError):  # the store is gone, as is whom there would be to wait for
                     self._store.set(keys[rank], "yes")

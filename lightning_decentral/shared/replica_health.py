@@ -29,7 +29,7 @@ from lightning_decentral.shared.wire.transport import everyone
 
 if TYPE_CHECKING:
     import lightning_decentral.shared.fabric.strategy as fabric
-    import lightning_decentral.shared.workers as strategies
+    import lightning_decentral.shared.setup_and_step as strategies
 
 WHY = {
     "parameters": "They should be equal bit for bit. Different hardware rounds differently; on equal hardware look for "
@@ -129,7 +129,7 @@ class ReplicaHealth:
         Raises:
             RuntimeError: the calls differ; on all workers.
         """
-        if self._strategy.wire is not None and not self._strategy.alone:
+        if self._strategy.wire is not None and not self._strategy.cut_off:
             self._strategy.meet(lambda: check_same_call(everyone(), f"the end of the {what}"))
 
     def check_equal(self) -> None:
@@ -143,7 +143,7 @@ class ReplicaHealth:
             FloatingPointError: a parameter differs by over `TOLERANCE`, by worker and values; on all workers.
             RuntimeError: a worker has tensors that others don't have, or another learning rate; on all workers.
         """
-        if self._strategy.wire is None or self._strategy.alone or not self._strategy.rounds():
+        if self._strategy.wire is None or self._strategy.cut_off or not self._strategy.rounds():
             return
         of_group = self._together()
         if of_group is None:

@@ -29,7 +29,7 @@ from lightning_decentral.shared.wire.meeting.comparison import check_same_settin
 from lightning_decentral.shared.wire.transport import connected, everyone
 
 if TYPE_CHECKING:
-    import lightning_decentral.shared.workers as strategies
+    import lightning_decentral.shared.setup_and_step as strategies
 
 OF_ONE_WORKER = (
     *("logger", "callbacks", "default_root_dir", "enable_progress_bar", "enable_model_summary", "log_every_n_steps"),

@@ -48,7 +48,7 @@ class FabricWorkers(DDPStrategy):
     wire: Wire | None = None  # groups that every method needs; None before `launch`, and for a single worker
     root_device = property(own_device)
     gradient_check, followed = Unchecked(), Unfollowed()
-    alone, heals, devices_per_worker = False, 0, 1
+    cut_off, heals, devices_per_worker = False, 0, 1
     introduction: Callable[[], Sequence[str]]  # lines at the first step: what, with whom, bytes, what is evaluated
     own: ClassVar[Sequence[str]] = ()  # what may differ between workers
     drifts: ClassVar[bool]  # whether workers may differ between steps

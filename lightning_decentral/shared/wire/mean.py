@@ -1,4 +1,7 @@
-"""The mean model: exact mean over workers by all-reduce, swapped into the model for a while or taken for good."""
+"""The mean model: exact mean over workers by all-reduce, swapped into the model for a while or taken for good.
+
+When it is shown: `shared.evaluation`. What a checkpoint saves of it, and who resumes from it: `shared.checkpoint`.
+"""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager

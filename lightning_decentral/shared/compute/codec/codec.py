@@ -1,4 +1,5 @@
-"""Codecs: message compression as a value, from a message to the tensors of a payload and back.
+"""Codecs: message compression as a value, from a message to the tensors of a payload and back; those that send every
+element, as it is (`Plain`) or rounded to a smaller float type.
 
     payload = encode(message, estimate)        decoded = decode(payload, estimate)
 
@@ -6,12 +7,14 @@ The sender decodes its own payload, too. The decoded message `sent` is thus equa
 correction x_i += rate * (mixed_i - sent_i) takes from one worker what it gives to another. With W doubly stochastic
 the mean of the workers is thus kept to rounding under every codec, however coarse.
 
-To add a codec, subclass `Codec` with `parts`, `encode` and `decode` (copy `Int8` in `quantize`), add a line to each
-`__init__.py` that exports codecs, and `conf/strategy/codec/NAME.yaml`: links, error feedback and tests then use it.
+To add a codec, subclass `Codec` with `parts`, `encode` and `decode` (copy `Int8` in `quantize`), add a line to
+`codec/__init__` and `gossip/__init__`, and `conf/strategy/codec/NAME.yaml`: links, error feedback, averages and tests
+then use it. Forecasts take it to be as slow as the slowest codec until it is measured: `gossip.round_cost.CODECS`.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -91,3 +94,59 @@ class Codec(ABC):
         if not dtype.is_floating_point:
             raise ValueError(f"{type(self).__name__} encodes real floating-point numbers, got {dtype}: use Plain()")
         return self.parts(length, dtype)
+
+
+class _Copied(Codec):
+    """Copies the message to a payload of some type."""
+
+    def encode(self, message: Tensor, payload: Payload, frame: Frame) -> None:
+        payload[0].copy_(message)
+
+    def decode(self, payload: Payload, out: Tensor, frame: Frame) -> None:
+        out.copy_(payload[0])
+
+
+@dataclass(frozen=True)
+class Plain(_Copied):
+    """decoded = message, of any type: nothing is encoded or copied. Bytes: n * itemsize."""
+
+    encodes = False
+
+    def parts(self, length: int, dtype: torch.dtype) -> tuple[PayloadPart, ...]:
+        return (PayloadPart(length, dtype),)
+
+    # Integers and complex numbers travel, too.
+    checked_parts = parts
+
+
+class _Cast(_Copied):
+    """decoded = round(message) to the nearest value of a smaller type; a message of a type as small is unchanged."""
+
+    narrow: ClassVar[torch.dtype]
+
+    def parts(self, length: int, dtype: torch.dtype) -> tuple[PayloadPart, ...]:
+        return (PayloadPart(length, self.narrow if self.narrow.itemsize < dtype.itemsize else dtype),)
+
+
+@dataclass(frozen=True)
+class Float32(_Cast):
+    """decoded = float32(message). Bytes: 4 n; messages of 4 bytes an element or fewer are sent as they are."""
+
+    narrow = torch.float32
+
+
+@dataclass(frozen=True)
+class BFloat16(_Cast):
+    """decoded = bfloat16(message), |error| <= 2^-9 |message|. Bytes: 2 n. The range is float32's."""
+
+    narrow = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Float16(_Cast):
+    """decoded = float16(message), |error| <= 2^-12 |message| from 6e-5 up. Bytes: 2 n.
+
+    A number over 65504 becomes infinity: receivers refuse the message, and the sender raises an error.
+    """
+
+    narrow = torch.float16

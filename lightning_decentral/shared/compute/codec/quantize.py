@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.shared.compute.codec.blocks import check_block, dither, divisor, piece_length, pieces, scratch
+from lightning_decentral.shared.compute.codec.codec import BFloat16 as BFloat16  # as pickles of 0.2.0 name them
 from lightning_decentral.shared.compute.codec.codec import Codec, Frame, Payload, PayloadPart
-from lightning_decentral.shared.compute.codec.deterministic import BFloat16 as BFloat16  # as pickles of 0.2.0 name them
-from lightning_decentral.shared.compute.codec.deterministic import Float16 as Float16
-from lightning_decentral.shared.compute.codec.deterministic import Float32 as Float32
-from lightning_decentral.shared.compute.codec.deterministic import Plain as Plain
+from lightning_decentral.shared.compute.codec.codec import Float16 as Float16
+from lightning_decentral.shared.compute.codec.codec import Float32 as Float32
+from lightning_decentral.shared.compute.codec.codec import Plain as Plain
 from lightning_decentral.shared.compute.fused import operator
 from lightning_decentral.shared.plan.arguments import checked
 

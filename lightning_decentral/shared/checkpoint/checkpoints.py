@@ -1,4 +1,4 @@
-"""Base class of saving and resuming under all methods; `replica` has the one for workers with whole models.
+"""Base class of saving and resuming under all methods; `resuming_replicas` has the one for workers with whole models.
 
 The mean model is saved to one plain file, each worker's own state next to it.
 

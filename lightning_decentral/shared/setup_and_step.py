@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_decentral.shared.checkpoint import runs
+from lightning_decentral.shared.checkpoint.checkpoints import Checkpoints, launched_by
 from lightning_decentral.shared.checkpoint.reading import of_this_model
-from lightning_decentral.shared.checkpoint.worker import Checkpoints, launched_by
 from lightning_decentral.shared.coordination import Result
 from lightning_decentral.shared.evaluation import Evaluation
 from lightning_decentral.shared.introduction import introduce
@@ -56,7 +56,7 @@ class WorkersStrategy(DDPStrategy):
 
     checkpoints: Checkpoints  # how this method saves and resumes; the constructor of a subclass sets it
     wire: Wire | None = None  # the groups that every method needs; None before set-up, and for a single worker
-    root_device, alone = property(own_device), property(attrgetter("_group.alone"))
+    root_device, cut_off = property(own_device), property(attrgetter("_group.cut_off"))
     __repr__ = named
     gradient_check = Unchecked()
     followed: Follows = Unfollowed()
@@ -197,7 +197,7 @@ class WorkersStrategy(DDPStrategy):
         return self._group.coordination.meet(call)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        if not self.alone:
+        if not self.cut_off:
             self.meet(partial(super().barrier, *args, **kwargs))
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -283,10 +283,10 @@ class WorkersStrategy(DDPStrategy):
         self._group.leave(exception)
 
     def teardown(self) -> None:
-        alone = self.alone
+        cut_off = self.cut_off
         self._group.coordination.close()
         self.evaluation.close()
         self.release()
-        self._group.leave_groups(alone)
+        self._group.leave_groups(cut_off)
         super().teardown()
-        self._group.close(alone)
+        self._group.close(cut_off)

@@ -1,10 +1,8 @@
-"""Codecs without random rounding: messages as they are, smaller float types, the largest elements (sparsification),
-and difference compression (CHOCO: error feedback by estimates)."""
+"""Sparsification (`TopK`: the largest elements) and difference compression (CHOCO: error feedback by estimates)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,62 +10,6 @@ from torch import Tensor
 from lightning_decentral.shared.compute.codec.blocks import LARGEST_BLOCK, check_block, pieces
 from lightning_decentral.shared.compute.codec.codec import Codec, Frame, Payload, PayloadPart
 from lightning_decentral.shared.plan.arguments import checked
-
-
-class _Copied(Codec):
-    """Copies the message to a payload of some type."""
-
-    def encode(self, message: Tensor, payload: Payload, frame: Frame) -> None:
-        payload[0].copy_(message)
-
-    def decode(self, payload: Payload, out: Tensor, frame: Frame) -> None:
-        out.copy_(payload[0])
-
-
-@dataclass(frozen=True)
-class Plain(_Copied):
-    """decoded = message, of any type: nothing is encoded or copied. Bytes: n * itemsize."""
-
-    encodes = False
-
-    def parts(self, length: int, dtype: torch.dtype) -> tuple[PayloadPart, ...]:
-        return (PayloadPart(length, dtype),)
-
-    # Integers and complex numbers travel, too.
-    checked_parts = parts
-
-
-class _Cast(_Copied):
-    """decoded = round(message) to the nearest value of a smaller type; a message of a type as small is unchanged."""
-
-    narrow: ClassVar[torch.dtype]
-
-    def parts(self, length: int, dtype: torch.dtype) -> tuple[PayloadPart, ...]:
-        return (PayloadPart(length, self.narrow if self.narrow.itemsize < dtype.itemsize else dtype),)
-
-
-@dataclass(frozen=True)
-class Float32(_Cast):
-    """decoded = float32(message). Bytes: 4 n; messages of 4 bytes an element or fewer are sent as they are."""
-
-    narrow = torch.float32
-
-
-@dataclass(frozen=True)
-class BFloat16(_Cast):
-    """decoded = bfloat16(message), |error| <= 2^-9 |message|. Bytes: 2 n. The range is float32's."""
-
-    narrow = torch.bfloat16
-
-
-@dataclass(frozen=True)
-class Float16(_Cast):
-    """decoded = float16(message), |error| <= 2^-12 |message| from 6e-5 up. Bytes: 2 n.
-
-    A number over 65504 becomes infinity: receivers refuse the message, and the sender raises an error.
-    """
-
-    narrow = torch.float16
 
 
 @checked

@@ -8,8 +8,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_decentral.shared.checkpoint.checkpoints import OF_MODELS, Checkpoints, Progress
 from lightning_decentral.shared.checkpoint.saving import CheckpointedStrategy
-from lightning_decentral.shared.checkpoint.worker import OF_MODELS, Checkpoints, Progress
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.worker_state import KEY
 from lightning_decentral.shared.wire.mean import MeanModel
@@ -74,10 +74,10 @@ class ReplicaCheckpoints(Checkpoints):
         return self._restored is not None
 
     def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any) -> None:
-        if self._worker.alone and self.held.spread:
+        if self._worker.cut_off and self.held.spread:
             self._saving.leave_out(filepath, "the devices of a worker")
             return
-        if self._worker.alone or not (connected() or self._full(checkpoint)):
+        if self._worker.cut_off or not (connected() or self._full(checkpoint)):
             self._saving.write_alone(self.held.whole(checkpoint), filepath, storage_options)
             return
         path, identity = self._saving.agree(filepath, storage_options)

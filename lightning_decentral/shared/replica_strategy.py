@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_decentral.shared.checkpoint.reading import refuse_other_number
-from lightning_decentral.shared.checkpoint.replica import ReplicaCheckpoints, WholeModel
+from lightning_decentral.shared.checkpoint.resuming_replicas import ReplicaCheckpoints, WholeModel
 from lightning_decentral.shared.compute.device import DeviceSteps
 from lightning_decentral.shared.compute.layout import ModelLayout, lay_states
 from lightning_decentral.shared.evaluation import PrunedTogether, callbacks_of
+from lightning_decentral.shared.setup_and_step import WorkersStrategy
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
 from lightning_decentral.shared.wire.fsdp import is_sharded, refuse_sharded
 from lightning_decentral.shared.wire.mean import mean, of_mean
 from lightning_decentral.shared.wire.transport import Transport
-from lightning_decentral.shared.workers import WorkersStrategy
 
 Call = Callable[[], Any]
 Evaluate = Literal["mean", "own"]
