@@ -241,7 +241,7 @@ class ShardedForecast(Synchronous):
         return tuple(price(name, reach, workers, 1, per_node) for name in ("all_gather", "reduce_scatter"))
 
     def card_bytes(self, setting: Setting) -> float:
-        """Return 3 (n - 1) / n of the parameters' bytes: gathered twice, scattered once. Whole matrices add the bytes that a
+        """Return 3 (n - 1) / n of the parameters' bytes: gathered twice, scattered once. Whole matrices add what a
         node sends to owners on other nodes and gets back; 0 on one node."""
         n, nodes = setting.cluster.workers, setting.cluster.nodes
         there = setting.model.whole_bytes / nodes * (nodes - 1) / nodes

@@ -1,4 +1,4 @@
-"""Codecs: message compression as a value, from a message to the tensors of a payload and back; those that send every
+"""Codecs: message compression as a value, from a message to the tensors of a payload and back. Those here send every
 element, as it is (`Plain`) or rounded to a smaller float type.
 
     payload = encode(message, estimate)        decoded = decode(payload, estimate)
