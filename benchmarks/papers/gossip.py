@@ -140,7 +140,7 @@ def held_out(models: Sequence[Calibrated]) -> list[Compared]:
 
 
 def orders(models: Sequence[Calibrated]) -> int:
-    """Number of settings in which the alternating ring is no slower than the exponential graph, nor that than all-reduce."""
+    """Number of settings with AER no slower than the exponential graph, and the graph no slower than all-reduce."""
     rows = [model.predicted(workers) for model in models for workers in model.cluster.table]
     return sum(ring <= peer * (1 + 1e-6) and peer <= reduced * (1 + 1e-6) for reduced, _, peer, ring in rows)
 

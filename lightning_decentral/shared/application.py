@@ -1,6 +1,6 @@
 """Hydra application that commands and sweeps train: its configuration and its functions, passed as one value.
 
-This module stands alone because sweeps and commands both take the value, and neither may import the recipes.
+This short module stands alone because sweeps and commands both take the value, and neither may import the recipes.
 """
 
 from __future__ import annotations

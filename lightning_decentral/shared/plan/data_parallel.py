@@ -38,7 +38,7 @@ class BackwardPiece:
 
 
 def pieces(blocks: Sequence[BlockCost], bucket_bytes: int = BUCKET_BYTES) -> Iterator[BackwardPiece]:
-    """The backward from the last block on, cut wherever a bucket is full; a block's gradients come evenly."""
+    """Yield pieces of the backward pass from the last block on, cut where a bucket is full; gradients come evenly."""
     # As in torch the first bucket is small, so that the network has something to do early.
     bucket, room = 0, float(min(FIRST_BUCKET_BYTES, bucket_bytes))
     for block in reversed(blocks):
@@ -54,7 +54,7 @@ def pieces(blocks: Sequence[BlockCost], bucket_bytes: int = BUCKET_BYTES) -> Ite
 
 
 Travel = Callable[[int, float, str], list[list[Task[str]]]]
-"""The tasks of a bucket, in phases: its number, its bytes, and the task that completes its gradients."""
+"""Function (bucket's number, its bytes, task that completes its gradients) -> tasks that send the bucket, in phases."""
 
 
 def step(
@@ -64,7 +64,7 @@ def step(
     bucket_bytes: int = BUCKET_BYTES,
     sent: float = 1.0,
 ) -> list[Task[str]]:
-    """`step_by` with one all-reduce for each bucket."""
+    """Return the tasks of a step with one all-reduce for each bucket, as `step_by`."""
 
     def travel(number: int, size: float, last: str) -> list[list[Task[str]]]:
         return [[Task(f"all-reduce {number}", "network", all_reduce.seconds(sent * size), (last,))]]
@@ -73,7 +73,7 @@ def step(
 
 
 def step_by(blocks: Sequence[BlockCost], travel: Travel, factor: float, bucket_bytes: int) -> list[Task[str]]:
-    """The tasks of the slowest worker, whose computation takes `factor` times as long, and of its network."""
+    """Return the tasks of the slowest worker, whose computation takes `factor` times as long, and of its network."""
     tasks = [Task(f"forward {b.name}", "compute", factor * b.forward_seconds) for b in blocks]
     filled: dict[int, tuple[str, float]] = {}
     for number, piece in enumerate(pieces(blocks, bucket_bytes)):
@@ -92,15 +92,15 @@ def step_by(blocks: Sequence[BlockCost], travel: Travel, factor: float, bucket_b
 
 
 def behind(tasks: Sequence[Task[str]], sent: dict[str, list[list[Task[str]]]], lag: int) -> list[Task[str]]:
-    """The tasks, and each bucket's first phase behind what completes it, the next phases `lag` buckets later each.
+    """Insert each bucket's first phase behind the task that completes it, each next phase `lag` buckets later.
 
-    Threads take a phase up when its messages have come: an order that is fixed only comes near that.
+    Threads begin a phase when its messages have arrived; a fixed order only approximates that.
     """
     buckets, most = list(sent.values()), max(map(len, sent.values()), default=0)
 
     def due(at: int) -> list[Task[str]]:
         places = [(phase, at - phase * lag) for phase in range(most)]
-        return [task for phase, of in places if 0 <= of < len(buckets) for task in buckets[of][phase]]
+        return [task for phase, number in places if 0 <= number < len(buckets) for task in buckets[number][phase]]
 
     order, complete = [], 0
     for task in tasks:
@@ -113,10 +113,10 @@ def behind(tasks: Sequence[Task[str]], sent: dict[str, list[list[Task[str]]]], l
 
 @dataclass(frozen=True)
 class DataParallel(Synchronous):
-    """Every step as long as the slowest worker's, with what of the all-reduce the backward doesn't hide.
+    """Forecast of ddp: a step of the slowest worker, with the part of the all-reduce after the backward pass.
 
     Args:
-        bucket_bytes: of gradients that travel together.
+        bucket_bytes: bytes of the gradients in one message.
         sent: bytes of a message for each byte of gradients: 0.5 with a hook that sends half precision.
     """
 
@@ -130,7 +130,7 @@ class DataParallel(Synchronous):
         )
 
     def card_bytes(self, setting: Setting) -> float:
-        """2 (n - 1) / n of the parameters' bytes, as they are sent; nothing on one node."""
+        """Return 2 (n - 1) / n of the parameters' bytes, as they are sent; 0 on one node."""
         n = setting.cluster.workers
         return 2 * (n - 1) / n * self.sent * setting.model.parameter_bytes if setting.cluster.nodes > 1 else 0.0
 
@@ -143,7 +143,7 @@ class DataParallel(Synchronous):
 
 @dataclass(frozen=True)
 class Accumulated(Method):
-    """A method whose gradients are averaged, and parameters updated, once in several batches.
+    """Forecast with gradient accumulation: gradients are averaged, and parameters updated, every few batches.
 
     seconds of a batch = ((batches - 1) (forward + backward) + seconds of a step) / batches
     """
@@ -174,11 +174,11 @@ class Accumulated(Method):
 def sharded_step(
     blocks: Sequence[BlockCost], gather: Price, scatter: Price, shards: int, factor: float = 1.0, whole: float = 0.0
 ) -> list[Task[str]]:
-    """The tasks of the slowest worker, whose computation takes `factor` times as long, and of its network. It updates
-    1 / shards of the parameters, matrices that are put together shared out evenly.
+    """Return the tasks of the slowest worker, whose computation takes `factor` times as long, and of its network, under
+    FSDP. It updates 1 / shards of the parameters; whole matrices are shared out evenly.
 
     Args:
-        whole: seconds of the way to a matrix's owner, and of the way back (`whole_matrices`).
+        whole: seconds to send shards to their matrices' owners, and as many to send them back (`whole_matrices`).
     """
     tasks: list[Task[str]] = []
     for at, block in enumerate(blocks):
@@ -214,8 +214,8 @@ def sharded_step(
 
 
 def whole_matrices(setting: Setting, shards: int) -> float:
-    """Seconds of one way of what `Model.whole_bytes` puts together: a device sends (L - 1) / L of its part and gets as
-    much, all devices of a node at once."""
+    """Return the seconds to gather `Model.whole_bytes` at the matrices' owners: a device sends (L - 1) / L of its part
+    and receives as much, all devices of a node at once."""
     cluster, part = setting.cluster, setting.model.whole_bytes / shards
     flows = min(shards, cluster.per_node)
     price = setting.network.price("exchange", cluster.reach(shards), shards, flows, flows)
@@ -223,7 +223,7 @@ def whole_matrices(setting: Setting, shards: int) -> float:
 
 
 def sharded_bytes(model: Model, shards: int) -> float:
-    """1 / shards of parameters, gradients and state; the two largest neighbours whole; saved activations."""
+    """Return the bytes of a device: 1 / shards of parameters, gradients, state; two whole blocks; saved activations."""
     sizes = [block.parameter_bytes for block in model.blocks]
     whole = max(a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True))
     passing = passing_bytes(model)
@@ -232,7 +232,7 @@ def sharded_bytes(model: Model, shards: int) -> float:
 
 @dataclass(frozen=True)
 class ShardedForecast(Synchronous):
-    """Parameters, gradients and optimizer state are spread over all workers; all wait for the slowest."""
+    """Forecast of FSDP: parameters, gradients and optimizer state are sharded; all workers wait for the slowest."""
 
     def prices(self, setting: Setting) -> tuple[Price, ...]:
         workers, per_node = setting.cluster.workers, setting.cluster.per_node
@@ -241,8 +241,8 @@ class ShardedForecast(Synchronous):
         return tuple(price(name, reach, workers, 1, per_node) for name in ("all_gather", "reduce_scatter"))
 
     def card_bytes(self, setting: Setting) -> float:
-        """3 (n - 1) / n of the parameters' bytes: gathered twice, scattered once. And of the matrices that an update
-        needs whole what a node has to send to owners on others, there and back; nothing on one node."""
+        """Return 3 (n - 1) / n of the parameters' bytes: gathered twice, scattered once. Whole matrices add what a
+        node sends to owners on other nodes and gets back; 0 on one node."""
         n, nodes = setting.cluster.workers, setting.cluster.nodes
         there = setting.model.whole_bytes / nodes * (nodes - 1) / nodes
         return 3 * (n - 1) / n * setting.model.parameter_bytes + 2 * there if nodes > 1 else 0.0

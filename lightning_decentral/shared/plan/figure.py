@@ -1,4 +1,4 @@
-"""Figures: the loss curve at a run's end, and the style of all others. Needs matplotlib (extra `plot`)."""
+"""Draws figures: the loss curves of a run, comparisons of runs; style of all figures. Needs the extra `plot`."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,30 +16,30 @@ Curve = tuple[list[float], list[float]]
 
 
 def curve(rows: Rows, key: str) -> Curve:
-    """Steps and values where the key was logged."""
+    """Return the steps at which the key was logged, and its values."""
     points = [(row["step"], row[key]) for row in rows if key in row]
     return [step for step, _ in points], [value for _, value in points]
 
 
 def first_curve(rows: Rows, keys: Sequence[str]) -> Curve:
-    """Curve of the first key that was logged; otherwise empty."""
+    """Return the curve of the first key that was logged; an empty curve if none was."""
     return next((curve(rows, key) for key in keys if any(key in row for row in rows)), ([], []))
 
 
 def worker_keys(rows: Rows) -> list[str]:
-    """worker/0/loss, worker/1/loss, ... as far as they were logged."""
+    """Return those of the keys worker/0/loss, worker/1/loss, ... that were logged."""
     found = {key for row in rows for key in row if key.startswith("worker/") and key.endswith("/loss")}
     return sorted(found, key=lambda key: int(key.split("/")[1]))
 
 
 def mean_curve(rows: Rows, keys: Sequence[str]) -> Curve:
-    """The mean over the keys, at the steps where all were logged."""
+    """Return the mean over the keys, at the steps where all were logged."""
     whole = [row for row in rows if all(key in row for key in keys)]
     return [row["step"] for row in whole], [sum(row[key] for key in keys) / len(keys) for row in whole]
 
 
 def draw(rows: Rows, path: Path) -> None:
-    """Two panels over steps: losses of each worker, of their mean and in validation; relative consensus distance.
+    """Draw losses over steps (each worker's, their mean, validation), and below them the relative consensus distance.
 
     Raises:
         ModuleNotFoundError: no matplotlib.
@@ -81,7 +81,7 @@ def draw(rows: Rows, path: Path) -> None:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """A figure that needs no display.
+    """Return a matplotlib figure that needs no display.
 
     Raises:
         ValueError: no matplotlib.

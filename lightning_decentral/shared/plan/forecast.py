@@ -1,4 +1,4 @@
-"""Forecast of a training step: what a method must state for it, what comes out; stragglers."""
+"""Forecasts the seconds, bytes and memory of a training step of a method, with stragglers."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -18,10 +18,10 @@ EXACT_POINTS = 12  # each is a timeline to be simulated
 
 @dataclass(frozen=True)
 class Cluster:
-    """`workers` devices, `per_node` on each node.
+    """A cluster of `workers` devices, `per_node` on each node.
 
     Raises:
-        ValueError: nodes that aren't full.
+        ValueError: `workers` isn't a multiple of `per_node`, or one is below 1.
     """
 
     workers: int
@@ -42,8 +42,8 @@ class Cluster:
 
     @property
     def simulated(self) -> "Cluster":
-        """Nodes that are simulated in place of a larger cluster. Up to 128 workers that is the cluster itself; above, a
-        number that divides the cluster's if possible, and is a power of two if the cluster's is."""
+        """Cluster to simulate instead of this one: itself, up to 128 workers. A larger one has a number of nodes
+        that divides the cluster's if possible, and is a power of two if the cluster's is."""
         if self.workers <= SIMULATED:
             return self
         per_node = SIMULATED if self.nodes == 1 else self.per_node
@@ -53,7 +53,7 @@ class Cluster:
         return Cluster(per_node * max(alike, default=max(3, most - 1)), per_node)
 
     def reach(self, devices: int) -> str:
-        """Reach of a group of consecutive devices that begins with a node's first: inside a node, or between nodes."""
+        """Return whether a group of consecutive devices that begins with a node's first lies "inside" or "between"."""
         return "between" if devices > self.per_node else "inside"
 
 
@@ -67,7 +67,7 @@ class Setting:
 
     @property
     def without_network(self) -> "Setting":
-        """The setting where all messages take no time."""
+        """The setting with a network on which all messages take no time."""
         return replace(self, network=NO_NETWORK)
 
 
@@ -75,34 +75,34 @@ Floats = npt.NDArray[np.float64]
 
 
 class Method(ABC):
-    """A way to train. A value: the setting is an argument."""
+    """A method of training, as a value whose functions take the setting as an argument."""
 
     equal: ClassVar[bool] = True
     """True where every step trains all that a step of ddp does; otherwise it is shown and never recommended."""
 
     @abstractmethod
     def prices(self, setting: Setting) -> tuple[Price, ...]:
-        """Prices of what it sends, for whether they were measured."""
+        """Return the prices of the method's messages, which show whether they were measured."""
 
     @abstractmethod
     def seconds(self, setting: Setting, factors: Floats) -> Floats:
-        """[runs] mean seconds per step.
+        """Return the mean seconds per step, [runs].
 
         Args:
-            factors: [runs, steps, workers] of each worker's computation; the first `WARM_STEPS` steps aren't counted.
+            factors: [runs, steps, workers], slowdown of each computation; the first `WARM_STEPS` steps aren't counted.
         """
 
     @abstractmethod
     def tasks(self, setting: Setting) -> list[Task[str]]:
-        """Tasks of a step, or of several where one isn't representative, of equally fast workers."""
+        """Return the tasks of a step (or of several, where one isn't representative) of equally fast workers."""
 
     @abstractmethod
     def card_bytes(self, setting: Setting) -> float:
-        """Mean bytes that the busiest node sends through its network card in a step."""
+        """Return the mean bytes that the busiest node sends through its network card in a step."""
 
     @abstractmethod
     def memory_bytes(self, setting: Setting) -> float:
-        """Bytes of one device's memory: parameters, gradients, optimizer state, saved activations, message buffers."""
+        """Return bytes on one device: parameters, gradients, optimizer state, saved activations, message buffers."""
 
 
 @dataclass(frozen=True)
@@ -110,11 +110,11 @@ class StepForecast:
     """Forecast of a step.
 
     Args:
-        seconds: mean over runs with stragglers.
+        seconds: mean seconds per step over runs with stragglers.
         p50_seconds: half of the runs need fewer seconds per step.
-        p95_seconds: 19 of 20 runs do.
-        even_seconds: where all workers are equally fast.
-        exposed_seconds: of `even_seconds` what a network that takes no time would save.
+        p95_seconds: 19 of 20 runs need fewer seconds per step.
+        even_seconds: seconds per step where all workers are equally fast.
+        exposed_seconds: part of `even_seconds` that a network without delay would save.
         extrapolated: whether some price wasn't measured on such a group.
     """
 
@@ -129,7 +129,7 @@ class StepForecast:
 
 
 def forecast(method: Method, setting: Setting, factors: Floats) -> StepForecast:
-    """Forecast of a method in a setting with these stragglers, [runs, steps, workers]."""
+    """Forecast a step of a method in a setting, with stragglers: factors [runs, steps, workers]."""
     runs = method.seconds(setting, factors)
     alike = even(setting.cluster.simulated.workers)
     smooth = float(method.seconds(setting, alike)[0])
@@ -147,7 +147,7 @@ def forecast(method: Method, setting: Setting, factors: Floats) -> StepForecast:
 
 
 def at_factors(seconds: Callable[[float], float], factors: Floats) -> Floats:
-    """seconds(factor), elementwise, from few evaluations: exact at each of a few factors, else linear between 12."""
+    """Return seconds(factor), elementwise, from few evaluations: exact for few factors, else linear between 12."""
     found = np.unique(factors)
     points = found if len(found) <= EXACT_POINTS else np.linspace(found[0], found[-1], EXACT_POINTS)
     values = np.array([seconds(float(point)) for point in points])
@@ -155,18 +155,18 @@ def at_factors(seconds: Callable[[float], float], factors: Floats) -> Floats:
 
 
 def synchronous(seconds: Callable[[float], float], factors: Floats) -> Floats:
-    """[runs]: the slowest of all workers decides on every step. `seconds` of a step at a factor."""
+    """Return seconds per step [runs] where the slowest worker decides on every step; `seconds(factor)` of one step."""
     slowest = factors[:, WARM_STEPS:].max(axis=2)
     return np.asarray(at_factors(seconds, slowest).mean(axis=1), dtype=np.float64)
 
 
 def passing_bytes(model: Model) -> int:
-    """Saved activations, or what the optimizer takes while it steps, which is after they are gone."""
+    """Return the larger one of saved activations and of the optimizer's temporary memory, in bytes."""
     return max(sum(block.saved_bytes for block in model.blocks), model.stepping_bytes)
 
 
 def replica_bytes(model: Model) -> int:
-    """Parameters and as many gradients, optimizer state, and `passing_bytes`."""
+    """Return the bytes of parameters, gradients, optimizer state, and `passing_bytes`."""
     return 2 * model.parameter_bytes + model.state_bytes + passing_bytes(model)
 
 
@@ -175,7 +175,7 @@ class Synchronous(Method):
 
     @abstractmethod
     def at(self, setting: Setting, factor: float) -> list[Task[str]]:
-        """One step of a worker whose computation takes `factor` times as long."""
+        """Return the tasks of a step of a worker whose computation takes `factor` times as long."""
 
     def seconds(self, setting: Setting, factors: Floats) -> Floats:
         return synchronous(lambda factor: makespan(run(self.at(setting, factor))), factors)
@@ -190,12 +190,12 @@ COUNTED_STEPS = 64
 
 
 def even(workers: int, steps: int = WARM_STEPS + COUNTED_STEPS) -> Floats:
-    """Factors of equally fast workers in every step: ones, [1, steps, workers]."""
+    """Return the factors of equally fast workers: ones, [1, steps, workers]."""
     return np.ones((1, steps, workers))
 
 
 def drawn(variation: Sequence[float], workers: int, runs: int = RUNS, seed: int = 0) -> Floats:
-    """[runs, steps, workers]; even where nothing was measured."""
+    """Draw factors [runs, steps, workers] from the measured variation; ones where nothing was measured."""
     if not variation:
         return even(workers)
     shape = runs, WARM_STEPS + COUNTED_STEPS, workers
@@ -203,7 +203,7 @@ def drawn(variation: Sequence[float], workers: int, runs: int = RUNS, seed: int 
 
 
 def one_slow(factor: float, workers: int, steps: int, runs: int = 1, seed: int = 0) -> Floats:
-    """[runs, steps, workers]: in each step one worker, at random, takes `factor` times as long as the others."""
+    """Return factors [runs, steps, workers] where in each step one random worker takes `factor` times as long."""
     factors = np.ones((runs, steps, workers))
     slow = np.random.default_rng(seed).integers(workers, size=(runs, steps, 1))
     np.put_along_axis(factors, slow, factor, axis=2)

@@ -1,9 +1,9 @@
-"""Kinds of values that annotations ask for: a whole number, a name, a list, a part (`"ring"` for `Ring()`); the remedy.
+"""Checks values against annotations: a whole number, a name, a list, a part (`"ring"` for `Ring()`), with a remedy.
 
-`kind_of(annotation)` reads the annotation once; `taken(value)` is called at every construction. Read by hand, not by a
-type checker: beartype and pydantic's strict TypeAdapter refuse numbers of numpy and torch, Hydra's lists and parts by
-their names, beartype whole numbers for float, too, and takes True for 1; else TypeAdapter takes "8" for 8. So each kind
-below would stay, within one of them, with its text and its conversion; and their import takes 0.06 s and more.
+`kind_of(annotation)` reads the annotation once; `taken(value)` checks a value at every construction. Libraries don't
+fit: beartype and pydantic's strict TypeAdapter refuse numbers of numpy and torch, Hydra's lists and parts by name;
+beartype also refuses whole numbers for float, and takes True for 1; the other TypeAdapter takes "8" for 8. Each kind
+below would be needed with them, too, for its text and conversion; and their import takes 0.06 s and more.
 """
 
 import operator
@@ -29,17 +29,17 @@ BOOLEANS = (bool, np.bool_)  # numbers to Python, but nobody means them so
 
 
 class Mismatch(ValueError):
-    """The value is not of the kind; the text is the remedy, empty where only the parameter's default is one."""
+    """Error: a value is not of the kind; its text is the remedy, empty where only the parameter's default is one."""
 
 
 @dataclass(frozen=True)
 class ArgumentKind:
-    """Values that one annotation allows.
+    """Kind of values that an annotation allows.
 
     Args:
-        text: what to give, for the error.
-        taken: the value as the constructor gets it. Mismatch where it is of another kind.
-        names: names of the parts that may be given.
+        text: name of the kind, for the error.
+        taken: function that converts a value for the constructor. Mismatch: the value is of another kind.
+        names: function that returns names of parts that may be given instead of a value.
     """
 
     text: str
@@ -48,7 +48,7 @@ class ArgumentKind:
 
 
 def kind_of(annotation: Any) -> ArgumentKind:
-    """Kind of what `typing.get_type_hints` gives; anything goes where the annotation has nothing to check by."""
+    """Return the kind of an annotation from `typing.get_type_hints`; any value is allowed where it can't be checked."""
     if annotation in PLAIN:
         return PLAIN[annotation]
     origin = get_origin(annotation)
@@ -113,7 +113,7 @@ def _tuple(*items: Any) -> ArgumentKind:
 
 
 def _items(made: Callable[[Any], Any], kinds: ArgumentKind | Sequence[ArgumentKind], value: Any) -> Any:
-    """Any number of items of one kind, or so many of these kinds; Hydra's lists, too."""
+    """Convert a list, Hydra's too: any number of items of one kind, or one item of each of these kinds."""
     if isinstance(value, str):
         item = kinds.taken(value) if isinstance(kinds, ArgumentKind) else value
         raise Mismatch(f"write {[item]!r}")
@@ -132,7 +132,7 @@ def _items(made: Callable[[Any], Any], kinds: ArgumentKind | Sequence[ArgumentKi
 
 
 def _dict(key: Any, value: Any) -> ArgumentKind:
-    """A dict, of Hydra's mappings, too."""
+    """Return the kind of a dict; Hydra's mappings are converted."""
     keys, values = kind_of(key), kind_of(value)
 
     def taken(given: Any) -> Any:
@@ -144,7 +144,7 @@ def _dict(key: Any, value: Any) -> ArgumentKind:
 
 
 def _either(*annotations: Any) -> ArgumentKind:
-    """The first kind that takes the value."""
+    """Return the kind of a union, whose first kind that takes a value converts it."""
     kinds = [kind_of(annotation) for annotation in annotations]
 
     def taken(value: Any) -> Any:
@@ -176,7 +176,7 @@ GENERIC: dict[Any, Callable[..., ArgumentKind]] = {
 
 
 def meant(name: object, names: Iterable[str]) -> str:
-    """Text that begins a remedy: the name that a misspelt one is nearest to; empty where none is near."""
+    """Return the beginning of a remedy: the name nearest to a misspelt one; empty where none is near."""
     close = get_close_matches(str(name).lower().replace("-", "_"), names, 1) if isinstance(name, str) else []
     return f"did you mean {close[0]!r}? " if close else ""
 
@@ -185,7 +185,7 @@ def meant(name: object, names: Iterable[str]) -> str:
 
 
 def _instance(cls: type, value: Any) -> Any:
-    """An instance; for a part of this package its name in snake case, too: with the class's defaults."""
+    """Return the instance, or make one of this package's parts from its name in snake case, with default arguments."""
     try:
         if isinstance(value, cls):
             return value
@@ -208,9 +208,9 @@ def _instance(cls: type, value: Any) -> Any:
 
 
 def _parts(part: type) -> dict[str, type]:
-    """{name: class} of the parts that are a `part`, users' own included; none where it isn't of this package.
+    """Return {name: class} of the subclasses of `part`, users' own included; none where it isn't of this package.
 
-    Of two with one name the package's own. OnePeerRing is one_peer_ring, TopK top_k, BFloat16 bfloat16, SRTF srtf.
+    The package's own class has precedence. OnePeerRing is one_peer_ring, TopK top_k, BFloat16 bfloat16, SRTF srtf.
     """
     if not part.__module__.startswith(f"{PACKAGE}."):
         return {}
@@ -227,12 +227,12 @@ def _parts(part: type) -> dict[str, type]:
 
 
 def class_path(part: type, name: str) -> str | None:
-    """Path of the class by which a part may be named, in snake case or by the class's own name; None for other classes.
+    """Return the path of a part's class from its name in snake case or its class name; None if `part` isn't ours.
 
     Classes within functions have no path.
 
     Raises:
-        ValueError: there are parts, but none of this name.
+        ValueError: `part` has subclasses, but none of this name.
     """
     parts = {own: cls for own, cls in _parts(part).items() if "<locals>" not in cls.__qualname__}
     if not parts:
@@ -245,7 +245,7 @@ def class_path(part: type, name: str) -> str | None:
 
 
 def _public() -> list[Any]:
-    """What the faces of the methods show: which parts there are, and a pipeline's replicas may gossip."""
+    """Return the public names of the methods' packages, which import all parts (a pipeline's replicas may gossip)."""
     # Those of the Lightning that this process can read: `lightning`, unless it has or uses `pytorch_lightning` alone.
     other = "pytorch_lightning" in sys.modules and "lightning" not in sys.modules
     package = import_module(f"{PACKAGE}.pytorch_lightning" if other or find_spec("lightning") is None else PACKAGE)

@@ -1,4 +1,4 @@
-"""Losses that were measured: batches and seconds to the loss that `ddp` with AdamW ends at, by kind of model.
+"""Measured losses: batches and seconds until a method reaches the final loss of `ddp` with AdamW, by kind of model.
 
     seconds to the loss = batches to the loss * seconds of a batch
 
@@ -20,17 +20,17 @@ RECIPES = {"gpt": "text", "vit": "images, a transformer", "resnet": "images, a R
 
 @dataclass(frozen=True)
 class KnownLosses:
-    """Losses of one model on so many workers.
+    """Measured losses of one model on `workers` workers.
 
     Args:
-        kind: of the model, a value of `RECIPES`.
-        recipe: whose runs were measured.
+        kind: kind of the model, a value of `RECIPES`.
+        recipe: recipe whose runs were measured.
         batch: samples of a worker and step.
-        loss: that `ddp` with AdamW has in the end; of images the cross-entropy of the test set.
-        seeds: runs of each method.
-        batches: to that loss, by method; None where a run of as many steps doesn't reach it.
-        overrides: of `recipes/train.py` at the rate and momentum that were measured, by method of this package.
-        seconds: of a batch on hosts of one processor thread each, {bits per second: {method: seconds}}.
+        loss: final loss of `ddp` with AdamW; of images the cross-entropy of the test set.
+        seeds: number of runs of each method.
+        batches: batches until that loss, by method; None where a run of as many steps doesn't reach it.
+        overrides: overrides of `recipes/train.py` with the measured learning rate and momentum, by method.
+        seconds: seconds of a batch on hosts of one processor thread each, {bits per second: {method: seconds}}.
     """
 
     kind: str
@@ -45,12 +45,12 @@ class KnownLosses:
     seconds: Mapping[str, Mapping[str, float]]
 
     def share(self, method: str) -> float | None:
-        """Share of the baseline's batches that the method needs; None where it doesn't reach the loss."""
+        """Return the share of the baseline's batches that the method needs; None where it doesn't reach the loss."""
         own, whole = self.batches.get(method), self.batches[BASELINE]
         return own / whole if own and whole else None
 
     def distance(self, workers: int, batch: int, parameter_bytes: int) -> float:
-        """Distance from a user's setting: doublings of the batch and of the parameters, and twice those of workers."""
+        """Return the distance to a user's setting: doublings of batch and parameters, and twice those of workers."""
         # What a method loses against `ddp` depends on the number of workers most.
         pairs = (self.workers, workers, 2), (self.batch, batch, 1), (self.parameter_bytes, max(1, parameter_bytes), 1)
         return sum(weight * abs(log2(known / asked)) for known, asked, weight in pairs)
@@ -66,23 +66,23 @@ class KnownLosses:
 
 @cache
 def known_losses() -> tuple[KnownLosses, ...]:
-    """Every setting that was measured, text on four workers first."""
+    """Return every measured setting, text on four workers first."""
     text = files("lightning_decentral.shared.plan").joinpath("known_losses.json").read_text()
     return tuple(KnownLosses(**found) for found in json.loads(text))
 
 
 def overrides_of(method: str) -> str | None:
-    """Overrides on the command line of `recipes/train.py` that train text on four workers with the method."""
+    """Return the overrides of `recipes/train.py` that train text on four workers with the method."""
     return known_losses()[0].overrides.get(method)
 
 
 def nearest(kind: str, workers: int, batch: int, parameter_bytes: int) -> KnownLosses | None:
-    """The measured setting of this kind that is nearest to a user's; None for a kind that wasn't measured."""
+    """Return the measured setting of this kind nearest to a user's; None for a kind that wasn't measured."""
     alike = [one for one in known_losses() if one.kind == kind]
     return min(alike, key=lambda one: one.distance(workers, batch, parameter_bytes), default=None)
 
 
 def kind_of(overrides: Sequence[str]) -> str | None:
-    """Kind of the model that overrides of `recipes/train.py` make; None for a model of the user's own."""
+    """Return the kind of model that overrides of `recipes/train.py` make; None for a model of the user's own."""
     chosen = dict(one.lstrip("+").partition("=")[::2] for one in overrides)
     return None if "model" in chosen else RECIPES.get(chosen.get("recipe", ""))

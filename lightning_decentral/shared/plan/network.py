@@ -43,7 +43,7 @@ class Price:
     extrapolated: bool = False
 
     def seconds(self, message_bytes: float) -> float:
-        """Seconds that the operation takes on a message of so many bytes; 0 for none."""
+        """Return the seconds that the operation takes on a message of `message_bytes`; 0 without bytes."""
         return self.latency_seconds + message_bytes / self.bytes_per_second if message_bytes else 0.0
 
 
@@ -52,13 +52,13 @@ FREE = Price(0.0, inf)
 
 @dataclass(frozen=True)
 class Network:
-    """Prices from what was measured.
+    """Network cost model that prices operations by measured links.
 
     Args:
-        given: reaches whose links aren't measured but given by hand.
+        given: reaches whose links were given by hand instead of measured.
 
     Raises:
-        ValueError: `price` where nothing was measured between nodes.
+        ValueError: in `price`, where nothing was measured between nodes.
     """
 
     costs: tuple[LinkCost, ...]
@@ -67,9 +67,9 @@ class Network:
     def price(
         self, operation: str, reach: str, workers: int, flows: int = 1, per_node: int = 1, peers: int = 1
     ) -> Price:
-        """Price of an operation on a group, `per_node` of which share a node; nothing for a group of one.
+        """Return the price of an operation on a group, `per_node` of which share a node; free for a group of one.
 
-        Inside a node, where only the network was measured, the network's: too dear, and marked as extrapolated.
+        Inside a node, where only links between nodes were measured, it takes those: too slow, marked as extrapolated.
         """
         if workers < 2:
             return FREE
@@ -103,11 +103,11 @@ class Network:
         return min(usable, key=distance)
 
     def knows(self, reach: str) -> bool:
-        """Return whether anything was measured there."""
+        """Return whether any operation was measured at this reach."""
         return any(cost.reach == reach and cost.workers > 1 and cost.operation in OPERATIONS for cost in self.costs)
 
     def linked(self, reach: str, latency_seconds: float, bytes_per_second: float) -> "Network":
-        """The network with links of this kind in place of what was measured there."""
+        """Return this network with links of these numbers, instead of the measured ones, at this reach."""
         link = LinkCost("exchange", reach, 2, 1, latency_seconds, bytes_per_second)
         measured = (cost for cost in self.costs if cost.reach != reach)
         return Network((*measured, link), tuple(dict.fromkeys((*self.given, reach))))

@@ -25,12 +25,12 @@ Sides = tuple[int, int]  # (the shorter, the longer) of a matrix.
 
 @dataclass(frozen=True)
 class BlockCost:
-    """A consecutive piece of a model in one training step: seconds of its parts, bytes it holds and saves.
+    """Cost of a block of a model in one training step: seconds, bytes of parameters, bytes saved for the backward pass.
 
-    What wasn't measured is 0.
+    Unmeasured numbers are 0.
 
     Args:
-        hidden: matrices that `optim.Muon` would orthogonalize.
+        hidden: sides of the matrices that `optim.Muon` would orthogonalize.
     """
 
     name: str = ""
@@ -49,15 +49,15 @@ class BlockCost:
 
 @dataclass(frozen=True)
 class RoundWork:
-    """Device work of a round of gossip other than the wire: to copy or encode, decode, mix and correct.
+    """Device work of a round of gossip without the network: to copy or encode, decode, mix and correct.
 
     seconds = round_seconds + received message_seconds                                  0 where nothing is received
             + bytes of the parameters (own_seconds_per_byte + received heard_seconds_per_byte)
 
     Args:
-        codec: the repr of what encodes, `Plain()` for messages as they are.
-        round_seconds: however short the message is: of threads, headers and sockets.
-        message_seconds: the same of each neighbour's.
+        codec: repr of the codec, `Plain()` for uncompressed messages.
+        round_seconds: seconds of a round that don't depend on the message's length: threads, headers, sockets.
+        message_seconds: such seconds for each neighbour's message.
 
     Raises:
         ValueError: seconds below 0.
@@ -81,36 +81,36 @@ class RoundWork:
             )
 
     def seconds_per_byte(self, received: int) -> float:
-        """Seconds per byte of the parameters of a round that receives from so many neighbours."""
+        """Return seconds per byte of the parameters, in a round that receives from `received` neighbours."""
         return self.own_seconds_per_byte + received * self.heard_seconds_per_byte if received else 0.0
 
     def seconds(self, parameter_bytes: float, received: int) -> float:
-        """Seconds of a round that receives from so many neighbours."""
+        """Return the seconds of a round that receives from `received` neighbours."""
         fixed = self.round_seconds + received * self.message_seconds if received else 0.0
         return fixed + parameter_bytes * self.seconds_per_byte(received)
 
     def times(self, factor: float) -> "RoundWork":
-        """The same work with all of its seconds times a factor."""
+        """Return this work with all seconds multiplied by a factor."""
         own, received = factor * self.own_seconds_per_byte, factor * self.heard_seconds_per_byte
         return RoundWork(self.codec, own, received, factor * self.round_seconds, factor * self.message_seconds)
 
 
 @dataclass(frozen=True)
 class Model:
-    """The blocks from the inputs to the loss, on one device.
+    """Profiled model on one device: its blocks from the inputs to the loss.
 
     Args:
-        name: what was profiled, for people: the overrides on the command line.
+        name: name of the profiled model for people: the overrides on the command line.
         batch: samples of a step.
-        state_bytes: of the optimizer's state.
-        words: overrides on the command line of `recipes/train.py` that make this model; empty for another one.
-        rounds: of gossip, by codec; empty where none were measured.
-        optimizer: that was profiled, as `optimizer=` names it; empty where nobody knows.
-        states: of the optimizer that have their parameters' shapes: (name, bytes).
-        stepping_bytes: that the optimizer takes while it steps and gives back; they lie where activations were saved.
-        whole_bytes: of the parameters whose update needs whole matrices, so that shards of them are put together.
+        state_bytes: bytes of the optimizer's state.
+        words: overrides on the command line of `recipes/train.py` that make this model; empty for another model.
+        rounds: measured work of gossip rounds, by codec.
+        optimizer: the profiled optimizer, as `optimizer=` names it; empty where unknown.
+        states: the optimizer's states with their parameters' shapes: (name, bytes).
+        stepping_bytes: bytes that the optimizer needs only while it steps, when activations are freed.
+        whole_bytes: bytes of the parameters whose update needs whole matrices, so that their shards are gathered.
         products_per_second: floating-point operations of Newton-Schulz on the hidden matrices; 0 where unmeasured.
-        loop_seconds: of a step outside of the blocks: Lightning's own, and the next batch's.
+        loop_seconds: seconds of a step outside of the blocks: Lightning's loop and the next batch.
     """
 
     name: str
@@ -134,7 +134,7 @@ class Model:
 
     @property
     def step_blocks(self) -> tuple[BlockCost, ...]:
-        """The blocks, before whose first forward the loop has done its part."""
+        """The blocks, with the loop's seconds added to the first block's forward."""
         return tuple(
             replace(block, forward_seconds=block.forward_seconds + self.loop_seconds) if place == 0 else block
             for place, block in enumerate(self.blocks)
@@ -150,10 +150,10 @@ class Model:
         return tuple(sides for block in self.blocks for sides in block.hidden)
 
     def bytes_of_state(self, name: str) -> int:
-        """Bytes of one state of the optimizer, over all parameters that have it.
+        """Return the bytes of one state of the optimizer, over all parameters.
 
         Raises:
-            ValueError: the profile knows no such state.
+            ValueError: the profile has no such state.
         """
         try:
             return dict(self.states)[name]
@@ -173,11 +173,11 @@ class LinkCost:
         operation: `all_reduce`, `exchange` (every worker sends messages and receives as many), `all_gather`,
             `reduce_scatter` (the bytes of these two are those of all parts together), `broadcast`.
         reach: `inside` one node or `between` nodes.
-        workers: of one group.
-        flows: groups that run at the same time and share a network card.
+        workers: number of workers of one group.
+        flows: number of groups that run at the same time and share a network card.
         error: largest relative distance of a measured point from the line.
-        points: what was measured, (bytes, seconds).
-        per_node: workers of one group that share a node.
+        points: measured points, (bytes, seconds).
+        per_node: number of workers of one group that share a node.
         peers: neighbours to whom each worker sends in an `exchange`, and as many that send to it; the bytes are those
             of all its messages together.
 
@@ -228,10 +228,10 @@ def write(profile: Profile, path: str | Path) -> None:
 
 
 def read(path: str | Path) -> Profile:
-    """A profile that `write` wrote.
+    """Read a profile that `write` wrote.
 
     Raises:
-        ValueError: no such file, a file of something else, of another version, or a damaged one.
+        ValueError: the file doesn't exist, is no profile, has another version, or is damaged.
     """
     text = text_of(path, "make one with `lightning-decentral profile`")
     try:

@@ -1,4 +1,4 @@
-"""Discrete-event simulation of tasks on devices: who does what, when; makespan, bubble, Chrome trace.
+"""Discrete-event simulation of tasks on workers: start and finish of each task; makespan, bubble, Chrome trace.
 
 start(task) = max(finish of the worker's task before it, finish of every task it needs)
 """
@@ -15,11 +15,11 @@ Name = TypeVar("Name", bound=Hashable)
 
 @dataclass(frozen=True)
 class Task(Generic[Name]):
-    """`seconds` of work of one worker, which works through its tasks in the order in which they are listed.
+    """Task of `seconds` on one worker, which runs its tasks in the order in which they are listed.
 
     Args:
-        name: unique.
-        worker: a stage, a link: whatever does one thing at a time.
+        name: unique name.
+        worker: anything that runs one task at a time, such as a stage or a link.
         needs: names of the tasks that must have finished.
     """
 
@@ -39,11 +39,11 @@ class Span:
 
 
 class Deadlock(ValueError):
-    """Tasks wait for each other, or for a task that isn't there."""
+    """Error: tasks wait for each other, or for a task that doesn't exist."""
 
 
 def run(tasks: Sequence[Task[Name]]) -> dict[Name, Span]:
-    """Simulate the tasks: when each one starts and finishes, by name.
+    """Simulate the tasks and return the start and finish of each one, by name.
 
     Raises:
         Deadlock: naming the first task of each worker that can never start.
@@ -76,14 +76,14 @@ def run(tasks: Sequence[Task[Name]]) -> dict[Name, Span]:
 
 
 def makespan(spans: Mapping[Name, Span]) -> float:
-    """max finish - min start, in seconds; 0 where nothing ran."""
+    """Return max finish - min start, in seconds; 0 without tasks."""
     if not spans:
         return 0.0
     return max(span.finish for span in spans.values()) - min(span.start for span in spans.values())
 
 
 def bubble(spans: Mapping[Name, Span], workers: Iterable[str]) -> float:
-    """1 - (sum of the workers' busy seconds) / (number of workers * makespan): the share of time they idle."""
+    """Return the share of time that workers idle, 1 - (sum of busy seconds) / (number of workers * makespan)."""
     names = set(workers)
     whole = makespan({name: span for name, span in spans.items() if span.worker in names})
     busy = sum(span.finish - span.start for span in spans.values() if span.worker in names)
@@ -91,7 +91,7 @@ def bubble(spans: Mapping[Name, Span], workers: Iterable[str]) -> float:
 
 
 def chrome_trace(spans: Mapping[Name, Span], process: str = "predicted") -> list[dict[str, object]]:
-    """Events for chrome://tracing or Perfetto: one row per worker, microseconds."""
+    """Return events for chrome://tracing or Perfetto: one row for each worker, times in microseconds."""
     return [
         {
             "name": str(name),
@@ -106,15 +106,15 @@ def chrome_trace(spans: Mapping[Name, Span], process: str = "predicted") -> list
 
 
 def write_chrome_trace(events: Sequence[Mapping[str, object]], path: str | Path) -> None:
-    """A file that these viewers open."""
+    """Write the events to a file that chrome://tracing and Perfetto open."""
     Path(path).write_text(json.dumps({"traceEvents": list(events), "displayTimeUnit": "ms"}))
 
 
 def read_chrome_trace(path: str | Path) -> dict[str, Span]:
-    """The spans of such a file, by their names.
+    """Read the spans of a Chrome trace file, by name.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the file is no such trace.
     """
     try:
         events = json.loads(Path(path).read_text())["traceEvents"]
@@ -127,5 +127,5 @@ def read_chrome_trace(path: str | Path) -> dict[str, Span]:
 
 
 def later(spans: Mapping[Name, Span], seconds: float) -> dict[Name, Span]:
-    """The same, so much later."""
+    """Return the spans shifted by `seconds`."""
     return {name: Span(span.worker, span.start + seconds, span.finish + seconds) for name, span in spans.items()}

@@ -1,5 +1,5 @@
-"""Messages of all methods: `transport` is the one door to torch.distributed, FSDP2 has the other, `in_process_group`
-answers in its place; averages, agreement.
+"""Communication of all methods: transports, averages, agreement between workers. Only `transport` sends messages by
+torch.distributed, except for `fsdp`; `in_process_group` stands in for torch.distributed among threads.
 
 Public: `pipeline_replicas`; all else serves the strategies.
 """

@@ -1,4 +1,4 @@
-"""Agreement of all workers: equal models at the start, a roll call at an epoch's end."""
+"""Agreement of all workers: equal models at the start, and a roll call at an epoch's end with unequal batches."""
 
 import threading
 import time
@@ -22,8 +22,8 @@ ENDED = "ended"
 
 
 def check_same_model(module: nn.Module, over: Transport) -> None:
-    """Every worker has the same parameters and buffers by name, shape, dtype and strides, and trains the same ones.
-    ValueError on every worker, naming the first difference."""
+    """Check that all workers have the same parameters and buffers by name, shape, dtype and strides, and train the same
+    ones. ValueError on every worker, naming the first difference."""
     rows = gather_objects(over, [*described(module).items()])
     for rank, row in enumerate(rows):
         if found := first_difference(dict(row), dict(rows[0]), sign=" "):
@@ -33,8 +33,8 @@ def check_same_model(module: nn.Module, over: Transport) -> None:
 
 
 def start_from_worker_0(tensors: Sequence[torch.Tensor], over: Transport, device: torch.device) -> None:
-    """Every worker gets worker 0's values, frozen parameters and buffers included. What travels `over` is on `device`;
-    tensors that are elsewhere stay there, and are copied one by one."""
+    """Set the tensors on every worker to worker 0's values. Messages are on `device`; tensors that are elsewhere stay
+    there, and are copied one by one."""
     for tensor in tensors:
         values = tensor.detach().to(device).contiguous()
         over.broadcast(values).wait()
@@ -42,14 +42,14 @@ def start_from_worker_0(tensors: Sequence[torch.Tensor], over: Transport, device
 
 
 class Uneven(RuntimeError):
-    """An epoch that ended on one worker while another goes on, which needs it."""
+    """Error: an epoch ended on one worker while another worker trains on and needs it."""
 
     def __init__(self, worker: int, line: str) -> None:
         super().__init__(line)
         self._worker = worker
 
     def of_early_end(self) -> RuntimeError:
-        """The same, of a worker that has more batches."""
+        """Return the error for a worker that stopped early although it has more batches."""
         return RuntimeError(
             f"worker {self._worker} alone stops early (trainer.should_stop) while another goes on and needs it: stop "
             "on all workers, as EarlyStopping does (trainer.should_stop = "
@@ -58,7 +58,7 @@ class Uneven(RuntimeError):
 
 
 def uneven(worker: int, steps: int) -> Uneven:
-    """Error of a worker whose epoch has ended, under a method in which all take the same updates."""
+    """Return the error of a worker whose epoch ended early, under a method in which all take the same updates."""
     return Uneven(
         worker,
         f"worker {worker} ended its epoch after {steps} steps while another goes on, and all must take the same "
@@ -69,15 +69,15 @@ def uneven(worker: int, steps: int) -> Uneven:
 
 @dataclass(eq=False)
 class RollCall:
-    """The end of an epoch with unequal numbers of batches: nobody hangs and all take the same number of rounds.
+    """Ends an epoch with unequal numbers of batches: no worker hangs, and all take the same number of rounds.
 
-    A worker that has no batch left waits here until all have come. The others then write in the store where they are;
-    a worker that waits here takes part, without updates, in the rounds to which all of these have come:
+    A worker that has no batch left waits here until all have come. The others then write their rounds to the store, and
+    the waiting worker takes part, without updates, in the rounds that all of the others have reached:
 
         rounds_k <- min_j wanted_jk     k: optimizers;  j: workers whose epoch goes on
 
-    Not in one that only the fastest waits for: of several optimizers that round would wait for a worker who waits for
-    this one in another optimizer's. With equal numbers it costs one small gather at an epoch's end.
+    It takes no part in a round that only the fastest waits for: with several optimizers that round might wait for a
+    worker that waits for this one in another optimizer's round. With equal batches it costs one small gather.
     """
 
     over: Transport
@@ -105,7 +105,7 @@ class RollCall:
 
     @property
     def rests(self) -> bool:
-        """True where this worker has ended its epoch and waits for others that haven't."""
+        """Return whether this worker has ended its epoch and waits for others that haven't."""
         return self._reported == ENDED
 
     def _watch_epoch(self) -> None:
@@ -163,13 +163,13 @@ class RollCall:
             )
 
     def anyone(self, *mine: bool) -> list[bool]:
-        """Return for each of these whether it's so for any worker. Collective, at an epoch's end."""
+        """Return for each flag whether it is true on any worker. Collective, at an epoch's end."""
         votes = torch.tensor(mine, dtype=torch.int64)
         self.over.all_reduce(votes).wait()
         return [bool(vote) for vote in votes]
 
     def _answer(self) -> bool:
-        """Take part in the rounds that others wait for; whether there were any."""
+        """Take part in the rounds that others wait for; return whether there were any."""
         rows, all_known = self._asked()
         if any(met > self.met() for *_, met in rows):
             raise Uneven(
@@ -181,7 +181,7 @@ class RollCall:
         return bool(rows) and all_known and self._catch_up([min(column) for column in zip(*rows, strict=True)][:-1])
 
     def _asked(self) -> tuple[list[list[int]], bool]:
-        """(what each of the others whose epoch goes on wants, whether that is all of them)."""
+        """Return (rounds wanted by each other worker whose epoch goes on, whether all others have reported)."""
         rows = []
         with suppress(RuntimeError):  # worker 0 has passed and ended, and the store with it; or died: the gather knows
             # Checked first: `get` waits for a key that isn't there.

@@ -4,9 +4,9 @@
     s = (1/n) sum_i q_i + f    r = Q(s)        f <- s - r            the owner of a part, on that part
     g = r                                                            every worker, bit for bit the same
 
-What is rounded away in one step is added in the next, on the way to the owner (e) and on the way back (f), so that
-nothing is lost for good (`residuals`). A worker sends 2 (n - 1) / n times the bytes of its codes, as
-an all-reduce does of numbers.
+The compression error of one step is added in the next, on the way to the owner (e) and on the way back (f), so that
+nothing is lost for good (`residuals`). A worker sends 2 (n - 1) / n times the bytes of its codes, as an all-reduce
+does with numbers.
 
 Source: error feedback on both sides, Tang et al. 1905.05957 (DoubleSqueeze); by parts with owners, Tang et al.
 2102.02888 (1-bit Adam).
@@ -30,15 +30,15 @@ from lightning_decentral.shared.wire.transport import Message, Transport
 
 
 def _nothing(*_: object, **__: object) -> None:
-    """Nothing was rounded away."""
+    """Do nothing, where there is no compression error."""
 
 
 class FlatMean(ABC):
-    """Mean of flat tensors over workers; this one keeps nothing from one to the next.
+    """Averages flat tensors over workers; the base class keeps no state between means.
 
     Attributes:
-        sent_bytes: by this worker so far (its part of a collective).
-        lay, put_back, guard, updated, forget: those of `Residuals`, where something is rounded away.
+        sent_bytes: bytes that this worker has sent so far (its part of a collective).
+        lay, put_back, guard, updated, forget: those of `Residuals`, where means are compressed.
     """
 
     sent_bytes: int = 0
@@ -50,12 +50,12 @@ class FlatMean(ABC):
 
     @abstractmethod
     def start(self, flat: Tensor, place: int) -> Pending:
-        """flat <- its mean over the workers, in place, after the wait. On every worker in the same order. `place`: of
-        the tensor among those that are averaged in a step: what was rounded away is kept by it."""
+        """Start averaging `flat` in place; it is the mean after the wait. Every worker calls this in the same order.
+        `place`: the tensor's index among those averaged in a step, by which compression errors are kept."""
 
     def state_dict(self, untaken: Collection[int] = ()) -> dict[str, Any]:
-        """State that is needed to go on exactly, as tensors and primitives. `untaken`: keys of tensors whose mean no
-        update has taken."""
+        """Return the state that exact resuming needs, as tensors and primitives. `untaken`: keys of tensors whose mean
+        no update has used."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -65,7 +65,7 @@ class FlatMean(ABC):
 
 @dataclass
 class ExactMean(FlatMean):
-    """flat <- (1/n) sum_i flat_i by all-reduce."""
+    """Averages exactly: flat <- (1/n) sum_i flat_i by all-reduce."""
 
     over: Transport
     sent_bytes: int = 0
@@ -75,12 +75,12 @@ class ExactMean(FlatMean):
         return self.total(flat.div_(self.over.size))
 
     def total(self, flat: Tensor) -> Pending:
-        """flat <- its sum over the workers, after the wait."""
+        """Start summing `flat` over the workers, in place; it is the sum after the wait."""
         return self.over.all_reduce(flat)
 
 
 def mean_by(codec: Codec, group: Callable[[], Transport], device: torch.device) -> FlatMean:
-    """The mean that travels in a codec's payloads; `group` makes a new group of the workers. Collective. ValueError for
+    """Return a mean that sends a codec's payloads; `group` makes a new group of the workers. Collective. ValueError for
     a codec that keeps estimates of its own."""
     refuse_estimates(codec)
     if not codec.encodes:
@@ -89,21 +89,21 @@ def mean_by(codec: Codec, group: Callable[[], Transport], device: torch.device) 
 
 
 def refuse_estimates(codec: Codec) -> None:
-    """ValueError for a codec that codes differences, or would send all of a part."""
+    """Raise ValueError for a codec that encodes differences to an estimate."""
     if codec.remembers:
         raise ValueError(
-            f"{codec} codes differences to what neighbours know; an average of gradients has error feedback of its "
+            f"{codec} encodes differences to what neighbours know; an average of gradients has error feedback of its "
             "own: give the inner codec by itself"
         )
 
 
 class CompressedMean(FlatMean):
-    """The mean by parts, bucket by bucket, during the training: on threads of the host, on streams of a device.
+    """Averages by compressed all-reduce, bucket by bucket, concurrently with training: on host threads or CUDA streams.
 
-    Everybody gets the NaN or infinity of one (a loss scaler that searches). Residuals of it are dropped; where such
-    updates are skipped, `residuals` puts back what was there before.
+    All workers get the NaN or infinity of one worker (a loss scaler that searches). Its residuals are dropped; where
+    such updates are skipped, `residuals` restores those of before.
 
-    Codes go to their owners by `over`, the owners' codes by `back`; each for this alone.
+    Codes go to their owners over the group `over`, the owners' codes over `back`; no other messages use these groups.
     """
 
     def __init__(self, codec: Codec, over: Transport, back: Transport, device: torch.device) -> None:
@@ -121,7 +121,7 @@ class CompressedMean(FlatMean):
         self.guard, self.updated, self.forget = kept.guard, kept.updated, kept.forget
 
     def start(self, flat: Tensor, place: int) -> Pending:
-        """Start it. Until landed it holds a copy of `flat`, a worker's part of it, and half of it or less in codes."""
+        """Start the mean; until it arrives it holds a copy of `flat`, a worker's part, and its codes (half or less)."""
         self.residuals.settle()
         part = self.flight(self, flat, place, self.residuals.at(place, flat))
         part.left = self.leaving.send(part.leave)
@@ -132,7 +132,7 @@ class CompressedMean(FlatMean):
         return {"codec": repr(self.codec), **self.residuals.state_dict(untaken)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned; under another codec without residuals."""
+        """Restore what `state_dict` returned; the residuals are dropped under another codec."""
         self.residuals.forget()
         if state.get("codec") == repr(self.codec):
             self.residuals.load_state_dict(state)
@@ -140,9 +140,9 @@ class CompressedMean(FlatMean):
 
 @dataclass
 class InFlight:
-    """One tensor between start and landing."""
+    """One tensor whose mean is in flight."""
 
-    of: CompressedMean
+    mean: CompressedMean
     flat: Tensor  # (elements,)
     place: int
     residual: Residual
@@ -156,23 +156,23 @@ class InFlight:
     round: int = 0
 
     def leave(self) -> None:
-        """Encode what others own, and send it to them."""
-        parts = self.of.parts
+        """Encode the parts that others own, and send the codes to them."""
+        parts = self.mean.parts
         self.round, self.residual.rounds = self.residual.rounds, self.residual.rounds + 1
         x = self.residual.add(self.flat)  # (elements,)
         self.flats = parts.views(self.flat)
         mine, kept = self.flats[parts.rank], parts.of(parts.rank, x)
         mine.copy_(kept)  # (elements of the own part,)
         kept.sub_(mine)  # it is not encoded: nothing of it is rounded away
-        codes = parts.to_owners(x, self.of.codec.residual, self.round, self.place)
+        codes = parts.to_owners(x, self.mean.codec.residual, self.round, self.place)
         drop_if_sick(x)
-        self._exchange(self.of.over, codes, parts.from_others(self.flat))
+        self._exchange(self.mean.over, codes, parts.from_others(self.flat))
 
     def reduce(self) -> None:
-        """The mean of the own part, encoded and sent to all."""
+        """Average this worker's own part, encode the mean and send it to all."""
         self.left.result()
-        parts, back, mine = self.of.parts, self.of.back, self.flats[self.of.parts.rank]
-        decoded = self.of.pool.take(mine)  # of the own part, from one worker after another
+        parts, back, mine = self.mean.parts, self.mean.back, self.flats[self.mean.parts.rank]
+        decoded = self.mean.pool.take(mine)  # of the own part, from one worker after another
         mine.mul_(parts.share)
         for arriving, codes in self.received.values():
             for pending in arriving:
@@ -187,7 +187,7 @@ class InFlight:
         self._exchange(back, dict.fromkeys(others, codes_of_all) if codes_of_all else {}, parts.from_owners(self.flat))
 
     def wait(self) -> None:
-        """Decode what the owners of the other parts have sent."""
+        """Wait for the owners' codes of the other parts, and decode them."""
         self.reduced.result()
         for owner, (arriving, codes) in self.received.items():
             for pending in arriving:
@@ -196,12 +196,12 @@ class InFlight:
         for pending in self.sent:
             pending.wait()
         # Only here: on a device what takes them next is behind this stream, not behind those of the other calls.
-        self.of.pool.give(self.used)
+        self.mean.pool.give(self.used)
         self.used, self.sent, self.received = [], [], {}
 
     def take(self, owner: int, codes: list[Tensor]) -> None:
-        """The mean of the owner's part, of its codes."""
-        self.of.codec.decode(codes, self.flats[owner], Frame())
+        """Decode the mean of an owner's part from its codes."""
+        self.mean.codec.decode(codes, self.flats[owner], Frame())
 
     def done(self) -> bool:
         return bool(self.reduced.done()) and all(p.done() for arriving, _ in self.received.values() for p in arriving)
@@ -210,7 +210,7 @@ class InFlight:
         first = 16 * self.place  # the tag of a place's first tensor: a payload has fewer than 16
         sends = [Message(j, tensor, first + i) for j, row in out.items() for i, tensor in enumerate(row)]
         receives = [Message(j, tensor, first + i) for j, row in into.items() for i, tensor in enumerate(row)]
-        self.of.sent_bytes += sum(m.tensor.numel() * m.tensor.element_size() for m in sends)
+        self.mean.sent_bytes += sum(m.tensor.numel() * m.tensor.element_size() for m in sends)
         self.sent, arriving = over.exchange(sends, receives)
         rest = iter(arriving)
         self.received = {j: ([next(rest) for _ in row], row) for j, row in into.items()}

@@ -1,7 +1,7 @@
-"""FSDP2 (`fully_shard`): parameters as shards on several devices, and what is asked of their DTensors.
+"""FSDP2 (`fully_shard`): parameters in shards on several devices, and operations on their DTensors.
 
-Except for `transport` the one file that sends by torch.distributed: FSDP sends and waits by itself, inside the island.
-"""
+Except for `transport` only this module sends by torch.distributed: FSDP sends and waits by itself inside an island (a
+worker of several devices)."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ _HOOKS = (
 
 
 def refuse_sharded(module: nn.Module) -> None:
-    """ValueError where somebody else has sharded the module: shards would be taken for replicas."""
+    """Raise ValueError where the user has sharded the module already: its shards would be taken for replicas."""
     for name, part in module.named_modules():
         sharded = any(isinstance(p, DTensor) for p in part.parameters(recurse=False))
         if sharded or isinstance(part, FSDPModule | FullyShardedDataParallel):
@@ -42,10 +42,10 @@ def refuse_sharded(module: nn.Module) -> None:
 
 @dataclass
 class Sharded:
-    """A module whose parameters are sharded, p = [p_0, ..., p_(L-1)] along the first dimension, until `undo`.
+    """Shards a module's parameters, p = [p_0, ..., p_(L-1)] along the first dimension, until `undo`.
 
-    Each module that a ModuleList holds is gathered by itself, everything else together: names, hooks and the module's
-    methods stay what they are.
+    Each module in a ModuleList is gathered by itself, everything else together; names, hooks and the module's methods
+    don't change.
     """
 
     module: nn.Module
@@ -71,19 +71,19 @@ class Sharded:
 
     @property
     def root(self) -> FSDPModule:
-        """The module as FSDP made it."""
+        """The module, as an FSDPModule."""
         assert isinstance(self.module, FSDPModule)
         return self.module
 
     def reshard(self) -> None:
-        """Give up what a forward gathered and no backward gave up: the module holds shards."""
+        """Free parameters that a forward pass gathered and no backward pass freed, so that the module has shards."""
         for part in self.module.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Whole parameters, on the host, in a plain module. Collective."""
+        """Turn the module back into a plain one, with whole parameters on the host. Collective."""
         self.reshard()
         whole: dict[int, nn.Parameter] = {}  # by identity: what was tied is tied again
         for part, _ in self._before:
@@ -103,11 +103,11 @@ class Sharded:
         return [group for groups in several for group in groups if group is not None]
 
     def changed(self) -> str:
-        """The first parameter that wasn't there when they were laid out; empty: all were."""
+        """Return the name of the first parameter that was added after sharding; empty where there is none."""
         return next((name for name, _ in self.module.named_parameters() if name not in self._laid_out), "")
 
     def abandon(self) -> None:
-        """A plain module, of shards where they weren't gathered: what an exception leaves."""
+        """Turn the module back into a plain one after an exception, with shards where they weren't gathered."""
         for (part, (kind, names, hooks)), added in zip(self._before, self._added, strict=True):
             for where in _HOOKS:  # those that others gave the module since stay
                 for number in added[where] - hooks[where]:
@@ -134,7 +134,7 @@ def _hook_ids(module: nn.Module) -> dict[str, set[int]]:
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Modules that a ModuleList holds (outermost ones) and that share no parameter with the rest."""
+    """Yield the modules in outermost ModuleLists that share no parameter with the rest."""
     for child in module.children():
         if not isinstance(child, nn.ModuleList):
             yield from _blocks(child)
@@ -151,22 +151,22 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 @torch.no_grad()
 def local(tensor: Tensor) -> Tensor:
-    """This device's shard, or a tensor that isn't sharded."""
+    """Return this device's shard of a tensor, or the tensor if it isn't sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Return whether other devices hold the rest."""
+    """Return whether the tensor is a shard, of which other devices hold the rest."""
     return isinstance(tensor, DTensor)
 
 
 def shards(tensor: Tensor) -> int:
-    """Number of devices that a tensor lies on."""
+    """Return the number of devices over which a tensor is sharded."""
     return tensor.device_mesh.size() if isinstance(tensor, DTensor) else 1  # a mesh is one worker's devices
 
 
 def like(tensor: Tensor, shard: Tensor) -> Tensor:
-    """`shard` in the place of this device's shard of `tensor`; a tensor that isn't sharded is replaced whole."""
+    """Return a tensor like `tensor` with `shard` as this device's shard; `shard` itself if `tensor` isn't sharded."""
     if not isinstance(tensor, DTensor):
         return shard
     return DTensor.from_local(
@@ -176,8 +176,8 @@ def like(tensor: Tensor, shard: Tensor) -> Tensor:
 
 @torch.no_grad()
 def full_tensor(tensor: Tensor, over: Transport | None = None) -> Tensor:
-    """The whole tensor; collective where it is sharded. `over`: the devices that hold the shards, where the group over
-    which they were made is no more."""
+    """Return the whole tensor; collective where it is sharded. `over`: the group of the devices that hold the shards,
+    where the group over which they were made has been destroyed."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     if over is not None:
@@ -188,7 +188,7 @@ def full_tensor(tensor: Tensor, over: Transport | None = None) -> Tensor:
 
 
 def own_part(whole: Tensor, parameter: Tensor) -> Tensor:
-    """This device's rows of a tensor that has the parameter's shape; others as they are."""
+    """Return this device's rows of a tensor of the sharded parameter's shape; any other tensor unchanged."""
     if not isinstance(parameter, DTensor) or whole.shape != parameter.shape:
         return whole
     mesh = parameter.device_mesh
@@ -196,19 +196,19 @@ def own_part(whole: Tensor, parameter: Tensor) -> Tensor:
 
 
 def rows_of(whole: Tensor, place: int, devices: int) -> Tensor:  # (rows, ...) -> (at most ceil(rows / devices), ...)
-    """Rows that the device of this place holds, of so many devices; a view."""
+    """Return the rows that device number `place` of `devices` holds; a view."""
     rows = whole.chunk(devices, dim=0)
     return rows[place] if place < len(rows) else whole[:0]  # fewer rows than devices
 
 
 def mapped(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Nested dictionaries and lists with every sharded tensor replaced."""
+    """Apply the function to every sharded tensor in nested dictionaries and lists."""
     return tree_map(lambda leaf: function(leaf) if isinstance(leaf, DTensor) else leaf, tree)
 
 
 class WholeScalars:
-    """Patch of `float(x)` and `x.item()` until `close`: of a sharded tensor they are of the whole, not of this device's
-    part: a sum of squares, a maximum. Collective where the tensor isn't known everywhere."""
+    """Patches `float(x)` and `x.item()` until `close`: of a sharded scalar (a sum of squares) they return the
+    value over all devices. Collective where a device doesn't know that value."""
 
     _open = 0
 
@@ -230,7 +230,7 @@ _HANDLERS: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
 
 
 class ShardBucket(Bucket):
-    """`flat` is a copy of this device's shards, which `adopt` reads and `store` writes: their storage is FSDP's."""
+    """Bucket of shards, whose storage is FSDP's: `adopt` reads them into the copy `flat`, `store` writes them back."""
 
     def elements(self, parameter: nn.Parameter) -> int:
         return local(parameter).numel()
@@ -249,10 +249,10 @@ class ShardBucket(Bucket):
         torch._foreach_copy_(shards, parts)
 
     def release(self) -> None:
-        """The shards are FSDP's already."""
+        """Do nothing: the shards' storage is FSDP's."""
 
     def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
-        """(parts of `flat`, the shards that they are copies of)"""
+        """Return (parts of `flat`, the shards that they copy)."""
         shards = [local(parameter) for parameter in self.parameters]
         places = zip(self._offsets, shards, strict=True)
         return [self.flat[at : at + shard.numel()].view(shard.shape) for at, shard in places], shards

@@ -1,11 +1,11 @@
-"""Gradient averaging in buckets: who has a gradient, packed and launched when complete, as DDP's reducer does.
+"""Gradient averaging in buckets, which are packed and sent when complete, as DDP's reducer does.
 
     message = [g_p for p in parameters]     0 where this worker has no gradient
-    flag_p  = 1 where it has one, else 0    summed over the workers: how many have, a sparse one as `SPARSE`
+    flag_p  = 1 where it has one, else 0    summed over workers: how many have a gradient; `SPARSE` for a sparse one
 
-What a mean divides by and over whom it goes is left to those who use it: `averaging` (all devices of an island,
-while the backward runs), `pipeline_replicas` (all replicas of a stage, after it), `partial.wire.reducer` (each
-segment's contributors, while it runs).
+The callers choose the divisor and the group: `averaging` (all devices of an island, during the backward pass),
+`pipeline_replicas` (all replicas of a stage, after the backward pass), `partial.wire.reducer` (each segment's
+contributors, during the backward pass).
 """
 
 from collections.abc import Callable, Sequence
@@ -31,21 +31,21 @@ UNSEEN = (
 
 @torch.no_grad()
 def pack(tensors: Sequence[Tensor | None], like: Sequence[Tensor], flat: Tensor) -> None:
-    """flat <- the tensors one behind the other, zeros in the place of None; sparse ones as dense ones."""
+    """Pack the tensors into `flat`, one behind the other, with zeros for None and sparse tensors as dense ones."""
     dense = [t.to_dense() if t is not None and t.is_sparse else t for t in tensors]
     pairs = zip(dense, like, strict=True)
     torch.cat([flat.new_zeros(other.numel()) if t is None else t.reshape(-1) for t, other in pairs], out=flat)
 
 
 def parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Views of what `pack` packed."""
+    """Return views of the tensors that `pack` packed."""
     rows = flat.split([other.numel() for other in like])
     # Of one dimension a row is what it has to be.
     return [row if other.dim() == 1 else row.view(other.shape) for row, other in zip(rows, like, strict=True)]
 
 
 def flag(gradients: Sequence[Tensor | None], flags: Tensor) -> Tensor:
-    """flags <- 1 where there is a gradient, `SPARSE` where it is sparse, else 0."""
+    """Fill the flags: 1 where there is a gradient, `SPARSE` where it is sparse, else 0."""
     flags.fill_(1)  # (gradients,): not a tensor from a list, which a device would wait for
     for index, gradient in enumerate(gradients):
         if gradient is None or gradient.is_sparse:
@@ -54,7 +54,7 @@ def flag(gradients: Sequence[Tensor | None], flags: Tensor) -> Tensor:
 
 
 def used(gradients: Sequence[Tensor | None], flags: Tensor, pending: Pending) -> list[int]:
-    """Flags of the gradients that some worker has, from the flags' sum: 0 if none has, `SPARSE` if one is sparse."""
+    """Return for each gradient, from the flags' sum: 0 if no worker has it, `SPARSE` if one is sparse, else 1."""
     # Only who lacks one waits for the others, and reads what may lie on a device.
     if all(gradient is not None for gradient in gradients):
         return [SPARSE if gradient is not None and gradient.is_sparse else 1 for gradient in gradients]
@@ -63,7 +63,7 @@ def used(gradients: Sequence[Tensor | None], flags: Tensor, pending: Pending) ->
 
 
 class GradientBucket:
-    """Gradients of parameters of one type on one device, which travel together."""
+    """Bucket of gradients of one type on one device, which are sent as one message."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = tuple(parameters)
@@ -79,7 +79,7 @@ class GradientBucket:
 
     @torch.no_grad()
     def pack_as_views(self, flat: Tensor) -> None:
-        """flat <- the gradients, which are views of it from then on: what becomes of it needn't be copied back."""
+        """Pack the gradients into `flat` and make them views of it, so that the mean needn't be copied back."""
         pack(self.gradients, self.parameters, flat)
         self._views = parts(flat, self.parameters)
         for parameter, view in zip(self.parameters, self._views, strict=True):
@@ -89,7 +89,7 @@ class GradientBucket:
 
     @torch.no_grad()
     def store(self, means: Tensor, used: Sequence[int]) -> None:
-        """.grad <- its mean, where some worker has a gradient; sparse where one is, for optimizers that ask for it."""
+        """Set .grad to its mean, where some worker has a gradient; sparse where one is, for optimizers that need it."""
         rows, self._views = self._views or parts(means, self.parameters), []
         for parameter, mean, some in zip(self.parameters, rows, used, strict=True):
             if parameter.grad is mean:
@@ -104,13 +104,13 @@ class GradientBucket:
 
 
 def at_the_end(loss: Tensor, call: Callable[[], None]) -> None:
-    """Call it at the end of the backward of `loss` that follows, before anybody else sees its gradients."""
+    """Run the call at the end of the next backward pass of `loss`, before other code sees the gradients."""
     # Only within a backward can its end be waited for.
     loss.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(call))
 
 
 class Average:
-    """Base of averages of gradients, whose workers report to each other who used what, and whether they have news."""
+    """Base class of averages of gradients, whose workers also report what they used, and whether they have news."""
 
     news: Callable[[], bool] = bool  # asked after each backward; any worker's are known to all (`any_news`)
     layouts = TrainingComparison()  # asked where what is trained has changed
@@ -120,7 +120,7 @@ class Average:
         self._reported: list[tuple[Tensor, Pending]] = []  # of the last 32 averages
 
     def enter(self) -> None:
-        """Begin an average, which every worker must enter; again within the same one, nothing."""
+        """Begin an average, which every worker must enter; does nothing within one."""
         self.under_way = True
         self.layouts.begin()
 
@@ -130,11 +130,11 @@ class Average:
         self.layouts.done()
 
     def report(self, news: Tensor, pending: Pending) -> None:
-        """This many workers have news, as soon as the message has come."""
+        """Record how many workers have news: known once `pending` has arrived."""
         self._reported = [*self._reported[-31:], (news, pending)]
 
     def any_news(self) -> bool:
-        """Return whether any worker has had news since the last call; the same on all of them."""
+        """Return whether any worker has had news since the last call; the same answer on all workers."""
         reported, self._reported = self._reported, []
         for _, pending in reported:
             pending.wait()
@@ -145,10 +145,10 @@ Kind = TypeVar("Kind", bound=GradientBucket)
 
 
 class Launcher(Generic[Kind]):
-    """Starts buckets in their order, each as soon as the backward has made all gradients of it and of those before it.
+    """Sends buckets in order, each as soon as its gradients and those of earlier buckets are complete.
 
     Raises:
-        RuntimeError: in the backward, where a gradient grows again after it was sent.
+        RuntimeError: in the backward pass, where a gradient grows again after it was sent.
     """
 
     def __init__(self, launch: Callable[[Kind], None], first: Callable[[], None] = lambda: None) -> None:
@@ -163,10 +163,10 @@ class Launcher(Generic[Kind]):
         self.begin(())
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """See the gradients of these and of no others; whether that is new. Without any, all hooks are gone.
+        """Put hooks on these parameters and on no others; return whether that changed any.
 
         Raises:
-            ValueError: one of them has another shape or type than when it was first seen.
+            ValueError: a parameter has another shape or type than when it got its hook.
         """
         if parameters:
             self.refuse_changed()
@@ -183,7 +183,7 @@ class Launcher(Generic[Kind]):
         return True
 
     def refuse_changed(self) -> None:
-        """ValueError where one that is watched has got another shape or type."""
+        """Raise ValueError where a watched parameter has got another shape or type."""
         # The node of autograd that a hook holds has the ones of then, and so have messages.
         if [(p.shape, p.dtype) for p in self._hooks] != self._seen:
             for parameter, (shape, dtype) in zip(self._hooks, self._seen, strict=True):
@@ -194,7 +194,7 @@ class Launcher(Generic[Kind]):
         return frozenset(self._hooks)
 
     def begin(self, buckets: Sequence[Kind]) -> None:
-        """Prepare a backward whose gradients are sent in these buckets."""
+        """Prepare a backward pass whose gradients are sent in these buckets."""
         if self.buckets != (now := tuple(buckets)):
             self.buckets, self._of = now, {p: index for index, bucket in enumerate(now) for p in bucket.members}
         self._launched, self.begun = 0, False  # buckets that have left
@@ -202,7 +202,7 @@ class Launcher(Generic[Kind]):
             bucket.waiting, bucket.pending = set(bucket.members), None
 
     def rest(self) -> None:
-        """Start the buckets that aren't complete, after the backward."""
+        """Send the incomplete buckets, after the backward pass."""
         for bucket in self.buckets[self._launched :]:
             self._launched += 1
             self._launch(bucket)

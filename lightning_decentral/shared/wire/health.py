@@ -1,4 +1,4 @@
-"""Health of replicas: which are sick (NaN, infinity, an absurd number), and the mean of the others."""
+"""Finds workers whose tensors have NaN, infinity or far too large numbers, and averages the others."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ REMEDY = "Lower the learning rate, clip gradients (gradient_clip_val) or find th
 
 @dataclass(frozen=True)
 class Ailment:
-    """The first tensor for which a worker stays out, by its number, and the largest magnitude in it."""
+    """Why a worker is left out of a mean: the number of its first bad tensor, and the largest magnitude in it."""
 
     tensor: int
     scale: float
@@ -37,21 +37,21 @@ def real(tensor: Tensor) -> bool:
 
 @torch.no_grad()
 def constants(buffers: Iterable[Tensor]) -> dict[int, Tensor]:
-    """{fingerprint: kinds of its elements} of those that hold NaN or infinity before a step is taken: edges of bins,
-    bounds, placeholders for what comes later."""
+    """Return {fingerprint: kinds of its elements} of buffers with NaN or infinity before the first step: edges of bins,
+    bounds, placeholders."""
     found = [_kinds(t) for t in buffers if real(t) and not bool(torch.isfinite(scale([t])))]
     return {int(fingerprint(kinds)): kinds for kinds in found}
 
 
 def _kinds(tensor: Tensor) -> Tensor:
-    """int8 tensor of its shape, (..., 2) of complex numbers: 0 finite, 1 NaN, 2 infinity, 3 minus infinity."""
+    """Return an int8 tensor of the same shape ((..., 2) for complex): 0 finite, 1 NaN, 2 infinity, 3 minus infinity."""
     wide = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     wide = wide.float() if wide.element_size() == 1 else wide
     return (wide.isnan() + 2 * wide.isposinf() + 3 * wide.isneginf()).to(torch.int8)
 
 
 def _others(tensor: Tensor, known: Iterable[Tensor]) -> Tensor:
-    """Elements of a tensor but those that aren't finite and never were, by what was `known` of tensors of its shape."""
+    """Return a tensor's elements without those that were never finite, by the `known` kinds of tensors of its shape."""
     kinds = _kinds(tensor)
     alike = [k for k in known if k.shape == kinds.shape]
     constant = torch.stack([kinds == k.to(kinds.device) for k in alike]).any(0) & (kinds > 0) if alike else kinds > 3
@@ -61,13 +61,13 @@ def _others(tensor: Tensor, known: Iterable[Tensor]) -> Tensor:
 def ailing(
     tensors: Sequence[Tensor], over: Transport, devices: int = 1, known: Collection[Tensor] = ()
 ) -> dict[int, Ailment]:
-    """{worker: why its replica is not sound}, the same on all; `compute.health.sound` tensor by tensor.
+    """Return {worker: why its replica isn't healthy}, equal on all; by `compute.health.sound` for each tensor.
 
     Collective: gathers two numbers for each tensor. A tensor with -inf, but neither NaN nor +inf, on most workers
     without NaN is a mask; one of nothing but +inf a best score that none has reached yet. Elements that weren't finite
-    from the start, as all know, are sound until they are written, each by itself: a queue fills up.
-    Each worker has so many `devices`, whose tensors may be shards; ranks follow each other. `known`: what `constants`
-    found; the same on all.
+    from the start count as healthy, each until it is written: a queue fills up.
+    `devices`: of each worker, in consecutive ranks; their tensors may be shards. `known`: the result of `constants`,
+    equal on all.
     """
     rows = [extremes(local(t.detach())) for t in tensors if real(t)]  # (lowest, highest) of each
     if known:
@@ -102,9 +102,9 @@ def mean_of_others(tensors: Sequence[Tensor], mean_of: Mean, left_out: bool) -> 
 def mean_of_sound(
     tensors: Sequence[Tensor], mean_of: Mean, over: Transport, devices: int = 1, shards: int = 1
 ) -> tuple[list[Tensor], str]:
-    """(the mean of the workers that are sound, why this one isn't among them or nothing). Collective: where all are
-    sound, and none holds a shard, the mean alone. `over` are all devices, so many `devices` of each worker; where it
-    has `shards`, each sees a part of a mean. FloatingPointError on all workers where nobody is sound.
+    """Return (the mean of the healthy workers, why this worker isn't among them or ""). Collective: one mean where all
+    are healthy and none has shards. `over`: the group of all devices, `devices` of each worker; with `shards` each sees
+    a part of a mean. FloatingPointError on all workers where no worker is healthy.
     """
     means = mean_of(tensors)
     if not means:
@@ -118,12 +118,12 @@ def mean_of_sound(
     if len(sick) == workers:
         raise FloatingPointError(f"none of the {workers} workers has sound parameters. {REMEDY}")
     means = mean_of_others(tensors, mean_of, own in sick)
-    return means, f"worker {own}: a parameter {sick[own]}; all but it are averaged. {REMEDY}" if own in sick else ""
+    return means, f"worker {own}: a parameter {sick[own]}; the others are averaged. {REMEDY}" if own in sick else ""
 
 
 @torch.no_grad()
 def of_worker(source: int, tensors: Sequence[Tensor], over: Transport) -> list[Tensor]:
-    """Copies of the tensors that this device of `over` has, of any type. Collective."""
+    """Return copies of the tensors of device number `source` of `over`, of any type. Collective."""
     values = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
     for value in values:
         if value.numel():
@@ -133,7 +133,7 @@ def of_worker(source: int, tensors: Sequence[Tensor], over: Transport) -> list[T
 
 @torch.no_grad()
 def mend(tensors: Sequence[Tensor], means: Sequence[Tensor]) -> None:
-    """Replace each tensor by its mean where it isn't sound next to it (a poisoned buffer that nobody sends, say)."""
+    """Replace each tensor by its mean where it isn't healthy compared to the mean (a buffer with NaN, say)."""
     for own, of_others in zip(tensors, means, strict=True):
         if _unsound(own, of_others):
             local(own).copy_(local(of_others))
@@ -141,7 +141,7 @@ def mend(tensors: Sequence[Tensor], means: Sequence[Tensor]) -> None:
 
 @torch.no_grad()
 def mend_together(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """All of these <- all of those, where any isn't sound next to its own: they belong together."""
+    """Replace all tensors by all values if any tensor isn't healthy compared to its value: they belong together."""
     if any(_unsound(own, value) for own, value in zip(tensors, values, strict=True)):
         torch._foreach_copy_(list(tensors), list(values))
 
@@ -151,8 +151,8 @@ def _unsound(own: Tensor, reference: Tensor) -> bool:
 
 
 def none_sound(sick: Mapping[int, Ailment], workers: int, named: Callable[[int], str]) -> str:
-    """Reason why nothing is validated or saved where nobody is left, a mean over no workers; empty: somebody is.
-    `named` returns a tensor's name, by its number."""
+    """Return the reason why nothing is validated or saved where no worker is healthy; empty where a worker is. `named`
+    returns a tensor's name, by its number."""
     if len(sick) < workers:
         return ""
     worker, ailment = next(iter(sick.items()))

@@ -1,8 +1,8 @@
-"""A world of workers in one process: transports whose messages go from one worker's memory to another's.
+"""Transports between workers in threads of one process: messages go from one worker's memory to another's.
 
-Each worker calls from a thread of its own, as it would from a process of its own, and one of them at a time
-(`ThreadTurn`): who waits for a message lets the next one go on. What a worker computes doesn't depend on who comes
-first. Sums are taken in the order of ranks; gloo's order is another from three workers on.
+Each worker calls from a thread of its own, as it would from a process of its own. One thread runs at a time
+(`ThreadTurn`): a worker that waits for a message lets another run. Results don't depend on which thread comes first.
+Sums are taken in the order of ranks; gloo's order differs from three workers on.
 """
 
 from collections import defaultdict, deque
@@ -21,8 +21,8 @@ from lightning_decentral.shared.wire.transport import Disjoint, Message, Transpo
 
 
 class ThreadTurn:
-    """Turn of one thread at a time. Threads that run at once would take the interpreter from each other at each call
-    of torch, which costs them more than a second processor gains."""
+    """Lock that lets one thread run at a time. Threads that run at once would take the interpreter from each other at
+    each call of torch, which costs more than a second processor gains."""
 
     def __init__(self) -> None:
         self._lock, self._whose = Lock(), 0
@@ -37,7 +37,7 @@ class ThreadTurn:
 
     @contextmanager
     def passed_on(self) -> Iterator[None]:
-        """Others may have it meanwhile; nothing, where it isn't this thread's."""
+        """Context in which other threads may run; does nothing where this thread hasn't the lock."""
         if self._whose != get_ident():
             yield
             return
@@ -49,13 +49,13 @@ class ThreadTurn:
 
 
 class Lent:
-    """A tensor that its owner leaves alone until it calls `settle`: readers until then take it, later ones a copy."""
+    """Tensor that its owner doesn't change before it calls `settle`: later readers get a copy."""
 
     def __init__(self, tensor: Tensor, readers: int) -> None:
         self._tensor, self._missing, self._lock = tensor, readers, Lock()  # missing: readers still to come
 
     def read(self, take: Callable[[Tensor], Any]) -> None:
-        """Read the tensor as one of the readers, who only reads."""
+        """Read the tensor as one of the readers, without changing it."""
         with self._lock:
             take(self._tensor)
             self._missing -= 1
@@ -68,7 +68,7 @@ class Lent:
 
 @dataclass
 class Mailboxes:
-    """Messages sent and not yet taken, by address; in the order of sending."""
+    """Messages that were sent and not yet received, by address, in the order of sending."""
 
     wait_seconds: float = 600.0  # after which who waits for a message ends
     _boxes: dict[Hashable, deque[Any]] = field(default_factory=lambda: defaultdict(deque), init=False)
@@ -79,13 +79,13 @@ class Mailboxes:
     turn: ThreadTurn = field(default_factory=ThreadTurn, init=False)  # passed on by who waits
 
     def lend(self, addresses: Sequence[Hashable], tensor: Tensor) -> Lent:
-        """Lend the tensor to all of them, until it's settled."""
+        """Send the tensor to all addresses without a copy, until `settle`."""
         lent = Lent(tensor, len(addresses))
         self.hand(addresses, lent)
         return lent
 
     def hand(self, addresses: Sequence[Hashable], value: Any) -> None:
-        """The value itself."""
+        """Send the value itself to all addresses."""
         with self._lock:
             for address in addresses:
                 if address in self._unwanted:
@@ -104,14 +104,14 @@ class Mailboxes:
                 self._waiting.pop(address, None)
         with self._lock:
             if not self._boxes.get(address):
-                raise PeerLost(f"nothing came to {address}: another worker of this rehearsal has ended")
+                raise PeerLost(f"no message came to {address}: another worker of this rehearsal has ended")
             found = self._boxes[address].popleft()
             if not self._boxes[address]:
                 del self._boxes[address]
             return found
 
     def forget(self, addresses: Sequence[Hashable]) -> None:
-        """Drop the one message that has come to each of them, or will: nobody takes it."""
+        """Drop the one message that has come to each address, or will: no worker receives it."""
         with self._lock:
             for address in addresses:
                 if self._boxes.pop(address, None) is None:
@@ -131,7 +131,7 @@ class Mailboxes:
 
 @dataclass
 class _Arriving:
-    """Done once: what lies at the addresses is handed over."""
+    """Handle of messages in flight: the first wait hands over the messages at the addresses."""
 
     boxes: Mailboxes
     addresses: Sequence[Hashable] = ()
@@ -157,15 +157,15 @@ class _Arriving:
 
 
 class InProcessTransport(Transport):
-    """One worker's end of a group. Scattering and flat gathering are not offered. `name`: of the group, the same for
-    all its workers and no other group's."""
+    """Transport of one worker of a group in threads, without scattering and flat gathering. `name`: the group's name,
+    equal for all its workers and unique."""
 
     def __init__(self, boxes: Mailboxes, name: Hashable, rank: int, size: int) -> None:
         self.group, self.rank, self.size = None, rank, size
         self._boxes, self._name, self._calls = boxes, name, 0
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: a transport between threads opens nothing."""
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
         to: dict[int, list[Hashable]] = {}  # of each tensor: it's lent once, however many receive it
@@ -201,7 +201,7 @@ class InProcessTransport(Transport):
     def _between(
         self, sources: Sequence[int], targets: Sequence[int], own: Tensor, hand_over: Callable[[list[Lent]], Any]
     ) -> Pending:
-        """Each target takes what each other source has."""
+        """Send the sources' tensors to each target, which hands over those of the other sources."""
         call = self._name, "collective", self._calls
         self._calls += 1
         others = [target for target in targets if target != self.rank] if self.rank in sources else []
@@ -235,7 +235,7 @@ def _into(tensor: Tensor) -> Callable[[list[Lent]], Any]:
 
 
 def in_process_wire(boxes: Mailboxes, rank: int, size: int) -> Wire:
-    """Transports of one of so many workers in threads. As everywhere, all make groups in the same order."""
+    """Return the transports of one of `size` workers in threads. All must make groups in the same order."""
     numbers = count()
 
     def group(groups: Disjoint | None) -> Transport | None:
@@ -249,7 +249,7 @@ def in_process_wire(boxes: Mailboxes, rank: int, size: int) -> Wire:
 
 
 def in_process_broadcast(boxes: Mailboxes, rank: int, size: int) -> Callable[[Any], Any]:
-    """Function that hands worker 0's value, the object itself, to all; worker 0 waits for nobody. Collective."""
+    """Return a function that gives all workers worker 0's value, the object itself, without worker 0 waiting."""
     calls = count()
 
     def broadcast(value: Any) -> Any:

@@ -1,10 +1,10 @@
-"""torch.distributed within a world of threads: to each worker's thread the default group is one of its own.
+"""torch.distributed for workers in threads of one process: each worker's thread has a default process group of its own.
 
     get_rank, get_world_size, is_initialized, get_backend        of the thread's worker
     all_reduce, all_gather, broadcast, barrier, and objects      over the threads' mailboxes
 
-For code that asks torch.distributed itself: streams that share themselves out, metrics, Lightning's own collectives.
-It imports torch.distributed to answer in its place, and opens nothing.
+It serves code that calls torch.distributed itself: sharded data streams, metrics, Lightning's own collectives. It
+replaces torch.distributed's process group, and opens no connection.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +39,7 @@ def _done(value: Any) -> Any:
 
 
 class InProcessGroup(dist.ProcessGroup):
-    """One worker's default group. A call has ended when it returns."""
+    """Default process group of one worker's thread. Every call has finished when it returns."""
 
     def __init__(self, over: InProcessTransport) -> None:
         super().__init__(over.rank, over.size)  # type: ignore[call-arg]
@@ -112,14 +112,14 @@ for _name in (
 
 
 class ThreadsWorld:
-    """Process groups as torch.distributed knows them: the thread's own, where it has one; else the process's."""
+    """Stands in for torch.distributed's registry of groups: a thread's own default group, else the process's."""
 
     def __init__(self) -> None:
         self._of_process, self._own = distributed_c10d._world, local()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Let threads have groups of their own within."""
+        """Context in which threads may have default groups of their own."""
         self._of_process = distributed_c10d._world
         distributed_c10d._world = self  # type: ignore[assignment]
         try:
@@ -128,7 +128,7 @@ class ThreadsWorld:
             distributed_c10d._world = self._of_process
 
     def join(self, group: InProcessGroup) -> None:
-        """This thread's default group, from now on."""
+        """Make the group this thread's default group."""
         self._own.group = group
 
     @property

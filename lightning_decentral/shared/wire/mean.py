@@ -1,4 +1,4 @@
-"""The mean model: exact mean of tensors over workers by all-reduce, in a model's place for a while or for good.
+"""The mean model: exact mean over workers by all-reduce, swapped into the model for a while or taken for good.
 
 When it is shown: `shared.evaluation`. What a checkpoint saves of it, and who resumes from it: `shared.checkpoint`.
 """
@@ -17,11 +17,11 @@ from lightning_decentral.shared.wire.gradients import pack, parts
 from lightning_decentral.shared.wire.transport import Transport
 
 MeanOf = Callable[..., list[Tensor]]
-"""(averaged, carried) -> their means, then one worker's values of what is carried; collective."""
+"""Function (averaged, carried) -> means of the averaged tensors, then one worker's carried tensors; collective."""
 Shown = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-"""Tensors that stand in the mean for a worker's own, in their order; mostly they themselves."""
+"""Function that maps a worker's tensors to those that the mean averages in their place; mostly the same ones."""
 ROUNDINGS = 8
-"""Largest difference of a parameter that was changed and taken back, in roundings of its largest magnitude."""
+"""Largest difference of a parameter that was changed and restored, in roundings of its largest magnitude."""
 CHUNK_BYTES = 64 * 2**20  # summed at a time: one flat copy of all would need the memory of another model
 
 
@@ -58,10 +58,9 @@ def _mean_in_place(tensors: Sequence[Tensor], over: Transport, share: float | No
 
 
 def mean_of_states(state: Mapping[str, Any], mean_of: MeanOf, carried: Collection[str] = ()) -> dict[str, Any]:
-    """A `state_dict` whose tensors are means over the workers, or one worker's where they are `carried`; other entries
-    are this worker's.
+    """Return a `state_dict` with means over the workers, and one worker's tensors where they are `carried`.
 
-    Tied entries stay tied.
+    Other entries are this worker's. Tied entries stay tied.
     """
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
     place = {}  # equal for tied tensors
@@ -82,7 +81,7 @@ def _values(mean_of: MeanOf, averaged: Sequence[Tensor], carried: Sequence[Tenso
 
 
 class Swap:
-    """Values standing in a model's tensors until `undo`. Keeps one copy of what was there."""
+    """Swaps values into a model's tensors until `undo`. Keeps one copy of the tensors' own values."""
 
     @torch.no_grad()
     def __init__(self, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
@@ -97,8 +96,8 @@ class Swap:
             put(tensor, value)
 
     def undo(self) -> list[Tensor]:
-        """Put back, bit for bit, what was there; what was written meanwhile keeps its change: a best score that
-        validation has found, the best weights that a callback restores. Returns those tensors."""
+        """Restore the tensors' own values, bit for bit. Tensors that were written meanwhile keep their change (a best
+        score from validation, the best weights that a callback restores), and are returned."""
         written = self.written()
         for i in written:
             self._own[i] = self._tensors[i].detach().clone()
@@ -106,18 +105,18 @@ class Swap:
         return [self._tensors[i] for i in written]
 
     def written(self) -> list[int]:
-        """Places of the tensors that hold something else now."""
+        """Return the indices of the tensors that were written since the swap."""
         return [i for i, (now, stood) in enumerate(zip(self._tensors, self._stood, strict=True)) if _other(now, stood)]
 
     def keep(self, changed: Sequence[Tensor]) -> None:
-        """Keep what these tensors hold now, instead of what was there before."""
+        """Keep the present values of these tensors, instead of those before the swap."""
         places = {id(tensor): i for i, tensor in enumerate(self._tensors)}
         for tensor in changed:
             self._own[places[id(tensor)]] = tensor.detach().clone()
 
     @torch.no_grad()
     def paused(self, state: Mapping[str, Tensor]) -> dict[str, Any]:
-        """`state`, the state_dict of the model, as it would be without the swap: fresh copies."""
+        """Return `state`, the model's state_dict, as it would be without the swap, in fresh copies."""
         now = [tensor.detach().clone() for tensor in self._tensors]
         self._put(self._own)
         own = {key: v.detach().clone() if isinstance(v, Tensor) else v for key, v in state.items()}
@@ -127,8 +126,8 @@ class Swap:
 
 @torch.no_grad()
 def _other(now: Tensor, stood: Tensor) -> bool:
-    """Return whether something was written. Of a parameter rounding isn't, as adapters leave it that were merged and
-    taken out again: each worker's own would become the mean for it."""
+    """Return whether a tensor was written. Rounding of a parameter doesn't count, as of adapters that were merged and
+    taken out again: otherwise each worker's own parameter would become the mean."""
     trained, now, stood = isinstance(now, nn.Parameter), local(now), local(stood).to(now.dtype)
     if torch.equal(now, stood) or not now.numel():
         return False
@@ -139,8 +138,8 @@ def _other(now: Tensor, stood: Tensor) -> bool:
 
 
 def of_mean(modules: Sequence[nn.Module]) -> tuple[list[Tensor], list[Tensor]]:
-    """Distinct tensors of a mean model: floating-point parameters and buffers that are averaged, and tensors of
-    any type that are one worker's (`carried`)."""
+    """Return the distinct tensors of a mean model: floating-point parameters and buffers that are averaged, and tensors
+    of any type that come from one worker (`carried`)."""
     carried = carried_of(modules)
     alone = {id(tensor) for tensor in carried}
     tensors = dict.fromkeys(t for module in modules for t in (*module.parameters(), *module.buffers()))
@@ -148,7 +147,7 @@ def of_mean(modules: Sequence[nn.Module]) -> tuple[list[Tensor], list[Tensor]]:
 
 
 class MeanModel:
-    """mean = sum_i share_i x_i, shown for a while or taken for good; showing leaves a worker's own trajectory alone."""
+    """Swaps mean = sum_i share_i x_i into the model for a while, or sets the parameters to the mean for good."""
 
     def __init__(self, mean_of: MeanOf, shown: Shown = list) -> None:
         self.mean_of, self._shown = mean_of, shown
@@ -158,7 +157,7 @@ class MeanModel:
         self._swap: Swap | None = None
 
     def show(self, tensors: Sequence[Tensor], carried: Sequence[Tensor] = ()) -> None:
-        """Put the mean in the place of these tensors, and one worker's values in that of what is carried, until `hide`.
+        """Swap the mean into these tensors, and one worker's values into the carried tensors, until `hide`.
         Collective."""
         self._swap = self._swapped(tensors, carried)
 
@@ -166,16 +165,16 @@ class MeanModel:
         return Swap([*tensors, *carried], _values(self.mean_of, self._shown(tensors), carried))
 
     def written(self) -> bool:
-        """Return whether something else was put in its place."""
+        """Return whether tensors were written while the mean was swapped in."""
         return self._swap is not None and bool(self._swap.written())
 
     @property
     def shows(self) -> bool:
-        """True where it stands in the place of tensors."""
+        """Return whether the mean is swapped in."""
         return self._swap is not None
 
     def hide(self) -> None:
-        """Put back, bit for bit, what `show` found, but for what was written meanwhile."""
+        """Restore the tensors, bit for bit, as before `show`, except those that were written meanwhile."""
         if self._swap is not None:
             written = self._swap.undo()
             self._swap = None
@@ -185,7 +184,7 @@ class MeanModel:
     def standing(
         self, tensors: Sequence[Tensor], carried: Sequence[Tensor] = ()
     ) -> Iterator[Callable[[Sequence[Tensor]], None]]:
-        """The mean in the place of these tensors, unless it stands there already or the workers are equal. Collective.
+        """Context with the mean swapped into these tensors, unless it is already or the workers are equal. Collective.
 
         Yields a function that marks parameters as written to stay. Buffers that change stay by themselves.
         """
@@ -197,21 +196,21 @@ class MeanModel:
             self.hide()
 
     def forget(self) -> None:
-        """Stop swapping: the tensors keep their present values, and those saved aside are dropped."""
+        """End the swap: the tensors keep their present values, and their saved own values are dropped."""
         self._swap = None
 
     def take(self, tensors: Sequence[Tensor], carried: Sequence[Tensor] = ()) -> None:
-        """x_i <- mean, on all workers. Collective."""
+        """Set the tensors to their mean on all workers. Collective."""
         self._swapped(tensors, carried)  # never undone
         self.diverged = False
 
     def own(self, state: dict[str, Any]) -> dict[str, Any]:
-        """This worker's own part of a state_dict, also while the mean is shown."""
+        """Return this worker's own state_dict, also while the mean is swapped in."""
         return state if self._swap is None else self._swap.paused(state)
 
     def given(self, own: dict[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-        """This worker's own state_dict with what stands for it in the mean; `model`: the state_dict of the model as it
-        is now, whose tensors show which those are."""
+        """Return this worker's own state_dict with the tensors that the mean averages in its place. `model`: the
+        present state_dict of the model, whose tensors show which ones."""
         tensors = {name: tensor for name, tensor in model.items() if isinstance(tensor, Tensor)}
         pairs = zip(tensors.items(), self._shown([*tensors.values()]), strict=True)
         return {**own, **{name: shown for (name, tensor), shown in pairs if shown is not tensor and name in own}}

@@ -1,4 +1,4 @@
-"""Values from worker to worker, in the plain encoding; one that can't be sent is an error on all of them."""
+"""Gathers and broadcasts Python values, serialized by `plain`; one that can't be sent is an error on all workers."""
 
 import hashlib
 from collections.abc import Callable
@@ -14,7 +14,7 @@ HEAD = 0  # tag of a head in `collect_objects`; its tensors have the following o
 
 
 class Sizes(NamedTuple):
-    """Bytes of a head and of all tensors behind it; whether the head is the reason why there is no value."""
+    """Bytes of a head and of all tensors behind it; `refused`: the head is the reason why the value can't be sent."""
 
     head: int
     payload: int
@@ -22,8 +22,8 @@ class Sizes(NamedTuple):
 
 
 def gather_objects(over: Transport, value: Any) -> list[Any]:
-    """Gather the value of every worker, in order of rank; for what is small: everyone holds all of it. NotPlain on
-    every worker, where one's value can't be sent."""
+    """Gather the value of every worker on all workers, in order of rank; for small values. NotPlain on every worker,
+    where one's value can't be sent."""
     mine, sizes = _everyones(over, value)
     own = torch.zeros(max(s.head + s.payload for s in sizes), dtype=torch.uint8)  # as long as the longest
     own[: sizes[over.rank].head + sizes[over.rank].payload] = torch.cat([_tensor(mine.head), *mine.payload])
@@ -36,7 +36,7 @@ def gather_objects(over: Transport, value: Any) -> list[Any]:
 
 
 def gather_world(value: Any) -> list[Any]:
-    """Gather values before groups of our own exist; one value where there is no world."""
+    """Gather values over the default process group; this worker's value alone where there is no process group."""
     return gather_objects(everyone(), value) if connected() else [value]
 
 
@@ -52,8 +52,8 @@ def collect_objects(over: Transport, value: Any) -> list[Any]:
 
 
 def broadcast_world(value: Any, source: int = 0) -> Any:
-    """Send the source's value to every worker; as it is where there is no world. NotPlain on every worker, where the
-    value can't be sent."""
+    """Send the source's value to every worker; unchanged where there is no process group. NotPlain on every worker,
+    where the value can't be sent."""
     if not connected():
         return value
     over = everyone()
@@ -68,16 +68,16 @@ def broadcast_world(value: Any, source: int = 0) -> Any:
 
 
 def _packed(value: Any, rank: int) -> tuple[Serialized, Sizes]:
-    """Pack a value. In place of what can't be sent goes the reason why: the others wait for something."""
+    """Serialize a value; for a value that can't be sent, the reason why, since the others wait for a message."""
     try:
         found, refused = pack(value), 0
     except NotPlain as error:
-        found, refused = Serialized(f"worker {rank} can't send what others wait for: {error}".encode(), []), 1
+        found, refused = Serialized(f"worker {rank} can't send a value to the others: {error}".encode(), []), 1
     return found, Sizes(len(found.head), sum(map(len, found.payload)), refused)
 
 
 def _everyones(over: Transport, value: Any) -> tuple[Serialized, list[Sizes]]:
-    """(this worker's value, the sizes of all workers'). NotPlain on all of them, where one can't be sent."""
+    """Return (this worker's serialized value, the sizes of all workers'). NotPlain on all, where one can't be sent."""
     mine, own = _packed(value, over.rank)
     sizes = [Sizes(*row.tolist()) for row in _rows(over, torch.tensor(own))]
     if any(s.refused for s in sizes):
@@ -97,18 +97,18 @@ def _receive(over: Transport, source: int, head_bytes: int) -> Serialized:
 
 
 def gather_rows(over: Transport, tensor: Tensor, meet: Callable[[Callable[[], None]], Any]) -> Tensor:
-    """[size, ...]: every worker's tensor; `meet` calls what waits for the others."""
+    """Gather every worker's tensor, [size, ...]; `meet` runs the call that waits for the others."""
     pending, rows = over.all_gather(tensor.detach().contiguous())
     meet(pending.wait)
     return torch.stack(rows)
 
 
 def check_same_call(over: Transport, what: str) -> None:
-    """See that all workers are about to do the same thing: another one of the same kind would be misread, or end the
+    """Check that all workers are about to make the same collective call: a different one would be misread, or end the
     process in the transport's own thread. Collective; one sum of two numbers.
 
     Raises:
-        RuntimeError: on every worker, what it does, where another does something else.
+        RuntimeError: on every worker, with its own call, where another worker makes a different call.
     """
     code = int.from_bytes(hashlib.sha256(what.encode()).digest()[:3], "big")
     sums = torch.tensor([code, code * code], device=_place(over))
@@ -124,9 +124,9 @@ def check_same_call(over: Transport, what: str) -> None:
 def reduce_alike(
     reduce: Callable[[Any, Any, Any], Tensor], phase: Callable[[], str], tensor: Any, group: Any, op: Any
 ) -> Tensor:
-    """`reduce(tensor, group, op)`, after all workers have seen that they are about to reduce the same; on a device,
-    which would be waited for, and in another group at once. Collective. `phase` returns what this worker does right
-    now, its kind first (steps may be counted differently).
+    """Call `reduce(tensor, group, op)` after a check that all workers reduce the same; without a check on a device, for
+    which the host would wait, and in another group. Collective. `phase` returns text on what this worker does, its kind
+    first (steps may be counted differently).
 
     Raises:
         RuntimeError: on every worker, where one reduces something else.

@@ -1,4 +1,4 @@
-"""Each tensor is changed on one device: of shards put together there (Muon under FSDP), or of what all hold alike."""
+"""Shares work on whole tensors out among devices: each tensor is changed on one device (Muon's matrices, say)."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,46 +15,46 @@ InPlace = Callable[[Sequence[Tensor]], None]
 
 
 def each_once(change: InPlace, shards: Sequence[Tensor], shapes: Sequence[Shape], over: Transport) -> None:
-    """The shards become those of the changed wholes; each whole is changed on one device. Collective.
+    """Change whole tensors that lie in shards, each on one device, and return their shards. Collective.
 
-    Every shard travels once to its tensor's owner and once back, all for one owner in one message: 2 (L - 1) / L of
+    Every shard is sent once to its tensor's owner and once back, all for one owner in one message: 2 (L - 1) / L of
     the bytes in all, over L devices. In addition to the shards a device holds the tensors it owns, and all messages.
 
     Args:
-        change: of any number of tensors, in place; none depends on another.
-        shards: this device's, of one type, cut along the first axis as `torch.chunk` cuts.
-        shapes: of the wholes; on all devices the same.
+        change: changes any number of whole tensors in place, each independently of the others.
+        shards: this device's shards, of one type, cut along the first axis as `torch.chunk` cuts.
+        shapes: shapes of the whole tensors, equal on all devices.
     """
     owned_by = owners(shapes, over.size)
-    of = [[k for k, owner in enumerate(owned_by) if owner == device] for device in range(over.size)]
-    mine = of[over.rank]
+    owned = [[k for k, owner in enumerate(owned_by) if owner == device] for device in range(over.size)]
+    mine = owned[over.rank]
     whole = [shards[k].new_empty(shapes[k]) for k in mine]
     rows = [list(tensor.split(row_counts(len(tensor), over.size))) for tensor in whole]
     theirs = [[row[device] for row in rows] for device in range(over.size)]
-    away = [[shards[k] for k in of[device]] for device in range(over.size)]
+    away = [[shards[k] for k in owned[device]] for device in range(over.size)]
     _travel(away, theirs, over)
     change(whole)
     _travel(theirs, away, over)
 
 
 def by_owners(change: InPlace, tensors: Sequence[Tensor], codec: Codec, over: Transport, turn: int) -> int:
-    """All workers hold the same tensors; each is changed by its owner, and all take what its codes mean. Collective.
+    """Change tensors that all workers hold alike: each on its owner, whose codes all workers decode. Collective.
 
-    So the work is shared out, and replicas stay equal bit for bit. With `Plain()` it is the change itself. A worker
-    sends its codes to each other one: (n - 1) / n of the bytes in the mean.
+    So the work is shared out, and replicas stay equal bit for bit; `Plain()` sends tensors exactly. A worker
+    sends its codes to each other worker: (n - 1) / n of the tensors' bytes on average.
 
     Args:
         change: as for `each_once`.
-        tensors: of one type and device.
-        turn: how often this was called before; it draws the codec's noise.
+        tensors: the tensors, of one type and device.
+        turn: number of earlier calls, which seeds the codec's rounding.
 
     Returns:
-        bytes that this worker sent.
+        Bytes that this worker sent.
     """
     owned_by = owners([tuple(tensor.shape) for tensor in tensors], over.size)
-    of = [[t for t, owner in zip(tensors, owned_by, strict=True) if owner == rank] for rank in range(over.size)]
-    mine, others = of[over.rank], [rank for rank in range(over.size) if rank != over.rank]
-    received = {rank: _payload(codec, of[rank]) for rank in others if of[rank]}
+    owned = [[t for t, owner in zip(tensors, owned_by, strict=True) if owner == rank] for rank in range(over.size)]
+    mine, others = owned[over.rank], [rank for rank in range(over.size) if rank != over.rank]
+    received = {rank: _payload(codec, owned[rank]) for rank in others if owned[rank]}
     receives = [Message(rank, code, part) for rank, codes in received.items() for part, code in enumerate(codes)]
     sends: list[Message] = []
     if mine:
@@ -67,18 +67,18 @@ def by_owners(change: InPlace, tensors: Sequence[Tensor], codec: Codec, over: Tr
     for pending in arriving:
         pending.wait()
     for rank, codes in received.items():
-        room = _room(of[rank])
+        room = _room(owned[rank])
         codec.decode(codes, room, Frame())
-        _unpack(room, of[rank])
+        _unpack(room, owned[rank])
     for pending in leaving:
         pending.wait()
     return sum(message.tensor.numel() * message.tensor.element_size() for message in sends)
 
 
 def owners(shapes: Sequence[Shape], devices: int) -> list[int]:
-    """The device of each tensor: the one with the least to do when the largest are given out first.
+    """Return the owner of each tensor: the device with the least work so far, the largest tensors first.
 
-    By the operations of products with their own transpose: elements x the shorter side.
+    Work is counted as operations of a product with the own transpose: elements x the shorter side.
     """
     cost = [torch.Size(s).numel() * min(s[0], torch.Size(s[1:]).numel()) for s in shapes]
     load, owned_by = [0] * devices, [0] * len(shapes)
@@ -89,14 +89,14 @@ def owners(shapes: Sequence[Shape], devices: int) -> list[int]:
 
 
 def row_counts(rows: int, devices: int) -> list[int]:
-    """Rows of each device, as `torch.chunk` gives them."""
+    """Return the number of rows on each device, as `torch.chunk` cuts them."""
     each = -(-rows // devices)
     ends = [min(rows, each * device) for device in range(1, devices + 1)]
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def _travel(sent: Sequence[Sequence[Tensor]], received: Sequence[Sequence[Tensor]], over: Transport) -> None:
-    """[device]: what goes to it, and where what comes from it is put; both sides list them in the same order."""
+    """Send sent[device] to each device, and fill received[device] from it; both sides list tensors in one order."""
     others = [device for device in range(over.size) if device != over.rank]
     sends = [Message(to, _flat(sent[to]), 0) for to in others if _elements(sent[to])]
     receives = [Message(by, _room(received[by]), 0) for by in others if _elements(received[by])]

@@ -1,4 +1,4 @@
-"""Transfers under way, the error that names a lost peer, and what one worker has opened."""
+"""Handles of messages in flight, the error that names a lost peer, and the transports that one worker has opened."""
 
 import atexit
 import re
@@ -11,15 +11,15 @@ from typing import Any, Protocol
 from torch import Tensor
 
 GRACE, PATIENCE = 1.0, 5.0
-"""Seconds until abandoned groups are deleted, and that the end of the program waits for a deletion that has begun."""
+"""Seconds until abandoned groups are deleted; seconds that the program's end waits for a deletion that has begun."""
 
 
 class PeerLost(ConnectionError):
-    """A neighbour ended or its connection broke while a message to or from it was under way."""
+    """A neighbour ended, or its connection broke, while a message to or from the neighbour was in flight."""
 
 
 class Pending(Protocol):
-    """A transfer under way."""
+    """Handle of a message in flight."""
 
     def wait(self) -> None:
         """Return when the tensor may be read (a receive) or overwritten (a send)."""
@@ -30,7 +30,7 @@ class Pending(Protocol):
 
 @dataclass
 class StagedCopy:
-    """Waits, then copies from the host to the device; keeps the host tensor alive meanwhile."""
+    """Handle of a message through host memory: waits, then copies to the device; keeps the host tensor alive."""
 
     inner: Pending
     host: Tensor  # pinned, of the same shape
@@ -47,7 +47,7 @@ class StagedCopy:
 
 @dataclass
 class Together:
-    """Several transfers as one."""
+    """Handle of several messages as one."""
 
     parts: Sequence[Pending]
 
@@ -60,7 +60,7 @@ class Together:
 
 
 def raise_lost(error: RuntimeError, peer: str, rank: int) -> None:
-    """PeerLost where a backend's error means that; nothing for any other."""
+    """Raise PeerLost if the backend's error means that a peer is lost; do nothing for any other error."""
     # Backends raise RuntimeError for everything: only the text shows a lost peer.
     if re.search("closed|reset|refused|timed? ?out|gloo|NCCL|abort", str(error)):
         reason = re.sub(r"^\[[^]]*\] *", "", str(error)).split(". ")[0]
@@ -70,7 +70,7 @@ def raise_lost(error: RuntimeError, peer: str, rank: int) -> None:
 
 
 class Opened:
-    """The transports that one worker has opened, to be given back together."""
+    """Transports that one worker has opened, to close together."""
 
     def __init__(self) -> None:
         self._transports: list[Any] = []
@@ -79,12 +79,12 @@ class Opened:
         self._transports.append(transport)
 
     def close(self) -> None:
-        """Close the transports on every worker, with nothing under way."""
+        """Close the transports, on every worker, with no message in flight."""
         while self._transports:
             self._transports.pop().close()
 
     def abandon(self) -> None:
-        """Abandon them on this worker alone, messages under way or not: returns at once, and a thread waits instead."""
+        """Abandon the transports on this worker alone, also with messages in flight: a thread waits for their end."""
         left = [one for one in self._transports if not one.queued]  # NCCL's stay: to end one waits for its kernels
         groups = [one.group for one in left]  # the last references: gloo waits where a group is deleted
         for one in left:

@@ -1,9 +1,9 @@
-"""Data parallelism of a pipeline's stage: gradients averaged over its replicas, after the backward, or another way.
+"""Data parallelism of a pipeline's stage: its replicas average gradients after the backward pass.
 
     AllReduce:   g = (1/n) sum_j g_j     before the update; the replicas stay equal
 
-Another way mixes parameters after the update (`gossip.GossipReplicas`); the replicas then drift, and what is
-evaluated and saved is their mean. A worker that has replicas (a stage of several pipelines) sees neither way.
+`gossip.GossipReplicas` instead mixes parameters after the update; the replicas then differ, and their mean is evaluated
+and saved. A stage of several pipelines works alike with both.
 """
 
 from abc import ABC, abstractmethod
@@ -32,43 +32,43 @@ Group = Callable[[], Transport]  # makes a new group of the replicas of each par
 
 
 class Bond:
-    """One worker's tie to its replicas; this one is of a worker that has none."""
+    """Connects one worker (a stage) to its replicas; the base class is for a worker without replicas."""
 
     keeps: bool = False  # true where it has what no other has, and what it needs to go on exactly
 
     def gradients(self, own: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """Gradients that the optimizer gets for this worker's own ones of these parameters. Collective."""
+        """Return the gradients that the optimizer gets, from this worker's own gradients. Collective."""
         return list(own)
 
     def prepare(self, optimizers: Sequence[Optimizer], module: nn.Module, layouts: MakeLayouts = unasked) -> None:
-        """The optimizers exist; `module` is of this stage. Collective. By `layouts` replicas see that they go on
-        training the same."""
+        """Prepare training of this stage's `module`, once the optimizers exist. Collective. `layouts` makes the
+        comparison by which replicas check that they train the same parameters."""
 
     def replaced(self, optimizers: Sequence[Optimizer]) -> None:
-        """Take these optimizers from now on. RuntimeError where another replica goes on with its own."""
+        """Use these optimizers from now on. RuntimeError: another replica keeps its own."""
 
     def guard(self, check: Any, scaler: Any) -> None:
-        """Skip updates from now on where a check of gradients counts one more as `skipped`, or by a loss scaler; None:
-        there is none."""
+        """Expect updates to be skipped from now on: where `check.skipped` grows, or by a loss scaler (None: there is
+        none)."""
 
     def updated(self, optimizer: Optimizer, epoch: int) -> None:
-        """Follow up each update of an optimizer, or where it was skipped; on all replicas equally often. Collective."""
+        """Follow up an optimizer's update, also a skipped one; on all replicas equally often. Collective."""
 
     def settle(self) -> None:
-        """Land what is in flight; what somebody wrote since the last update stays."""
+        """Wait for messages in flight and apply them; values written since the last update stay."""
 
     def note(self, written: Sequence[Tensor]) -> None:
-        """The mean has left the parameters' place; these were written meanwhile."""
+        """Take note of tensors that were written while the mean was swapped in, which ends now."""
 
     def share(self) -> float | None:
-        """This worker's weight in the mean of the replicas; None: all equal. Collective."""
+        """Return this worker's weight in the mean of the replicas; None: all are equal. Collective."""
         return None
 
     def release(self) -> None:
-        """Leave the parameters as they were found."""
+        """Give the parameters back as they were before `prepare`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """State that is needed to go on exactly, as tensors and primitives."""
+        """Return the state that exact resuming needs, as tensors and primitives."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -76,7 +76,7 @@ class Bond:
 
 
 class Replicas(ChoosesStrategy, ABC):
-    """A value: constructing it starts nothing."""
+    """Way in which a stage's replicas stay in step, for `replicas=`; constructing it starts nothing."""
 
     drifts: ClassVar[bool]  # true where the replicas' parameters may differ between steps
 
@@ -84,12 +84,12 @@ class Replicas(ChoosesStrategy, ABC):
         return cls
 
     def check(self, size: int, per_node: int) -> None:
-        """See that so many replicas, so many of them on a node, can be served. ValueError with the remedy."""
+        """Raise ValueError, with the remedy, where `size` replicas, `per_node` on a node, can't be served."""
         return
 
     @abstractmethod
     def join(self, group: Group, hosts: Group, device: torch.device, per_node: int) -> Bond:
-        """This worker's tie. Collective. `hosts` is as `group`, between their hosts."""
+        """Return this worker's `Bond`. Collective. `hosts` makes the same groups as `group`, for CPU tensors."""
 
 
 @checked
@@ -98,7 +98,7 @@ class AverageGradients(Replicas):
     """Replicas average their gradients at every batch, as under DDP, and stay equal.
 
     Args:
-        codec: of the gradients, for slow links between pipelines (`compressed_mean`).
+        codec: codec of the gradients, for slow links between pipelines (`compressed_mean`).
     """
 
     drifts: ClassVar[bool] = False
@@ -114,7 +114,7 @@ class AverageGradients(Replicas):
 
 
 class _Replicated(Bond):
-    """Gradients are averaged; what a worker didn't use is zero there, what nobody used stays None."""
+    """Averages gradients; one that a worker didn't compute counts as zero, one that no worker computed stays None."""
 
     def __init__(self, hosts: Transport, buffers: Transport) -> None:
         self._hosts, self._over_buffers = hosts, buffers
@@ -146,7 +146,7 @@ class _Replicated(Bond):
         return flags, pending
 
     def updated(self, optimizer: Optimizer, epoch: int) -> None:
-        """The first one's running statistics for all."""
+        """Share the first replica's running statistics with all."""
         if self._equal.updates is not None:
             self._equal.advance(epoch)
 
@@ -170,7 +170,7 @@ class _Averaging(_Replicated):
 
 
 class _CompressedAveraging(_Replicated):
-    """Averaging by codes, one flat tensor of each type: of all parameters, so that each keeps what was rounded away."""
+    """Averages compressed gradients, one flat tensor of each type over all parameters, with error feedback for each."""
 
     keeps = True
 

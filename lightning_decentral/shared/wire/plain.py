@@ -1,6 +1,6 @@
-"""Values as JSON and raw bytes: what arrives from another worker is built from known kinds, and never executed.
+"""Serialization as JSON and raw bytes: values received from another worker have known classes, and are never executed.
 
-A value is a head, JSON with its structure, and the bytes of its tensors, which stay where they are until they are
+A serialized value is a head, JSON with its structure, and the bytes of its tensors, which aren't copied until they are
 sent. JSON's own types stand for themselves; everything else is {kind: parts}.
 """
 
@@ -26,19 +26,19 @@ AS_THEY_ARE = (type(None), bool, int, float, str)
 
 
 class Serialized(NamedTuple):
-    """A value on its way."""
+    """Serialized value: a JSON head and tensors of bytes."""
 
     head: bytes
     payload: list[Tensor]  # [bytes of a tensor] each, on the CPU
 
 
 class NotPlain(TypeError):
-    """A value that can't be sent: its class and where it stands."""
+    """Error: a value can't be sent; the text has its class and its path in the whole value."""
 
 
 @dataclass(frozen=True)
 class Serializer:
-    """A class of values: `parts` splits one into plain values, `build` puts it together."""
+    """Serializes values of a class: `parts` splits a value into plain values, `build` makes the value of them."""
 
     name: str
     parts: Callable[[Any], Any]
@@ -79,14 +79,14 @@ _OF_FUNCTIONS = set(map(type, _NAMES))
 
 
 def pack(value: object) -> Serialized:
-    """The value's head and payload. NotPlain where something in it is none of the known kinds."""
+    """Serialize the value to a head and a payload. NotPlain: a part of the value has none of the known classes."""
     payload: list[Tensor] = []
     tree = _down(value, "it", payload)
     return Serialized(json.dumps({"value": tree, "bytes": [len(p) for p in payload]}).encode(), payload)
 
 
 def lengths(head: bytes) -> list[int]:
-    """Bytes of each tensor behind a head."""
+    """Return the bytes of each tensor behind a head."""
     try:
         found = json.loads(head)["bytes"]
         if all(type(n) is int and n >= 0 for n in found):
@@ -97,7 +97,7 @@ def lengths(head: bytes) -> list[int]:
 
 
 def unpack(packed: Serialized) -> Any:
-    """The value; tensors are on the CPU. ValueError where it isn't what `pack` makes."""
+    """Rebuild the value, with tensors on the CPU. ValueError: `pack` didn't make it."""
     try:
         return _up(json.loads(packed.head)["value"], packed.payload)
     except Exception as error:
@@ -105,7 +105,7 @@ def unpack(packed: Serialized) -> Any:
 
 
 def _unreadable(why: object) -> ValueError:
-    return ValueError(f"what another worker sent can't be read ({why}): give every worker the same version")
+    return ValueError(f"a value from another worker can't be read ({why}): give every worker the same version")
 
 
 def _down(value: Any, where: str, payload: list[Tensor]) -> Any:
@@ -138,7 +138,7 @@ def _tensor(value: Tensor, where: str, payload: list[Tensor]) -> list[Any]:
 
 
 def _record(value: Any, kind: type, where: str, payload: list[Tensor]) -> dict[str, Any]:
-    """A dataclass, a named tuple or a member of an enumeration of this package."""
+    """Serialize a dataclass, a named tuple or a member of an enumeration of this package."""
     if kind.__module__.partition(".")[0] == PACKAGE:
         place = [kind.__module__, kind.__qualname__]
         if isinstance(value, Enum):
@@ -181,7 +181,7 @@ def _up(node: Any, payload: list[Tensor]) -> Any:
 
 
 def _own_class(module: str, name: str) -> Any:
-    """A class of this package that is there already: nothing is imported because a message names it."""
+    """Return a class of this package that is loaded already: nothing is imported because a message names it."""
     found = vars(sys.modules[module]).get(name) if module.partition(".")[0] == PACKAGE else None
     if not isinstance(found, type) or found.__module__ != module:
         raise ValueError(f"{module} has no class {name}")

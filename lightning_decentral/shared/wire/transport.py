@@ -1,4 +1,4 @@
-"""Transport over gloo and NCCL, alike to who holds it: groups, messages, sums; the one door to torch.distributed."""
+"""Transports over gloo and NCCL with one interface: process groups, messages, sums; all torch.distributed calls."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -59,16 +59,16 @@ class Transport(ABC):
         self._own: int = self._workers[self.rank]
 
     def close(self) -> None:
-        """Destroy the group, although others may hold this transport."""
+        """Destroy the process group, although other objects may refer to this transport."""
         dist.destroy_process_group(self.group)
         self.group = None
 
     @abstractmethod
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
-        """(pending of each send, of each receive) of a round; both sides list the messages of a pair in one order."""
+        """Start a round's messages; return (handles of the sends, of the receives). Both sides list a pair's alike."""
 
     def all_reduce(self, tensor: Tensor) -> Pending:
-        """tensor <- sum over workers of tensor, in place."""
+        """Start an all-reduce: tensor <- sum over workers of tensor, in place."""
         return Work(self.group.allreduce(_pairs(tensor)), "the others", self._own)
 
     @property
@@ -76,34 +76,34 @@ class Transport(ABC):
         return STORES.distributed_c10d._get_process_group_store(self.group)
 
     def reduce(self, tensor: Tensor, target: int) -> Pending:
-        """The target's tensor <- sum over workers of tensor, in place; what the others' is afterwards is undefined."""
+        """Start a reduce: the target's tensor <- sum over workers of tensor, in place; the others' become undefined."""
         return Work(self.group.reduce(_pairs(tensor), _root(dist.ReduceOptions(), target)), "the others", self._own)
 
     def all_gather(self, tensor: Tensor) -> tuple[Pending, list[Tensor]]:
-        """One tensor from every worker, in order of rank, valid after the wait."""
+        """Start an all-gather: one tensor from every worker, in order of rank, valid after the wait."""
         rows = [torch.empty_like(tensor) for _ in range(self.size)]  # by rank
         return Work(self.group.allgather([_pairs(*rows)], _pairs(tensor)), "the others", self._own), rows
 
     def all_gather_into(self, whole: Tensor, part: Tensor) -> Pending:  # (workers * elements,), (elements,)
-        """whole <- the parts of all workers, one behind the other in order of rank."""
+        """Start an all-gather: whole <- the parts of all workers, one behind the other in order of rank."""
         return Work(self.group._allgather_base(*_pairs(whole, part)), "the others", self._own)
 
     def reduce_scatter(self, part: Tensor, whole: Tensor) -> Pending:  # (elements,), (workers * elements,)
-        """part <- this worker's part of the sum over workers of whole, the parts one behind the other by rank."""
+        """Start a reduce-scatter: part <- this worker's part of the sum over workers of whole, parts in rank order."""
         return Work(self.group._reduce_scatter_base(*_pairs(part, whole)), "the others", self._own)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
-        """tensor <- the source's tensor, in place."""
+        """Start a broadcast: tensor <- the source's tensor, in place."""
         peer = "the others" if source == self.rank else f"worker {self._workers[source]}"
         return Work(self.group.broadcast(_pairs(tensor), _root(dist.BroadcastOptions(), source)), peer, self._own)
 
     def greet(self, timeout: timedelta) -> bool:
-        """Return whether this worker receives from all others of a new group. Collective; on some it may fail alone."""
+        """Return whether this worker receives from all others of a new group. Collective; it may fail on some alone."""
         return True  # NCCL connects in its first call, as it decides
 
 
 class GlooTransport(Transport):
-    """Plain sends and receives on the group object; CPU tensors."""
+    """Transport of CPU tensors by gloo: plain sends and receives on the group object."""
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
         # On the group object: `batch_isend_irecv` refuses groups that aren't registered, as a world of threads is.
@@ -129,7 +129,7 @@ class GlooTransport(Transport):
 
 
 class NcclTransport(Transport):
-    """All transfers of a round coalesced; the wait is the current stream's, not the host's."""
+    """Transport by NCCL: all messages of a round in one launch; the current stream waits, not the host."""
 
     queued = True
 
@@ -143,7 +143,7 @@ class NcclTransport(Transport):
 
 
 class StagedTransport(Transport):
-    """Device tensors over a transport that only takes CPU tensors: copied through pinned host memory."""
+    """Transport of device tensors over one for CPU tensors: copies them through pinned host memory."""
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner.group)
@@ -202,7 +202,7 @@ def _root(options: Any, rank: int) -> Any:
 
 
 def transport(group: Any, device: torch.device) -> Transport:
-    """The transport of `group` for tensors on `device`.
+    """Return the transport of `group` for tensors on `device`.
 
     Raises:
         ValueError: the group's backend is neither gloo nor NCCL, or its NCCL can't send and receive at once.
@@ -213,13 +213,13 @@ def transport(group: Any, device: torch.device) -> Transport:
             raise ValueError(f"{one_by_one}: unset TORCH_DISTRIBUTED_DEBUG=DETAIL (INFO is fine)")
         return NcclTransport(group)
     if name != "gloo":
-        raise ValueError(f"workers talk by gloo or nccl, got {name}: give process_group_backend one of these")
+        raise ValueError(f"workers communicate by gloo or nccl, got {name}: set process_group_backend to one of them")
     return GlooTransport(group) if device.type == "cpu" else StagedTransport(GlooTransport(group))
 
 
 @contextmanager
 def world(timeout: timedelta) -> Iterator[None]:
-    """The world that torchrun's variables describe, for programs that Lightning doesn't run."""
+    """Context with the process group that torchrun's variables describe, for programs without Lightning."""
     dist.init_process_group("gloo", timeout=timeout)  # workers communicate before they agree on devices
     try:
         yield
@@ -229,24 +229,24 @@ def world(timeout: timedelta) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Wire:
-    """Transports of one worker."""
+    """Process groups of one worker, as transports."""
 
     world: Transport  # means over all workers
     flags: Transport  # few numbers that are agreed on between the rounds; CPU tensors
     roll: Transport  # the roll call at the end of an epoch; CPU tensors
     store: Any  # the key-value store of the group
     group: Callable[[Disjoint | None], Transport | None]
-    """New groups, which share no worker (None: all in one), for gossip. This worker's own; None where it is in none.
-    Collective: every worker calls it, once for all of them."""
+    """Make new groups, which share no worker (None: one group of all), and return this worker's, or None without one.
+    Collective: every worker calls it, once for all groups."""
     hosts: Callable[[Disjoint | None], Transport | None]  # the same for CPU tensors, by gloo
     close: Callable[[], None]
-    """Give back the groups, their threads and connections. On every worker, with nothing under way."""
+    """Close the groups, their threads and connections. On every worker, with no message in flight."""
     abandon: Callable[[], None]
-    """The same alone, messages under way or not: returns at once. NCCL's groups stay until the process ends."""
+    """Close the groups on this worker alone, also with messages in flight. NCCL's stay until the process ends."""
 
 
 def new_group(groups: Disjoint | None, backend: str | None, timeout: timedelta | None) -> Any:
-    """This worker's of these groups, which share no worker (None: all in one); None where it is in none. Collective."""
+    """Make groups that share no worker (None: one of all), and return this worker's or None. Collective."""
     each = [None] if groups is None else [list(ranks) for ranks in groups]
     try:
         whole = STORES.group.WORLD
@@ -263,13 +263,13 @@ def new_group(groups: Disjoint | None, backend: str | None, timeout: timedelta |
 
 
 def own_connection(name: str) -> Any:
-    """A connection to the world's store with keys of its own, for one thread: a blocked one holds up no other."""
+    """Return a connection to the key-value store with its own keys, for one thread: if it blocks, no other does."""
     store = STORES.distributed_c10d._get_default_store()
     return STORES.PrefixStore(name, store.clone() if hasattr(store, "clone") else store)  # an older torch has one
 
 
 def abort_nccl() -> None:
-    """End what kernels of this process wait for: all its communicators by NCCL, of no use afterwards."""
+    """Abort all NCCL communicators of this process, so that waiting kernels end; no communicator works afterwards."""
     groups = STORES.distributed_c10d._world.pg_backend_config.items()
     found = [group._get_backend(torch.device("cuda")) for group, backends in [*groups] if "nccl" in backends]
     if found:
@@ -280,10 +280,10 @@ def abort_nccl() -> None:
 
 
 def connected() -> bool:
-    """Return whether this process belongs to a world of more than one worker right now."""
+    """Return whether this process belongs to a process group of more than one worker right now."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def everyone() -> Transport:
-    """The world itself, before groups of our own exist."""
+    """Return the transport of the default process group, for use before this package's groups exist."""
     return transport(dist.group.WORLD, torch.device("cpu"))  # what is sent is on the host, or where NCCL wants it

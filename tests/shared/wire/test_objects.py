@@ -54,7 +54,7 @@ def test_what_one_worker_cant_send_is_an_error_on_all(call: Any) -> None:
             call(over, [object()] if group.rank() == 1 else 1)
         return str(caught.value), gather_objects(over, group.rank())
 
-    expected = r"worker 1 can't send what others wait for: it[0] is a builtins.object, which isn't sent"
+    expected = r"worker 1 can't send a value to the others: it[0] is a builtins.object, which isn't sent"
     for line, after in world(3, worker):
         assert line.startswith(expected)
         assert after == [0, 1, 2]

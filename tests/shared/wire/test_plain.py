@@ -182,7 +182,7 @@ def head(tree: Any) -> bytes:
     head({"scalar": ["O", {"bytes": "AAAAAAAAAAA="}]}),
 ], ids=lambda garbage: repr(garbage[:60]))  # fmt: skip
 def test_garbage_is_one_clear_error(garbage: bytes) -> None:
-    with pytest.raises(ValueError, match="what another worker sent can't be read"):
+    with pytest.raises(ValueError, match="a value from another worker can't be read"):
         unpack(Serialized(garbage, []))
 
 

@@ -1,4 +1,4 @@
-"""Gradient averages over devices that share them, what codes round away of them, replicas that stay equal.
+"""Averages of gradients over devices, residuals of compressed averages (error feedback), replicas that stay equal.
 
 Nothing here is public.
 """

@@ -1,7 +1,7 @@
-"""Replicas that stay equal (compressed all-reduce, partial backprop): what both need in addition to the average itself.
+"""Keeps replicas equal (compressed all-reduce, partial backprop) in addition to the average of gradients.
 
-Updates are counted, worker 0's running statistics (BatchNorm's) go to all after each of them, and a change of what is
-trained is compared. The same in a Trainer and, for each module, in a loop with Fabric.
+Updates are counted, worker 0's running statistics (BatchNorm's) are broadcast after each update, and changes of the
+trained parameters are compared. Trainers use this once, Fabric loops once for each module.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from lightning_decentral.shared.wire.transport import Transport, Wire
 
 
 class RunningBuffers:
-    """Worker 0's buffers that change (running statistics) for all, as DDP does it with every buffer."""
+    """Broadcasts worker 0's buffers that change (running statistics), as DDP broadcasts every buffer."""
 
     def __init__(self, module: nn.Module, over: Transport) -> None:
         self._module, self._over = module, over  # a transport of its own
@@ -29,15 +29,15 @@ class RunningBuffers:
 
     def changed(self) -> bool:
         """Return whether an unshared buffer has changed on this worker since the last look. No communication."""
-        news = any(of.get(key) is not tensor or _version(tensor) != was for of, key, tensor, was in self._watched)
+        news = any(own.get(key) is not tensor or _version(tensor) != was for own, key, tensor, was in self._watched)
         return news or self._known != len(self._before) + len(self._names)
 
     @torch.no_grad()
     def share(self, look: bool) -> None:
-        """Collective. With `look`, find out first which further ones have changed, or come, on some worker.
+        """Broadcast the shared buffers. Collective. With `look`, find first which more have changed, or are new.
 
         Raises:
-            RuntimeError: a buffer has come on some workers alone; on all.
+            RuntimeError: on all workers, where only some workers have a new buffer.
         """
         # To walk through all modules takes longer than many a model's gradients take to be averaged.
         buffers = dict(self._module.named_buffers()) if look or self._names else {}
@@ -51,7 +51,7 @@ class RunningBuffers:
                 some = next(name for _, row in rows for name in row if not all(name in other for _, other in rows))
                 without = next(worker for worker, (_, row) in enumerate(rows) if some not in row)
                 raise RuntimeError(
-                    f"worker {without} has no buffer {some}, others have: register buffers on every worker alike"
+                    f"worker {without} has no buffer {some}, but others have: register buffers on every worker alike"
                 )
             found = {name for row, _ in rows for name in row} | set(self._names)
             # What never changes (masks, tables of positions) isn't sent: most of the bytes of some models.
@@ -70,7 +70,7 @@ class RunningBuffers:
             self._known = len(buffers)
 
     def _watch(self) -> None:
-        """Make `changed` look at those that aren't shared from now on."""
+        """Make `changed` look at the buffers that aren't shared from now on."""
         self._watched = [
             (module._buffers, key, buffer, _version(buffer))
             for prefix, module in self._module.named_modules()
@@ -80,12 +80,12 @@ class RunningBuffers:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """The same bits or both not a number."""
+    """Return whether two tensors are equal, NaN equal to NaN."""
     return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
 def _version(tensor: Tensor) -> int:
-    """Counts writes in place; of a tensor that was made in inference mode nobody counts them."""
+    """Return the number of writes in place; -1 for a tensor from inference mode, where torch doesn't count them."""
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -93,7 +93,7 @@ Optimizers = Callable[[], Sequence[Optimizer]]
 
 
 class EqualReplicas:
-    """Running buffers, the number of updates and the comparison of what is trained, from `begin` to `close`."""
+    """Shares running buffers, counts updates and compares trained parameters, from `begin` to `close`."""
 
     def __init__(self) -> None:
         self.updates: int | None = None  # since `begin`; None outside of training, also in who started the workers
@@ -103,14 +103,14 @@ class EqualReplicas:
         self._period, self._sharing = -1, False  # whether this worker waits in `share`
 
     def begin(self, module: nn.Module, over: Transport | None, layouts: MakeLayouts, optimizers: Optimizers) -> None:
-        """Begin to train. Collective. `over` carries buffers, for this alone; None: there is a single worker.
-        `optimizers` returns those of now, whenever it is called."""
+        """Begin to train. Collective. `over`: a group for buffers alone; None: there is a single worker. `optimizers`
+        returns the present optimizers whenever it is called."""
         self.updates, self._period = 0, -1
         self._buffers = None if over is None else RunningBuffers(module, over)
         self._layouts = layouts(TrainedLayout(module.named_parameters, optimizers))
 
     def join(self, average: Average) -> None:
-        """Gradients are averaged by this from now on."""
+        """Use this average of gradients from now on."""
         assert self._buffers is not None
         average.news, average.layouts, self._average = self._buffers.changed, self._layouts, average
 
@@ -119,22 +119,22 @@ class EqualReplicas:
         self.updates, self._buffers, self._layouts, self._average = None, None, TrainingComparison(), None
 
     def replaced(self) -> None:
-        """The optimizers are others than before. RuntimeError where they aren't on another worker."""
+        """Compare after the optimizers were replaced. RuntimeError: on another worker they weren't."""
         self._layouts.changed()
 
     def rounds(self) -> list[int]:
-        """Updates taken, as one number; none outside of training."""
+        """Return the number of updates so far, in a list; an empty list outside of training."""
         return [] if self.updates is None else [self.updates]
 
     def wanted(self) -> list[int]:
-        """Updates that the others must take, too, before this worker can go on. From any thread."""
+        """Return how many updates the others must take before this worker can continue. From any thread."""
         # In this order: an update that ends meanwhile is then counted once, never twice.
         updates = self.rounds()
         return [n + (self._sharing or (self._average is not None and self._average.under_way)) for n in updates]
 
     def advance(self, period: int) -> None:
-        """After an update. Collective. `period` is another than last time where it's time to look which further buffers
-        have changed."""
+        """Share buffers and count an update. Collective. A new value of `period` (an epoch, say) makes it look which
+        more buffers have changed."""
         assert self.updates is not None
         # Not each time: comparing all takes long.
         look, self._period = period != self._period, period
@@ -146,7 +146,7 @@ class EqualReplicas:
 
 
 def of_all(wire: Wire) -> Transport:
-    """A new group of all workers. Collective."""
+    """Make a new group of all workers. Collective."""
     made = wire.group(None)
     assert made is not None
     return made

@@ -1,4 +1,4 @@
-"""Gradient averages of devices that share them, in buckets, while the backward goes on; before any hook sees them."""
+"""Averages gradients over devices in buckets, overlapped with the backward pass, before other hooks see them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,15 +22,14 @@ Place = tuple[int, int]  # (batches, updates)
 class GradientAverage(Average):
     """p.grad <- (1/L) sum over the L devices of p.grad, for every watched parameter.
 
-    Hooks see when a gradient is complete. The gradients of a bucket travel together as soon as all of them
-    are, buckets in the same order on every device, the last parameters first; the backward pass meanwhile goes on. No
-    wrapper: the module, its names and its forward stay what they are.
+    Hooks see when a gradient is complete. A bucket is sent as soon as all its gradients are complete, in the same order
+    on every device, the last parameters first, while the backward pass goes on. There is no wrapper around the module.
 
     A parameter that a device did not use counts as zero there; one that no device used keeps no gradient.
 
     Raises:
-        RuntimeError: in the backward pass, where a gradient grows again after it was sent, or is of what was thawed
-            behind this average's back; in the next one, where devices averaged gradients of different batches.
+        RuntimeError: in the backward pass, where a gradient grows again after it was sent, or where a parameter was
+            unfrozen unseen; in the next backward pass, where devices averaged gradients of different batches.
     """
 
     def __init__(
@@ -56,12 +55,12 @@ class GradientAverage(Average):
         self._last: tuple[Place, Tensor, Pending] | None = None  # the last average's place, sums of (code, code^2)
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Average these from the next backward pass on; those that are already cost a look-up."""
+        """Average gradients of these parameters from the next backward pass on; known ones cost a look-up."""
         self._all = parameters
         self.look()
 
     def look(self) -> None:
-        """Watch also what may have been thawed since."""
+        """Watch parameters that were unfrozen since, too."""
         parameters = self._all
         needed = [p for p in parameters if p.requires_grad]
         if [(p.shape, p.dtype) for p in self._members] != self._forms:
@@ -85,7 +84,7 @@ class GradientAverage(Average):
             self._mean.lay([tuple(row) for row in rows])
 
     def updated(self, optimizer: Optimizer, skipped: bool) -> None:
-        """An update by what was averaged was due, and perhaps skipped."""
+        """Follow up an optimizer's update by the averaged gradients, which may have been skipped."""
         groups = optimizer.param_groups
         keys = lambda: {self._keys[p] for group in groups for p in group["params"] if p in self._keys}  # noqa: E731
         self._mean.updated(keys, skipped)
@@ -93,7 +92,7 @@ class GradientAverage(Average):
             self._averaged.pop(parameter, None)
 
     def _withdraw_cleared(self) -> None:
-        """Withdraw what was averaged and cleared without an update (by another optimizer's turn): it was not taken."""
+        """Withdraw averages that were cleared without an update (in another optimizer's turn): none used them."""
         gone = {p: version for p, version in self._averaged.items() if p.grad is None}
         for parameter in gone:
             del self._averaged[parameter]
@@ -102,7 +101,7 @@ class GradientAverage(Average):
             self._mean.updated(lambda: {self._keys[p] for p in cleared if p in self._keys}, True)
 
     def state_dict(self) -> dict[str, Any]:
-        """The mean's. Gradients aren't in files: what waits for its update now was never averaged to a resumed run."""
+        """Return the mean's state, without averages still to be used: a resumed run doesn't have these gradients."""
         waiting = {self._keys[p] for p, version in self._averaged.items() if p._version == version}
         return self._mean.state_dict(waiting)
 
@@ -114,7 +113,7 @@ class GradientAverage(Average):
 
     @contextmanager
     def blocked(self) -> Iterator[None]:
-        """Gradients are only accumulated meanwhile."""
+        """Context in which gradients are only accumulated."""
         self._launcher.paused = True
         try:
             yield
@@ -122,11 +121,11 @@ class GradientAverage(Average):
             self._launcher.paused = False
 
     def begin(self) -> None:
-        """Begin a step: it averages at least once, on every device."""
+        """Begin a step, which averages at least once on every device."""
         self._open = True
 
     def around(self, closure: Callable[[], Any]) -> Any:
-        """Run what computes the gradients of one update."""
+        """Run the closure that computes the gradients of one update."""
         self.begin()
         output = closure()
         # Also where this worker had no loss: the others wait for its part of the average.
@@ -142,7 +141,7 @@ class GradientAverage(Average):
             loss.register_hook(lambda _: self._land_after_backward())
 
     def finish(self) -> None:
-        """Average what no backward pass has averaged since `begin`."""
+        """Average gradients, if no backward pass has averaged them since `begin`."""
         if self._open:
             self.look()
             self.enter()
@@ -198,7 +197,7 @@ class GradientAverage(Average):
         self._open = False
 
     def _check_last(self) -> None:
-        """RuntimeError where devices were at different places in the last average: known now, so that none waits."""
+        """Raise RuntimeError where devices averaged different steps in the last average; checked late, to wait less."""
         if self._last is None:
             return
         place, sums, reported = self._last
@@ -209,11 +208,11 @@ class GradientAverage(Average):
             batches, updates = place
             raise RuntimeError(
                 f"worker {self._hosts.rank} averaged gradients of its batch {batches} after {updates} updates, another "
-                "worker did elsewhere: one skipped optimizer.step(), or a batch. Let all workers take the same "
+                "worker in a different step: one skipped optimizer.step(), or a batch. Let all workers take the same "
                 "updates (a step without gradients may return None)"
             )
 
 
 def _code(place: Place) -> int:
-    """A number for a place, of which squares of any number of devices may be summed up."""
+    """Return a number for (batches, updates), small enough to sum its squares over any number of devices."""
     return (place[0] + 37 * place[1]) % 1009

@@ -1,8 +1,8 @@
-"""Residuals of a compressed mean: what was rounded away, kept by tensor through layouts, skipped updates and scales.
+"""Residuals of a compressed mean (error feedback): compression errors by tensor, also over skipped updates.
 
     debt of a tensor = (1/n) sum_i e_i + f      e_i: of worker i's messages; f: of its owner's means
 
-It changes by what the workers gave less what all of them took.
+The debt grows by the gradients that workers sent, less the means that all used.
 
     a mean (`add`)                            e <- e + flat; where updates may be skipped, both are kept as they were
     no worker uses the tensor (`put_back`)    f <- f + the mean that nobody takes
@@ -11,9 +11,9 @@ It changes by what the workers gave less what all of them took.
     tensors in other flat ones (`lay`)        e + n f goes with each tensor, until `at` finds it a place
     saved before the update (`state_dict`)    in the file as if it were skipped
 
-A loss scaler or a check for NaN skips updates, and gradients come at another scale after them. What was rounded away
-is kept as it was before an update that isn't taken, and in the units of the gradients to come. A scaler's factor falls
-exactly where it skips; it is read one step later, so that no device is waited for.
+A loss scaler or a check for NaN skips updates, and gradients have another scale afterwards. Residuals are kept as they
+were before an update that is skipped, and in the scale of the gradients to come. A scaler's factor falls exactly where
+it skips; the factor is read one step later, so that the host doesn't wait for a device.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ Keys = Callable[[], Collection[int]]
 
 @dataclass
 class Residual:
-    """Rounding residuals at one place: of all parts here, and of the own part on the way back."""
+    """Residuals of one flat tensor: of this worker's messages, and of the means of its own part."""
 
     own: Tensor  # e_i, (elements,)
     owned: Tensor  # f, (elements of the own part,)
@@ -43,7 +43,7 @@ class Residual:
     taken: bool = True  # whether an update has followed the last mean
 
     def add(self, flat: Tensor) -> Tensor:
-        """own <- own + flat."""
+        """Add the flat tensor: own <- own + flat; returns `own`."""
         if not (self.before and self.taken):
             return self.own.add_(flat)
         self.taken = False
@@ -54,7 +54,7 @@ class Residual:
 
 
 class Residuals:
-    """Residuals of one worker at all places. Skipped updates of what the mean has averaged are withdrawn."""
+    """Residuals of one worker for all its flat tensors; means whose updates are skipped are withdrawn."""
 
     def __init__(self, parts: CodedParts) -> None:
         self.guarded = False  # whether updates may be skipped: what was there before each is kept, once more the memory
@@ -70,7 +70,7 @@ class Residuals:
         self._any = False  # updates since the last mean
 
     def at(self, place: int, flat: Tensor) -> Residual:
-        """Residual of flat tensor number `place`; made where there is none of its size."""
+        """Return the residual of flat tensor number `place`; a new one where there is none of its size."""
         found = self._at.get(place)
         if found is None or len(found.own) != flat.numel():
             own = torch.zeros_like(flat)
@@ -87,7 +87,7 @@ class Residuals:
     # ---- tensors in other company -----------------------------------------------------------------------------------
 
     def lay(self, rows: Sequence[Row]) -> None:
-        """Lay the tensors in rows[k] at place k from now on: what was rounded away of each goes with it."""
+        """Put the tensors of rows[k] into flat tensor k from now on; the residual of each tensor moves along."""
         if self._rows == (now := tuple(rows)):
             return
         lengths = {place: sum(elements for _, elements in row) for place, row in enumerate(now)}
@@ -107,14 +107,14 @@ class Residuals:
     # ---- means that nobody took -------------------------------------------------------------------------------------
 
     def put_back(self, flat: Tensor, place: int, unused: Collection[int]) -> None:
-        """f <- f + r of the tensors with these numbers at the place, whose mean r in `flat` nobody takes."""
+        """Put back means that no worker uses: f <- f + r of the tensors with these numbers, r their mean in `flat`."""
         residual, mean = self._at[place], self._mine(flat)
         for number, (_, span) in enumerate(self._spans(place)):
             for _, mine in self._overlap(flat.numel(), span) if number in unused else ():
                 residual.owned[mine].add_(mean[mine])
 
     def _restore(self, place: int, residual: Residual, into: Sequence[Tensor], keys: Collection[int]) -> None:
-        """Restore what was there before the last mean, of the tensors with these keys: it was never averaged."""
+        """Restore the residuals of before the last mean for the tensors with these keys."""
         for key, span in self._spans(place) if residual.before and not residual.taken else ():
             if key in keys:
                 into[0][slice(*span)] = residual.before[0][slice(*span)]
@@ -124,12 +124,12 @@ class Residuals:
     # ---- skipped updates --------------------------------------------------------------------------------------------
 
     def guard(self, scale: Callable[[], Tensor] | None, scaled: bool = True) -> None:
-        """Expect updates to be skipped from now on, by a scaler or otherwise; `scaled`: whether gradients come
+        """Expect updates to be skipped from now on, by a loss scaler or otherwise; `scaled`: whether gradients are
         multiplied by the scale."""
         self.guarded, self._scale, self._scaled = True, scale, scaled
 
     def updated(self, keys: Keys, skipped: bool) -> None:
-        """An update of the tensors with these keys was due; `skipped`: it was found out at once that there is none."""
+        """Record that an update of the tensors with these keys was due; `skipped`: known to be skipped."""
         if not self.guarded:
             self.guarded = skipped  # the first one of a run that nobody expected any in
             return
@@ -140,7 +140,7 @@ class Residuals:
             self._open.append((keys, AsyncRead(self._scale())))
 
     def settle(self) -> None:
-        """Take or withdraw what the last mean has averaged, before the next."""
+        """Accept or withdraw the last means, before the next."""
         if self._scale is not None and not self._known:
             self._come_at(float(self._scale()))
             self._known = True
@@ -151,7 +151,7 @@ class Residuals:
                 residual.taken = True
 
     def _settle_scales(self) -> None:
-        """Withdraw what a scaler has skipped; what waits for its update goes on waiting."""
+        """Withdraw the means whose updates a loss scaler has skipped; means still to be used stay."""
         reads, self._open = self._open, []
         last = self._unit
         for keys, read in reads:
@@ -165,7 +165,7 @@ class Residuals:
             self._restore(place, residual, [residual.own, residual.owned], keys)
 
     def _come_at(self, scale: float) -> None:
-        """Gradients come multiplied by this scale from now on."""
+        """Convert residuals to the scale by which gradients are multiplied from now on."""
         if self._scaled and self._unit not in (0.0, scale):
             kept = [tensor for residual in self._at.values() for tensor in (residual.own, residual.owned)]
             for tensor in (*kept, *self._debts.values()):
@@ -175,12 +175,12 @@ class Residuals:
     # ---- state ------------------------------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Drop all residuals."""
         self._at, self._debts = {}, {}
 
     def state_dict(self, untaken: Collection[int] = ()) -> dict[str, Any]:
-        """State without that of tensors with the keys in `untaken`, whose mean no update has taken: a resumed run won't
-        have it."""
+        """Return the state; tensors with keys in `untaken`, whose mean no update has used, have the residuals of before
+        that mean, since a resumed run won't have it."""
         self._settle_scales()
         without = {place: [residual.own.clone(), residual.owned.clone()] for place, residual in self._at.items()}
         for place, copies in without.items():
@@ -195,7 +195,7 @@ class Residuals:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Residuals of a file come in its own units; the scaler is restored after them."""
+        """Restore residuals in the scale of the file; the loss scaler is restored later."""
         now = self._rows
         self._at = {int(place): Residual(*row) for place, row in state["residuals"].items()}
         self._rows = tuple(tuple((key, elements) for key, elements in row) for row in state.get("rows", ()))
@@ -208,7 +208,7 @@ class Residuals:
     # ---- where a tensor lies ----------------------------------------------------------------------------------------
 
     def _spans(self, place: int) -> Iterator[tuple[int, Span]]:
-        """(key, (start, stop)) of the tensors at a place."""
+        """Yield (key, (start, stop)) of the tensors in flat tensor number `place`."""
         row = self._rows[place] if place < len(self._rows) else ()
         for (key, elements), stop in zip(row, accumulate(elements for _, elements in row), strict=True):
             yield key, (stop - elements, stop)
@@ -217,7 +217,7 @@ class Residuals:
         return self._parts.of(self._parts.rank, flat)
 
     def _overlap(self, length: int, span: Span) -> Iterator[tuple[slice, slice]]:
-        """Overlap of a tensor with the own part of a flat one of this length: (in the tensor, in the part), or none."""
+        """Yield the overlap of a tensor with this worker's part of a flat one: (slice of the tensor, of the part)."""
         begin, end = self._parts.spans(length)[self._parts.rank]
         start, stop = max(begin, span[0]), min(end, span[1])
         if start < stop:
@@ -225,5 +225,5 @@ class Residuals:
 
 
 def scale_of(scaler: Any, device: torch.device) -> Callable[[], Tensor] | None:
-    """Factor that multiplies the loss now, on the scaler's device; None without a scaler."""
+    """Return a function to the loss scaler's present factor, on its device; None without a scaler."""
     return None if scaler is None else lambda: scaler.scale(torch.ones((), device=device))

@@ -1,4 +1,4 @@
-"""Workers meet, report to each other that they live and why they end, and agree where all stop: by the store alone.
+"""Coordination through the key-value store: rendezvous, heartbeats, reasons of endings, agreement where all stop.
 
-Public names: none; strategies use it by `shared/meeting.py`.
+Public names: none; strategies use these modules by `shared/meeting.py`.
 """

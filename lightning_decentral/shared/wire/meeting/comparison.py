@@ -1,4 +1,4 @@
-"""Comparison of what workers have: settings before anything else is exchanged, what they train where one sees a change.
+"""Compares workers: their settings before anything else is sent, and their trained parameters when one sees a change.
 
 Settings, over the key-value store and not by a collective: workers of other versions or plans can read them, too. What
 is written there never changes its form: JSON, {name: text}, the versions first.
@@ -35,7 +35,7 @@ GOODBYE_SECONDS = 10.0  # time that worker 0, whose process keeps the store, let
 def check_same_settings(
     mine: Mapping[str, str], store: Any, rank: int, size: int, timeout: timedelta, when: str
 ) -> None:
-    """Return when all workers have come with the same settings; they read and write a few lines each.
+    """Wait until all workers have written the same settings to the store; each reads and writes a few lines.
 
     Args:
         mine: {name: what this worker has}, with the versions first.
@@ -50,13 +50,13 @@ def check_same_settings(
     place = f"settings/{store.add(f'settings/{rank}', 1)}"
 
     def received(what: str, ranks: Sequence[int], end: float) -> list[str]:
-        """Texts of these workers, in order."""
+        """Wait for the texts of these workers, and return them in order."""
         pause, missing = 0.001, ranks
         while missing := [r for r in missing if not store.check([f"{place}/{what}/{r}"])]:
             if time.monotonic() > end:
                 workers = f"worker{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
                 raise TimeoutError(
-                    f"{workers} didn't come to {when} in time: look at what they say, "
+                    f"{workers} didn't come to {when} in time: look at their own output, "
                     "or give the strategy a longer timeout"
                 )
             time.sleep(pause)
@@ -76,7 +76,7 @@ def check_same_settings(
 
 
 def _difference(rank: int, text: str, mine: Mapping[str, str]) -> str:
-    """The first, in worker 0's order, as a line; empty for none."""
+    """Return the first difference, in worker 0's order, as a line; empty for none."""
     try:
         first = dict(json.loads(text))
     except (ValueError, TypeError):
@@ -89,11 +89,11 @@ Layout = Mapping[str, str]
 Named = Callable[[], Iterable[tuple[str, nn.Parameter]]]
 MakeLayouts = Callable[[Callable[[], Layout]], "TrainingComparison"]
 ASK_SECONDS = 0.5
-"""Period of asking again while answers are missing: of two that ask for different changes, one overwrites the other."""
+"""Period of repeated requests for missing answers: of two requests for different changes, one overwrites the other."""
 
 
 class TrainedLayout:
-    """{parameter or optimizer: its form} of one worker, and of what came while training, at which change."""
+    """Describes what one worker trains: {parameter or optimizer: its form, and at which change it was added}."""
 
     def __init__(self, named: Named, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
         self._named, self._optimizers = named, optimizers  # those of now, whenever they are called
@@ -116,36 +116,36 @@ class TrainedLayout:
 
 
 class TrainingComparison:
-    """Comparison of what is trained, which averages of gradients ask; this one is without other workers."""
+    """Compares trained parameters between workers, for averages; the base class is for a single worker."""
 
     def changed(self) -> None:
-        """This worker trains something else from the next average on: return when all do. Collective, in effect.
+        """Wait until all workers train what this worker trains from the next average on. Collective, in effect.
 
         Raises:
-            RuntimeError: another trains something else, or what it did; the first difference.
+            RuntimeError: another worker trains something else; the text has the first difference.
         """
 
     def begin(self) -> None:
-        """The next average has begun: what is trained in it is settled."""
+        """Begin the next average: the trained parameters of this average are fixed."""
 
     def done(self) -> None:
-        """It is over."""
+        """End the average."""
 
     def settle(self) -> None:
-        """Accept what is trained now: it was agreed on in another way, as all have read the same files."""
+        """Accept the present parameters without a comparison, as after all workers have read the same files."""
 
     def close(self) -> None:
-        """Nobody asks any more."""
+        """End the comparisons."""
 
 
 def unasked(_: Callable[[], Layout]) -> TrainingComparison:
-    """A `MakeLayouts` where there is nobody to compare with."""
+    """Make a comparison for a single worker, as a `MakeLayouts`."""
     return TrainingComparison()
 
 
 @dataclass(eq=False)
 class Layouts(TrainingComparison):
-    """One worker's, in one fit."""
+    """Compares one worker's trained parameters with those of its peers, in one fit, through the status board."""
 
     board: StatusBoard
     heartbeat: Heartbeat  # whose thread answers
@@ -203,7 +203,7 @@ class Layouts(TrainingComparison):
         return layout
 
     def _look(self) -> bool:
-        """Answer, in a thread, for a worker that began without the change; True while it may still come to it."""
+        """Answer, in a thread, for a worker that began without the change; return True while it may still come."""
         change: str | None = self.board.read(f"{self.name}/asked", _change)
         if change is None or change in self._answered:
             return False

@@ -1,8 +1,8 @@
-"""Groups over the world: made by all workers together, and made again where a stranger came between two of them.
+"""Makes process groups by all workers together, and makes them again where a foreign program connected to a port.
 
-Who connects to a new group's port in the first milliseconds, and sends by chance the number of a pair of workers, has
-the place of one of them. So the members greet each other, and all report through the store, which is another way,
-whether the greetings arrived.
+A program that connects to a new group's port in the first milliseconds, and by chance sends the number of a pair of
+workers, takes the place of one of them. So the members greet each other, and all report through the store, not the
+group, whether the greetings arrived.
 """
 
 import itertools
@@ -29,12 +29,12 @@ from lightning_decentral.shared.wire.transport import (
 GREETING = timedelta(seconds=10)  # the longest wait for a greeting
 TRIES = 4
 Agree = Callable[[bool], bool]
-"""Returns when all workers have called it, by another way than the groups: whether all passed True."""
+"""Function that waits until all workers have called it, without the groups, and returns whether all passed True."""
 
 
 def connected_to_all(make: Callable[[], Transport | None], timeout: timedelta | None, agree: Agree) -> Transport | None:
-    """A group in which every member receives from every other, or several at once; None outside. Collective over all
-    workers. PeerLost on all of them, where strangers came between each time."""
+    """Make a group, or several at once, in which every member receives from every other; None for outsiders. Collective
+    over all workers. PeerLost on all workers, where foreign programs connected each time."""
     # All tries together don't take longer than one wait may.
     patience = GREETING if timeout is None else min(GREETING, timeout / TRIES)
     for _ in range(TRIES):
@@ -45,13 +45,13 @@ def connected_to_all(make: Callable[[], Transport | None], timeout: timedelta | 
         if made is not None:
             made.close()
     raise PeerLost(
-        f"workers don't hear each other in {TRIES} new groups, though all reach the store: a firewall is between them, "
-        "or programs keep coming to their ports; see GLOO_SOCKET_IFNAME and docs/trust.md"
+        f"workers don't receive from each other in {TRIES} groups, though all reach the store: a firewall is between "
+        "them, or programs connect to their ports; see GLOO_SOCKET_IFNAME and docs/trust.md"
     )
 
 
 def make_world(met: Any, init: Callable[..., None], agree: Agree, timeout: timedelta) -> None:
-    """The world of all workers that have met at a store. init: starts it at the given store."""
+    """Create the default process group of all workers that have met at a store, by `init(store=...)`."""
     tries = itertools.count()
 
     def make() -> Transport:
@@ -64,8 +64,8 @@ def make_world(met: Any, init: Callable[..., None], agree: Agree, timeout: timed
 def connect(
     device: torch.device, timeout: timedelta | None, backend: str | None = None, agree: Agree = lambda fine: fine
 ) -> Wire:
-    """New groups over the initialized world; those for tensors on `device` have this backend, None: the world's. Every
-    worker must call it at the same point."""
+    """Make this package's groups over the default process group; those for tensors on `device` have this backend, None:
+    the default group's. Every worker must call it at the same point."""
     made_here = Opened()
 
     def new(groups: Disjoint | None, by: str | None, over: Callable[[Any], Transport]) -> Transport | None:
@@ -94,7 +94,7 @@ def connect(
 
 
 def loopback(size: int, timeout: timedelta) -> list[Transport]:
-    """All ends of a gloo group in this process, by sockets on the host's own address; each is for one thread."""
+    """Make all ends of a gloo group in this process, by loopback sockets; each end is for one thread."""
     store, gloo = STORES.HashStore(), STORES.ProcessGroupGloo
 
     def end(rank: int) -> Transport:

@@ -1,6 +1,6 @@
-"""SIGTERM, a scheduler's Ctrl-C, as the exception that Ctrl-C is.
+"""Makes SIGTERM, by which schedulers stop a process, raise KeyboardInterrupt as Ctrl-C does.
 
-Short, and a module of its own: sweeps and the starter of elastic workers use it, and neither may import the other.
+This short module stands alone: sweeps and the starter of elastic workers use it, and neither may import the other.
 """
 
 import signal
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt, too."""
+    """Context in which SIGTERM raises KeyboardInterrupt."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt("SIGTERM")

@@ -1,9 +1,9 @@
-"""A status board that workers share outside of all groups, through the store: that they live, and why they end.
+"""Status board of workers in the key-value store, outside of all process groups: heartbeats, and why workers end.
 
     beat/<rank>    a number that grows while the process runs, every BEAT_SECONDS
     ended/<rank>   {"reason": one line, "phase": where, "lost": whether only because another was lost}
 
-A worker that loses a peer in a message or a collective call learns here whom, and why.
+A worker that loses a peer in a message or a collective call reads here which peer, and why.
 """
 
 import json
@@ -25,16 +25,16 @@ LOOK_SECONDS = 0.005
 SILENT_SECONDS = 2.5  # seconds without a beat after which a worker is the one to blame, when another has been lost
 LINGER_SECONDS = 1.5  # seconds that worker 0 keeps the store for the others to read why it ends
 STORE_SECONDS = 10.0
-"""Time that the store has to answer one that ends; it takes milliseconds, and `SILENT_SECONDS` to find the silent."""
+"""Time for the store to answer a worker that ends: milliseconds, and `SILENT_SECONDS` to find silent workers."""
 LONGEST_REASON = 500  # characters
 Row = TypeVar("Row")
 
 
 class Gone:
-    """Stand-in for a connection to the store that was given back, as is one whose store is gone."""
+    """Stands in for a closed connection to the store; raises RuntimeError as a lost store does."""
 
     def __getattr__(self, name: str) -> Any:
-        raise RuntimeError(f"the meeting is over: its store can't be asked for {name} any more")
+        raise RuntimeError(f"this fit is over: its store can't be asked for {name} any more")
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Ending:
 
 
 def read_row(kind: type[Row], written: bytes) -> Row:
-    """The value of a dataclass that `json.dumps(asdict(value))` wrote. ValueError for what no worker wrote."""
+    """Read a dataclass that `json.dumps(asdict(value))` wrote. ValueError for a text that no worker wrote."""
     row = json.loads(written.decode())
     if not isinstance(row, dict) or {key: type(value) for key, value in row.items()} != kind.__annotations__:
         raise ValueError(f"no {kind.__name__}: {row!r}")
@@ -55,7 +55,7 @@ def read_row(kind: type[Row], written: bytes) -> Row:
 
 
 class StatusBoard:
-    """The board of one meeting of all workers, in a store with keys of this meeting alone."""
+    """Status board of the workers of one fit, validation or test, in a store with keys of its own."""
 
     def __init__(self, store: Any, rank: int, size: int, hosted: bool = False) -> None:
         self._store, self.rank, self.size = store, rank, size
@@ -65,34 +65,34 @@ class StatusBoard:
         self._endings: dict[int, Ending] = {}
 
     def close(self) -> None:
-        """Give the connection back, although others may hold this board."""
+        """Close the connection, although other objects may refer to this board."""
         self._store = Gone()
 
     def beat(self) -> None:
-        """This worker lives."""
+        """Write a heartbeat: this worker is alive."""
         self._beats += 1
         self._store.set(f"beat/{self.rank}", str(self._beats))
 
     def write(self, what: str, text: str) -> None:
-        """Write this worker's text on it, for `read`."""
+        """Write this worker's text under a key, for `read`."""
         self._store.set(f"{what}/{self.rank}", text)
 
     def put(self, key: str, text: str) -> None:
-        """Write what any worker may overwrite, for `read`."""
+        """Write a text that any worker may overwrite, for `read`."""
         self._store.set(key, text)
 
     def put_first(self, key: str, text: str) -> None:
-        """Write what stays as the first worker wrote it, for `read`."""
+        """Write a text unless another worker has written one, for `read`."""
         self._store.compare_set(key, "", text)
 
     def end(self, ending: Ending) -> None:
-        """Write why this worker ends, unless the store is gone: so is who could read it."""
+        """Write why this worker ends; do nothing where the store is gone, as no worker could read it."""
         with suppress(RuntimeError):
             self._store.set(f"ended/{self.rank}", json.dumps(asdict(ending)))
             self._store.set("ended", "somebody")
 
     def look(self) -> Mapping[int, Ending]:
-        """Endings of other workers, and why; kept, since the store ends with worker 0."""
+        """Read why other workers ended; results are kept, since the store ends with worker 0."""
         if self._store.check(["ended"]):
             for rank in range(self.size):
                 if rank != self.rank and rank not in self._endings:
@@ -101,8 +101,8 @@ class StatusBoard:
         return self._endings
 
     def agree(self, fine: bool, timeout: timedelta) -> bool:
-        """Return when all workers have called this as often: whether it is fine with all. They make groups only
-        together, in calls that nothing ends early. PeerLost where another has ended, or didn't come in time."""
+        """Wait until all workers have called this as often; return whether all passed `fine`. Groups are made only
+        together, in calls that nothing ends early. PeerLost: another worker has ended, or didn't come in time."""
         self._agreed += 1
         what, end = f"agreed/{self._agreed}", time.monotonic() + timeout.total_seconds()
         if not fine:
@@ -119,7 +119,7 @@ class StatusBoard:
         return not self._store.check([f"{what}/not"])
 
     def read(self, key: str, parse: Callable[[bytes], Any]) -> Any:
-        """The parsed value of a key; None where there is none, or none that a worker can have written."""
+        """Return the parsed value of a key; None where there is none, or one that no worker can have written."""
         if not self._store.check([key]):  # `get` waits for a key that isn't there
             return None
         try:
@@ -131,7 +131,7 @@ class StatusBoard:
             return None
 
     def blame(self) -> str | None:
-        """One line on who is the cause of a loss; None where nobody knows. Takes up to SILENT_SECONDS."""
+        """Return one line on which worker caused a loss; None where unknown. Takes up to SILENT_SECONDS."""
         with suppress(RuntimeError):  # the store is gone, and who had it
             before, end = self._read_beats(), time.monotonic() + SILENT_SECONDS
             while time.monotonic() < end and all(ending.lost for ending in self.look().values()):
@@ -170,7 +170,7 @@ CUT_OFF = (
 
 
 class Heartbeat:
-    """One worker's place on the board: a thread beats and reads, since a worker that waits is blocked in a message."""
+    """Thread that writes one worker's heartbeat and reads the board, since a waiting worker is blocked in a message."""
 
     def __init__(self, board: StatusBoard, phase: Callable[[], str]) -> None:
         self.board, self.phase = board, phase  # what this worker does right now, in brief
@@ -183,14 +183,14 @@ class Heartbeat:
         self._thread.start()
 
     def listen(self, listener: Callable[[], bool]) -> None:
-        """Call it at each look; while it returns True, looks follow each other closely."""
+        """Call the listener at each look at the board; while it returns True, looks follow each other closely."""
         self._listeners.append(listener)
 
     def forget(self, listener: Callable[[], bool]) -> None:
         self._listeners.remove(listener)
 
     def when_orphaned(self, call: Callable[[], None]) -> None:
-        """Call it if the store is gone, when no listener is called any more."""
+        """Run the call if the store is gone, after which no listener is called."""
         self._orphaned.append(call)
 
     def close(self) -> None:
@@ -199,7 +199,7 @@ class Heartbeat:
         self._thread.join(BEAT_SECONDS)
 
     def wake(self) -> None:
-        """Look at once."""
+        """Make the thread look at the board at once."""
         self._woken.set()
 
     def _run(self) -> None:
@@ -231,9 +231,9 @@ class Heartbeat:
 
 
 def within(seconds: float, call: Callable[[], Any]) -> tuple[bool, Any]:
-    """(True, what it returned), or (False, None) where it doesn't come back in time.
+    """Run a call in a thread; return (True, its result), or (False, None) if it takes longer than `seconds`.
 
-    What is asked over a connection that was cut waits for as long as the system keeps sending, a quarter of an hour.
+    A request over a connection that was cut waits for as long as the system keeps sending, a quarter of an hour.
     """
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(call()), name="lightning_decentral-asks", daemon=True)
@@ -251,12 +251,12 @@ def is_loss(error: BaseException) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of its text."""
+    """Return the first line of the error's text."""
     return next((line.strip() for line in _text(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _text(error: BaseException) -> str:
-    """Empty for an error of a user's own that has no text: the others must be notified of it all the same."""
+    """Return the error's text; empty where a user's exception can't make one, as the others must be notified anyway."""
     try:
         return str(error)
     except Exception:

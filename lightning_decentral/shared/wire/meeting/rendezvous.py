@@ -1,4 +1,4 @@
-"""The first meeting of all workers, at worker 0's store: who is missing, and who is there though he shouldn't be.
+"""Rendezvous of all workers at worker 0's store: names missing workers, and workers that don't belong to the job.
 
     job            worker 0's state: "open <token>", or "closed <digest of the token>"
     layout         worker 0's number of nodes, and of devices on each
@@ -44,12 +44,12 @@ SLOW_SECONDS = 10.0  # of a wait, until it is printed for whom; and again after 
 LINGER_SECONDS = 2.0  # seconds that worker 0 keeps the store, where nobody will train, for the others to find out why
 
 _met: Counter[str] = Counter()
-"""Meetings of this process by place: a second one at the same store has other keys. By place, as a process that serves
-one training after another (a pool's, an actor's) may have met others than the processes it meets now."""
+"""Number of meetings of this process by address: a second one at the same store has other keys. By address: a process
+that runs one training after another (a pool's, an actor's) may have met other processes before."""
 
 
 class MeetingFailed(ConnectionError):
-    """The workers didn't come together."""
+    """Error: not all workers reached the rendezvous."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Meeting:
         if not 0 <= self.rank < self.size:
             raise ValueError(
                 f"there is no worker {self.rank} among {self.size}: set NODE_RANK, LOCAL_RANK, num_nodes and devices "
-                "to what was started"
+                "to the processes that were started"
             )
 
     @property
@@ -82,11 +82,11 @@ class Meeting:
         return "torchrun's agent at that address" if self.hosted else "worker 0"
 
     def store(self) -> Any:
-        """The store that all workers have come to; its keys are the job's own.
+        """Return the store that all workers have reached; its keys are the job's own.
 
         Raises:
-            MeetingFailed: one line: who is missing, or who else is at this port.
-            ValueError: a worker was given other nodes or devices; the same line on all.
+            MeetingFailed: one line with the missing workers, or with the other program at this port.
+            ValueError: a worker has another number of nodes or devices; the same line on all.
         """
         _met[self.place] += 1
         end = time.monotonic() + self.timeout.total_seconds()
@@ -129,7 +129,7 @@ class Meeting:
         return found[0]
 
     def _listen(self) -> int:
-        """The descriptor of a socket that only the given address reaches."""
+        """Return the descriptor of a listening socket that only the given address reaches."""
         try:
             family, _, _, _, address = socket.getaddrinfo(self.address, self.port, type=socket.SOCK_STREAM)[0]
         except OSError as error:
@@ -168,7 +168,7 @@ class Meeting:
         return _digest("keys", own or found)
 
     def _compare_layouts(self, store: Any, end: float) -> None:
-        """Compare layouts before ranks are claimed: workers that count the others in another way have each other's."""
+        """Compare layouts before ranks are claimed: workers that count the others differently would share ranks."""
         mine = "num_nodes={}, devices={}".format(*self.layout)
         if self.rank == 0:
             store.set("layout", mine)
@@ -182,10 +182,10 @@ class Meeting:
             raise ValueError(store.compare_set("differs", "", line).decode(errors="replace"))
 
     def _doubt(self, store: Any, since: list[float], end: float) -> str:
-        """Reason why all end, if called at the end or long enough after a first call that finds another layout; or "".
+        """Return the reason why all end, once a worker with another layout has been there for long; "" until then.
 
-        Not at once: a stray worker of another job must not end this one, and without a token only its own workers'
-        coming shows that it is a stray.
+        Not at once: a stray worker of another job must not end this one, and without a token only the arrival of this
+        job's own workers shows that the other one is a stray.
         """
         if store.check(["differs"]):
             since.append(time.monotonic())
@@ -245,26 +245,26 @@ class Meeting:
 
 
 class SlowWait:
-    """A wait that prints a line when it takes long, and again rarely."""
+    """Prints a line when a wait takes long, and again after each six times as long."""
 
     def __init__(self) -> None:
         self._began, self._after = time.monotonic(), SLOW_SECONDS
 
     @property
     def seconds(self) -> float:
-        """Seconds until a line is due."""
+        """Seconds until the next line is due."""
         return max(0.0, self._began + self._after - time.monotonic())
 
     def report(self, line: str) -> None:
-        """Print it, if one is due."""
+        """Print the line, if one is due."""
         if not self.seconds:
             self._after *= 6
             print(f"lightning_decentral: {line}", file=sys.stderr, flush=True)
 
 
 def group_failed(store: Any, rank: int, error: RuntimeError) -> MeetingFailed:
-    """Error to raise in place of the transport's raw text. The same line on all workers that still reach the store, of
-    the first that couldn't make a group; the others only waited for it."""
+    """Return the error to raise, instead of the raw text. All workers that still reach the store get a line
+    of the first worker that couldn't make a group; the others only waited for that worker."""
     text = re.sub(r"^\[[^]]*\]", "", str(error).partition("\n")[0]).strip()  # not where in gloo's sources
     text = text or type(error).__name__
     line = f"worker {rank} can't make a group ({text}): look at GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, at its "

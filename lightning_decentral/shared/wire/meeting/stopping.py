@@ -1,4 +1,4 @@
-"""Stopping together: a signal that reached one worker stops all after the same round, and no step waits for it.
+"""Stops all workers after the same round when a signal reaches one worker, without a step that waits for it.
 
     promise_i = rounds_i + 1;    stop = max_i promise_i      rounds_i: of all optimizers together
 
@@ -35,13 +35,13 @@ class StopAgreement:
         self._lock, self._known = threading.Lock(), threading.Event()
 
     def ask(self, signum: int) -> None:
-        """This worker got a signal."""
+        """Ask all workers to stop: this worker got a signal."""
         self.raised = signum
         self.wake()
 
     @property
     def agreed(self) -> bool:
-        """True where this is the place at which all stop."""
+        """Return whether this worker has reached the round after which all stop."""
         return self._stop is not None and self._rounds >= self._stop
 
     def tick(self) -> None:
@@ -54,10 +54,10 @@ class StopAgreement:
             self._rounds += 1
             due = self._promise is not None and self._rounds >= self._promise
         if due and not self._known.wait(self.patience_seconds):
-            raise PeerLost(f"worker {self.board.rank} lost the others: they don't say where to stop")
+            raise PeerLost(f"worker {self.board.rank} lost the others: they don't report after which step to stop")
 
     def look(self) -> bool:
-        """Ask, promise, and read what others promised; whether that isn't over. For the watching thread."""
+        """Ask, promise, and read the others' promises; return whether that isn't over. For the watching thread."""
         if self._known.is_set():
             return False
         if self.raised:
@@ -76,12 +76,12 @@ class StopAgreement:
         return False
 
     def left(self, rounds: Sequence[int]) -> None:
-        """This worker stops after these rounds of each optimizer, and won't come to the end of its epoch."""
+        """Report that this worker stops after these rounds of each optimizer, before the end of its epoch."""
         self.board.put("left", ",".join(map(str, rounds)))
 
     def left_after(self) -> list[int] | None:
-        """Each optimizer's round after which others have stopped, while this worker waits at an epoch's end; None: they
-        haven't."""
+        """Return each optimizer's round after which others have stopped, while this worker waits at an epoch's end;
+        None: they haven't."""
         rounds = lambda written: [_number(range(sys.maxsize), part) for part in written.split(b",")]  # noqa: E731
         known: list[int] | None = self.board.read("left", rounds) if self._known.is_set() else None
         return known

@@ -1,4 +1,4 @@
-"""Waits that would not end: for a collective call that only some workers make, of a device for a lost worker.
+"""Detects waits without end: for a collective call that only some workers make, and of a device for a lost worker.
 
 A warning, long before the timeout, while workers wait for each other in different calls:
 
@@ -40,7 +40,7 @@ LONG_SECONDS = 30.0  # a wait that is worth a warning
 
 @dataclass(frozen=True)
 class Wait:
-    """Wait of one worker, right now."""
+    """Describes the call or round in which one worker waits right now."""
 
     calls: int
     calling: bool
@@ -52,7 +52,7 @@ class Wait:
 
 @dataclass(eq=False)
 class Waits:
-    """One worker's, in one fit."""
+    """Reports one worker's long waits in a fit to the others, and warns where workers wait in different calls."""
 
     board: StatusBoard
     mine: Callable[[], Wait | None]  # what this worker has waited in for `LONG_SECONDS`; None where it hasn't
@@ -60,7 +60,7 @@ class Waits:
     _warned: int = field(default=-1, init=False)  # calls at the last warning
 
     def look(self) -> bool:
-        """Called again and again by a thread; never in a hurry."""
+        """Report and compare waits; a thread calls this periodically."""
         mine = self.mine()
         if mine != self._reported:
             self.board.write("waits", "null" if mine is None else json.dumps(asdict(mine)))
@@ -100,7 +100,7 @@ END_SECONDS = 30.0  # time for the host to come back from the device; then the p
 
 
 class Backlog:
-    """Since when a device has had work that it hasn't done, seen from any thread. On the host nothing is late."""
+    """Measures how far a device is behind the host, from any thread; a host is never behind."""
 
     def __init__(self, device: bool) -> None:
         self._device = device  # whether there is one, whose current stream is meant
@@ -116,7 +116,7 @@ class Backlog:
             self._open.append((event, time.monotonic()))
 
     def since(self) -> float | None:
-        """Monotonic time when the host came to the oldest mark that the device hasn't reached; None without one."""
+        """Return the time when the host set the oldest mark that the device hasn't reached; None without one."""
         with self._lock:
             while self._open and self._open[0][0].query():
                 self._open.popleft()
@@ -125,7 +125,7 @@ class Backlog:
 
 @dataclass(eq=False)
 class Rescue:
-    """One worker's, of one fit, validation or test."""
+    """Frees one worker's device when it waits for a lost worker, in one fit, validation or test."""
 
     heartbeat: Heartbeat
     behind: Callable[[], float | None]  # since when the device has been, by the monotonic clock; None where it isn't
@@ -142,7 +142,7 @@ class Rescue:
 
     def check(self) -> None:
         """Raises:
-        PeerLost: the device was freed; what it computed since is of no use.
+        PeerLost: the device was freed, so its results since then are invalid.
         """
         if self._lost is not None:
             raise PeerLost(self._lost)
@@ -161,7 +161,7 @@ class Rescue:
         return False
 
     def _look_on(self) -> None:
-        """The store is gone, and who had it."""
+        """Keep watching the device after the store is lost, with the worker that kept it."""
         while not self._closed.wait(GRACE_SECONDS / 10) and self._lost is None:
             if self._seconds() > GRACE_SECONDS:
                 self._free()
@@ -171,7 +171,7 @@ class Rescue:
         return 0.0 if since is None or self._lost is not None else time.monotonic() - since
 
     def _silent(self) -> bool:
-        """Return whether another has written no beat for long."""
+        """Return whether another worker has written no heartbeat for `LOST_SECONDS`."""
         board, now = self.heartbeat.board, time.monotonic()
         for rank in range(board.size):
             beat = board.read(f"beat/{rank}", int)

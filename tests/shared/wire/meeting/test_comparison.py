@@ -72,7 +72,9 @@ def test_a_later_meeting_reads_nothing_of_an_earlier_one() -> None:
 
 def test_who_is_missing_is_named() -> None:
     found = meeting([MINE, None, MINE, None], timeout=timedelta(seconds=0.1))
-    expected = "TimeoutError: workers 1, 3 didn't come to set-up in time: look at what they say, or give the strategy"
+    expected = (
+        "TimeoutError: workers 1, 3 didn't come to set-up in time: look at their own output, or give the strategy"
+    )
     assert [row[: len(expected)] for row in found] == [expected, "nothing", expected, "nothing"]
 
 
