@@ -20,7 +20,7 @@ from lightning_decentral.gossip.summary import Monitored
 from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.shared.compute.device import AsyncRead
 from lightning_decentral.shared.plan.arguments import at_least, checked
-from lightning_decentral.shared.replica import ReplicaStrategy
+from lightning_decentral.shared.replica_strategy import ReplicaStrategy
 
 KEPT_LOSSES = 8
 FIRST, OFTEN, SELDOM = 200, 10, 50  # The consensus error is measured every 10 steps in the first 200, then every 50.
@@ -91,7 +91,7 @@ class CommunicationMonitor(_EveryNSteps):
 
     gossip/wait_seconds        per step since the last row: communication that training did not overlap
     gossip/in_flight_seconds   per step since the last row: from sending to mixing
-    gossip/bytes_sent          since fit began
+    gossip/bytes_sent          since fit began; an island's devices have a part each
     gossip/refused_messages    since fit began: messages with NaN, infinity or far too large numbers
     gossip/healed              since fit began: times that this worker replaced bad parameters by its neighbours'
     gossip/left_out_of_mean    since fit began: workers that the mean model left out, once for each mean

@@ -11,18 +11,17 @@ from lightning_decentral.gossip.compute.combine.combine import Rule, refuse_loss
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
 from lightning_decentral.gossip.compute.travel import Travel
 from lightning_decentral.gossip.island import Island, Solo
+from lightning_decentral.gossip.mixer_builder import MixerBuilder, check_numbers, place
 from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
-from lightning_decentral.gossip.rounds import MixerBuilder, check_numbers, place
 from lightning_decentral.gossip.summary import introduced
 from lightning_decentral.gossip.wire.consensus import Consensus, spread
 from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.making import MixerFactory
 from lightning_decentral.gossip.wire.optimizers import Mixers
-from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.codec.deterministic import Plain
+from lightning_decentral.shared.compute.codec.codec import Codec, Plain
 from lightning_decentral.shared.compute.layout import refuse_shared
 from lightning_decentral.shared.fabric.strategy import FabricWorkers
 from lightning_decentral.shared.plan.arguments import checked

@@ -17,8 +17,7 @@ from lightning_decentral.gossip.compute.travel import Travel
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.gossip.wire.island_member import IslandMember, Meet
-from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.codec.deterministic import Plain
+from lightning_decentral.shared.compute.codec.codec import Codec, Plain
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.wire import gradients
 from lightning_decentral.shared.wire.transport import Wire

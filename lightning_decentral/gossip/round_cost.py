@@ -28,15 +28,9 @@ from lightning_decentral.gossip.wire.overlap import overlapped
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.compute.buckets import LooseBucket, message_bytes_of
-from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.codec.deterministic import (
-    BFloat16,
-    DifferenceCompression,
-    Float16,
-    Float32,
-    Plain,
-)
+from lightning_decentral.shared.compute.codec.codec import BFloat16, Codec, Float16, Float32, Plain
 from lightning_decentral.shared.compute.codec.quantize import Int4, Int8
+from lightning_decentral.shared.compute.codec.topk import DifferenceCompression
 from lightning_decentral.shared.compute.hardware import duration
 from lightning_decentral.shared.plan.profile import RoundWork
 from lightning_decentral.shared.wire.meeting.groups import loopback

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_decentral.gossip.island import FullyShard, Island
 from lightning_decentral.gossip.wire.island_member import IslandMember, inside
-from lightning_decentral.shared.checkpoint.replica import WholeModel
+from lightning_decentral.shared.checkpoint.resuming_replicas import WholeModel
 from lightning_decentral.shared.evaluation import callbacks_of
 from lightning_decentral.shared.wire.fsdp import WholeScalars, full_tensor, like, local, mapped, own_part
 from lightning_decentral.shared.wire.transport import Wire

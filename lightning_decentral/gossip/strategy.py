@@ -12,10 +12,10 @@ from lightning_decentral.gossip.compute.combine.combine import Rule, refuse_loss
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
 from lightning_decentral.gossip.compute.travel import Travel
 from lightning_decentral.gossip.island import Island, Solo
+from lightning_decentral.gossip.mixer_builder import MixerBuilder, check_numbers, exact_steps_of, place
 from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
-from lightning_decentral.gossip.rounds import MixerBuilder, check_numbers, exact_steps_of, place
 from lightning_decentral.gossip.sharded import IslandModel, WholeMatrices, joined
 from lightning_decentral.gossip.summary import described, hyperparameters, introduced
 from lightning_decentral.gossip.wire.consensus import Consensus, spread
@@ -25,12 +25,11 @@ from lightning_decentral.gossip.wire.making import MixerFactory
 from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.shared.checkpoint.reading import PRECISION
 from lightning_decentral.shared.compute.buckets import Bucket
-from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.codec.deterministic import Plain
+from lightning_decentral.shared.compute.codec.codec import Codec, Plain
 from lightning_decentral.shared.compute.layout import refuse_shared
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.plan.arguments import Elasticity, StrategyType, checked
-from lightning_decentral.shared.replica import Evaluate, ReplicaStrategy
+from lightning_decentral.shared.replica_strategy import Evaluate, ReplicaStrategy
 from lightning_decentral.shared.updates import BeforeUpdate, Mixed
 from lightning_decentral.shared.wire.mean import Swap
 from lightning_decentral.shared.wire.meeting.comparison import TrainedLayout
@@ -215,7 +214,7 @@ class GossipStrategy(ReplicaStrategy, metaclass=StrategyType):
     def release(self) -> None:
         self._mixers.release()
         self._matrices.close()
-        self.member.close(self.alone)
+        self.member.close(self.cut_off)
         self.member = IslandMember(None, 1, self.meet)
 
     # ---- the mean model and checkpoints -----------------------------------------------------------------------------
@@ -260,7 +259,7 @@ class GossipStrategy(ReplicaStrategy, metaclass=StrategyType):
         return [bucket for each in self._mixers for bucket in each.buckets]
 
     def traffic(self) -> Traffic:
-        """Counts of this worker's rounds, bytes sent, seconds waited and in flight since fit began; no messages."""
+        """Counts of this device's rounds, bytes sent, seconds waited and in flight since fit began; no messages."""
         return self._mixers.traffic() + Traffic(left_out=self.health.left_out)
 
     def mixing(self) -> dict[str, float]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from torch import view_as_real
 
 from lightning_decentral.gossip.compute.link import cliques_of
-from lightning_decentral.gossip.plan.traffic import all_reduce_copies, copies_sent, copies_through_card
+from lightning_decentral.gossip.plan.planned_traffic import all_reduce_copies, copies_sent, copies_through_card
 from lightning_decentral.gossip.plan.weights import consensus_steps, describe
 from lightning_decentral.gossip.wire.consensus import Consensus
 from lightning_decentral.gossip.wire.exchange import Traffic

@@ -1,7 +1,7 @@
 """Structured partial backpropagation: the backward stops at a cut, its depth planned for each worker and step.
 
-`strategy` binds it to Lightning, `callbacks` are what users watch, `agreed` is what all workers cut, by a dry run
-without a trace, and how it is described; `fabric` binds it to loops with Fabric.
+`strategy` binds it to Lightning and `fabric` to loops with Fabric; `callbacks` are what users watch; `agreed` finds the
+cuts that all workers use, by a dry run, and describes them.
 Below: `plan` (depths: values without torch), `compute` (cuts), `wire` (gradients). Public: all names below.
 """
 

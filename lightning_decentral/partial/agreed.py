@@ -1,8 +1,8 @@
-"""Cuts and depths that all workers agree on at the first batch, by a dry run, and their description as text.
+"""Cuts and depths that all workers agree on at the first batch, found by a dry run, and their description as text.
 
-They are worker 0's, or those of the checkpoint that is resumed. Every binding (a Trainer's, Fabric's) states in its own
-way when a step begins; what it cuts is decided here. The dry run is a training step of a copy of the LightningModule,
-repeatable and without a trace in the run.
+The cuts are worker 0's, or those of the resumed checkpoint. Each binding (Trainer, Fabric) defines when a step begins;
+this module decides what is cut. The dry run is a training step on a copy of the LightningModule: repeatable, and
+without effect on the training itself.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,28 +29,28 @@ from lightning_decentral.shared.compute.buckets import check_bucket_bytes
 from lightning_decentral.shared.introduction import of_all_reduce, traffic
 from lightning_decentral.shared.wire.meeting.notices import is_loss
 
-STEPS = 10_000  # looked at, to find what the assignment ever trains; it may be long before it changes
+STEPS = 10_000  # steps searched for what the assignment ever trains; a change may come late
 ROWS = 8
 
 
 def options(
     depth: DepthAssignment, cuts: Cuts, balance: Balance | None, absent: Absent | None, bucket_bytes: int | None = None
 ) -> tuple[DepthAssignment, Cuts, Balance, Absent, int | None]:
-    """Options of a binding, with defaults in the place of None. ValueError for what no network could be served."""
+    """Check a binding's options and fill in defaults for None. ValueError for options that no network could use."""
     check_wish(cuts)
     check_bucket_bytes(bucket_bytes)
     return depth, cuts, balance or SavedBytes(), absent or Skip(), bucket_bytes
 
 
 def decided(gather: Callable[[Any], list[Any]], compute: Callable[[], Found]) -> Found:
-    """Worker 0's result of a computation that all workers run, each as often as the others: what it waits for comes.
+    """Return worker 0's result of a computation that all workers run equally often, so that collectives match.
 
     Args:
-        gather: every worker's value, in order of rank; collective.
+        gather: collects every worker's value, in order of rank; collective.
 
     Raises:
-        ValueError: on every worker, why there is no such cut on one of them.
-        RuntimeError: on the others, where the step failed on one with any other error.
+        ValueError: on every worker, if one worker's computation refused the cut, with the reason.
+        RuntimeError: on the other workers, if the computation failed on one worker with any other error.
     """
     found, refused, failed = None, "", ""
     try:
@@ -59,14 +59,14 @@ def decided(gather: Callable[[Any], list[Any]], compute: Callable[[], Found]) ->
         refused = str(error)
     except Exception as error:
         if is_loss(error):
-            raise  # nobody is left to be informed
+            raise  # a lost worker: no one is left to inform
         failed = f"{type(error).__name__}: {error}"
         gather((None, "", failed))
         raise
     outcomes = gather((found, refused, failed))
     for rank, (_, _, failed) in enumerate(outcomes):
         if failed:
-            raise RuntimeError(f"worker {rank} found no cuts, it failed with {failed}")
+            raise RuntimeError(f"worker {rank} found no cuts: its step failed with {failed}")
     for _, refused, _ in outcomes:
         if refused:
             raise ValueError(refused)
@@ -75,8 +75,8 @@ def decided(gather: Callable[[Any], list[Any]], compute: Callable[[], Found]) ->
 
 
 def found_together(gather: Callable[[Any], list[Any]], find: Callable[[Decide], CutPlan]) -> CutPlan:
-    """Cuts that all workers find together, without a trace in their random numbers. Collective."""
-    before = worker_state.random_state()  # the search draws random numbers of the run's generators
+    """Find cuts together on all workers, and restore the random number generators' states. Collective."""
+    before = worker_state.random_state()  # the search draws from the run's generators
     try:
         found = find(partial(decided, gather))
     except ValueError as error:
@@ -86,13 +86,13 @@ def found_together(gather: Callable[[Any], list[Any]], find: Callable[[Decide], 
 
 
 def wished(cuts: Cuts, saved: Mapping[str, Any] | None) -> Cuts:
-    """The cuts of the checkpoint that is resumed, if the same were asked for there."""
-    # And not searched for again: a measured balance may come out otherwise today.
+    """Return the resumed checkpoint's cuts if it was trained with the same `cuts` option, else this run's option."""
+    # Not searched for again: a measured balance may differ today.
     return list(saved["boundaries"]) if saved and saved["wish"] == _text(cuts) else cuts
 
 
 def remembered(driver: DepthController, cuts: Cuts) -> dict[str, Any]:
-    """State for a checkpoint: the cuts, and the text of what was asked for."""
+    """State for a checkpoint: the cuts, and the `cuts` option as text."""
     return {"wish": _text(cuts), "boundaries": list(driver.plan.boundaries)}
 
 
@@ -101,7 +101,7 @@ def _text(cuts: Cuts) -> str:
 
 
 def introduced(depth: DepthAssignment, module: nn.Module, size: int) -> Sequence[str]:
-    """The method in a line; none where a worker is alone."""
+    """Describe the method in one line; empty for a single worker."""
     if size == 1:
         return ()
     whole = sum(p.nbytes for p in module.parameters() if p.requires_grad)
@@ -111,10 +111,10 @@ def introduced(depth: DepthAssignment, module: nn.Module, size: int) -> Sequence
 
 
 def described(driver: DepthController, network: str) -> str:
-    """The cuts, and what each depth or selection costs, in a few lines."""
+    """Describe the cuts, and the cost of each depth or selection, in a few lines."""
     plan = driver.plan
     if not plan.boundaries:
-        return f"partial backprop trains {network} in full: it has one layer, nothing to cut"
+        return f"partial backprop trains {network} in full: the model has one layer, so there is nothing to cut"
     chain = f" of {plan.chain}" if plan.chain else ""
     head = f"partial backprop, {driver.assignment}: {plan.segments} segments{chain}"
     return "\n".join([head, f"  cut before {', '.join(plan.boundaries)}", *_rows(driver)])
@@ -122,7 +122,7 @@ def described(driver: DepthController, network: str) -> str:
 
 def _rows(driver: DepthController) -> Iterator[str]:
     assignment, size, warm_up = driver.assignment, driver.place.size, int(driver.assignment.warm_up)
-    # Of the warm-up its first step; then densely at first and sparsely later.
+    # The first step of the warm-up; then steps densely at first and sparsely later.
     steps = {0, *(warm_up + step for step in (*range(100), *range(100, STEPS, 97)))}
     trained = {assignment.trained(rank, size, step, driver.plan.segments) for step in steps for rank in range(size)}
     kinds = sorted(trained, key=lambda own: (-len(own), own))
@@ -131,7 +131,7 @@ def _rows(driver: DepthController) -> Iterator[str]:
         depth = len(costs) - (lowest := driver.lowest(own))
         passing = own != top(depth, len(costs))
         some = f"segment{'s' * (len(own) > 1)} {', '.join(map(str, own))}"
-        # What passed segments keep depends on their layers: a matrix needs nothing to pass a gradient on.
+        # What bypassed segments save depends on their layers: a matrix product saves nothing to pass a gradient on.
         yield (
             f"  {some if passing else f'depth {depth} of {len(costs)}'}: compute "
             f"{selected_fraction(costs, own, lowest):.2f}, saved activations {'at most ' * passing}"
@@ -146,59 +146,59 @@ def _rows(driver: DepthController) -> Iterator[str]:
 
 
 def refuse_unserved(module: LightningModule) -> None:
-    """ValueError for modules whose backward isn't Lightning's: nobody knows when their gradients are complete."""
+    """ValueError for modules with a backward other than Lightning's: when their gradients are complete is unknown."""
     name = type(module).__name__
     if not module.automatic_optimization:
         raise ValueError(
-            f"{name} optimizes manually, so nobody knows which backward completes its gradients: "
+            f"{name} optimizes manually, so it is unknown which backward completes its gradients: "
             "use automatic optimization, or strategy='ddp'"
         )
     if type(module).backward is not LightningModule.backward:
         raise ValueError(
-            f"{name} overrides backward by hand, which may run none or several: "
+            f"{name} overrides backward, and its own backward may run no autograd backward or several: "
             "remove LightningModule.backward, or use strategy='ddp'"
         )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise ValueError(
-            f"{name}'s training_step draws its own batches (dataloader_iter), and the search for cuts repeats the "
-            "first one: take a batch, or use strategy='ddp'"
+            f"{name}'s training_step draws its own batches (dataloader_iter), but the search for cuts repeats the "
+            "first batch: take a batch as argument, or use strategy='ddp'"
         )
     if module._compiler_ctx is not None:
         raise ValueError(
-            f"{name} was compiled as a whole, the cut changes what runs: compile its blocks instead (block.compile())"
+            f"{name} was compiled as a whole, but a cut changes what runs: compile its blocks instead (block.compile())"
         )
 
 
 def timed(depth: DepthAssignment, trainer: Trainer, saved: Mapping[str, Any]) -> DepthAssignment:
-    """The assignment with its warm-up in steps of this run. Every worker calls it at the same point.
+    """Return the assignment with its warm-up in steps of this run. Every worker calls this at the same point.
 
-    Those of the checkpoint that is resumed (`warm_up_state`) where it had the same assignment; otherwise worker 0's
+    The resumed checkpoint's steps (`warm_up_state`) if it had the same assignment; otherwise worker 0's
     estimate.
     """
-    if saved.get("assignment") == repr(depth):  # a longer run goes on where the shorter one was
+    if saved.get("assignment") == repr(depth):  # a longer run resumes where the shorter one was
         return replace(depth, warm_up=saved["warm_up"])
     total_steps = trainer.estimated_stepping_batches
     if 0 < depth.warm_up < 1 and not ended(total_steps):
         rank_zero_warn(
-            f"partial backprop begins at once: a warm_up of {depth.warm_up} is a part of the run, and this run has no "
-            "known end; give warm_up in steps, or max_steps to the Trainer"
+            f"partial backprop begins at once: warm_up={depth.warm_up} is a fraction of the run, but this run has no "
+            "known end. Give warm_up in steps, or max_steps to the Trainer"
         )
     return replace(depth, warm_up=trainer.strategy.broadcast(depth.timed(total_steps).warm_up))
 
 
 def warm_up_state(depth: DepthAssignment, in_steps: DepthAssignment) -> dict[str, Any]:
-    """State for a checkpoint: the assignment as it was asked for, and its warm-up in steps."""
+    """State for a checkpoint: the assignment as given, and its warm-up in steps."""
     return {"assignment": repr(depth), "warm_up": in_steps.warm_up}
 
 
 def step_of(trainer: Trainer, trial: Any, *args: Any, **kwargs: Any) -> Run:
-    """A function that runs `trial.training_step(*args)` and returns its loss; logs nothing as long as the entry `log`
-    stays in the module's `__dict__`."""
+    """Return a function that runs `trial.training_step(*args)` and returns its loss; logging stays off while the entry
+    `log` is in the module's `__dict__`."""
     trial.trainer = trainer
-    trial.__dict__["log"] = lambda *_, **__: None  # what a trial computes is nobody's metric
+    trial.__dict__["log"] = lambda *_, **__: None  # a trial's values are no metrics
 
     def run() -> Tensor:
-        # Copies, as a step may write into its batch, which the next one reads.
+        # Copies: a step may write into its batch, which the next run reads.
         copied = lambda t: t.detach().clone().requires_grad_(t.requires_grad)  # noqa: E731
         own, named = tree_map_only(Tensor, copied, (args, kwargs))
         with trainer.strategy.precision_plugin.train_step_context():
@@ -207,19 +207,20 @@ def step_of(trainer: Trainer, trial: Any, *args: Any, **kwargs: Any) -> Run:
                     return loss
                 case {"loss": Tensor() as loss}:
                     return loss
-        raise ValueError("the first training_step returned no loss, and cuts are verified by its gradients: return one")
+        raise ValueError("the first training_step returned no loss, but cuts are verified by its gradients: return one")
 
     return run
 
 
 def run_of(trainer: Trainer, *args: Any, **kwargs: Any) -> Callable[[torch.nn.Module], Run]:
-    """Return f: f(copy) is a function that runs `copy.training_step(*args)`, each time alike."""
+    """Return a function f: f(copy) is a function that runs `copy.training_step(*args)`, each time alike."""
     return repeated(lambda trial: step_of(trainer, trial, *args, **kwargs))
 
 
 def repeated(step_of: Callable[[Any], Run]) -> Callable[[torch.nn.Module], Run]:
-    """Function from a copy of the module to one that repeats its step: the same random numbers, buffers and plain
-    attributes. A step changes these: ranges that fake quantization has seen, the iterates of a spectral norm, counters.
+    """Return a function from a module's copy to a function that repeats its step, each time from the same state.
+
+    Restored are random numbers, buffers (fake quantization's ranges, a spectral norm's iterates) and plain attributes.
     """
     random = worker_state.random_state()
 
@@ -232,7 +233,7 @@ def repeated(step_of: Callable[[Any], Run]) -> Callable[[torch.nn.Module], Run]:
             worker_state.set_random_state(random)
             for name, buffer in trial.named_buffers():
                 if name in before:
-                    write_back(buffer, before[name])  # one may have been given its size by a step
+                    write_back(buffer, before[name])  # a step may have given a buffer its size
             put_back_own()
             return step()
 

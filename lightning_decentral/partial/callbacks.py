@@ -1,4 +1,4 @@
-"""Callbacks of partial backprop: depth and savings logged, a table of cuts, the cut alone for other strategies."""
+"""Callbacks of partial backprop: log depths and savings, print a table of cuts, or cut under another strategy."""
 
 import statistics
 from collections import defaultdict
@@ -33,22 +33,22 @@ from lightning_decentral.shared.plan.arguments import at_least, checked
 
 @runtime_checkable
 class Partial(Protocol):
-    """Interface of a strategy with cuts, for callbacks that watch it."""
+    """Interface of a strategy with cuts, for the callbacks that watch it."""
 
     driver: DepthController | None  # the cuts in use, from the first batch on
 
     @property
     def sent_bytes(self) -> float:
-        """Gradients that this worker sent since fit began."""
+        """Bytes of gradients that this worker sent since fit began."""
 
 
 @checked
 class PartialBackpropMonitor(Callback):
-    """Logs what this worker's steps cost; loggers show worker 0's. Under other strategies it does nothing.
+    """Log what this worker's steps cost; loggers show worker 0's. Under other strategies the callback does nothing.
 
     partial/depth              segments that the backward of this step goes through
-    partial/backward_seconds   mean of a backward since the last row, without waiting for other workers
-    partial/saved_bytes        activations kept for a backward of this depth, as counted at the first batch
+    partial/backward_seconds   mean seconds of a backward since the last row, without waits for other workers
+    partial/saved_bytes        activations saved for a backward of this depth, as counted at the first batch
     partial/sent_bytes         gradients sent per step since the last row
 
     Cost: reads counters; no communication.
@@ -58,7 +58,7 @@ class PartialBackpropMonitor(Callback):
     """
 
     def __init__(self, *, every_n_steps: int = 1) -> None:
-        at_least(1, "leave the callback out to measure never", every_n_steps=every_n_steps)
+        at_least(1, "leave the callback out for no log", every_n_steps=every_n_steps)
         self.every_n_steps = every_n_steps
         self._watch: HostStopwatch | DeviceStopwatch = HostStopwatch()
         self._step, self._depth = 0, 0
@@ -74,11 +74,11 @@ class PartialBackpropMonitor(Callback):
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         strategy = trainer.strategy
         if isinstance(strategy, Partial) and strategy.driver is not None:
-            self._depth = strategy.driver.depth(trainer.global_step)  # when the batch ends, the step has moved on
+            self._depth = strategy.driver.depth(trainer.global_step)  # when the batch ends, global_step has increased
         self._watch.start()
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._watch.stop()  # before the strategy waits for the means, which is no backward
+        self._watch.stop()  # before the strategy waits for the means, which isn't part of the backward
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -101,14 +101,15 @@ class PartialBackpropMonitor(Callback):
         self._rows[self._depth].append((metrics["partial/backward_seconds"], metrics["partial/sent_bytes"]))
         for name, value in metrics.items():
             pl_module.log(name, value, prog_bar=name == "partial/depth", logger=False)
-        # Not by `log`, which would keep a row every log_every_n_steps only; by the step that Lightning logs by.
+        # Not by `log`, which keeps a row only every log_every_n_steps; with the step that Lightning logs with.
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 class PartialBackpropTable(PartialBackpropMonitor):
-    """Prints on worker 0, at the end of training, one line for each depth: steps, what a backward kept, its seconds and
-    what it sent (medians). Next to them stands the compute that the pieces' costs predict, against a full step's.
+    """Print a line for each depth on worker 0, at the end of training.
+
+    Steps, medians of saved activations, backward seconds and sent bytes, predicted compute over a full step's.
     """
 
     def __init__(self) -> None:
@@ -137,17 +138,17 @@ class PartialBackpropTable(PartialBackpropMonitor):
 
 @checked
 class PartialBackward(Callback):
-    """The cut without the averaging: each worker's backward stops at its own depth, its gradients stay its own.
+    """Stop each worker's backward at its own depth, under a strategy that doesn't average gradients.
 
-    With `strategy="gossip"` each worker trains its own depth and whole parameters are mixed; with one device it saves
-    compute and memory. Under `ddp` it can't serve, as DDP divides by all workers: use
+    With `strategy="gossip"` each worker trains its own depth, and whole parameters are mixed. On one device the cut
+    saves compute and memory. Under `ddp` it is refused, as DDP divides gradients by all workers: use
     `strategy="partial_backprop"` there.
 
     Args:
         depth, cuts, balance, absent: as of `PartialBackpropStrategy`.
 
     Raises:
-        ValueError: impossible cuts; at the first batch, cuts that aren't.
+        ValueError: impossible cuts; at the first batch, cuts that fail the verification.
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class PartialBackward(Callback):
         self._undo: Callable[[], None] = lambda: None
 
     def state_dict(self) -> dict[str, Any]:
-        # A resumed run, which may be longer, keeps the warm-up in steps.
+        # A resumed run, perhaps longer, keeps the warm-up in steps.
         return {} if self.driver is None else warm_up_state(self.depth, self.driver.assignment)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -172,11 +173,11 @@ class PartialBackward(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         refuse_unserved(pl_module)
-        # A wrapped model (DDP) averages by itself, over workers that have no gradient, too.
+        # A wrapped model (DDP) averages by itself, also over workers without a gradient.
         if isinstance(trainer.strategy, Partial) or trainer.strategy.model is not pl_module:
             name = type(trainer.strategy).__name__
             raise ValueError(
-                f"PartialBackward leaves gradients to each worker, {name} averages them over all: "
+                f"PartialBackward leaves gradients to each worker, but {name} averages them over all: "
                 "use strategy='partial_backprop' without this callback, or strategy='gossip' with it"
             )
         strategy: Any = trainer.strategy
@@ -187,12 +188,12 @@ class PartialBackward(Callback):
             with driver.alone(trainer.global_step):
                 return inner(*args, **kwargs)
 
-        strategy.training_step = cut  # of this object, for this fit: teardown takes it off again
+        strategy.training_step = cut  # set on this object for this fit: teardown deletes it
         self._undo = lambda: delattr(strategy, "training_step")
 
     def _find(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> DepthController:
         run = run_of(trainer, *args, **kwargs)
-        # Each searches, all take worker 0's: a measured balance may come out otherwise on each.
+        # All workers search and take worker 0's cuts: a measured balance may differ between workers.
         gather: Callable[[Any], list[Any]] = lambda own: [trainer.strategy.broadcast(own)]  # noqa: E731
         plan = found_together(gather, lambda decide: decide(lambda: search(pl_module, self.cuts, self.balance, run)))
         shares = (1 / trainer.world_size,) * trainer.world_size

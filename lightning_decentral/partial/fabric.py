@@ -1,4 +1,4 @@
-"""`Fabric(strategy="partial_backprop")`: the backward stops at a cut in a loop of the user's own."""
+"""Strategy `Fabric(strategy="partial_backprop")`: the backward stops at a cut in the user's own loop."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -33,7 +33,7 @@ from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplic
 
 
 class CutModule(nn.Module):
-    """Module that the loop calls: a forward within a cut."""
+    """Module that the user's loop calls: its forward runs within a cut."""
 
     def __init__(self, module: nn.Module, cut: Callable[..., AbstractContextManager[None]]) -> None:
         super().__init__()
@@ -46,22 +46,22 @@ class CutModule(nn.Module):
 
 @checked
 class FabricPartialBackpropStrategy(FabricWorkers):
-    """grad of segment s = mean over exactly the workers that train s, as `PartialBackpropStrategy`, where the user's
-    own loop calls the model, `fabric.backward` and `optimizer.step()`.
+    """Partial backpropagation as in `PartialBackpropStrategy`, for a loop of the user's own that calls the model,
+    `fabric.backward` and `optimizer.step()`.
 
-    The first forward finds and verifies the cuts on a copy of the model, by a random weighting of its outputs in the
-    loss's place: what crosses a cut for that crosses it for any loss of the outputs. Under `fabric.no_backward_sync`
-    gradients are only accumulated. One trained model; all workers take the same update and stay bit-equal.
+    The first forward finds and verifies the cuts on a copy of the model, with a random weighting of its outputs as the
+    loss: a cut that holds for the outputs holds for any loss of them. Under `fabric.no_backward_sync` gradients are
+    only accumulated. One model is trained; all workers make the same update and stay bit-equal.
 
     Args:
-        depth: as for `PartialBackpropStrategy`, its warm-up in steps; by default `Temporal(warm_up=0)`.
+        depth: as for `PartialBackpropStrategy`, with its warm-up in steps; by default `Temporal(warm_up=0)`.
         cuts, balance, absent, bucket_bytes, nonfinite: as for `PartialBackpropStrategy`.
-        **ddp: what Fabric's DDPStrategy itself takes (start_method, process_group_backend, ...), and `timeout`.
+        **ddp: options of Fabric's DDPStrategy (start_method, process_group_backend, ...), and `timeout`.
 
     Raises:
-        ValueError: here for an unknown option, impossible cuts, a warm-up that is a part of the run; at set-up for
-            shares of the batch that differ, a second trained model; at the first forward, on every worker, for cuts
-            that aren't (with the reason).
+        ValueError: here for an unknown option, impossible cuts, a warm-up that is a fraction of the run; at set-up for
+        unequal shares of the batch, a second trained model; at the first forward, on every worker, for cuts that fail
+        the verification (with the reason).
     """
 
     drifts: ClassVar[bool] = False
@@ -91,7 +91,7 @@ class FabricPartialBackpropStrategy(FabricWorkers):
 
     @property
     def driver(self) -> DepthController | None:
-        """The cuts in use, from the first forward on."""
+        """Controller of the cuts in use, from the first forward on."""
         return self._cut_steps.driver
 
     # ---- set-up -----------------------------------------------------------------------------------------------------
@@ -99,12 +99,12 @@ class FabricPartialBackpropStrategy(FabricWorkers):
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
         module = super().setup_module(module)
         if not any(parameter.requires_grad for parameter in module.parameters()):
-            return module  # a teacher
+            return module  # a frozen model, as a teacher
         if self._module is not None:
-            raise ValueError("partial backprop cuts one trained model: set up one that holds the others, or use gossip")
+            raise ValueError("partial backprop cuts one trained model: set up one module that has all, or use gossip")
         shares = {self.depth.share(rank, self.world_size) for rank in range(self.world_size)}
         if len(shares) > 1:
-            raise ValueError(f"{self.depth} asks for unequal batches, which only a Trainer hands out: use Staircase")
+            raise ValueError(f"{self.depth} asks for unequal batches, which only a Trainer can give: use Staircase")
         self._module = module
         self._equal.begin(
             module, None if self.wire is None else of_all(self.wire), self._group.layouts, lambda: self.optimizers
@@ -112,12 +112,12 @@ class FabricPartialBackpropStrategy(FabricWorkers):
         return CutModule(module, self._cut)
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Gradients are averaged segment by segment."""
+        """Do nothing: gradients are averaged segment by segment."""
 
     def _drive(self, *args: Any, **kwargs: Any) -> DepthController:
         module = self._module
         assert module is not None
-        if "forward" in vars(module):  # so does Fabric where a marked method comes first, and no copy would follow
+        if "forward" in vars(module):  # Fabric replaces it where a marked method comes first, and a copy would miss it
             raise ValueError(f"{type(module).__name__}'s forward is replaced: call the model itself first")
 
         def find(decide: Decide) -> CutPlan:
@@ -155,7 +155,7 @@ class FabricPartialBackpropStrategy(FabricWorkers):
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         if self.driver is None:
-            raise RuntimeError("backward before any forward in training mode: call the model as fabric.setup gave it")
+            raise RuntimeError("backward before any forward in training mode: call the model from fabric.setup")
         self._group.set_ups.begin()
         with self._telling():
             self._cut_steps.begin()
@@ -193,17 +193,17 @@ class FabricPartialBackpropStrategy(FabricWorkers):
 
     @property
     def sent_bytes(self) -> float:
-        """Gradients that this worker sent since the cuts were made (its part of collective calls)."""
+        """Bytes of gradients that this worker sent since the cuts were made (its part of collective calls)."""
         return self._cut_steps.sent_bytes
 
 
 def weighted(output: Any) -> Tensor:
-    """sum of r * output over all tensors of an output, r random: any loss's gradient by the outputs is such an r.
-    ValueError: nothing in it has a gradient.
+    """sum of r * output over all tensors of an output, with random r: any loss has such a gradient by the outputs.
+    ValueError: no output has a gradient.
     """
     leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not leaves:
-        raise ValueError("the first forward returned nothing with a gradient, by which cuts are verified: return it")
+        raise ValueError("the first forward returned no tensor with a gradient, which verifies cuts: return one")
     generator = torch.Generator().manual_seed(0)
     terms = [(leaf * torch.randn(leaf.shape, generator=generator).to(leaf)).sum() for leaf in leaves]
     return torch.stack([term.float() for term in terms]).mean()

@@ -1,4 +1,4 @@
-"""`Trainer(strategy="partial_backprop")`: data-parallel training in which the backward stops at a cut."""
+"""Strategy `Trainer(strategy="partial_backprop")`: data-parallel training in which the backward stops at a cut."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -32,7 +32,7 @@ from lightning_decentral.partial.wire.depth_controller import CutSteps, DepthCon
 from lightning_decentral.partial.wire.reducer import Rank
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.plan.arguments import checked
-from lightning_decentral.shared.replica import ReplicaStrategy
+from lightning_decentral.shared.replica_strategy import ReplicaStrategy
 from lightning_decentral.shared.updates import GradientCheck, NonFinite, Unfollowed
 from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas, of_all
 from lightning_decentral.shared.wire.transport import Wire
@@ -42,27 +42,27 @@ KEY = "partial_backprop"
 
 @checked
 class PartialBackpropStrategy(ReplicaStrategy):
-    """grad of segment s = mean over exactly the workers that train s; those below every cut don't move.
+    """Data-parallel training in which each worker's backward stops at a cut, so only the layers above it are trained.
 
-    The network is cut into segments. At each optimizer step every worker trains the top `depth` of them: what lies
-    below runs without a graph, which saves its backward, its saved activations and its gradients' traffic. All replicas
-    take the same update and stay bit-equal. The first batch finds and verifies the cuts on a copy of the module.
+    grad of segment s = mean over exactly the workers that train s. The network is cut into segments; at each step a
+    worker trains the top `depth` of them. Below, the forward runs without a graph, which saves backward, activations
+    and traffic. All replicas make the same update and stay bit-equal. Cuts are found and verified on a copy.
 
     Args:
-        depth: how deep each worker goes at each step.
-        cuts: "auto", up to three cuts along the chain of blocks found; a number of them; "blocks", before each block
-            and behind the last; or names of modules before whose inputs to cut.
-        balance: what the segments of automatic cuts have equally much of.
+        depth: how many of the top segments each worker trains at each step.
+        cuts: "auto", up to three cuts along the chain of blocks found; a number of cuts; "blocks", before each block
+        and after the last; or names of modules to cut before.
+        balance: the quantity that the segments of automatic cuts share equally.
         absent: what the optimizer does to parameters that no worker trained at a step.
-        bucket_bytes: gradients that travel together, at most; by default an eighth of the model, 2 to 256 MiB.
-        nonfinite: what a step does whose gradients hold NaN or infinity: "stop" ends training, "skip" takes it without
-            an update, on all workers alike. In half precision the loss scaler skips.
-        timeout: how long a worker waits for another, anywhere, before it ends.
-        **ddp: what Lightning's DDPStrategy itself takes (start_method, process_group_backend, ...).
+        bucket_bytes: maximum size of gradients sent together; by default an eighth of the model, 2 to 256 MiB.
+        nonfinite: what a step with NaN or infinity in its gradients does: "stop" training, or "skip" the update on all
+        workers alike. In half precision the loss scaler skips.
+        timeout: how long a worker waits for another worker before it ends.
+        **ddp: options of Lightning's DDPStrategy (start_method, process_group_backend, ...).
 
     Raises:
-        ValueError: here for an unknown option or impossible cuts; at set-up for SyncBatchNorm, manual optimization,
-            an overridden backward; at the first batch, on every worker, for cuts that aren't (with the reason).
+        ValueError: here for an unknown option or impossible cuts; at set-up for SyncBatchNorm, manual optimization, an
+        overridden backward; at the first batch, on every worker, for cuts that fail the verification.
 
     Source: structured partial backpropagation in the sense of Kumar et al. 2111.10672.
     """
@@ -94,7 +94,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
 
     @property
     def driver(self) -> DepthController | None:
-        """The cuts in use, from the first batch on."""
+        """Controller of the cuts in use, from the first batch on."""
         return self._steps.driver
 
     # ---- set-up -----------------------------------------------------------------------------------------------------
@@ -102,13 +102,13 @@ class PartialBackpropStrategy(ReplicaStrategy):
     def refuse(self, module: nn.Module, fitting: bool) -> None:
         if self._layer_sync is not None or any(isinstance(m, nn.SyncBatchNorm) for m in module.modules()):
             raise ValueError(
-                "SyncBatchNorm gathers over all workers in every layer's backward, and a worker that stops above it "
-                "never comes: use plain BatchNorm (with worker 0's running statistics), GroupNorm or LayerNorm"
+                "SyncBatchNorm gathers over all workers in every layer's backward, but a backward may stop above the "
+                "layer: use plain BatchNorm (with worker 0's running statistics), GroupNorm or LayerNorm"
             )
         super().refuse(module, fitting)
 
     def prepare(self, wire: Wire | None) -> None:
-        """The cuts wait for the first batch."""
+        """Prepare the update; the cuts are found at the first batch."""
         refuse_unserved(self._module)
         self._equal.begin(
             self._module, None if wire is None else of_all(wire), self._group.layouts, lambda: self.optimizers
@@ -118,7 +118,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
         run, wish = run_of(self._module.trainer, *batch, **kwargs), wished(self.cuts, self._saved)
         plan = found_together(self.gather, lambda decide: search(self._module, wish, self.balance, run, decide))
         depth = timed(self.depth, self._module.trainer, self._saved or {})
-        samples = self._samples or (1,) * self.world_size  # of a global batch, each worker's
+        samples = self._samples or (1,) * self.world_size  # each worker's samples of a global batch
         place = Rank(self.global_rank, tuple(n / sum(samples) for n in samples))
         driver = DepthController(self._module, plan, depth, place)
         self._steps.drive(driver, self.wire, self._equal, self.bucket_bytes)
@@ -168,7 +168,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """One file, worker 0's; any Lightning loads it."""
+        """Save one file, worker 0's; Lightning loads it without this package."""
         state = self.progress_state()
         super().save_checkpoint({**checkpoint, **({KEY: state} if state else {})}, filepath, storage_options)
 
@@ -184,5 +184,5 @@ class PartialBackpropStrategy(ReplicaStrategy):
 
     @property
     def sent_bytes(self) -> float:
-        """Gradients that this worker sent since fit began (its part of collective calls)."""
+        """Bytes of gradients that this worker sent since fit began (its part of collective calls)."""
         return self._steps.sent_bytes

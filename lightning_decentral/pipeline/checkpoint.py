@@ -1,9 +1,9 @@
-"""Checkpoints of a pipeline: one plain file, as the unsliced model would have written it.
+"""Checkpoints of a pipeline: one plain file, as if the unsliced model had written it.
 
-Worker 0 puts it together from the first pipeline's stages. It loads without this package, and training goes on with
-another number of stages or with none.
+Worker 0 merges the first pipeline's stages. The file loads without this package, and training resumes with another
+number of stages or with none.
 
-Where pipelines diverge, the file is their mean's, and each worker's own state lies next to it, in
+Where pipelines diverge, the file has their mean, and each worker's own state lies next to the file, in
 `.workers/NAME/`.
 """
 
@@ -15,8 +15,8 @@ from lightning.fabric.utilities.optimizer import _optimizer_to_device
 
 from lightning_decentral.pipeline.wire import ownership
 from lightning_decentral.pipeline.wire.ownership import Ownership
+from lightning_decentral.shared.checkpoint.checkpoints import Checkpoints
 from lightning_decentral.shared.checkpoint.reading import refuse_other_number, report_mean
-from lightning_decentral.shared.checkpoint.worker import Checkpoints
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.worker_state import KEY
 from lightning_decentral.shared.wire.mean import MeanModel
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 STATES = "optimizer_states"
 WHOLE = ("state_dict", STATES, KEY)
-"""Entries that a pipeline merges from its stages; the rest of a checkpoint is any worker's."""
+"""Entries that a pipeline merges from its stages; all other entries of a checkpoint are the same on any worker."""
 
 
 class PipelineCheckpoints(Checkpoints):
-    """One plain file of the whole model, and where pipelines drift each worker's own state.
+    """Save and load one plain file of the whole model and, where pipelines drift, each worker's own state.
 
     Attributes:
-        layout: who has what.
+        layout: which stage owns which parameter.
     """
 
     def __init__(
@@ -43,10 +43,10 @@ class PipelineCheckpoints(Checkpoints):
     ) -> None:
         super().__init__(worker, mean_model)
         self._join_groups = join_groups
-        self.layout: Ownership | None = None  # kept after training: optimizers still hold one stage's states each
+        self.layout: Ownership | None = None  # kept after training: optimizers still keep one stage's states each
         self._stage = worker
         self._restored: dict[str, Any] | None = None
-        self._own: dict[str, Any] | None = None  # what this worker had where its pipeline had drifted
+        self._own: dict[str, Any] | None = None  # this worker's own state, if its pipeline had drifted
 
     # ---- save ---------------------------------------------------------------------------------------------------
 
@@ -54,11 +54,11 @@ class PipelineCheckpoints(Checkpoints):
         if self.layout is None:
             self._saving.write_alone(checkpoint, filepath, storage_options)
             return
-        if self._worker.alone:
+        if self._worker.cut_off:
             self._saving.leave_out(filepath, "the stages")
             return
         self.layout.refuse_changed(together=True)
-        # What is resumed goes on as this run does: a checkpoint has the last stage's for all.
+        # A checkpoint has the last stage's buffers, so this run goes on with the same ones as a resumed run.
         self.layout.share_buffers(self._stage.root_device)
         bond, diverged = self._stage.bond, self._mean_model.diverged
         keeps = (diverged or bond.keeps) and STATES in checkpoint
@@ -74,23 +74,23 @@ class PipelineCheckpoints(Checkpoints):
         """Merge the stages' checkpoints into the unsliced model's, on worker 0; {} on the others. Collective."""
         assert self.layout is not None
         mine: dict[str, Any] = {"random": worker_state.random_state() if STATES in checkpoint else None}
-        if self._stage.pipeline == 0:  # the rest is the first pipeline's
+        if self._stage.pipeline == 0:  # the other entries come from the first pipeline
             states = zip(self._stage.optimizers, checkpoint.get(STATES, ()), strict=False)  # none: weights only
-            # On the host: no device need have room for the whole model.
+            # On the host: no device must have room for the whole model.
             mine["state_dict"] = {key: value.detach().cpu() for key, value in checkpoint["state_dict"].items()}
             order = self.layout.order
             mine["optimizers"] = [ownership.optimizer_part(o, state, order) for o, state in states]
         wire = self._join_groups()  # again, after the fit
         if STATES in checkpoint and wire is not None:
             every = gather_objects(wire.roll, [ownership.settings_of(o) for o in self._stage.optimizers])
-            # The others' pipelines may have rates of their own.
+            # Other pipelines may have other learning rates.
             ownership.check_same_groups(every[: self._stage.num_stages])
         parts = [mine] if wire is None else collect_objects(wire.roll, mine)
         if not parts:
             return {}
         stages = parts[: self._stage.num_stages]
         names = list(self.layout.order.values())
-        # Of what stands on several stages the last one's is taken, which runs all of the user's step.
+        # For tensors on several stages, the last stage's value: it runs all of the user's step.
         union = {key: value for part in stages for key, value in part["state_dict"].items()}
         keys = dict.fromkeys([*self.layout.state_keys, *union])
         joined = {**checkpoint, "state_dict": {key: union[key] for key in keys}}
@@ -109,7 +109,7 @@ class PipelineCheckpoints(Checkpoints):
     # ---- load ---------------------------------------------------------------------------------------------------
 
     def load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
-        """The file, and aside what only a pipeline of the same size can use."""
+        """Load the file, and keep separately what only a pipeline of the same size can use."""
         checkpoint = self._reading.read_together(path, weights_only)
         known = checkpoint.get(KEY, {})
         same = known.get("stages") == self._stage.num_stages and len(known.get("random", ())) == self._worker.world_size
@@ -119,7 +119,7 @@ class PipelineCheckpoints(Checkpoints):
         self._own = self._reading.read_own(path, known, weights_only, misfit) if own else None
         if self.fitting and not own:
             report_mean(path, checkpoint)
-        # States of the whole model, which Lightning restores from; this stage's own ones follow at `start`.
+        # States of the whole model, which Lightning restores from; this stage's own states follow in `start`.
         return {**checkpoint, **(self._own or {}), **{key: checkpoint[key] for key in WHOLE if key in checkpoint}}
 
     def load_optimizers(self, checkpoint: Mapping[str, Any], layout: Ownership) -> None:
@@ -140,7 +140,7 @@ class PipelineCheckpoints(Checkpoints):
             self._resume_random()
 
     def start(self) -> None:
-        # Not before: Lightning has now restored the mean and the first pipeline's optimizer.
+        # Only now: Lightning has restored the mean and the first pipeline's optimizer.
         own, self._own = self._own, None
         if own is not None and "state_dict" in own:  # otherwise replicas are equal
             self._module.load_state_dict(own["state_dict"])

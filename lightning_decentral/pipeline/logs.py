@@ -1,4 +1,4 @@
-"""Values that the user's step logs on the last stage of a pipeline, logged on all."""
+"""Logging on all stages of a pipeline: the user's step computes logged values on the last stage only."""
 
 import inspect
 import zlib
@@ -26,7 +26,7 @@ class Logged(NamedTuple):
 
 
 class Logs:
-    """Values that the user's step logs, kept until every stage can log them."""
+    """Records the values that the user's step logs, until every stage can log them."""
 
     def __init__(self, module: LightningModule) -> None:
         self._module: Any = module
@@ -42,7 +42,7 @@ class Logs:
 
     @contextmanager
     def recording(self, microbatch: int | None) -> Iterator[None]:
-        """Context manager in which the module's `self.log` records for this micro-batch; None: discards."""
+        """Record the module's `self.log` calls for this micro-batch in this context; None discards them."""
         self._module.log = (lambda *_, **__: None) if microbatch is None else partial(self._take, microbatch)
         try:
             yield
@@ -50,44 +50,44 @@ class Logs:
             del self._module.log  # the class's own again
 
     def returned(self, result: Any) -> Any:
-        """The loss of what the step returned for a micro-batch; its other values are kept."""
+        """Return the loss from a step's result, and keep the result's other values."""
         if not isinstance(result, Mapping):
             return result
-        # Detached: a graph would hold the micro-batch's activations.
+        # Detached: a graph would keep the micro-batch's activations.
         self._others.append({k: recursive_detach(value) for k, value in result.items() if k != "loss"})
         return result["loss"]
 
     def _take(self, microbatch: int, *args: Any, **kwargs: Any) -> None:
-        given = CALL.bind(None, *args, **kwargs).arguments  # whatever is given by position
+        given = CALL.bind(None, *args, **kwargs).arguments  # whatever is passed by position
         name, value = given["name"], given["value"]
         if isinstance(value, Metric):
             raise ValueError(
-                f"self.log({name!r}, ...) got a {type(value).__name__} in training_step, which only the last stage of "
-                "a pipeline updates: log its value instead"
+                f"self.log({name!r}, ...) got a {type(value).__name__} in training_step, but only the last stage of a "
+                "pipeline updates the metric: log its value instead"
             )
         options = {key: option for key, option in given.items() if key not in ("self", "name", "value")}
         self._calls[microbatch].append(Logged(name, options))
-        # A copy: the user may go on to change it.
+        # A copy: the user may change the value later.
         self.values[microbatch].append(torch.as_tensor(value).detach().clone().reshape(()))
 
     def columns(self) -> list[tuple[Tensor, ...]]:
-        """Columns of logged values: for each value, those of all micro-batches.
+        """List each logged value's column: its values for all micro-batches.
 
         Raises:
-            ValueError: the step logs other names for one micro-batch than for another.
+            ValueError: the step logs different names for two micro-batches.
         """
         names = [[logged.name for logged in calls] for calls in self._calls]
         odd = next((row for row in names if row != names[-1]), names[-1])
         if odd != names[-1]:
             raise ValueError(
-                f"training_step logs {odd} for one micro-batch and {names[-1]} for another, so that they have no mean: "
-                "log the same names in every call, or use microbatches=1"
+                f"training_step logs {odd} for one micro-batch and {names[-1]} for another, so their means are "
+                "undefined: log the same names in every call, or use microbatches=1"
             )
         return list(zip(*self.values, strict=True))
 
     @property
     def signature(self) -> int:
-        """The same for the same names and options."""
+        """A checksum of the names and options that the last step logged."""
         # Not `hash`, which differs between processes.
         return zlib.crc32(repr((self._calls[-1], self._keys)).encode())
 
@@ -96,11 +96,11 @@ class Logs:
         return list(self._others[-1]) if self._others else []
 
     def publish(self, signature: int, values: Sequence[Tensor], pipe: StageRunner) -> dict[Any, Any]:
-        """Log on every stage what the last one was given. Collective where the names are new.
+        """Log on every stage the values that the last stage got. Collective where the names are new.
 
         Returns:
-            What the step returned with its loss, on the last stage; of several micro-batches a list. Elsewhere each
-            value is None.
+            What the step returned in addition to its loss, on the last stage; for several micro-batches a list. On
+            other stages each value is None.
         """
         if signature not in self._known:
             mine = self._calls[-1] if self._calls else [], self._keys

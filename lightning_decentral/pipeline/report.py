@@ -1,4 +1,4 @@
-"""The report of a pipelined run: speed against one process, bubble predicted and measured, a step's timeline."""
+"""Report of a pipelined run: speed against one process, bubble predicted and measured, a step's timeline."""
 
 import statistics
 import time
@@ -22,14 +22,14 @@ COLORS = {"F": "#9ecae1", "B": "#3182bd", "W": "#31a354"}
 
 @checked
 class PipelineReport(Callback):
-    """Prints a table when training has ended, and draws the last step next to its forecast.
+    """Print a table when training has ended, and draw the last step's timeline next to its forecast.
 
-    Written are `timeline.json`, for chrome://tracing or Perfetto, and `timeline.png` where matplotlib is installed. For
-    the comparison worker 0 runs three steps of the whole model alone, forward and backward without a pipeline, on the
-    last batch. Does nothing under another strategy.
+    Files: `timeline.json`, for chrome://tracing or Perfetto, and `timeline.png` if matplotlib is installed. To
+    compare, worker 0 runs three steps of the whole model alone, forward and backward without a pipeline, on the
+    last batch. Under another strategy the callback does nothing.
 
     Args:
-        directory: where the files go.
+        directory: where the files are written.
     """
 
     def __init__(self, *, directory: str) -> None:
@@ -49,7 +49,7 @@ class PipelineReport(Callback):
             self._seconds.append(strategy.step_seconds)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Collective: the timeline of the last step."""
+        """Gather the timeline of the last step from all stages. Collective."""
         strategy = trainer.strategy
         if not isinstance(strategy, TokenPipelineStrategy) or not self._seconds:
             return
@@ -60,10 +60,10 @@ class PipelineReport(Callback):
         workers = [f"stage {r}" for r in range(strategy.num_stages)]
         self._lines["bubble"] += f"; {bubble(self._found, workers):.1%} measured in the last step"
         if expected is not None:
-            self._lines["forecast"] = f"{expected.seconds:.4g} s a step, by the costs of its parts"
+            self._lines["forecast"] = f"{expected.seconds:.4g} s a step, from the measured costs of its parts"
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Lightning calls this after the teardown, which made the module whole again.
+        # Lightning calls this after teardown, which made the module whole again.
         if not self._found or not trainer.is_global_zero:
             return
         whole = _alone(pl_module, self._batch)
@@ -87,7 +87,7 @@ class PipelineReport(Callback):
 
 
 def _alone(module: LightningModule, batch: Any) -> float:
-    """Median seconds of forward and backward of the whole model."""
+    """Median seconds of the whole model's forward and backward on this worker alone."""
     times = []
     module.train()
     with Logs(module).recording(None):
@@ -96,11 +96,11 @@ def _alone(module: LightningModule, batch: Any) -> float:
             module.training_step(batch, 0).backward()  # type: ignore[union-attr]
             times.append(time.perf_counter() - begin)
             module.zero_grad()
-    return statistics.median(times[1:])  # the first one warms up
+    return statistics.median(times[1:])  # the first step warms up
 
 
 def draw(timelines: Mapping[str, Mapping[str, Span]], path: Path) -> None:
-    """One row per stage and timeline; forwards light, backwards dark, weights green, the slice's number inside."""
+    """Draw a row per stage and timeline: forwards light, backwards dark, weights green, the slice's number inside."""
     from matplotlib.figure import Figure  # needs no display and leaves the user's pyplot state alone
 
     shown = {title: spans for title, spans in timelines.items() if spans}

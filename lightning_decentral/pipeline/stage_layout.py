@@ -20,11 +20,11 @@ class StageLayout:
 
     Args:
         stages: P.
-        workers: of all pipelines.
+        workers: number in all pipelines.
         per_node: workers that share a node.
 
     Raises:
-        ValueError: the workers aren't a multiple of the stages.
+        ValueError: the number of workers isn't a multiple of the stages.
     """
 
     stages: int
@@ -34,7 +34,7 @@ class StageLayout:
     def __post_init__(self) -> None:
         if self.workers % self.stages:
             raise ValueError(
-                f"{self.workers} workers are no multiple of stages={self.stages}: use devices x num_nodes = "
+                f"{self.workers} workers aren't a multiple of stages={self.stages}: use devices x num_nodes = "
                 f"{self.stages} x pipelines, or leave stages out"
             )
 
@@ -44,12 +44,12 @@ class StageLayout:
 
     @property
     def pipelines_per_node(self) -> int:
-        """1 where a pipeline has several nodes."""
+        """Number of pipelines on a node; 1 if a pipeline spans several nodes."""
         return max(1, self.per_node // self.stages)
 
 
 def introduced(layout: StageLayout, microbatches: int, replicas: Replicas, module: nn.Module, drifts: bool) -> str:
-    """The pipelines in a line; `module` holds this stage's parameters."""
+    """Describe the pipelines in one line; `module` keeps this stage's parameters."""
     count, stages = layout.pipelines, layout.stages
     who = f"{count} pipeline{'s' * (count > 1)} of {stages} stage{'s' * (stages > 1)}"
     cut = f"{microbatches} micro-batch{'es' * (microbatches > 1)} of a batch"
@@ -61,13 +61,13 @@ def introduced(layout: StageLayout, microbatches: int, replicas: Replicas, modul
 
 
 class StageGroups:
-    """One worker's groups; collective.
+    """Process groups of one worker: with its pipeline's stages, its neighbours, and equal stages. Collective.
 
     Attributes:
-        over: the stages of its pipeline, for whatever is small; None: there is but one.
-        hosts: the same between their hosts.
-        edges: one group of two stages for each neighbour and direction.
-        replicas: the workers that are this stage; None where there is one pipeline.
+        over: the stages of its pipeline, for small messages; None: a single stage.
+        hosts: the same stages over CPU tensors.
+        edges: for each neighbour and direction, a group of two stages.
+        replicas: all workers with this stage; None if there is one pipeline.
     """
 
     def __init__(self, wire: Wire, layout: StageLayout, device: torch.device) -> None:
@@ -86,12 +86,12 @@ class StageGroups:
         self.replicas = self.replica_group() if layout.pipelines > 1 else None
 
     def bond(self, replicas: Replicas) -> Bond:
-        """This worker's tie to the other pipelines. Collective."""
+        """Connect this worker to equal stages of the other pipelines. Collective."""
         hosts = partial(self._of_this_stage, self._wire.hosts)
         return replicas.join(self.replica_group, hosts, self._device, self._layout.pipelines_per_node)
 
     def replica_group(self) -> Transport:
-        """A new group of the workers that are this stage. Collective."""
+        """Make a new process group of all workers with this stage. Collective."""
         return self._of_this_stage(self._wire.group)
 
     def _of_this_stage(self, make: Callable[[Disjoint | None], Transport | None]) -> Transport:
@@ -102,9 +102,9 @@ class StageGroups:
 
 
 def connect(edge: Edge, sends: bool, device: torch.device) -> None:
-    """Send one number over a new edge. Both ends call it, for all edges in one order.
+    """Send one number over a new edge, which sets up its connection. Both ends call it, for all edges in one order.
 
-    With NCCL's first message of a pair the hosts wait for each other, and memory is taken: not in a step.
+    In NCCL's first message of a pair the hosts wait for each other and allocate memory: not during a step.
     """
     messages = [Message(edge.peer, torch.zeros(1, device=device), 0)]
     outgoing, incoming = edge.over.exchange(messages, []) if sends else edge.over.exchange([], messages)

@@ -1,4 +1,4 @@
-"""`Trainer(strategy="token_pipeline")`: slices of one sequence follow each other through a pipeline."""
+"""Strategy `Trainer(strategy="token_pipeline")`: slices of one sequence follow each other through a pipeline."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,17 +18,11 @@ from lightning_decentral.pipeline.compute.stage import Activations, Keep
 from lightning_decentral.pipeline.plan.partition import Even, Partition
 from lightning_decentral.pipeline.plan.schedule import OneForwardOneBackward, Schedule, ScheduleForecast
 from lightning_decentral.pipeline.plan.slicing import Slicing
-from lightning_decentral.pipeline.refusals import nothing_to_train, refuse_replaced, refuse_unserved
+from lightning_decentral.pipeline.refusals import check_depth, nothing_to_train, refuse_replaced, refuse_unserved
+from lightning_decentral.pipeline.stage_gradients import StageEvaluation, StageTraining, evaluated, pipelined
 from lightning_decentral.pipeline.stage_layout import StageGroups, StageLayout, introduced
-from lightning_decentral.pipeline.stage_training import (
-    StageEvaluation,
-    StageTraining,
-    check_depth,
-    evaluated,
-    pipelined,
-)
 from lightning_decentral.pipeline.totals import StageTotals
-from lightning_decentral.pipeline.training_step import moved
+from lightning_decentral.pipeline.users_step import moved
 from lightning_decentral.pipeline.wire.executor import Boundary, ExactActivations
 from lightning_decentral.pipeline.wire.ownership import Ownership
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
@@ -36,38 +30,36 @@ from lightning_decentral.pipeline.wire.stage_runner import StageRunner
 from lightning_decentral.shared.introduction import adam_hint
 from lightning_decentral.shared.plan.arguments import StrategyType, at_least, checked
 from lightning_decentral.shared.plan.timeline import Span
+from lightning_decentral.shared.setup_and_step import WorkersStrategy
 from lightning_decentral.shared.updates import GradientCheck, NonFinite, Unfollowed
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
 from lightning_decentral.shared.wire.mean import mean
 from lightning_decentral.shared.wire.pipeline_replicas import AverageGradients, Bond, Replicas
 from lightning_decentral.shared.wire.transport import Transport, Wire
-from lightning_decentral.shared.workers import WorkersStrategy
 
 
 @checked
 class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
-    """Slices of one sequence follow each other through the stages; gradients are those of the unsliced model.
+    """Pipeline parallelism over the slices of each sequence; the gradients are those of the unsliced model.
 
         bubble = (P - 1) / (M S + P - 1)      P stages, M micro-batches, S slices of equal cost
 
-    The LightningModule stays as it is: its `training_step` calls one causal language model of `transformers` once and
-    returns a loss. Worker w is stage w % P of pipeline w // P.
+    The LightningModule stays unchanged: its step calls one model once. Worker w is stage w % P of pipeline w // P.
 
     Args:
-        stages: of one pipeline; by default all workers are one pipeline.
-        slicing: where sequences are cut; `Planned()` measures, or `Uniform(1)` for a model without a token axis.
-        schedule: the order of chunks.
-        partition: which blocks stand on which stage.
+        stages: number in one pipeline; by default all workers are one pipeline.
+        slicing: where sequences are cut; `Planned()` measures; `Uniform(1)` for a model without a token axis.
+        schedule: the order of a stage's chunks (a chunk: one slice of one micro-batch).
+        partition: which blocks of the model each stage gets.
         microbatches: parts that each batch is cut into, along its first axis.
-        activations: `Keep()` them, or `Recompute()` them at the backward.
-        boundary: of hidden states and their gradients on the wire; anything but `ExactActivations()` isn't exact.
-        replicas: of equal stages of the pipelines: `AverageGradients()`, or `gossip.GossipReplicas()` of parameters.
-        nonfinite: a step whose gradients hold NaN or infinity: "stop" ends training, "skip" takes it without an update.
-        **ddp: what Lightning's DDPStrategy itself takes (start_method, ...), and `timeout`.
+        activations: `Keep()` them, or `Recompute()` them in the backward pass.
+        boundary: how hidden states and their gradients are sent; only `ExactActivations()` is exact.
+        replicas: how equal stages of several pipelines train: `AverageGradients()`, or `gossip.GossipReplicas()`.
+        nonfinite: what a step with NaN or infinity in its gradients does: "stop" training, or "skip" the update.
+        **ddp: options of Lightning's DDPStrategy (start_method, ...), and `timeout`.
 
     Raises:
-        ValueError: here for unknown options and numbers below 1; at set-up where the number of workers isn't a multiple
-            of the stages, there are more stages than blocks, or the model can't be cut.
+        ValueError: unknown options; at set-up, workers that aren't a multiple of the stages, a model that can't be cut.
 
     Source: Li et al. 2102.07988 (TeraPipe); Sun et al. 2406.03488 (Seq1F1B).
     """
@@ -123,7 +115,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.layout.pipelines, "rank": self.pipeline}  # its stages read the same batches
+        return {"num_replicas": self.layout.pipelines, "rank": self.pipeline}  # a pipeline's stages read equal batches
 
     @property
     def drifts(self) -> bool:
@@ -146,12 +138,12 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Defer what `configure_model` makes: its tensors have no memory until their stage is known. Collective."""
+        """Defer allocation in `configure_model`: tensors have no memory until their stage is known. Collective."""
         with drawn_alike(self.broadcast), torch.device("cpu"), self._deferred:
             yield
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        with self._deferred.again():  # what has no memory yet is written down
+        with self._deferred.again():  # operations on tensors without memory are recorded
             super().load_model_state_dict(checkpoint, strict=strict)
 
     def convert(self, module: nn.Module) -> nn.Module:
@@ -177,7 +169,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
         pipe = StageRunner(model, place, over, edges, device=self.root_device, hosts=hosts, **options)
         self._stage = StageTraining(module, pipe, holdings, self.plans, slicing=self.slicing, summary=self.summary)
         self.health.look(module.buffers())
-        self.model_to_device()  # only now: a device need only have room for its stage
+        self.model_to_device()  # only now: a device needs room for its stage alone
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         refuse_replaced(self._totals is not None and self.drifts)
@@ -204,7 +196,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._stage is not None
         self._wanted = self._updates + 1
-        with self._group.coordination.waiting:  # one stage for the others, all of the step
+        with self._group.coordination.waiting:  # a stage waits for the other stages all through the step
             return self._stage.step(self.precision_plugin, self.microbatches, self.wire, args, kwargs)
 
     def _replaced(self) -> None:
@@ -212,7 +204,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
 
     def advance(self, optimizer: Optimizer) -> None:
         self.bond.updated(optimizer, self.lightning_module.trainer.current_epoch)  # type: ignore[union-attr]
-        self._updates += 1  # not before: who waits for buffers waits for this update, not for the next one
+        self._updates += 1  # only now: a worker that waits for buffers waits for this update, not the next
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluated(self.precision_plugin.val_step_context(), self._module.validation_step, args, kwargs)
@@ -257,23 +249,23 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
             self.checkpoints.load_optimizers(checkpoint, self.checkpoints.layout)
 
     def release(self) -> None:
-        """Make the module whole again on every worker, unless an exception keeps the workers from meeting."""
+        """Make the module whole again on every worker, unless an exception has cut this worker off."""
         if self._totals is not None:
             self._totals.close()
         self.bond.release()
         self.bond, self.mean_model.diverged = Bond(), False
-        if self._stage is not None and not self.alone:
+        if self._stage is not None and not self.cut_off:
             self._module.zero_grad()
             self._stage.holdings.give_back(self.root_device)
         self._stage, self._totals, self._groups = None, None, None
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of the latest step's forward and backward on this stage, its waits included."""
+        """Seconds of the latest step's forward and backward on this stage, including waits."""
         return 0.0 if self._stage is None else self._stage.seconds
 
     def total(self, number: Tensor) -> Tensor:
-        """The sum of a number over the stages of this pipeline, during a fit. Collective."""
+        """Sum a number over the stages of this pipeline, during a fit. Collective."""
         assert self._stage is not None, "stages sum between set-up and teardown"
         return self._stage.pipe.total(number.detach().to(self.root_device, copy=True))
 
@@ -288,10 +280,10 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
         return {"pipelines": f"{self.layout.pipelines} of {self.num_stages} stages{by}", **self.plans.summary()}
 
     def measured(self) -> dict[str, Span]:
-        """Span of each action of the latest step, on all stages, by their hosts' clocks. Collective."""
+        """Return each action's span in the latest step, on all stages, by their hosts' clocks. Collective."""
         assert self._stage is not None
         return {str(a): span for row in self._stage.pipe.gather(self._stage.spans) for a, span in row.items()}
 
     def expected(self) -> ScheduleForecast | None:
-        """A step with the latest plan; None before the first step or without measurements."""
+        """Forecast a step with the latest plan; None before the first step or without measurements."""
         return self.plans.expected()

@@ -1,4 +1,4 @@
-"""CPU offload: `Trainer(strategy="spilled")`, for a model that is larger than its device."""
+"""Strategy `Trainer(strategy="spilled")`: CPU offload, for a model that is larger than its device."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,30 +22,30 @@ from lightning_decentral.spilled.compute.update import OnHost, Update, Updating
 from lightning_decentral.spilled.plan.shards import ShardPlan, summary
 
 UNLIMITED = 2**63
-USABLE = 0.9  # of what is free on a CUDA device: the allocator's rounding and the libraries' own need some
+USABLE = 0.9  # of the free memory on a CUDA device: allocator rounding and libraries need some
 
 
 @checked
 class SpilledStrategy(SingleDeviceStrategy):
-    """CPU offload: bytes on the device <= memory_bytes, the same training.
+    """CPU offload: train a model within `memory_bytes` of its device, with unchanged results.
 
-    Parameters, gradients and the optimizer's state live on the host. Consecutive blocks form shards, whose parameters
-    come to the device for their forward and again for their backward, the next shard while this one computes; the
+    Parameters, gradients and optimizer state stay on the host. Consecutive blocks form shards; a shard's parameters are
+    copied to the device for its forward and again for its backward, the next shard's while this one computes. The
     backward runs each block's forward again from its input, with the same random numbers. The update runs on the host,
-    by any optimizer, or on the device, to which parameters, gradients and state then come a few at a time.
+    by any optimizer, or on the device, to which parameters, gradients and state are then copied a few at a time.
 
     Args:
-        memory_bytes: of the device, for everything; by default 0.9 of what is free on a CUDA device, and no limit for
-            the CPU, which only stands in for a device.
+        memory_bytes: total for the device; by default 0.9 of the free memory on a CUDA device, and no limit on the CPU,
+        which only stands in for a device.
         blocks: "auto", or names of modules that are loaded by themselves.
         resident: names of modules and parameters whose copies stay on the device during a whole step.
         update: `OnHost()` or `OnDevice()`; None: on the host.
         accelerator, checkpoint_io, precision_plugin: as for any of Lightning's strategies.
 
     Raises:
-        ValueError: here for impossible options, several devices or one that is neither CPU nor CUDA; at set-up for
-            manual optimization, a compiled module or a block that is larger than the budget; behind the first step for
-            a budget that is too small (which block, its bytes, the least budget).
+        ValueError: here for impossible options, several devices, a device that is neither CPU nor CUDA; at set-up for
+        manual optimization, a compiled module or a block larger than the budget; after the first step for a budget
+        that is too small (names the block, its bytes, the least budget).
 
     Source: model spilling, Nagrecha et al. 2110.08633.
     """
@@ -76,19 +76,19 @@ class SpilledStrategy(SingleDeviceStrategy):
 
     @property
     def parallel_devices(self) -> list[torch.device]:
-        return []  # Lightning gives its own only to a strategy that has none, and every Trainer is to be asked
+        return []  # Lightning sets its own devices only if there are none, and this list must be asked for
 
     @parallel_devices.setter
     def parallel_devices(self, devices: Sequence[torch.device]) -> None:
         if len(devices) != 1:
             raise ValueError(f"the spilled strategy trains on one device, got {len(devices)}: give devices=1")
         if devices[0].type not in ("cpu", "cuda"):
-            raise ValueError(f"the spilled strategy has no copies to {devices[0].type}: use a CUDA device or the CPU")
+            raise ValueError(f"the spilled strategy can't copy to {devices[0].type}: use a CUDA device or the CPU")
         self._root_device = devices[0]
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Context manager in which `configure_model` makes its tensors on the host."""
+        """Make tensors in `configure_model` on the host."""
         there, self._root_device = self._root_device, torch.device("cpu")
         try:
             with super().tensor_init_context(empty_init):
@@ -104,8 +104,8 @@ class SpilledStrategy(SingleDeviceStrategy):
         refuse_lazy(module.parameters())
         if not module.automatic_optimization:
             raise ValueError(
-                f"{type(module).__name__} optimizes manually, and parameters that are on the device within its step "
-                "would miss the update: use automatic optimization"
+                f"{type(module).__name__} optimizes manually, but parameters on the device during its step would miss "
+                "the update: use automatic optimization"
             )
         super().setup(trainer)
         if isinstance(self.precision_plugin, MixedPrecision) and self.precision_plugin.scaler is not None:
@@ -120,7 +120,7 @@ class SpilledStrategy(SingleDeviceStrategy):
         module = self.lightning_module
         assert module is not None
         place = self.root_device
-        _update_properties(module, device=place)  # module.device: where it computes, though parameters stay
+        _update_properties(module, device=place)  # module.device: where it computes, though parameters stay on the host
         options: Any = {"blocks": self.blocks, "resident": self.resident, "announce": self._announce}
         self._budget_bytes = self.memory_bytes
         if self._budget_bytes is None and place.type == "cuda":
@@ -191,12 +191,12 @@ class SpilledStrategy(SingleDeviceStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """The package registers its names itself; SingleDeviceStrategy's would name this class `single_device`."""
+        """Do nothing: the package registers its names itself; SingleDeviceStrategy's would be `single_device`."""
 
 
 def host_scaler(scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
-    """The same, for gradients on the host: its scale is there, too, and nothing is copied asynchronously to be read."""
+    """Copy a gradient scaler for gradients on the host: its scale is on the host, too, and read without a wait."""
     own = torch.amp.GradScaler("cpu")
     own.load_state_dict(scaler.state_dict())
-    own.scale(torch.zeros(()))  # the scale is made where the first loss lies
+    own.scale(torch.zeros(()))  # the scale is made on the first loss's device
     return own

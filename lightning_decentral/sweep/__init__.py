@@ -1,8 +1,8 @@
-"""Many trainings that share devices (`hydra/launcher=shard_parallel`), after Nagrecha's Hydra; JigSaw and SPASE.
+"""Sweeps: many trainings share devices (`hydra/launcher=shard_parallel`), after Nagrecha's Hydra; JigSaw and SPASE.
 
-`launcher` makes members of Hydra's overrides, `server` runs them in `processes`, `time_slicing` gives each its device
-between batches and reports its scores, `eviction` moves what it keeps there to the host; `progress` and `gantt` show
-it; `trainings` runs the jobs of a schedule.
+`launcher` turns Hydra's overrides into members, `server` runs them in `processes`, `time_slicing` gives each its device
+between batches and reports its scores, `eviction` moves its tensors to the host; `progress` and `gantt` show the
+sweep; `trainings` runs the jobs of a schedule.
 
     member     one training of a sweep: overrides, a folder, a record (`member.SweepMember`); its process has a `Gate`,
                whose `Seat` asks for the device; the scheduler keeps a `MemberAccount` of it

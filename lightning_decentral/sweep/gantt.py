@@ -14,7 +14,7 @@ LOADING = 0.35  # opacity of a load
 
 @dataclass(frozen=True)
 class Bar:
-    """A stretch of a job in a device's row."""
+    """Time during which a job uses a device, or loads onto it."""
 
     job: str
     span: Span
@@ -22,14 +22,14 @@ class Bar:
 
 
 def bars_of_sweep(spans: Mapping[str, Span]) -> list[Bar]:
-    """Bars of a sweep, by member: its name stands before the last slash."""
+    """Bars of a sweep by member: a span's name begins with the member's, up to the last slash."""
     bars = [Bar(name.rpartition("/")[0] or name, span) for name, span in spans.items()]
     return sorted(bars, key=lambda bar: _place(bar.job))
 
 
 def draw(panels: Mapping[str, Sequence[Bar]], path: str | Path) -> None:
-    """Draw one panel for each title, in seconds since its first bar; ValueError without matplotlib, for a suffix that
-    it doesn't write, or a folder that isn't there.
+    """Draw one panel for each title, in seconds since its first bar. ValueError: matplotlib is missing or can't write
+    this suffix, or the folder doesn't exist.
     """
     every = [bar for bars in panels.values() for bar in bars]
     jobs, rows = list(dict.fromkeys(bar.job for bar in every)), sorted({bar.span.worker for bar in every}, key=_place)
@@ -48,7 +48,7 @@ def draw(panels: Mapping[str, Sequence[Bar]], path: str | Path) -> None:
 
 
 def _place(row: str) -> tuple[int, str]:
-    """device 2 before device 10."""
+    """Sort key by the device's number: device 2 comes before device 10."""
     digits = "".join(c for c in row if c.isdigit())
     return int(digits or 0), row
 

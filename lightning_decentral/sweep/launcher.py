@@ -1,4 +1,4 @@
-"""Hydra launcher `shard_parallel`: Hydra's overrides become members, a sweep runs them, its end is shown."""
+"""Hydra launcher `shard_parallel`: turns Hydra's overrides into members, runs them as a sweep, and reports the end."""
 
 import logging
 import os
@@ -32,8 +32,8 @@ FACTORIES = "lightning.pytorch.callbacks_factory"
 
 
 class Launch:
-    """A sweep: the sweeper's jobs, which may come in batches, each when the one before has ended; with the options of
-    `ShardParallelLauncher`, which make the arbiter for each batch.
+    """Runs a sweep for Hydra: the sweeper's jobs may come in batches, each when the batch before has ended. The
+    options of `ShardParallelLauncher` make an arbiter for each batch.
     """
 
     def __init__(self, *, alive_per_device: int, resume: bool, checkpoint: str) -> None:
@@ -54,8 +54,8 @@ class Launch:
         job_overrides: Sequence[Sequence[str]],
         initial_job_idx: int,
     ) -> list[JobReturn]:
-        """The outcome of each job of a batch, in their order; ValueError for nothing to run, or a job that no device of
-        this sweep can take."""
+        """Return the outcome of each job of a batch, in order. ValueError: nothing to run, or a job that no device of
+        this sweep can run."""
         if not job_overrides:
             raise ValueError("the sweep is empty: a value list such as optimizer.lr=1e-3,3e-4 has no values")
         setup_globals()
@@ -68,7 +68,7 @@ class Launch:
         folder = Path(str(config.hydra.sweep.dir))
         done = self._taken_up(members, folder) if self._resume else {}
         for member in [] if self._resume else members:
-            (member.folder / SCORES).unlink(missing_ok=True)  # an earlier sweep's are not this one's
+            (member.folder / SCORES).unlink(missing_ok=True)  # scores of an earlier sweep in this folder
         self._members += members
         self._outcomes |= done
         left = [member for member in distinguished(members) if member.name not in done]
@@ -87,16 +87,16 @@ class Launch:
             sweep = Sweep(left, arbiter, starts, watcher, self._alive_per_device * len(devices), self._scores)
             self._outcomes |= sweep.run()
         spans = later(arbiter.spans(), sweep.began - self._began)
-        # A member that is run again has stretches of before.
+        # A resumed member has spans of its earlier run.
         numbered = enumerate(spans.items(), start=len(self._spans))
         self._spans |= {f"{name.rpartition('/')[0]}/{number}": span for number, (name, span) in numbered}
 
     def _taken_up(self, members: list[SweepMember], folder: Path) -> dict[str, JobReturn]:
-        """Outcomes of an earlier run; the others go on from their last checkpoint, if their configuration takes one."""
+        """Return outcomes of an earlier run; other members resume from their last checkpoint, if they can."""
         if not self._members:  # the first batch; later ones may not have begun
             if not any(member.log.exists() for member in members):
                 raise ValueError(f"nothing to resume in {folder}: name the sweep's folder with hydra.sweep.dir=...")
-            # The spans of the sweep so far stay in the chart; what is to come stands behind them.
+            # The chart keeps the spans of the sweep so far; new spans come after them.
             if (folder / TRACE).exists():
                 self._spans = read_chrome_trace(folder / TRACE)
                 self._began -= max((span.finish for span in self._spans.values()), default=0.0)
@@ -104,7 +104,7 @@ class Launch:
         for member in members:
             read_scores(member, self._scores)
             outcome = read_record(member)
-            # Lightning names a further one last-v1.ckpt: the youngest counts.
+            # Lightning names a second file last-v1.ckpt: the newest counts.
             last = max(member.folder.rglob("last*.ckpt"), key=lambda path: path.stat().st_mtime, default=None)
             if outcome is not None and outcome.status is JobStatus.COMPLETED:
                 done[member.name], state = outcome, "finished before"
@@ -120,7 +120,7 @@ class Launch:
         return done
 
     def _report(self, known: list[SweepMember], ended: list[SweepMember], folder: Path) -> None:
-        """Show and write the ranking of all members so far, and who ran when, next to the members' folders."""
+        """Show and write the ranking of all members so far, and the Gantt chart, next to the members' folders."""
         ranked = table.standings(known, self._outcomes, self._scores)
         table.write_ranking(ranked, folder / "ranking.csv")
         console = table.LiveTable().console
@@ -140,15 +140,15 @@ class Launch:
 
 
 def slots(devices: int | Sequence[str] | None, gpus: int) -> tuple[str, ...]:
-    """The named ones; or so many GPUs; or where there are none, so many equal parts of the processor. None: every GPU
-    or the whole processor. ValueError: fewer than one, more than there are, named twice, or of another kind."""
+    """Return the devices' names: those given, n GPUs, or without GPUs n equal parts of the CPU. None: every GPU or the
+    whole CPU. ValueError: fewer than one, more than exist, named twice, or of another kind."""
     count = max(1, gpus) if devices is None else devices
     if isinstance(count, int):
         if count < 1:
             raise ValueError(f"hydra.launcher.devices={count}: a sweep needs at least 1")
         if 0 < gpus < count:
             raise ValueError(
-                f"hydra.launcher.devices={count}, this machine has {gpus} GPU(s): use {gpus}, or name parts of the "
+                f"hydra.launcher.devices={count}, but this machine has {gpus} GPU(s): use {gpus}, or name parts of the "
                 f"processor: hydra.launcher.devices=[{','.join(['cpu'] * count)}]"
             )
         count = ["cuda" if gpus else "cpu"] * count
@@ -158,7 +158,7 @@ def slots(devices: int | Sequence[str] | None, gpus: int) -> tuple[str, ...]:
     if not found or wrong or len(set(found)) < len(found):
         there = ", ".join(sorted(known)) or "no GPU"
         raise ValueError(
-            f"hydra.launcher.devices={list(count)}: name each device once, from cpu and what is here ({there})"
+            f"hydra.launcher.devices={list(count)}: name each device once, from cpu and those that exist ({there})"
         )
     return tuple(found)
 
@@ -166,7 +166,7 @@ def slots(devices: int | Sequence[str] | None, gpus: int) -> tuple[str, ...]:
 def arbiter_of(
     devices: int | Sequence[str] | None, memory_bytes: int | None, policy: Policy, quantum_seconds: float
 ) -> Arbiter:
-    """The arbiter of a launcher's configuration, on this machine; ValueError for a value that can't be."""
+    """Make the arbiter from a launcher's options, on this machine; ValueError for an impossible value."""
     if memory_bytes is not None and memory_bytes < 1:
         raise ValueError(
             f"hydra.launcher.memory_bytes={memory_bytes}: give each device at least 1, or null for no limit"
@@ -178,35 +178,33 @@ def arbiter_of(
 
 
 def refuse_without_gate() -> None:
-    """ValueError where no member would ever ask for its device."""
+    """ValueError if the package was installed without the entry point by which members ask for their device."""
     if not entry_points(group=FACTORIES, name="shard_parallel"):
-        raise ValueError(
-            f"lightning-decentral was installed before it had the entry point {FACTORIES}: run pip install again"
-        )
+        raise ValueError(f"lightning-decentral is installed without the entry point {FACTORIES}: run pip install again")
 
 
 def distinguished(members: Sequence[SweepMember]) -> list[SweepMember]:
-    """The members with those of their overrides that not all of them have."""
+    """Give each member those of its overrides that not all members have."""
     shared = set.intersection(*(set(member.own_overrides) for member in members)) if len(members) > 1 else set()
     return [replace(m, own_overrides=tuple(o for o in m.own_overrides if o not in shared)) for m in members]
 
 
 def starts_on(devices: Sequence[str], hydra_context: HydraContext, task_function: TaskFunction) -> Starts:
-    """Start of members' processes on these devices: by fork, or by spawn where a fork can't work."""
-    # A copy of this process has none of its threads, and can't use a GPU that this process has asked about.
-    tasks = Path("/proc/self/task")  # threads of libraries, too, of which `threading` knows nothing
+    """Choose how members' processes start on these devices: by fork, or by spawn where a fork can't work."""
+    # A fork has none of this process's threads, and can't use a GPU that this process has asked about.
+    tasks = Path("/proc/self/task")  # also threads of libraries, which `threading` doesn't count
     alone = tasks.exists() and len(os.listdir(tasks)) == 1 and threading.active_count() == 1
     on_gpus = any(name.startswith("cuda") for name in devices)
     return partial(fork if alone and not on_gpus else spawn, partial(run_member, hydra_context, task_function))
 
 
 def _member(hydra_context: HydraContext, config: DictConfig, overrides: list[str], number: int) -> SweepMember:
-    """The job of these overrides, as Hydra's basic launcher would run it."""
+    """Make the member of these overrides, as Hydra's basic launcher would run it."""
     one = hydra_context.config_loader.load_sweep_config(config, overrides)
     with open_dict(one):
         one.hydra.job.id, one.hydra.job.num = str(number), number
     before = HydraConfig.instance().cfg
-    HydraConfig.instance().set_config(one)  # names of folders may ask for ${hydra:...}
+    HydraConfig.instance().set_config(one)  # folder names may use ${hydra:...}
     try:
         folder = Path(str(one.hydra.sweep.dir)) / str(one.hydra.sweep.subdir)
     finally:

@@ -1,11 +1,11 @@
-"""Member (job) of a sweep: its overrides, its folder, and what it leaves there: its log, its record, its scores.
+"""Member (job) of a sweep: its overrides, its folder, and the files there: its log, its record, its scores.
 
     member.json   {"overrides": ["lr=0.1"], "status": "COMPLETED", "value": 0.25, "error": null, "task_name": ..., ...}
     scores.json   {"scores": [{"metric": "val_loss", "mode": "min", "step": 64, "value": 0.3}], "verdict": null}
 
-Reading them runs nothing that somebody wrote there. What a member returns is plain: null, booleans, numbers, strings,
-lists of them, dictionaries by strings. Of what it raises the type's name, the message and the traceback are kept, as
-texts. With the scores members of a resumed sweep are compared.
+Reading these files runs no code from them. A member's result is plain: null, booleans, numbers, strings, lists of them,
+dictionaries with string keys. Of an exception, the type's name, the message and the traceback are kept as text. The
+scores compare members of a resumed sweep.
 """
 
 import json
@@ -27,10 +27,10 @@ LOG, RECORD, SCORES = "member.log", "member.json", "scores.json"
 
 @dataclass(frozen=True)
 class SweepMember:
-    """Settings that a member is started with."""
+    """Settings of a sweep's member, with which its process starts."""
 
     name: str
-    own_overrides: tuple[str, ...]  # those that make it differ from the others
+    own_overrides: tuple[str, ...]  # those that differ from the other members'
     config: DictConfig
     folder: Path  # its output folder
     width: int = 1  # devices that its trainer asks for
@@ -50,7 +50,7 @@ class SweepMember:
 
 
 def returned(member: SweepMember, status: JobStatus, value: object, **more: str | None) -> JobReturn:
-    """The outcome of a member that returned, or raised, this value."""
+    """Make the outcome of a member that returned, or raised, this value."""
     task, hydra = (
         OmegaConf.masked_copy(member.config, [str(key) for key in member.config if (key == "hydra") == of_hydra])
         for of_hydra in (False, True)
@@ -59,7 +59,7 @@ def returned(member: SweepMember, status: JobStatus, value: object, **more: str 
 
 
 def width_of(config: DictConfig) -> int:
-    """trainer.devices where that is a number or a list; otherwise 1."""
+    """Number of devices at `trainer.devices`, if that is a number or a list; otherwise 1."""
     try:
         devices: object = OmegaConf.select(config, "trainer.devices")
     except OmegaConfBaseException:  # a trainer of another kind
@@ -74,7 +74,7 @@ Plain = (bool, int, float, str, type(None))
 
 
 class MemberFailed(RuntimeError):
-    """Error that a member raised, as its record states it: `kind: message`; its traceback is the cause."""
+    """Error that a member raised, rebuilt from its record: `kind: message`; its traceback is the cause."""
 
     def __init__(self, kind: str, message: str = "", trace: str = "") -> None:
         super().__init__(f"{kind}: {message}" if message else kind)
@@ -84,7 +84,7 @@ class MemberFailed(RuntimeError):
 
     @classmethod
     def of(cls, error: BaseException) -> "MemberFailed":
-        """The error as a record would state it."""
+        """Convert an exception into the form that a record keeps."""
         if isinstance(error, cls):
             return error
         trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
@@ -92,26 +92,26 @@ class MemberFailed(RuntimeError):
 
 
 class MemberEnded(MemberFailed, ValueError):
-    """Error of a member whose program ended itself with a line for its user, `sys.exit("error: ...")`."""
+    """Error of a member whose program ended with a message for its user, `sys.exit("error: ...")`."""
 
     def __str__(self) -> str:
         return self.message
 
 
 class _Traceback(Exception):
-    """Another process's, to be printed above the error."""
+    """Traceback of another process, printed above the error."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
 def begin_record(member: SweepMember) -> None:
-    """Overwrite an earlier run's outcome: whose folder this is, and that the member has not ended."""
+    """Overwrite an earlier run's record: the folder is this member's, which has not ended."""
     _write_whole(member, RECORD, {"overrides": member.overrides, "status": JobStatus.UNKNOWN.name, "value": None})
 
 
 def write_record(member: SweepMember, outcome: JobReturn) -> None:
-    """The outcome into the member's folder, whole or not at all."""
+    """Write the outcome into the member's folder, atomically."""
     status, value, error = outcome.status, outcome._return_value, None
     if status is JobStatus.FAILED:
         error = MemberFailed.of(value)
@@ -128,7 +128,7 @@ def write_record(member: SweepMember, outcome: JobReturn) -> None:
 
 def _write_whole(member: SweepMember, name: str, content: dict[str, Any], synced: bool = False) -> None:
     member.folder.mkdir(parents=True, exist_ok=True)
-    new = member.folder / f".{name}"  # renamed when it is whole: a member may be killed at any moment
+    new = member.folder / f".{name}"  # renamed when complete: a member may be killed at any moment
     with new.open("w") as file:
         json.dump(content, file, indent=1)
         if synced:
@@ -138,15 +138,15 @@ def _write_whole(member: SweepMember, name: str, content: dict[str, Any], synced
 
 
 def plain(value: object) -> bool:
-    """Return whether JSON keeps the value; a tuple comes back as a list."""
+    """Return whether JSON can keep the value; a tuple is read back as a list."""
     if isinstance(value, dict):
         return all(isinstance(key, str) for key in value) and all(map(plain, value.values()))
     return all(map(plain, value)) if isinstance(value, (list, tuple)) else isinstance(value, Plain)
 
 
 def read_record(member: SweepMember) -> JobReturn | None:
-    """The member's outcome, read from its folder; None: it has not ended. ValueError: the folder's member had other
-    overrides, or the record isn't one.
+    """Read the member's outcome from its folder; None: it has not ended. ValueError: the folder has a member with other
+    overrides, or the record is malformed.
     """
     path = member.folder / RECORD
     if not path.exists():
@@ -163,20 +163,20 @@ def read_record(member: SweepMember) -> JobReturn | None:
         raise ValueError(f"{path} is no record of a member ({reason}): remove it to run the member again") from None
     if overrides != member.overrides:
         raise ValueError(
-            f"{member.folder} holds a member with the overrides {' '.join(overrides)}, this sweep has other overrides "
-            f"there, {' '.join(member.overrides)}: resume with those it began with; a sweeper that draws needs a seed"
+            f"{member.folder} has a member with the overrides {' '.join(overrides)}, but this sweep's overrides there "
+            f"are {' '.join(member.overrides)}: resume with the sweep's first overrides; a random sweeper needs a seed"
         )
     return None if status is JobStatus.UNKNOWN else returned(member, status, value, **about)
 
 
 def write_scores(member: SweepMember, board: Scoreboard) -> None:
-    """Write the member's scores so far, and why it was ended: whole or not at all."""
+    """Write the member's scores so far, and why it was ended, atomically."""
     scores = [asdict(score) for score in board.histories.get(member.name, [])]
     _write_whole(member, SCORES, {"scores": scores, "verdict": board.verdicts.get(member.name)})
 
 
 def read_scores(member: SweepMember, board: Scoreboard) -> None:
-    """Read the folder's scores and verdict onto the board, if there are any; ValueError for no such file."""
+    """Read the folder's scores and verdict onto the board, if the file exists; ValueError for a malformed file."""
     path = member.folder / SCORES
     if not path.exists():
         return
@@ -188,4 +188,4 @@ def read_scores(member: SweepMember, board: Scoreboard) -> None:
             board.verdicts[member.name] = str(found["verdict"])
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{path} holds no scores of a member ({reason}): remove it") from None
+        raise ValueError(f"{path} isn't a file of a member's scores ({reason}): remove it") from None

@@ -23,17 +23,17 @@ from lightning_decentral.sweep.member import SweepMember, returned, write_record
 from lightning_decentral.sweep.wire.client import Admission
 
 Run = Callable[[SweepMember], JobReturn]
-Lifeline = tuple[Connection, Connection]  # (the end that a member's process reads, the one that the sweep keeps open)
+Lifeline = tuple[Connection, Connection]  # (the end that a member's process reads, the end that the sweep keeps open)
 
 
 def fork(run: Run, member: SweepMember, environment: Mapping[str, str], lifeline: Lifeline) -> Any:
-    """Start a member as a copy of this process: at once, and nothing has to be packed."""
+    """Start a member's process by fork: at once, without pickling."""
 
     def main() -> None:
-        lifeline[1].close()  # the writing end must be the sweep's alone for its end to be noticed
+        lifeline[1].close()  # only the sweep may keep the writing end open, or its end goes unnoticed
         live(member, environment, lifeline[0], run)
 
-    # What is buffered would be printed by the copy, too.
+    # Buffered output would be printed by the fork, too.
     sys.stdout.flush()
     sys.stderr.flush()
     process = multiprocessing.get_context("fork").Process(target=main)
@@ -42,10 +42,10 @@ def fork(run: Run, member: SweepMember, environment: Mapping[str, str], lifeline
 
 
 def spawn(run: Run, member: SweepMember, environment: Mapping[str, str], lifeline: Lifeline) -> Any:
-    """Start a member as a new interpreter: where this process has threads or a GPU, which no copy of it could use."""
+    """Start a member's process as a new interpreter, for processes with threads or a GPU, which a fork couldn't use."""
     arguments = (packed(run, member), dict(environment), lifeline[0])
     process = multiprocessing.get_context("spawn").Process(target=spawned, args=arguments)
-    # Inherited: before it calls anything the new interpreter imports the user's script, which may ask for GPUs.
+    # In the environment: the new interpreter first imports the user's script, which may ask for GPUs.
     before = {name: os.environ[name] for name in environment if name in os.environ}
     os.environ.update(environment)
     try:
@@ -58,7 +58,7 @@ def spawn(run: Run, member: SweepMember, environment: Mapping[str, str], lifelin
 
 
 def packed(run: Run, member: SweepMember) -> bytes:
-    """All that a new interpreter needs; functions of a script and within functions by their value. ValueError:
+    """Pickle all that a new interpreter needs; functions of a script and local functions by value. ValueError:
     cloudpickle is missing.
     """
     try:
@@ -71,14 +71,14 @@ def packed(run: Run, member: SweepMember) -> bytes:
 
 
 def spawned(content: bytes, environment: dict[str, str], lifeline: Connection) -> None:
-    """The main function of a new interpreter."""
+    """Run as the main function of a new interpreter."""
     singletons, run, member = pickle.loads(content)
     Singleton.set_state(singletons)
     live(member, environment, lifeline, run)
 
 
 def run_member(hydra_context: HydraContext, task_function: TaskFunction, member: SweepMember) -> JobReturn:
-    """The member's run, as Hydra's own launchers run it."""
+    """Run the member as Hydra's own launchers do."""
     setup_globals()
     return run_job(
         hydra_context=hydra_context,
@@ -90,8 +90,8 @@ def run_member(hydra_context: HydraContext, task_function: TaskFunction, member:
 
 
 def live(member: SweepMember, environment: Mapping[str, str], lifeline: Connection, run: Run) -> None:
-    """The life of a member's process, from its start to its record; what it prints goes to the member's log."""
-    # A session of its own: Ctrl-C reaches the sweep alone, and killing the group all that the member has started.
+    """Run a member's process from its start to its record; its output goes to the member's log."""
+    # A session of its own: Ctrl-C reaches only the sweep, and killing the group ends all that the member started.
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork has inherited the sweep's handler
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a sweep in the background of a shell ignores it
@@ -99,29 +99,29 @@ def live(member: SweepMember, environment: Mapping[str, str], lifeline: Connecti
     watch = threading.Thread(target=_die_with, args=(lifeline, Admission.found(environment)), daemon=True)
     watch.start()
     member.log.parent.mkdir(parents=True, exist_ok=True)
-    with member.log.open("ab") as stream:  # by number: what libraries and children print goes there, too
+    with member.log.open("ab") as stream:  # by file descriptor: output of libraries and children goes to the log, too
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
     sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
     write_record(member, attempt(member, run))
     logging.shutdown()
-    if lifeline.poll():  # the sweep was killed: to end first would leave its socket behind
+    if lifeline.poll():  # the sweep was killed: ending before this check would leave its socket behind
         watch.join()
 
 
 def _die_with(lifeline: Connection, admission: Admission | None) -> None:
     try:
-        lifeline.recv_bytes()  # nothing is ever sent: it returns when the sweep has ended, however suddenly
+        lifeline.recv_bytes()  # nothing is ever sent: the call returns when the sweep has ended, however suddenly
     except (EOFError, OSError):
-        if admission is not None:  # a sweep that was killed couldn't remove its socket, in a folder made for it
+        if admission is not None:  # a killed sweep couldn't remove its socket's folder
             shutil.rmtree(Path(admission.socket).parent, ignore_errors=True)
         os.killpg(0, signal.SIGKILL)
 
 
 def attempt(member: SweepMember, run: Run) -> JobReturn:
-    """The outcome, whichever way it ends; an interrupted member has none and stays unfinished.
+    """Run a member and return its outcome; an interrupted member has none and stays unfinished.
 
-    A program that ends itself with a message, sys.exit("error: ..."), has failed with that message.
+    A program that ends with a message, sys.exit("error: ..."), has failed with that message.
     """
     try:
         outcome = run(member)
@@ -133,12 +133,12 @@ def attempt(member: SweepMember, run: Run) -> JobReturn:
     except Exception as error:
         outcome = returned(member, JobStatus.FAILED, error)
     if outcome.status is JobStatus.FAILED:
-        # Hydra keeps the exception and prints nothing; this is the member's log.
+        # Hydra keeps the exception and prints nothing; the member's log needs it
         traceback.print_exception(outcome._return_value)
     return outcome
 
 
 def kill_group(pid: int) -> None:
-    """The process and all that it has started, as far as they live."""
+    """Kill a process and all that it has started, as far as they are alive."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Progress of a sweep as its user sees it: a live table while it runs, the ranking of its members at its end."""
+"""Progress of a sweep for its user: a live table while the sweep runs, the ranking of its members at the end."""
 
 import csv
 import logging
@@ -25,13 +25,13 @@ STATES = {Phase.RUNNING: "[green]running[/]", Phase.WAITING: "waiting", Phase.AW
 
 
 def clock(seconds: float) -> str:
-    """h:mm:ss"""
+    """Format seconds as h:mm:ss."""
     minutes, rest = divmod(max(0, round(seconds)), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
 def shares(sweep: Sweep) -> dict[str, float]:
-    """Share of all device time so far, by member, running grants included."""
+    """Share of all device time so far, by member, including running grants."""
     whole = max(sweep.now, 1e-9) * len(sweep.arbiter.devices)
     accounts = {**sweep.arbiter.ended, **sweep.arbiter.members}
     busy = {name: m.busy_seconds + (sweep.now - m.since) * len(m.devices) for name, m in accounts.items()}
@@ -39,8 +39,8 @@ def shares(sweep: Sweep) -> dict[str, float]:
 
 
 def seconds_left(sweep: Sweep) -> float | None:
-    """max(longest remaining, sum of the remaining / devices), those that haven't started as long as the mean of the
-    whole others; None while nothing is known."""
+    """Predict the seconds until the sweep ends: max(longest remaining, sum of remaining / devices). Members that
+    haven't started count as the others' mean length; None while nothing is known."""
     accounts = sweep.arbiter.members.values()
     left = {m.name: m.turn.remaining_seconds for m in accounts if m.turn.remaining_seconds is not None}
     if not left:
@@ -78,11 +78,11 @@ def _row(sweep: Sweep, name: str, part: float) -> tuple[str | ProgressBar, ...]:
 
 
 class LiveTable:
-    """Live table on a terminal, twice a second; elsewhere a line for each member that ends."""
+    """Live table on a terminal, updated twice a second; otherwise a line for each member that ends."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console()
-        # Drawn by `show`: not in a thread, which a fork wouldn't survive.
+        # Drawn by `show`, not in a thread, which a fork wouldn't survive.
         self._live = Live(console=self.console, auto_refresh=False, transient=True)
 
     def __enter__(self) -> "LiveTable":
@@ -94,7 +94,7 @@ class LiveTable:
         self._live.stop()
 
     def show(self, sweep: Sweep) -> None:
-        """Show the sweep's state; called from time to time."""
+        """Show the sweep's state; call it from time to time."""
         if self._live.is_started:
             self._live.update(picture(sweep), refresh=True)
 
@@ -108,7 +108,7 @@ class LiveTable:
         self._print(f"\t{member.title} : ends early, {verdict}")
 
     def _print(self, line: str) -> None:
-        """Above the table, if there is one."""
+        """Print a line above the table, if there is a table."""
         if self._live.is_started:
             self.console.print(line, markup=False, highlight=False)
         else:
@@ -120,12 +120,12 @@ RETURNED = "returned"
 
 @dataclass(frozen=True)
 class RankedMember:
-    """A member at the end."""
+    """Result of a member at the end of a sweep."""
 
     member: SweepMember
     status: str  # "completed", "failed", or "ended early"
-    score: Score | None  # what it is ranked by; None: it has none
-    returned: object = None  # by its program
+    score: Score | None  # the score that ranks it; None: no score
+    returned: object = None  # by its program, as its result
 
     @property
     def loss(self) -> float:
@@ -135,9 +135,9 @@ class RankedMember:
 def standings(
     members: Sequence[SweepMember], outcomes: Mapping[str, JobReturn], board: Scoreboard
 ) -> list[RankedMember]:
-    """The best first, those that failed and those without a number last.
+    """Rank the members: the best first, those that failed and those without a number last.
 
-    Where members were compared it is by the best score of each, otherwise by what they returned, the lowest first.
+    Members with scores rank by their best score, otherwise by the value that they returned, the lowest first.
     """
     found = []
     for member in members:
@@ -154,7 +154,7 @@ def standings(
 
 
 def ranking(ranked: Sequence[RankedMember]) -> Table:
-    """A table of all, best first."""
+    """Table of all members, best first."""
     first = ranked[0].score if ranked else None
     by = "" if first is None or first.metric == RETURNED else f" by {first.metric}"
     title = f"Ranking{by}, {'highest' if first is not None and first.mode == 'max' else 'lowest'} first"
@@ -167,7 +167,7 @@ def ranking(ranked: Sequence[RankedMember]) -> Table:
 
 
 def best_line(ranked: Sequence[RankedMember]) -> str | None:
-    """The best member's overrides, as a command line takes them; None: nobody has a number."""
+    """Format the best member's overrides for a command line; None: no member has a number."""
     best = ranked[0]
     if best.score is None or best.loss == math.inf:
         return None
@@ -175,7 +175,7 @@ def best_line(ranked: Sequence[RankedMember]) -> str | None:
 
 
 def write_ranking(ranked: Sequence[RankedMember], path: Path) -> None:
-    """The same as CSV, with the folder of each."""
+    """Write the ranking as CSV, with each member's folder."""
     with path.open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(("member", "overrides", "status", "objective", "folder"))

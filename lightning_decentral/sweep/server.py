@@ -1,4 +1,4 @@
-"""Scheduler of a sweep at work (server): members as processes, one arbiter that listens to them all, in one thread."""
+"""Server (scheduler) of a running sweep: starts members as processes, and one thread serves their messages."""
 
 import os
 import selectors
@@ -33,7 +33,7 @@ from lightning_decentral.sweep.wire.seats import Seats
 if TYPE_CHECKING:
     import lightning_decentral.sweep.progress as progress
 
-# How long interrupted members may take to close their files and runs.
+# How long interrupted members may take to close their files.
 GRACE_SECONDS = 8.0
 REFRESH_SECONDS = 0.5
 
@@ -42,16 +42,16 @@ Starts = Callable[[SweepMember, Mapping[str, str], Lifeline], Any]
 
 
 class Sweep:
-    """Runs all members to their end; those that fail don't stop the others."""
+    """Runs all members of a sweep to their end; members that fail don't stop the others."""
 
     def __init__(
         self,
         members: Sequence[SweepMember],
         arbiter: Arbiter,
         starts: Starts,
-        watcher: "progress.LiveTable",  # notified of the sweep's progress
-        alive: int,  # how many members' processes there may be at once
-        scores: Scoreboard | None = None,  # of members that ran earlier, with whom these are compared; theirs are added
+        watcher: "progress.LiveTable",  # informed of the sweep's progress
+        alive: int,  # maximum number of members' processes at once
+        scores: Scoreboard | None = None,  # of members that ran earlier, to compare with; new scores are added
     ) -> None:
         self.members = {member.name: member for member in members}
         self.arbiter, self._starts, self._watcher, self._alive = arbiter, starts, watcher, alive
@@ -69,9 +69,9 @@ class Sweep:
         return time.perf_counter() - self.began
 
     def run(self) -> dict[str, JobReturn]:
-        """The outcome of each by its name; on KeyboardInterrupt, which goes on, all members have been ended."""
-        # A folder that only this user may enter, as no name without one would be: who may write to the socket may
-        # ask for a device. Members remove it if the sweep is killed.
+        """Return the outcomes by member name; on KeyboardInterrupt all members are ended first, then it is raised."""
+        # A folder that only this user may enter: whoever may write to the socket may ask for a device. Members remove
+        # the folder if the sweep is killed.
         with tempfile.TemporaryDirectory(prefix="sweep-") as folder, socket.socket(socket.AF_UNIX) as listener:
             self._path = str(Path(folder) / "arbiter")
             listener.bind(self._path)
@@ -92,12 +92,12 @@ class Sweep:
             while self._queue and len(self.processes) < self._alive:
                 self._start(self._queue.pop(0))
             for key, _ in self._selector.select(min(REFRESH_SECONDS, self.arbiter.rests_seconds(self.now))):
-                if self._selector.get_map().get(key.fd) is key:  # an event before it may have closed it
+                if self._selector.get_map().get(key.fd) is key:  # an earlier event may have closed it
                     key.data(key.fileobj)
             for name, order in self.arbiter.settle(self.now):
                 self.seats.write(name, {"order": order.value})
             if self.now - self._shown >= REFRESH_SECONDS:
-                # A sentinel is silent while a process that the member left behind holds it open.
+                # A sentinel doesn't fire while a process that the member left behind keeps it open.
                 for name in [name for name, process in self.processes.items() if process.exitcode is not None]:
                     self._ended(self.members[name])
                 self._watcher.show(self)
@@ -109,7 +109,7 @@ class Sweep:
             socket=self._path,
             member=member.name,
             width=member.width,
-            # Several devices are kept: the member's workers would wait for each other.
+            # A member keeps several devices: its workers would wait for each other.
             quantum_seconds=self.arbiter.quantum_seconds if member.width == 1 else float("inf"),
             memory_bytes=self.arbiter.memory_bytes,
             threads=max(1, cores() // len(self.arbiter.devices)),
@@ -123,12 +123,12 @@ class Sweep:
         process = self.processes.pop(member.name)
         self._selector.unregister(process.sentinel)
         process.join()
-        if process.exitcode:  # it had no time to end what it had started
+        if process.exitcode:  # the member had no time to end what it had started
             kill_group(process.pid)
         self.seats.hang_up(member.name)
         self.arbiter.leave(member.name, self.now)
         try:
-            ended = MemberFailed("RuntimeError", f"ended with exit code {process.exitcode}")
+            ended = MemberFailed("RuntimeError", f"the process ended with exit code {process.exitcode}")
             outcome = read_record(member) or returned(member, JobStatus.FAILED, ended)
         except ValueError as error:
             outcome = returned(member, JobStatus.FAILED, MemberFailed.of(error))
@@ -138,7 +138,7 @@ class Sweep:
     # ---- members' messages ------------------------------------------------------------------------------------------
 
     def receive(self, name: str, message: Message) -> None:
-        """Act on a message. ValueError where no member sends such a one."""
+        """Act on a member's message. ValueError for a message that no member sends."""
         match message.get("say"):
             case "request":
                 self.arbiter.request(name)
@@ -154,7 +154,7 @@ class Sweep:
                 raise ValueError(f"say={event!r:.40} means nothing")
 
     def _judge(self, name: str, score: Score) -> None:
-        """Judge a new score; a member that was ended before, and goes on from a checkpoint of then, stays ended."""
+        """Judge a new score; a member that was ended before and resumes from an earlier checkpoint stays ended."""
         self.scores.add(name, score)
         verdict = self.scores.verdicts.get(name) or self.arbiter.policy.verdict(self.scores.histories, name)
         if verdict is not None:
@@ -164,14 +164,14 @@ class Sweep:
         self.seats.write(name, {"order": (Instruction.END if verdict else Instruction.GO_ON).value})
 
     def leave_seat(self, name: str) -> None:
-        """The process that held the device is gone, the member may live on."""
+        """Free the device of a process that is gone; the member may still be alive."""
         self.arbiter.give_back(name, self.arbiter.members[name].turn, self.now)
         self.arbiter.left(name)
 
     # ---- the end ----------------------------------------------------------------------------------------------------
 
     def _end_all(self) -> None:
-        """Interrupt members that still live as by Ctrl-C, and kill them with all they started when that takes long."""
+        """Interrupt all live members as by Ctrl-C; after a delay kill them with all that they started."""
         for process in self.processes.values():
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGINT)
@@ -189,7 +189,7 @@ class Sweep:
 
 
 def environment(devices: Sequence[str], visible: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Environment that shows a process these GPUs only, of those that this process sees."""
+    """Environment in which a process sees only these GPUs, out of those that this process sees."""
     numbers = [int(device.partition(":")[2]) for device in devices if device.startswith("cuda")]
     seen = visible.get("CUDA_VISIBLE_DEVICES")
     names = [str(n) if seen is None else seen.split(",")[n] for n in numbers]

@@ -1,7 +1,7 @@
-"""Time slicing: a callback that, between two batches, returns the device of a sweep's member and waits for it.
+"""Time slicing: a callback that returns the device of a sweep's member between two batches and waits for it again.
 
-Lightning adds it to every Trainer of a member's process, through its entry points
-(`lightning.pytorch.callbacks_factory`); where a policy compares members, `Scoring` comes with it, which sends each
+Lightning adds the callback to every Trainer of a member's process, through its entry points
+(`lightning.pytorch.callbacks_factory`). If a policy compares members, `Scoring` is added, too, and sends each
 validation's score.
 """
 
@@ -24,15 +24,15 @@ from lightning_decentral.sweep.plan.policy import Score
 from lightning_decentral.sweep.wire.client import Admission, Seat
 from lightning_decentral.sweep.wire.own_clock import standing_still
 
-# A member that waits longer than this for its data between batches leaves the device to others meanwhile.
+# A member that waits longer than this for data between batches lends its device to others meanwhile.
 IDLE_SECONDS = 0.005
 
 _SEATS: dict[int, Seat] = {}
 
 
 class Gate(Callback):
-    """Takes the device before a batch, returns it after a quantum, at the end of each loop and while data are awaited,
-    as the `clock` in seconds measures.
+    """Takes the device before a batch; returns it after a quantum, at the end of each loop and while data are awaited,
+    measured by `clock` in seconds.
 
     ValueError: the trainer starts more workers than devices were granted, or the module needs more memory than its
     device has.
@@ -52,7 +52,7 @@ class Gate(Callback):
     # What the seat asks of it.
 
     def leave(self) -> None:
-        self._residence = self._of_training()  # anew: gradients and optimizer state come and go
+        self._residence = self._of_training()  # anew: gradients and optimizer state appear and disappear
         self._residence.leave()
 
     def enter(self) -> None:
@@ -61,7 +61,7 @@ class Gate(Callback):
         self._residence = None
 
     def ends(self, score: Score) -> bool:
-        """Return whether the scheduler ends the training for this score; asked by its worker 0."""
+        """Return whether the scheduler ends the training for this score; called by the member's worker 0."""
         return self._seat.ends(score)
 
     # What Lightning calls.
@@ -79,8 +79,8 @@ class Gate(Callback):
         if self._device.type == "cuda":
             memory = self._admission.memory_bytes
             if memory is not None and memory < cuda.total_bytes(self._device):
-                cuda.limit_bytes(memory, self._device)  # the allocator refuses what the arbiter doesn't know of
-            self._take()  # now: the module moves there next
+                cuda.limit_bytes(memory, self._device)  # the allocator refuses memory that the arbiter doesn't count
+            self._take()  # now: the module moves to the device next
         elif self._admission.threads and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(self._admission.threads)
 
@@ -88,7 +88,7 @@ class Gate(Callback):
         self.on_validation_start()
         try:
             self._total = float(trainer.estimated_stepping_batches)
-        except MisconfigurationException:  # accumulation that changes from epoch to epoch
+        except MisconfigurationException:  # accumulation that changes between epochs
             self._total = math.inf
         self._first = (trainer.global_step, self._seat.worked_seconds if trainer.global_rank == 0 else 0.0)
         if self._admission.memory_bytes is not None:
@@ -98,19 +98,19 @@ class Gate(Callback):
 
     def on_train_batch_start(self, *_: Any) -> None:
         gap = max(0.0, self._clock() - self._batch_end)
-        # A running mean: one late batch alone gives no device away.
+        # A running mean: one late batch alone doesn't lend the device.
         self._gap_seconds += 0.2 * (gap - self._gap_seconds)
         self._take()
 
     def on_train_batch_end(self, *_: Any) -> None:
         if self._admission.memory_bytes is not None and self._active.global_step <= self._first[0] + 1:
-            self._measure()  # gradients with optimizer state; validation, for one, lets gradients go
+            self._measure()  # gradients with optimizer state; a validation, for example, frees gradients
         if self._gap_seconds > IDLE_SECONDS:
             self._give()
         self._batch_end = self._clock()
 
     def on_validation_start(self, *_: Any, **__: Any) -> None:
-        """The other workers of several devices' member wait with worker 0, once: their clocks stand still, too."""
+        """Wait with worker 0, once, on the other workers of a member with several devices: their clocks stop, too."""
         if self._admission.width > 1 and not self._met:
             with standing_still():
                 self._take()
@@ -125,7 +125,7 @@ class Gate(Callback):
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     def on_train_epoch_end(self, *_: Any, **__: Any) -> None:
-        """Return the device: what comes between loops, checkpoints and logs, needs none."""
+        """Return the device: checkpoints and logs between loops need none."""
         self._batch_end = math.inf
         self._give()
 
@@ -152,7 +152,7 @@ class Gate(Callback):
 
     @property
     def _seat(self) -> Seat:
-        """One per process, whichever of its Trainers asks; forked workers have their own."""
+        """Seat of this process, whichever of its Trainers asks; forked workers have their own."""
         if os.getpid() not in _SEATS:  # a fork has the dictionary, but its parent's seat in it
             _SEATS[os.getpid()] = Seat(self._admission, self)
         seat = _SEATS[os.getpid()]
@@ -164,7 +164,7 @@ class Gate(Callback):
             self._seat.take(self._turn() if self._seat.held else TurnReport())
 
     def _give(self) -> None:
-        """Give the device back; a member of several devices keeps them: its workers would wait for each other."""
+        """Give the device back; a member with several devices keeps them, as its workers would wait for each other."""
         if self._active.global_rank == 0 and self._admission.width == 1 and self._seat.held:
             self._seat.give(self._turn())
 
@@ -176,19 +176,19 @@ class Gate(Callback):
                 self._seat.vacate()
 
     def _turn(self) -> TurnReport:
-        """Report of progress, remaining seconds and memory at the end of a grant."""
-        if self._device.type == "cuda":  # a grant ends when the device has done all that it was given
+        """Report progress, remaining seconds and memory at the end of a grant."""
+        if self._device.type == "cuda":  # a grant ends when the device has finished its work
             cuda.synchronize(self._device)
         progress, remaining = self._progress()
         if self._admission.memory_bytes is None:
             return TurnReport(progress, remaining)
         self._measure()
-        # Before the first update neither gradients nor optimizer state are there to be seen.
+        # Before the first update gradients and optimizer state can't be seen yet.
         seen = self._active.state.fn != "fit" or self._active.global_step > self._first[0]
         return TurnReport(progress, remaining, self._peak_bytes if seen else None, self._of_training().kept_bytes)
 
     def _progress(self) -> tuple[float | None, float | None]:
-        """(steps / all steps, seconds so far * steps to go / steps so far); steps: optimizer steps of this fit."""
+        """Return (steps / all steps, seconds so far * steps to go / steps so far), in optimizer steps of this fit."""
         if self._active.state.fn != "fit":
             return 1.0, 0.0
         step, (first, seconds) = self._active.global_step, self._first
@@ -217,14 +217,14 @@ class Gate(Callback):
         if memory is not None and (out_of_memory is not None or needed_bytes > memory):
             raise ValueError(
                 f"this member needs at least {needed_bytes:,} bytes on its device, more than any device of the sweep "
-                f"has (hydra.launcher.memory_bytes={memory}): train it with strategy=spilled, or raise it"
+                f"has (hydra.launcher.memory_bytes={memory}): train with strategy=spilled, or raise memory_bytes"
             ) from out_of_memory
 
 
 class Scoring(Callback):
-    """Callback behind a gate, whose seat it uses; ends fits like `EarlyStopping`, on all workers of a member alike.
+    """Callback that reports validation scores through a gate's seat and ends fits early, on all workers of a member.
 
-    Metric and mode are as `policy.Watched`. ValueError: in the fit, where there is no such metric.
+    Metric and mode are those of `policy.Watched`. ValueError: in the fit, if the metric isn't logged.
     """
 
     def __init__(self, gate: Gate, metric: str | None, mode: str | None) -> None:
@@ -233,12 +233,12 @@ class Scoring(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.sanity_checking or trainer.state.fn != "fit":
             return
-        metric, mode = self._watched(trainer)  # everywhere: a metric that isn't there is an error of all workers
+        metric, mode = self._watched(trainer)  # on all workers: a missing metric is an error on all
         if metric not in trainer.callback_metrics:
             known = ", ".join(map(str, trainer.callback_metrics)) or "nothing"
             raise ValueError(
                 f"hydra.launcher.policy.metric={metric} was not logged when a validation ended ({known}): "
-                "log it in validation_step, or name another one"
+                "log it in validation_step, or name another metric"
             )
         score = Score(metric, mode, trainer.global_step, float(trainer.callback_metrics[metric]))
         ends = trainer.global_rank == 0 and self._gate.ends(score)
@@ -252,6 +252,6 @@ class Scoring(Callback):
             if isinstance(callback, ModelCheckpoint) and callback.monitor is not None:
                 return callback.monitor, self._mode or callback.mode
         raise ValueError(
-            "this sweep's policy compares a logged metric, and no ModelCheckpoint monitors one: name it with "
+            "this sweep's policy compares a logged metric, but no ModelCheckpoint monitors one: name a metric with "
             "hydra.launcher.policy.metric=val_loss"
         )

@@ -1,7 +1,7 @@
 """Real trainings of a schedule (`schedule --run`): members of a sweep that take a device for each of their batches.
 
-What is timed, and what simulation and run are about, is training steps: evaluation is switched off, and a process's
-start is over before the clock starts.
+Only training steps are timed, as in a simulation: evaluation is off, and processes have started before the
+clock starts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,23 +32,23 @@ from lightning_decentral.sweep.plan.scheduled_arbiter import Scheduled
 from lightning_decentral.sweep.plan.simulation import Spans
 from lightning_decentral.sweep.server import Sweep
 
-# So many steps and nothing else: an end of the epochs before them would end the training.
+# Exactly this many steps: an end of the epochs before would end the training.
 STEPS_ALONE = ["trainer.max_epochs=-1", "++trainer.limit_val_batches=0", "++trainer.limit_test_batches=0"]
-FIRST, MEASURED = 5, 100  # steps that are measured: one by one, and in all
+FIRST, MEASURED = 5, 100  # steps that are measured: the first ones one by one, and all together
 
 
 class Trainings:
-    """Measured first, then run."""
+    """Trainings of a schedule, which are measured first, then run."""
 
     measure = "the trainings themselves, from the moment at which all waited for their first step, without evaluation"
 
     def __init__(
         self,
         trainings: Sequence[Training],
-        devices: int,  # so many GPUs, or parts of the processor
-        folder: Path,  # gets each training's own, and those of the measurements in `measured`
+        devices: int,  # number of GPUs, or parts of the CPU
+        folder: Path,  # gets each training's folder, and those of the measurements in `measured`
         application: Application,
-        measured: int = MEASURED,  # steps of each, from which the seconds of a step are taken
+        measured: int = MEASURED,  # steps of each training that are measured
     ) -> None:
         if measured <= FIRST:
             raise ValueError(f"measured must be more than {FIRST} steps, which are slower than others, got {measured}")
@@ -58,20 +58,20 @@ class Trainings:
 
     @property
     def announced(self) -> list[str]:
-        """Lines that announce what `queues` is going to measure."""
+        """Lines that announce what `queues` will measure."""
         unknown = [training.name for training in self._trainings if training.step_seconds is None]
         line = f"measuring {self._steps} steps of {', '.join(unknown)} in {self._folder / 'measured'} ..."
         return [line] if unknown else []
 
     def queues(self) -> list[Queue]:
-        """Queues as the simulation needs them; the seconds of those without a profile are measured, all at once.
-        ValueError: a configuration that can't be, or a training that failed.
+        """Return queues for the simulation; step seconds of trainings without a profile are measured, all at once.
+        ValueError: an impossible configuration, or a training that failed.
         """
         known = {t.name: [t.step_seconds] * t.steps for t in self._trainings if t.step_seconds is not None}
         with self._composing():  # mistakes are found before anything runs
             self._members([training for training in self._trainings if training.name in known], self._folder, [])
         if unknown := [training for training in self._trainings if training.name not in known]:
-            # In turn, each for the same number of steps, whose seconds nobody knows yet.
+            # Round robin, each for the same number of steps, whose seconds are unknown.
             turns = [Queue(training.name, (WorkPiece(0.0),) * self._steps) for training in unknown]
             arbiter = Scheduled(turns, RoundRobin(), self._slots())
             overrides = [*self._application.unlogged, f"trainer.max_steps={self._steps}"]
@@ -80,8 +80,8 @@ class Trainings:
         return [training.queue(known[training.name]) for training in self._trainings]
 
     def rehearse(self, queues: Sequence[Queue], devices: Sequence[Processor], policy: Policy) -> Spans:
-        """Run the schedule; spans in which each piece really ran. ValueError: a training failed, or made fewer steps
-        than it should have.
+        """Run the schedule and return the spans in which each piece ran. ValueError: a training failed, or made fewer
+        steps than required.
         """
         arbiter = Scheduled(queues, policy, self._slots())
         self._through(self._trainings, arbiter, self._folder, [])
@@ -93,7 +93,7 @@ class Trainings:
         if self._devices > there:
             kind = "GPUs" if gpus else "cores"
             raise ValueError(
-                f"{self._devices} devices that train need as many {kind}, here are {there}: lower --devices"
+                f"{self._devices} training devices need as many {kind}, but there are {there}: lower --devices"
             )
         return slots(self._devices, gpus)
 
@@ -126,14 +126,14 @@ class Trainings:
                 config.hydra.sweep.dir, config.hydra.sweep.subdir = str(folder.absolute()), training.name
             if (width := width_of(config)) > 1:
                 raise ValueError(
-                    f"job {training.name} trains on {width} devices, a piece runs on one: use trainer.devices=1"
+                    f"job {training.name} trains on {width} devices, but a piece runs on one: use trainer.devices=1"
                 )
             members.append(SweepMember(training.name, training.overrides, config, folder.absolute() / training.name))
         return members
 
 
 class _Strict(table.LiveTable):
-    """Watcher that ends all when a training fails: times of the others without it don't describe the schedule."""
+    """Watcher that ends all trainings when one fails: the times of the others wouldn't describe the schedule."""
 
     def ended(self, member: SweepMember, outcome: JobReturn) -> None:
         super().ended(member, outcome)

@@ -80,10 +80,10 @@ def test_a_public_trace_says_what_is_synthesised(jobs: str, tmp_path: Path, caps
             ["MIXED", "--run"],
             "--run: job n has pieces and no training behind them: give it overrides",
         ),
-        (["TRAININGS", "--devices", "99"], "99 devices that train need as many "),
+        (["TRAININGS", "--devices", "99"], "99 training devices need as many "),
         (["TRAININGS", "--measured", "5"], "measured must be more than 5 steps, which are slower than others, got 5"),
         (["WRONG"], "job m: no 'lrr' in optimizer"),
-        (["WIDE"], "job m trains on 2 devices, a piece runs on one: use trainer.devices=1"),
+        (["WIDE"], "job m trains on 2 devices, but a piece runs on one: use trainer.devices=1"),
         (["--trace", "t.csv", "--layout", "philly"], "no layout 'philly': use one of tiresias, gavel"),
     ],
 )

@@ -31,7 +31,7 @@ from lightning_decentral.gossip import (
     Travel,
     simulate,
 )
-from lightning_decentral.gossip.rounds import exact_steps_of, place, refuse_stale
+from lightning_decentral.gossip.mixer_builder import exact_steps_of, place, refuse_stale
 from lightning_decentral.gossip.wire.making import MixerFactory
 from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.shared.compute.buckets import pack

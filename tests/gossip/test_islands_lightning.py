@@ -17,7 +17,7 @@ from torchmetrics import MeanMetric
 
 from lightning_decentral import GossipStrategy
 from lightning_decentral.gossip import AllReduce, Auto, FullyShard, Gossip, Hypercube, Island, simulate
-from lightning_decentral.gossip.rounds import place
+from lightning_decentral.gossip.mixer_builder import place
 from lightning_decentral.gossip.summary import through_card
 from lightning_decentral.shared.wire.fsdp import full_tensor
 from tests.tiny import QUIET, Batches, Net, Record, SizedBatches, in_processes, recorded
@@ -372,7 +372,7 @@ def test_a_save_on_the_way_out_of_shards_hides_no_error(tmp_path: Path) -> None:
             {"enable_checkpointing": True},
             [OnExceptionCheckpoint(tmp_path, "last")],
         )
-    assert "after an exception the devices of a worker can't meet any more" in str(found.value)
+    assert "after an exception the devices of a worker can't communicate any more" in str(found.value)
     assert not (tmp_path / "last.ckpt").exists()
 
 

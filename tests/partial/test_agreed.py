@@ -41,8 +41,8 @@ def test_all_have_the_cuts_of_worker_0() -> None:
 
 @pytest.mark.parametrize(("error", "kind", "message"), [
     (ValueError("no chain"), ValueError, "^no chain$"),
-    (RuntimeError("in place"), RuntimeError, "worker 0 found no cuts, it failed with RuntimeError: in place"),
-    (KeyError("absent"), RuntimeError, "worker 0 found no cuts, it failed with KeyError: 'absent'"),
+    (RuntimeError("in place"), RuntimeError, "worker 0 found no cuts: its step failed with RuntimeError: in place"),
+    (KeyError("absent"), RuntimeError, "worker 0 found no cuts: its step failed with KeyError: 'absent'"),
 ], ids=str)  # fmt: skip
 def test_nobody_waits_for_a_worker_0_that_failed(error: Exception, kind: type[Exception], message: str) -> None:
     broadcast = Broadcasts()
@@ -59,7 +59,7 @@ def test_what_worker_0_found_is_what_all_go_on_with() -> None:
 
 @pytest.mark.parametrize(("others", "kind", "message"), [
     ((None, "no cut there", ""), ValueError, "^no cut there$"),
-    ((None, "", "KeyError: 'absent'"), RuntimeError, "worker 1 found no cuts, it failed with KeyError: 'absent'"),
+    ((None, "", "KeyError: 'absent'"), RuntimeError, "worker 1 found no cuts: its step failed with KeyError: 'absent'"),
 ], ids=str)  # fmt: skip
 def test_all_end_where_one_refuses_or_fails(others: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):

@@ -188,5 +188,5 @@ def two_models(fabric: Fabric, folder: Path) -> None:
 def test_one_trained_model_with_equal_batches(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="cuts one trained model"):
         in_processes(Fabric(accelerator="cpu", devices=2, strategy=cut()).launch, two_models, tmp_path)
-    with pytest.raises(RuntimeError, match="unequal batches, which only a Trainer hands out"):
+    with pytest.raises(RuntimeError, match="unequal batches, which only a Trainer can give"):
         run(tmp_path, cut(depth=Balanced()), Loop())

@@ -72,7 +72,7 @@ class Behind(Language):
 
 
 def test_what_only_one_stage_has_drawn_is_not_blamed_on_the_batches(tmp_path: Path) -> None:
-    words = "training_step gives LlamaForCausalLM other inputs on one stage .* from the same batch: behind its call"
+    words = "training_step gives LlamaForCausalLM different inputs on two stages from the same batch, because"
     with pytest.raises(RuntimeError, match=words):
         forked(Behind("llama"), pipeline(2), tmp_path, **SHORT)
 
@@ -89,7 +89,9 @@ class Before(Perceptron):
 
 
 def test_layers_in_front_of_the_model_would_not_be_trained(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"ValueError: training_step gives \w+ inputs that need gradients, which no"):
+    with pytest.raises(
+        RuntimeError, match=r"ValueError: training_step gives \w+ inputs that need gradients, a pipeline"
+    ):
         forked(Before(), pipeline(2, slicing=None), tmp_path, **SHORT)
 
 

@@ -34,10 +34,10 @@ class Averaging(EMAWeightAveraging):
 
 @pytest.mark.quick
 @pytest.mark.parametrize(("callback", "words"), [
-    (ModelPruning("l1_unstructured"), "ModelPruning chooses from the whole model.*: prune before or after the fit"),
-    (Averaging(), "Averaging keeps a copy of the whole model.*: average checkpoints after the fit"),
-    (StochasticWeightAveraging(1e-2), "StochasticWeightAveraging keeps a copy of the whole model.*: average checkpo"),
-    (BackboneFinetuning(), "BackboneFinetuning adds groups to the optimizer of the stage.*: freeze before the fit"),
+    (ModelPruning("l1_unstructured"), "ModelPruning ranks the whole model's weights.*: prune before or after the fit"),
+    (Averaging(), "Averaging copies the whole model.*: average checkpoints after the fit"),
+    (StochasticWeightAveraging(1e-2), "StochasticWeightAveraging copies the whole model.*: average checkpoints"),
+    (BackboneFinetuning(), "BackboneFinetuning adds parameter groups to one stage.*: freeze before the fit"),
 ], ids=lambda of: type(of).__name__)  # fmt: skip
 def test_callbacks_that_need_the_whole_model(callback: Callback, words: str) -> None:
     module: Any = SimpleNamespace(automatic_optimization=True, trainer=SimpleNamespace(callbacks=[callback]))
@@ -48,7 +48,7 @@ def test_callbacks_that_need_the_whole_model(callback: Callback, words: str) -> 
 
 
 def test_they_are_refused_in_a_fit(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="ValueError: Averaging keeps a copy"):
+    with pytest.raises(RuntimeError, match="ValueError: Averaging copies the whole"):
         forked(Language("llama"), pipeline(2), tmp_path, callbacks=[Averaging()])
 
 
@@ -66,7 +66,7 @@ class Lower(Language):
 
 
 def test_a_stage_without_anything_to_train_is_named(tmp_path: Path) -> None:
-    words = r"ValueError: configure_optimizers finds nothing to train on stage 0 of 2, .*: give the optimizer self"
+    words = r"ValueError: configure_optimizers finds nothing to train on stage 0 of 2 .*: give the optimizer self"
     with pytest.raises(RuntimeError, match=words):
         forked(Lower(every=False), pipeline(2, slicing=Uniform(1)), tmp_path)
 
@@ -93,7 +93,7 @@ def test_generation_is_refused_in_its_own_words() -> None:
 
 def test_optimizers_of_pipelines_that_gossip_are_not_replaced_in_a_fit() -> None:
     refuse_replaced(False)
-    with pytest.raises(ValueError, match="in the middle of a fit: pipelines that gossip know the former optimizers"):
+    with pytest.raises(ValueError, match="in the middle of a fit, but pipelines that gossip keep the former"):
         refuse_replaced(True)
 
 
@@ -150,7 +150,7 @@ def test_more_stages_than_blocks_are_refused_before_a_process_starts(
         monkeypatch.setattr(launcher, "launch", never)
     for options, words in (
         ({"devices": 16}, "16 stages for a model of [4-6] blocks: use 1 to [4-6] stages"),
-        ({"devices": 4, "stages": 3}, "4 workers are no multiple of stages=3"),
+        ({"devices": 4, "stages": 3}, "4 workers aren't a multiple of stages=3"),
         ({"devices": 2, "partition": Counted((1, 1))}, "and [4-6] blocks: give one number per stage"),
     ):
         devices = options.pop("devices")

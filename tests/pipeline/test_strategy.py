@@ -24,7 +24,7 @@ from lightning_decentral.pipeline import (
     Uniform,
     ZeroBubble,
     blocks_of,
-    stage_training,
+    stage_gradients,
 )
 from lightning_decentral.pipeline.compute.causal import trial
 from tests.pipeline.training import Language, alone, ddp, distance, fit, forked, pipeline
@@ -397,11 +397,11 @@ def test_a_plan_that_is_no_faster_than_one_device_says_so(tmp_path, monkeypatch,
         with (tmp_path / "lines").open("a") as stream:
             stream.write(f"{text}\n")
 
-    monkeypatch.setattr(stage_training, "rank_zero_info", info)
+    monkeypatch.setattr(stage_gradients, "rank_zero_info", info)
     options = {"slicing": Uniform(slices), "microbatches": microbatches}
     forked(Language(), pipeline(2, **options), tmp_path / "p", max_steps=2)
     found = (tmp_path / "lines").read_text()
-    assert found.count("can't be faster than one device; give strategy.microbatches=4, longer sequences") == 2 * lines
+    assert found.count("can't be faster than one device. Give strategy.microbatches=4, longer sequences") == 2 * lines
 
 
 # ---- what cannot be -------------------------------------------------------------------------------------------------
@@ -462,7 +462,7 @@ class Full(Language):
 
 
 CASES = {
-    "workers": (lambda: Language(), {"devices": 3, "stages": 2}, "3 workers are no multiple of stages=2"),
+    "workers": (lambda: Language(), {"devices": 3, "stages": 2}, "3 workers aren't a multiple of stages=2"),
     "blocks": (lambda: Language(), {"devices": 5}, "5 stages for a model of 4 blocks: use 1 to 4 stages"),
     "slices": (
         lambda: Language(length=12),
@@ -481,7 +481,7 @@ CASES = {
     "inputs": (
         Turning,
         {"devices": 2},
-        "gives GPT2LMHeadModel other inputs on one stage than on another",
+        "gives GPT2LMHeadModel different inputs on two stages",
     ),
     "manual": (Manual, {"devices": 2}, "set automatic_optimization = True"),
     "two models": (

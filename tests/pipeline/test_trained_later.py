@@ -124,10 +124,10 @@ def on_one(module: Changing) -> None:
     module.trains("scale", module.global_rank > 0)
 
 
-BEHIND = "freezes, thaws or writes to parameters behind its call of GPT2LMHeadModel"
+BEHIND = "freezes, thaws or writes to parameters after its call of GPT2LMHeadModel"
 REFUSED = {
-    "pruned": ("before", masked, r"the parameter \S+c_fc.weight has become \S+c_fc.weight_orig while training"),
-    "parametrized": ("within", reparametrized, r"the parameter \S+ has become \S+parametrizations.weight.original"),
+    "pruned": ("before", masked, r"the parameter \S+c_fc.weight became \S+c_fc.weight_orig while training"),
+    "parametrized": ("within", reparametrized, r"the parameter \S+ became \S+parametrizations.weight.original"),
     "frozen on one stage": ("before", on_one, "scale is trained on one stage and frozen on another"),
     "frozen behind": ("behind", lambda own: own.trains("scale", False), BEHIND),
     "written behind": ("behind", pruned_for_good, BEHIND),

@@ -96,7 +96,7 @@ def test_all_workers_prune_alike_and_as_much_as_one(tmp_path: Path, strategy: st
 
 
 def test_a_stage_has_too_little_to_choose_from(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"ModelPruning chooses from the whole model.*: prune before or after"):
+    with pytest.raises(RuntimeError, match=r"ModelPruning ranks the whole model.*: prune before or after"):
         in_processes(staged, tmp_path)
 
 

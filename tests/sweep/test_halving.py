@@ -94,7 +94,7 @@ def printed(folder: Path, *words: str) -> str:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "no ModelCheckpoint monitors one: name it with hydra.launcher.policy.metric=val_loss"),
+        ([], "no ModelCheckpoint monitors one: name a metric with hydra.launcher.policy.metric=val_loss"),
         (
             ["hydra.launcher.policy.metric=accuracy"],
             r"metric=accuracy was not logged when a validation ended \(train_loss, val_loss\)",
@@ -177,7 +177,7 @@ def test_scores_of_a_folder_come_back_and_what_isnt_a_file_of_scores_is_refused(
     assert again.verdicts == board.verdicts
     for text in ("", "[]", "{}", '{"scores": [{"metric": 1}], "verdict": null}', '{"scores": [1], "verdict": null}'):
         (tmp_path / SCORES).write_text(text)
-        with pytest.raises(ValueError, match=r"scores\.json holds no scores of a member .*: remove it"):
+        with pytest.raises(ValueError, match=r"scores\.json isn.t a file of a member.s scores .*: remove it"):
             read_scores(one, Scoreboard())
 
 

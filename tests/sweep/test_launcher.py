@@ -159,11 +159,11 @@ def test_resume_refuses_a_folder_of_other_words_and_a_value_that_cant_travel_say
     assert outcome.cfg == {"lr": 1}
     assert list(outcome.hydra_cfg) == ["hydra"]
     other = member(tmp_path, task="lr=2")
-    with pytest.raises(ValueError, match=r"overrides lr=1, this sweep has other overrides there, lr=2: resume"):
+    with pytest.raises(ValueError, match=r"overrides lr=1, but this sweep's overrides there are lr=2: resume"):
         read_record(other)
     begin_record(one)  # and is killed: its checkpoint is no other's
     assert read_record(one) is None
-    with pytest.raises(ValueError, match=r"overrides lr=1, this sweep has other overrides there, lr=2: resume"):
+    with pytest.raises(ValueError, match=r"overrides lr=1, but this sweep's overrides there are lr=2: resume"):
         read_record(other)
 
 

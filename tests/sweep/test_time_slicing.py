@@ -132,7 +132,7 @@ def test_what_a_training_needs_is_measured_after_its_first_update(seat: Seat) ->
 
 def test_more_than_the_device_has_is_said_before_the_first_batch(seat: Seat) -> None:
     with pytest.raises(
-        ValueError, match=r"needs at least [\d,]+ bytes .*memory_bytes=100\): train it with strategy=spilled"
+        ValueError, match=r"needs at least [\d,]+ bytes .*memory_bytes=100\): train with strategy=spilled"
     ):
         trainer(memory_bytes=100, max_epochs=1).fit(Watched(seat), SizedBatches(6))
     assert seat.worked_seconds == 0.0

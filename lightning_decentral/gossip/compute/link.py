@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine, Rule
+from lightning_decentral.gossip.plan.planned_traffic import Cliques, partitions
 from lightning_decentral.gossip.plan.topology.topology import Topology
-from lightning_decentral.gossip.plan.traffic import Cliques, partitions
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.codec.codec import Codec

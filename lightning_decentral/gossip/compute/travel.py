@@ -14,8 +14,7 @@ from lightning_decentral.gossip.plan.topology.combined import Every
 from lightning_decentral.gossip.plan.topology.topology import Topology, at_least_one
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.shared.compute.buckets import Bucket, pack
-from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.codec.deterministic import Plain
+from lightning_decentral.shared.compute.codec.codec import Codec, Plain
 from lightning_decentral.shared.compute.layout import Place
 from lightning_decentral.shared.plan.arguments import checked
 

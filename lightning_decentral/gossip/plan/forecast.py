@@ -21,9 +21,16 @@ from math import lcm
 
 import numpy as np
 
+from lightning_decentral.gossip.plan.planned_traffic import (
+    Cliques,
+    Round,
+    RoundLoad,
+    mean_copies,
+    rounds,
+    rounds_of_part,
+)
 from lightning_decentral.gossip.plan.step_costs import PLAIN, Alone, Encoding, StateMessage, Talk, Within, joined
 from lightning_decentral.gossip.plan.topology.topology import Topology
-from lightning_decentral.gossip.plan.traffic import Cliques, Round, RoundLoad, mean_copies, rounds, rounds_of_part
 from lightning_decentral.gossip.plan.weights import Own, Weights, most_in_flight
 from lightning_decentral.shared.plan.arguments import at_least, checked
 from lightning_decentral.shared.plan.forecast import COUNTED_STEPS, Floats, Method, Setting, at_factors

@@ -14,8 +14,8 @@ from math import lcm
 
 import numpy as np
 
+from lightning_decentral.gossip.plan.planned_traffic import Cliques, Round
 from lightning_decentral.gossip.plan.topology.topology import Topology
-from lightning_decentral.gossip.plan.traffic import Cliques, Round
 from lightning_decentral.shared.plan import data_parallel
 from lightning_decentral.shared.plan.forecast import Floats, Setting, replica_bytes
 from lightning_decentral.shared.plan.network import FREE, Price

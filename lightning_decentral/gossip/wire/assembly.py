@@ -13,8 +13,8 @@ from torch import Tensor
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.link import Coder
 from lightning_decentral.gossip.compute.mixing import Verdicts, refuse
+from lightning_decentral.gossip.plan.planned_traffic import Cliques, Partition, partitions
 from lightning_decentral.gossip.plan.topology.topology import Topology
-from lightning_decentral.gossip.plan.traffic import Cliques, Partition, partitions
 from lightning_decentral.gossip.plan.weights import Neighbours, Weights
 from lightning_decentral.gossip.wire.exchange import Copied, Exchange, MessageInFlight, StepLinks, Traffic
 from lightning_decentral.gossip.wire.island_member import IslandMember

@@ -251,6 +251,6 @@ class Averaging(Several):
         with self._gradients.blocked():
             yield
 
-    def close(self, alone: bool) -> None:
-        super().close(alone)
+    def close(self, cut_off: bool) -> None:
+        super().close(cut_off)
         self._gradients.close()

@@ -69,8 +69,8 @@ class IslandMember(DeviceSteps):
         """Change whole tensors in place, such as a parameter's update; an island of shards does so on one device."""
         change(tensors)
 
-    def close(self, alone: bool) -> None:
-        """Restore the module to its form before `arrange`; `alone`: without the other devices."""
+    def close(self, cut_off: bool) -> None:
+        """Restore the module to its form before `arrange`; `cut_off`: without the other devices."""
 
     def mean(self, tensors: Sequence[Tensor], of_all: Mean) -> list[Tensor]:
         """Mean over the workers of a module's tensors; `of_all` is a mean over all devices."""
@@ -110,7 +110,7 @@ class Several(IslandMember):
         self.rest()
         self.layouts.changed()
 
-    def close(self, alone: bool) -> None:
+    def close(self, cut_off: bool) -> None:
         self.layouts.close()
 
 

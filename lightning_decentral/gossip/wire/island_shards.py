@@ -106,11 +106,11 @@ class Sharding(Several):
         shapes = [tuple(tensor.shape) for tensor in tensors]
         self._meet(lambda: each_once(change, [local(tensor) for tensor in tensors], shapes, self._inside))
 
-    def close(self, alone: bool) -> None:
-        super().close(alone)
+    def close(self, cut_off: bool) -> None:
+        super().close(cut_off)
         if self._sharded is not None:
             # Whole parameters come from all devices of the island.
-            (self._sharded.abandon if alone else self._sharded.undo)()
+            (self._sharded.abandon if cut_off else self._sharded.undo)()
         self._sharded = self._used = None
 
     def explain(self, error: BaseException) -> None:

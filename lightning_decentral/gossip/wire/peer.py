@@ -21,8 +21,7 @@ from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Neighbours, Weights, neighbours
 from lightning_decentral.gossip.wire.exchange import HEADER, Copied, EarlyArrival, Exchange, Landed, Traffic
 from lightning_decentral.shared.compute.buckets import Pool
-from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.codec.deterministic import Plain
+from lightning_decentral.shared.compute.codec.codec import Codec, Plain
 from lightning_decentral.shared.compute.device import stopwatch
 from lightning_decentral.shared.compute.health import judged, scale, scales_in, stated
 from lightning_decentral.shared.wire.transport import Message, Transport

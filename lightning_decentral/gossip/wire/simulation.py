@@ -12,16 +12,15 @@ from torch import Tensor
 from lightning_decentral.gossip.compute.combine.combine import Combine, Rule
 from lightning_decentral.gossip.compute.error_feedback import CodedMean, coder_of
 from lightning_decentral.gossip.compute.link import Buffers, Coder, Everyone, cliques_of
+from lightning_decentral.gossip.plan.planned_traffic import Cliques
 from lightning_decentral.gossip.plan.topology.topology import Topology, at_least_one
-from lightning_decentral.gossip.plan.traffic import Cliques
 from lightning_decentral.gossip.plan.weights import Entries, Neighbours, Weights, compressed, entries, neighbours
 from lightning_decentral.gossip.wire.consensus import mixer_of
 from lightning_decentral.gossip.wire.exchange import Copied, Exchange, Landed, MessageInFlight
 from lightning_decentral.shared.compute.buckets import LooseBucket, Pool
 from lightning_decentral.shared.compute.codec.blocks import real
-from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.compute.codec.codec import Codec, Plain
 from lightning_decentral.shared.compute.codec.coded_parts import CodedParts
-from lightning_decentral.shared.compute.codec.deterministic import Plain
 from lightning_decentral.shared.plan.arguments import at_least, checked
 
 Gradient = Callable[[Tensor, int], Tensor]

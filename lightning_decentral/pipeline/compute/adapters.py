@@ -1,4 +1,4 @@
-"""Model adapters: any model that is a sequence of blocks, cut between blocks and never along tokens."""
+"""Model adapters: any model that is a sequence of blocks can be cut between blocks, but not along tokens."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,11 +21,11 @@ from lightning_decentral.shared.plan.profile import BlockCost
 
 @dataclass(frozen=True)
 class Block:
-    """One step of a chain.
+    """One block of a `Chain`: the modules that it consists of, and its forward.
 
     Args:
-        parts: the modules it is made of; on other stages they are left out.
-        run: what it does; usually the only part itself.
+        parts: the modules that the block consists of; other stages leave them out.
+        run: the block's forward; usually the only part itself.
     """
 
     parts: tuple[nn.Module, ...]
@@ -33,18 +33,18 @@ class Block:
 
 
 def blocks_of(modules: Sequence[nn.Module]) -> list[Block]:
-    """Make each module a block."""
+    """Make each module a block of a `Chain`."""
     return [Block((module,), module) for module in modules]
 
 
 @checked
 class Chain(Pipelined):
-    """model(x) = reply(block_n(.. block_1(x))).
+    """Model that is a sequence of blocks: model(x) = reply(block_n(.. block_1(x))).
 
     Args:
-        module: what the user's step calls, once, with one tensor.
-        blocks: in order; their parts stand in `module`.
-        reply: from the last block's result to what `module` returns.
+        module: the model that the user's step calls, once, with one tensor.
+        blocks: in order; their parts are submodules of `module`.
+        reply: maps the last block's result to the return value of `module`.
     """
 
     # Bidirectional attention (ViT) needs all tokens at once, and a convolution has none: micro-batches of one slice.
@@ -66,8 +66,8 @@ class Chain(Pipelined):
             norm = isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats
             if len(self._own(place)) < len(self._blocks) and times > 1 and norm:
                 raise ValueError(
-                    f"several blocks of the Chain share one {type(part).__name__}, whose running statistics would be "
-                    "other ones on each stage: give each block its own, or set track_running_stats=False"
+                    f"several blocks of the Chain share one {type(part).__name__}, whose running statistics would "
+                    "differ between stages: give each block its own, or set track_running_stats=False"
                 )
         own = {part for block in self._own(place) for whole in block.parts for part in whole.modules()}
         others = {part for block in self._blocks for part in block.parts} - own
@@ -106,11 +106,11 @@ class Chain(Pipelined):
 
 
 def vit(module: Any) -> Chain:
-    """`transformers.ViTForImageClassification`."""
+    """Chain of a `transformers.ViTForImageClassification`."""
     from transformers.modeling_outputs import ImageClassifierOutput
 
     inner, classifier = module.vit, module.classifier
-    # The classifier sees the first token alone.
+    # The classifier reads only the first token.
     head = Block((inner.layernorm, classifier), lambda tokens: classifier(inner.layernorm(tokens)[:, 0, :]))
     return Chain(
         module,
@@ -120,7 +120,7 @@ def vit(module: Any) -> Chain:
 
 
 def resnet(module: Any) -> Chain:
-    """`transformers.ResNetForImageClassification`."""
+    """Chain of a `transformers.ResNetForImageClassification`."""
     from transformers.modeling_outputs import ImageClassifierOutputWithNoAttention
 
     inner, classifier = module.resnet, module.classifier
@@ -148,7 +148,7 @@ def known(module: nn.Module) -> list[tuple[Any, str]]:
 
 
 def depth(module: nn.Module) -> int | None:
-    """Number of blocks of the one known model in `module`, without trying it; None where there isn't one."""
+    """Number of blocks of the one known model in `module`, without a trial of it; None if there isn't exactly one."""
     found = known(module)
     if len(found) != 1:
         return None
@@ -159,21 +159,21 @@ def depth(module: nn.Module) -> int | None:
 
 
 def find(module: nn.Module, device: torch.device = HOST) -> Pipelined:
-    """The one known model in `module`.
+    """Find the one model in `module` that a pipeline can cut, and adapt it.
 
     Args:
-        device: that it will be trained on.
+        device: the device that trains the model.
 
     Raises:
-        ValueError: there is none, or several, or it can't be cut.
+        ValueError: no such model, several, or one that can't be cut.
     """
     found = known(module)
     if len(found) != 1:
         names = ", ".join(type(part).__name__ for part, _ in found) or "none"
         raise ValueError(
-            f"a token pipeline needs one model that it knows in {type(module).__name__}, found {names}: it knows "
-            "transformers' causal language models, ViTForImageClassification and ResNetForImageClassification; "
-            "else return a Chain from a method pipeline_stages()"
+            f"a token pipeline needs exactly one known model in {type(module).__name__}, but found {names}. Known are "
+            "transformers' causal language models, ViTForImageClassification and ResNetForImageClassification: for "
+            "another model return a Chain from a method pipeline_stages()"
         )
     part, kind = found[0]
     refuse_compiled_around(module, part)

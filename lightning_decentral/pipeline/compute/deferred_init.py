@@ -1,8 +1,8 @@
-"""Deferred initialization: a model built without its memory, of which each stage then gets its part's values.
+"""Deferred initialization: build a model without memory, then give each stage the values of its part.
 
-Within `Deferred` a tensor that is made gets no storage. What is done to it is written down, with the state of the
-generator where something is drawn. `made` then repeats for one tensor what was done to it: the most that is held is one
-tensor beyond what is asked for.
+Within `Deferred` a new tensor gets no storage. Operations on it are recorded, with the random generator's state where
+they draw. `made` repeats the recorded operations for one tensor, so at most one more tensor than wanted is in
+memory.
 """
 
 from collections import defaultdict
@@ -24,7 +24,7 @@ READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.defaul
 
 @dataclass(frozen=True)
 class _View:
-    """Storage, place and dtype of a tensor when an operation met it: `tensor.data = ..` may change them later."""
+    """Storage, place and dtype of a tensor when an operation used it: `tensor.data = ..` may change them later."""
 
     storage: Any  # holding it keeps its key from being used again
     place: tuple[Any, ...]
@@ -45,7 +45,7 @@ class _View:
 
 @dataclass(frozen=True)
 class _Given:
-    """A tensor with memory that an operation was given: a copy, or, where it's large, itself."""
+    """Tensor with memory that an operation was given: a copy, or the tensor itself if it's large."""
 
     tensor: Tensor
     version: int
@@ -60,16 +60,16 @@ class _Given:
         if self.tensor._version != self.version:
             raise ValueError(
                 f"a tensor of shape {tuple(self.tensor.shape)} was copied into the model and changed later, before "
-                "the model had memory: change a clone of it"
+                "the model had memory: change a clone of the tensor instead"
             )
         return self.tensor
 
 
 @dataclass(frozen=True)
 class _Done:
-    """One operation: what it was given, what it made or changed, and where the generator stood if it drew.
+    """Recorded operation: its arguments, its results, and the generator's state if it drew random numbers.
 
-    `default`: torch's default type then, which is that of whatever is made without a type.
+    `default`: torch's default dtype at that time, which tensors without an explicit dtype get.
     """
 
     function: Any
@@ -79,7 +79,7 @@ class _Done:
     default: torch.dtype
 
     def touched(self) -> set[Key]:
-        """Storages that it read or wrote."""
+        """Storages that the operation read or wrote."""
         return {leaf.key for leaf in tree_leaves((self.given, self.result)) if isinstance(leaf, _View)}
 
     def repeat(self, storages: dict[Key, Tensor]) -> None:
@@ -103,7 +103,7 @@ class _Done:
 
 
 class _Unnoticed(TorchFunctionMode):
-    """Mode in which `is_meta` is False: `trunc_normal_` and others would skip what they do on the meta device."""
+    """Mode in which `is_meta` is False: `trunc_normal_` and others would skip their work on the meta device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == torch.Tensor.is_meta.__get__:  # type: ignore[attr-defined]
@@ -112,7 +112,7 @@ class _Unnoticed(TorchFunctionMode):
 
 
 class Deferred(TorchDispatchMode):
-    """A context in which tensors are made on the meta device."""
+    """Context in which new tensors are made on the meta device and operations on them are recorded."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -121,7 +121,7 @@ class Deferred(TorchDispatchMode):
         self._of: dict[Key, list[int]] = defaultdict(list)
 
     def again(self) -> AbstractContextManager[Any]:
-        """Context manager for later operations on tensors that were deferred here; does nothing if there are none."""
+        """Record later operations on deferred tensors in this context; does nothing if there are no such tensors."""
         return self if self._done else nullcontext()
 
     def __enter__(self) -> "Deferred":
@@ -155,8 +155,8 @@ class Deferred(TorchDispatchMode):
         return result
 
     def _draw(self, function: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Draw into memory that is given back at once, so that the generator goes on as it would."""
-        # What is only read (means, rates) has its values: some draws take more or fewer numbers for other ones.
+        """Draw random numbers into temporary memory, so that the generator's state advances as usual."""
+        # Tensors that are only read (means, rates) have their values: some draws take more or fewer numbers for others.
         blank: dict[int, Tensor] = {}
         for t in _metas(_written(function, args, kwargs)):
             # Memory of the same layout: how many numbers a draw takes depends on it.
@@ -171,7 +171,7 @@ class Deferred(TorchDispatchMode):
 
     @torch.no_grad()
     def made(self, tensor: Tensor) -> Tensor:
-        """A tensor with memory and values; one that has them already as it is."""
+        """Return the tensor with memory and values; a tensor that already has them is returned as it is."""
         if not _deferred(tensor):
             return tensor
         view, storages = _View.of(tensor), dict[Key, Tensor]()
@@ -180,7 +180,7 @@ class Deferred(TorchDispatchMode):
         return view.real(storages)
 
     def _needed(self, key: Key) -> set[int]:
-        """Operations that had to do with this storage, or with one that they had to do with."""
+        """Find the operations that used this storage, or a storage on which it depends."""
         found: set[int] = set()
         keys, seen = [key], {key}
         while keys:
@@ -192,18 +192,18 @@ class Deferred(TorchDispatchMode):
         return found
 
     def materialize(self, tensors: Iterable[Tensor], kept: Set[Tensor]) -> None:
-        """Give memory and values to what is no parameter or is kept, other parameters a shape of nothing; the objects
-        stay the same.
+        """Give memory and values to buffers and kept parameters, and an empty shape to other parameters. The tensor
+        objects stay the same.
 
         Raises:
-            ValueError: a hook on one of them, which would be lost.
+            ValueError: a hook on one of the tensors, which would be lost.
         """
         own = [tensor for tensor in tensors if _deferred(tensor)]
         for tensor in own:
             if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
                 raise ValueError(
-                    f"a tensor of shape {tuple(tensor.shape)} got a hook while it had no memory: register hooks in "
-                    "on_fit_start instead of configure_model"
+                    f"a tensor of shape {tuple(tensor.shape)} got a hook while it had no memory, and the hook would be "
+                    "lost: register hooks in on_fit_start instead of configure_model"
                 )
         for tensor in own:
             stays = tensor in kept or not isinstance(tensor, nn.Parameter)
@@ -248,7 +248,7 @@ def _generator(args: Any, kwargs: Mapping[str, Any]) -> torch.Generator:
 
 @contextmanager
 def drawn_alike(broadcast: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Context manager in which all draw what worker 0 draws on its CPU: what is deferred is never sent. Collective."""
+    """Draw on all workers what worker 0 draws on its CPU, so that deferred tensors are never sent. Collective."""
     first = broadcast(own := torch.get_rng_state())
     torch.set_rng_state(first)
     yield
@@ -257,6 +257,6 @@ def drawn_alike(broadcast: Callable[[Tensor], Tensor]) -> Iterator[None]:
 
 
 def tensors_of(module: nn.Module) -> list[Tensor]:
-    """Parameters, buffers, and tensors that are plain attributes; each once."""
+    """List parameters, buffers, and tensors that are plain attributes; each once."""
     plain = [value for part in module.modules() for value in vars(part).values() if isinstance(value, Tensor)]
     return list(dict.fromkeys([*module.parameters(), *module.buffers(), *plain]))

@@ -1,7 +1,7 @@
-"""Interception of a module's forward while somebody else's step runs: the call is read, the answer given later.
+"""Interception of a model's forward while the user's step runs: the call is read, and answered later.
 
-A step that is answered waits at its call, in a thread of its own, and goes on there: it runs once, so whatever it
-draws, counts, reads or writes before its call and behind it happens once, as in one process.
+A step that gets an answer waits in its call, in its own thread, and continues there. The step runs once, so whatever it
+draws, counts, reads or writes before and after the call happens once, as in one process.
 """
 
 import contextvars
@@ -17,7 +17,7 @@ from lightning_decentral.shared.compute.around import ThreadModes
 
 
 class _Reached(BaseException):
-    """Ends a step at its call of the model; no `except Exception` of a user's catches it."""
+    """Exception that ends a step at its call of the model; no `except Exception` of the user's catches it."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -25,7 +25,7 @@ class _Reached(BaseException):
 
 @contextmanager
 def answering(model: Pipelined, answer: Callable[[Call], Any]) -> Iterator[None]:
-    """Context manager in which a call of the model is read and returns `answer(call)`."""
+    """Read each call of the model in this context, and return `answer(call)` to the caller."""
     module: Any = model.module
     module.forward = lambda *args, **kwargs: answer(model.read(args, kwargs))
     try:
@@ -38,7 +38,7 @@ def called(model: Pipelined, step: Callable[[], Any]) -> Call:
     """Run `step` up to its call of the model, and return that call.
 
     Raises:
-        ValueError: it returned without a call.
+        ValueError: the step returned without a call.
     """
     try:
         with answering(model, _reach):
@@ -49,17 +49,17 @@ def called(model: Pipelined, step: Callable[[], Any]) -> Call:
 
 
 class Suspended:
-    """A step that has come to its call of the model and waits there, in a thread of its own.
+    """The user's step, run up to its call of the model, where it waits in its own thread.
 
     Args:
-        step: run at once, as far as its call.
-        place: the device whose modes (autocast, stream) the step runs in, those of the thread that makes this.
+        step: run at once, up to its call of the model.
+        place: the device whose modes (autocast, stream) the step uses, as set in the thread that creates this.
 
     Attributes:
-        call: what it asks of the model.
+        call: the step's call of the model.
 
     Raises:
-        ValueError: it returned without a call. What the step raises is raised here.
+        ValueError: the step returned without a call. The step's own exceptions are raised here.
     """
 
     def __init__(self, model: Pipelined, step: Callable[[], Any], place: torch.device) -> None:
@@ -70,7 +70,7 @@ class Suspended:
         self._result: Any = None
         self._error: BaseException | None = None
         run = contextvars.copy_context().run
-        # A daemon: a worker that is interrupted while its step runs ends without it.
+        # A daemon: a worker that is interrupted while its step runs can end without the thread.
         thread = threading.Thread(target=run, args=(self._run,), name="training_step", daemon=True)
         self._while_it_runs(thread.start)
         if not self._calls:
@@ -78,19 +78,19 @@ class Suspended:
         self.call = self._calls[0]
 
     def go_on(self, answer: Callable[[Call], Any]) -> Any:
-        """Answer the step's call, let the step go on, and return its result.
+        """Answer the step's call, let the step continue, and return its result.
 
         Args:
-            answer: of its call; run in the step's thread, where the call stands.
+            answer: computes the call's result; it runs in the step's thread.
 
         Raises:
-            ValueError: it called the model again.
+            ValueError: the step called the model again.
         """
         self._while_it_runs(lambda: self._proceed(answer))
         return self._result
 
     def end(self) -> None:
-        """End the step's thread: it leaves its call by an exception that is no `Exception`."""
+        """End the step's thread: an exception that is no `Exception` leaves its call."""
         if self._answer is None:
             self._proceed(_reach)
 
@@ -99,7 +99,7 @@ class Suspended:
         self._going.release()
 
     def _while_it_runs(self, begin: Callable[[], None]) -> None:
-        """Run the step's thread up to its call, or to its end."""
+        """Let the step's thread run until its call of the model or its end."""
         with answering(self._model, self._wait):
             begin()
             self._paused.acquire()

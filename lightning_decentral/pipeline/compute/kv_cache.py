@@ -3,7 +3,7 @@
     forward:   rows[start:stop] = new;   returns rows[:stop]
     backward:  total = grad + carried;   returns total[start:stop];   carried = total[:start]
 
-A slice's graph ends at its own keys and values and is freed at its backward; the sum is the uncut model's gradient.
+A slice's graph ends at its own keys and values and is freed in its backward; the sum is the uncut model's gradient.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from torch._compile import _disable_dynamo  # as torch's optimizers; torch.compi
 
 
 class LayerRows:
-    """The keys, or the values, of one layer for one micro-batch: [..., length, head].
+    """Keys, or values, of one layer for one micro-batch: [..., length, head].
 
     Args:
         length: tokens of the whole sequence.
@@ -28,36 +28,36 @@ class LayerRows:
         self._carried: Tensor | None = None
 
     def extend(self, new: Tensor, start: int, stop: int) -> Tensor:  # (.., stop - start, head)
-        """rows[:stop] once `new` stands at start..stop, differentiable towards `new`."""
+        """Store `new` at start..stop and return rows[:stop], differentiable with respect to `new`."""
         if start == 0 and stop == self._length:
-            return new  # a single slice: nobody comes later to read what would be stored
+            return new  # a single slice: no later slice reads what would be stored
         prefix: Tensor = _Extend.apply(new, self, start, stop)  # type: ignore[no-untyped-call]
         return prefix
 
     def write(self, new: Tensor, start: int, stop: int) -> Tensor:  # (.., stop - start, head)
-        """The same without a gradient."""
+        """Store `new` at start..stop and return rows[:stop], without a gradient."""
         assert start <= self._filled, f"slice {start}..{stop} came before its context, known are {self._filled} tokens"
         if self.rows is None:
             self.rows = new.new_empty((*new.shape[:-2], self._length, new.shape[-1]))
-        # `data` doesn't count as a change of the prefixes that earlier slices keep for their backward: these rows are
-        # behind them.
+        # `data` doesn't count as a change of the prefixes that earlier slices keep for their backward: these rows come
+        # after them.
         rows = self.rows.data
         rows[..., start:stop, :] = new  # by position: a recomputation writes the same again
         self._filled = max(self._filled, stop)
         return rows[..., :stop, :]
 
     def give_back(self, grad: Tensor, start: int, stop: int) -> Tensor:  # (.., stop, head)
-        """The whole gradient of the rows start..stop, given the one that came through the prefix :stop.
+        """Return the whole gradient of rows start..stop, given the gradient of the prefix :stop.
 
         Raises:
-            RuntimeError: a later slice hasn't come back; the gradient would be wrong without a sign.
+            RuntimeError: a later slice's backward hasn't run yet; the gradient would be silently wrong.
         """
         if stop != self._returned:
-            raise RuntimeError(f"slice {start}..{stop} came back before slice ..{self._returned}: last slice first")
+            raise RuntimeError(f"slice {start}..{stop} runs backward before slice ..{self._returned}: last slice first")
         total = grad if self._carried is None else grad + self._carried
         self._returned = start
-        self._carried = total[..., :start, :]  # what later slices ask of these keys, until their own slice comes back
-        if start == 0:  # the last one to come back: nothing is needed any more
+        self._carried = total[..., :start, :]  # later slices' gradient of these keys, until their own slice's backward
+        if start == 0:  # the last backward: nothing is needed any more
             self.rows = self._carried = None
         return total[..., start:, :]
 
@@ -74,12 +74,12 @@ class _Extend(torch.autograd.Function):
 
 
 class KVCache:
-    """All layers' keys and values of one micro-batch; what `transformers` calls a cache, as far as its models ask.
+    """Keys and values of all layers for one micro-batch, with the interface of a `transformers` cache.
 
     A model is called once per slice, after `at(start, stop)`.
 
     Attributes:
-        stores: (keys, values) by layer, of those that have stored any.
+        stores: (keys, values) by layer, for layers that have stored any.
     """
 
     is_compileable = False
@@ -90,15 +90,15 @@ class KVCache:
         self._start, self._stop = 0, length
 
     def at(self, start: int, stop: int) -> "KVCache":
-        """The same rows for the slice start..stop."""
-        # Another object for each slice: what is recomputed later still knows its place.
+        """Return a cache with the same rows for the slice start..stop."""
+        # A new object for each slice: a later recomputation still knows its position.
         view = KVCache(self.length)
         view.stores, view._start, view._stop = self.stores, start, stop
         return view
 
     @_disable_dynamo  # a compiled block would take the rows for a constant
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Keys and values of all tokens up to the slice's end, [batch, heads, tokens, head]."""
+        """Store a layer's keys and values, and return those up to the slice's end: [batch, heads, tokens, head]."""
         stores = self.stores.setdefault(layer_idx, (LayerRows(self.length), LayerRows(self.length)))
         return stores[0].extend(keys, self._start, self._stop), stores[1].extend(values, self._start, self._stop)
 
@@ -112,4 +112,4 @@ class KVCache:
         return self._start + query_length, 0
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"keys and values are all that is kept between slices, there is no {name}")
+        raise AttributeError(f"only keys and values are kept between slices, this cache has no {name}")

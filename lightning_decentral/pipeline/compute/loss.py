@@ -1,8 +1,8 @@
-"""Loss normalization over micro-batches: token means.
+"""Loss normalization over micro-batches: the batch's loss is the mean over all tokens.
 
     loss = sum_m (n_m / N) loss_m,   N = sum_m n_m,   n_m: targets of micro-batch m that aren't ignored
 
-Averaging the micro-batches' means instead would weigh a padded one too much.
+The mean of the micro-batches' means would weight a padded micro-batch too much.
 """
 
 import inspect
@@ -18,8 +18,8 @@ COUNTED = {loss: inspect.signature(loss) for loss in (functional.cross_entropy, 
 
 
 class TargetCount(TorchFunctionMode, ContextDecorator):
-    """While active, or around a function, notices means of cross-entropy or negative log-likelihood, and over how many
-    targets each goes."""
+    """Context or decorator that finds means of cross-entropy or negative log-likelihood, and the number of targets in
+    each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,8 +37,8 @@ class TargetCount(TorchFunctionMode, ContextDecorator):
         return result
 
     def targets(self, loss: Tensor) -> Tensor | None:  # ()
-        """Number of targets, those that aren't ignored, that `loss` is the mean over: a scalar on their device, for
-        which no host waits. None where it isn't known to be a mean."""
+        """Number of targets, without ignored ones, that `loss` is the mean over: a scalar on their device, the host
+        doesn't wait. None if the loss isn't known to be a mean."""
         for value, target, ignore_index in self._means:
             if value is loss or (value.grad_fn is not None and value.grad_fn is loss.grad_fn):
                 return (target != ignore_index).sum()
@@ -46,19 +46,19 @@ class TargetCount(TorchFunctionMode, ContextDecorator):
 
 
 def weighed(loss: Tensor, weight: Tensor) -> Tensor:  # (..), broadcast
-    """weight * loss; zero, and with gradients of zero, where there is no target and the mean over nothing is nan."""
+    """Return weight * loss, or zero with zero gradients where there is no target and the mean is nan."""
     return torch.where(weight > 0, loss, 0.0) * weight
 
 
 def total(weights: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """sum_m weight_m value_m / sum_m weight_m, along the last axis, and 1 / sum_m weight_m: by what the gradients of
-    weighed losses are multiplied in the end. A batch without targets: (nan, 0).
+    """sum_m weight_m value_m / sum_m weight_m along the last axis, and 1 / sum_m weight_m, the factor for the gradients
+    of weighted losses. A batch without targets gives (nan, 0).
 
         weight_m = n_m / T   with T all positions of the batch
 
     Args:
         weights: [M]
-        values: [..., M]; nan where there is no target.
+        values: [..., M]; nan for micro-batches without targets.
     """
     whole = weights.sum()
     return weighed(values, weights).sum(-1) / whole, torch.where(whole > 0, 1 / whole, 0.0)

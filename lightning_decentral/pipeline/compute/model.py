@@ -1,10 +1,10 @@
-"""Pipelined model: the part a stage keeps, what it does with one slice, how a call of it is read.
+"""Pipelined model: the part that a stage keeps, its forward for one slice, and how a call of the model is read.
 
     model(tokens) = head(norm(block_n(.. block_1(embedding(tokens)))))
 
-Padding masks that hide nothing are recognized on the host before their batch goes to a device. `transformers` builds no
-mask where padding hides nothing, and attention keeps its flash kernel. On a device the host would wait for that answer,
-so it looks before, and what a mask became there is remembered: itself, and its micro-batch.
+Padding masks that hide nothing are found on the host before their batch moves to a device. For such masks
+`transformers` builds no mask and attention keeps its flash kernel. Asking the device would make the host wait, so the
+host remembers what each such mask became on the device: the tensor itself, and its micro-batches.
 """
 
 from abc import ABC, abstractmethod
@@ -27,7 +27,7 @@ class Call:
     """One call of the model by the user's step, for one micro-batch.
 
     Args:
-        inputs: [batch, length, ..]; what the first stage begins with.
+        inputs: [batch, length, ..]; the input of the first stage.
         attention_mask: [batch, length] of ones and zeros, or None.
         position_ids: [batch, length], or None: 0, 1, 2, ..
         extra: what only the answer needs (labels).
@@ -53,10 +53,10 @@ class StagePlace:
 
 
 class Pipelined(ABC):
-    """A model that can be cut into stages.
+    """Interface of a model that can be cut into stages.
 
     Args:
-        module: what the user's step calls, once.
+        module: the model that the user's step calls, once.
     """
 
     sliceable: bool  # True where a sequence may be cut into slices.
@@ -69,52 +69,52 @@ class Pipelined(ABC):
 
     @abstractmethod
     def keep(self, place: StagePlace) -> None:
-        """Take out of the module what stands on other stages. Names of what is kept stay as they are."""
+        """Remove from the module what stands on other stages. The remaining names don't change."""
 
     def restore(self) -> None:
-        # Last first: a parent may have been changed twice.
+        # In reverse: a parent may have been changed twice.
         for parent, modules in reversed(self._removed):
             parent._modules = modules
         self._removed = []
 
     def _replace(self, parent: nn.Module, changes: Mapping[str, nn.Module | None]) -> None:
-        """Put other modules in the place of some; None takes out."""
+        """Replace some children of a module by others; None removes a child."""
         self._removed.append((parent, parent._modules))
-        # A new dictionary: the old one, kept whole, gives `restore` the order back as well.
+        # A new dictionary: the old one, kept whole, lets `restore` restore the order, too.
         changed = {**parent._modules, **changes}
         parent._modules = {name: changed[name] for name in changed if changes.get(name, parent) is not None}
 
     @abstractmethod
     def loads(self) -> tuple[list[BlockCost], BlockCost, BlockCost]:
-        """(blocks, embedding, head): bytes of parameters, which also stand in for seconds."""
+        """Return (blocks, embedding, head): bytes of parameters, which also stand in for seconds."""
 
     # ---- one call -----------------------------------------------------------------------------------------------
 
     @abstractmethod
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Read the model's inputs from the user's call. ValueError where a pipeline can't answer such a call."""
+        """Read the model's inputs from the user's call. ValueError for a call that a pipeline can't answer."""
 
     @abstractmethod
     def length(self, call: Call) -> int:
-        """Tokens of a sequence; 1 where there are none."""
+        """Number of tokens in a sequence; 1 if the model has no token axis."""
 
     @abstractmethod
     def forward(
         self, place: StagePlace, call: Call, hidden: Tensor | None, memory: KVCache, start: int, stop: int
     ) -> Tensor:
-        """Forward of this stage for one slice. The first stage begins with the call, others with `hidden`."""
+        """Run this stage's forward for one slice. The first stage begins with the call, other stages with `hidden`."""
 
     @abstractmethod
     def shape(self, call: Call, start: int, stop: int) -> Shape | None:
-        """Shape and type of what stands between any two stages; None where a forward must be run to know."""
+        """Shape and dtype of the hidden state between two stages; None if only a forward can show it."""
 
     @abstractmethod
     def answer(self, call: Call, output: Tensor) -> Any:  # (batch, length, vocabulary)
-        """Return what the user's step gets for the output of the last stage, all slices together."""
+        """Build what the model returns to the user's step from the last stage's output, all slices joined."""
 
 
 _full: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
-"""Tensors of ones, and their version counters then: a change in place increases them."""
+"""Tensors of ones, with their version counters: a later change in place increases the counter."""
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:
@@ -134,17 +134,17 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
 
 
 def remember(before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
-    """Remember which of the host's tensors are masks that hide nothing, by what each became on the device."""
+    """Remember which of the host's masks hide nothing, by the tensors that they became on the device."""
     if [tensor.shape for tensor in before] == [tensor.shape for tensor in after]:
         for there, here in zip(before, after, strict=True):
             may_be = there.device.type == "cpu" and there.dim() == 2 and not there.is_floating_point()
-            # A tensor of inference mode doesn't show whether it was changed.
+            # A tensor made in inference mode doesn't show whether it was changed.
             if here.device.type != "cpu" and not here.is_inference() and may_be and bool((there == 1).all()):
                 _full[here] = here._version
 
 
 def part_of(tensor: Tensor, parts: int, index: int) -> Tensor:  # (batch, ..)
-    """One of so many parts along the first axis. Those of a mask that hides nothing hide nothing."""
+    """Return one of n parts along the first axis. Parts of a mask that hides nothing hide nothing."""
     part = tensor.tensor_split(parts)[index]
     if hides_nothing(tensor):
         _full[part] = part._version

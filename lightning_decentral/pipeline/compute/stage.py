@@ -1,11 +1,11 @@
-"""Forward and backward of one chunk on one stage, activations kept or recomputed (activation checkpointing).
+"""Stage of a pipeline: forward and backward of a chunk, with activations kept or recomputed (activation checkpointing).
 
-A chunk is one slice of one micro-batch. Its graph begins at the hidden state that came in and ends at the one that goes
-out; keys and values of other slices come and go through `KVCache`.
+A chunk is one slice of one micro-batch. Its graph begins at the incoming hidden state and ends at the outgoing one;
+keys and values of other slices come and go through `KVCache`.
 
-Slices, and recomputed activations, are the whole model only where a forward leaves it as it was (`unchanged`). What an
-observer of fake quantization, or a spectral norm, did to one slice it wouldn't do to the next, nor to the same slice a
-second time, without a sign.
+Slices, and recomputed activations, equal the whole model only if a forward changes no buffer (`unchanged`). What a fake
+quantization's observer, or a spectral norm, did for one slice it wouldn't do for the next, nor for the same slice a
+second time: a silent error.
 """
 
 from abc import ABC, abstractmethod
@@ -28,15 +28,15 @@ Compute = Callable[[Tensor | None], Tensor]
 
 
 class _Come(torch.autograd.Function):
-    """A hidden state from another stage, whose gradient is put into a list.
+    """Hidden state from another stage, whose gradient is put into a list.
 
-    Differentiable and no leaf: a block may write to it, as to what a block before it made.
+    Differentiable and no leaf: a block may write to it, as to an earlier block's result.
     """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, anchor: Tensor, found: list[Tensor]) -> Tensor:
         ctx.found = found
-        ctx.mark_dirty(tensor)  # so it is returned as itself, not as a view, which couldn't be written to
+        ctx.mark_dirty(tensor)  # so it is returned itself, not as a view, which couldn't be written to
         return tensor
 
     @staticmethod
@@ -46,14 +46,14 @@ class _Come(torch.autograd.Function):
 
 
 class Activations(ABC):
-    """Policy for the activations of a chunk: what is kept for its backward."""
+    """Policy for the activations of a chunk: which of them are kept for its backward."""
 
     repeats: ClassVar[bool] = False
-    """True where a forward is run again at its backward."""
+    """True if the backward runs the forward again."""
 
     @abstractmethod
     def run(self, compute: Compute, hidden: Tensor | None) -> Tensor:
-        """compute(hidden), differentiable."""
+        """Return compute(hidden), differentiable."""
 
 
 @dataclass(frozen=True)
@@ -66,29 +66,29 @@ class Keep(Activations):
 
 @dataclass(frozen=True)
 class Recompute(Activations):
-    """Keep only what came in, keys and values; the backward computes the rest again, with the same random numbers.
+    """Keep only the input, keys and values; the backward recomputes the rest, with the same random numbers.
 
-    Costs one more forward. It takes the place of a model's own gradient checkpointing, which drops keys and values.
+    Costs one more forward. It replaces a model's own gradient checkpointing, which drops keys and values.
     """
 
     repeats: ClassVar[bool] = True
 
     def run(self, compute: Compute, hidden: Tensor | None) -> Tensor:
-        # A copy each time: a block that writes to what came in mustn't do so to what the backward begins with.
+        # A copy each time: a block that writes to its input mustn't change what the backward begins with.
         copied = lambda hidden: compute(None if hidden is None else hidden.clone())  # noqa: E731
-        # Reentrant, the first stage would get no gradients: nothing that comes in asks for one.
+        # Reentrant, the first stage would get no gradients: none of its inputs requires one.
         output: Tensor = checkpoint(copied, hidden, use_reentrant=False)
         return output
 
 
 class Stage:
-    """A stage at work.
+    """Runs forward and backward of one stage, chunk by chunk, in one step.
 
     Args:
         model: after `keep(place)`.
         calls: one for each micro-batch.
         slices: lengths in tokens; `(1,)` for a model without a token axis.
-        weights: their gradients, where the schedule splits backwards; None: computed with the backward.
+        weights: computes weight gradients if the schedule splits backwards; None: in the backward.
     """
 
     def __init__(
@@ -104,14 +104,14 @@ class Stage:
         self.bounds = list(pairwise(accumulate(slices, initial=0)))
         self._model, self._activations = model, activations
         self._weights = weights
-        self._memories = [KVCache(sum(slices)) for _ in calls]  # of each micro-batch: slices of others are others
-        # Of each chunk: the gradient of what came in, once it is there, what makes zeros of its form, and the output.
+        self._memories = [KVCache(sum(slices)) for _ in calls]  # one for each micro-batch
+        # For each chunk: its input's gradient, once known, a function that makes zeros like it, and the output.
         self._kept: dict[tuple[int, int], tuple[list[Tensor], Callable[[], Tensor] | None, Tensor]] = {}
         self.outputs: dict[int, list[Tensor]] = {}
-        """[micro-batch][slice]: outputs of the last stage, detached."""
+        """[micro-batch][slice]: detached outputs of the last stage."""
 
     def forward(self, microbatch: int, index: int, hidden: Tensor | None) -> Tensor:  # (batch, tokens, width)
-        """Take one chunk forward; `hidden` is None on the first stage. What it comes to, detached."""
+        """Run one chunk's forward; `hidden` is None on the first stage. Returns the detached output."""
         call, memory, (start, stop) = self.calls[microbatch], self._memories[microbatch], self.bounds[index]
         gradient, zeros = list[Tensor](), None
         if hidden is not None and torch.is_grad_enabled():
@@ -131,61 +131,61 @@ class Stage:
         return output.detach()
 
     def backward(self, microbatch: int, index: int, grad: Tensor) -> Tensor | None:  # as the chunk's output
-        """Take it back: gradients of parameters are added to `.grad`, that of `hidden` is returned.
+        """Run one chunk's backward: add gradients of parameters to `.grad` and return that of `hidden`.
 
-        None on the first stage.
+        Returns None on the first stage.
         """
-        if (microbatch, index) not in self._kept:  # nothing here or before it is trained
+        if (microbatch, index) not in self._kept:  # nothing here or before is trained
             return None
         gradient, zeros, output = self._kept.pop((microbatch, index))
         torch.autograd.backward([output], [grad])
-        # Zeros where nothing asked for it: the stage before waits for a message.
+        # Zeros if nothing used the input: the stage before waits for a message.
         return zeros() if zeros is not None and not gradient else next(iter(gradient), None)
 
     def weights(self, microbatch: int, index: int) -> None:
-        """The second half of a backward, where it's split: gradients of weights are added to `.grad`."""
+        """Run the second half of a split backward: add gradients of weights to `.grad`."""
         assert self._weights is not None
         self._weights.finish((microbatch, index))
 
 
 @contextmanager
 def unchanged(module: nn.Module, among: str, remedy: str) -> Iterator[None]:
-    """Context manager around forwards that must all meet the same buffers of the module.
+    """Check that forwards in this context leave the module's buffers unchanged.
 
     Args:
-        among: a description of these forwards.
+        among: describes these forwards.
 
     Raises:
-        ValueError: afterwards, where a buffer isn't what it was; running statistics of norms, which a training forward
-            doesn't read, may change.
+        ValueError: afterwards, if a buffer has changed; running statistics of norms, which a training forward doesn't
+        read, may change.
     """
     before = {name: buffer.detach().clone() for name, buffer in _read_buffers(module)}
     yield
     for name, buffer in _read_buffers(module):
         was = before.get(name)
-        # By value, NaN being NaN, since fused observers write without a trace in `_version`.
+        # By value, with NaN equal to NaN: fused observers write without a change of `_version`.
         alike = was is not None and was.shape == buffer.shape and (was == buffer) | ((was != was) & (buffer != buffer))
         if not isinstance(alike, Tensor) or not alike.all():
             kind = type(module.get_submodule(name.rpartition(".")[0])).__name__
             raise ValueError(
-                f"every forward changes {name} ({kind}), so {among} would each meet another model: {remedy}, or fix it "
-                "before the fit (fake quantization by model.apply(torch.ao.quantization.disable_observer))"
+                f"every forward changes {name} ({kind}), so {among} would use different models: {remedy}, or freeze "
+                "the buffer before the fit (fake quantization by model.apply(torch.ao.quantization.disable_observer))"
             )
 
 
 @contextmanager
 def put_back(module: nn.Module) -> Iterator[None]:
-    """Afterwards every buffer is what it was before, whatever observers have seen meanwhile."""
+    """Restore every buffer afterwards, whatever observers have recorded meanwhile."""
     before = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     yield
     with torch.no_grad():
         for name, buffer in module.named_buffers():
             if name in before:
-                buffer.resize_(before[name].shape).copy_(before[name])  # an observer's first forward gives some a size
+                buffer.resize_(before[name].shape).copy_(before[name])  # an observer's first forward sizes some buffers
 
 
 def _read_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield all buffers, with their names, but running statistics of norms."""
+    """Yield all buffers with their names, except running statistics of norms."""
     for path, part in module.named_modules():
         if not isinstance(part, nn.modules.batchnorm._NormBase):
             for name, buffer in part.named_buffers(recurse=False):
@@ -202,16 +202,16 @@ class _Deliver(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            raise RuntimeError("the loss of a pipeline goes back once: its gradients are handed over, not computed")
+            raise RuntimeError("a pipeline's loss has one backward, which uses up its gradients: call backward once")
         return None, None, None, *(g if g is None else g.mul_(grad.to(g.dtype)) for g in gradients)
 
 
 def deliver(value: Tensor, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:  # value: ()
-    """A loss with this value whose backward adds factor * gradients to the parameters' `.grad`.
+    """Make a loss with this value, whose backward adds factor * gradients to the parameters' `.grad`.
 
-    So whatever is done to a loss (division for accumulation, scaling for half precision) is done to the gradients, and
-    zeroing, clipping and stepping stay as they are. The gradients are used up.
+    So whatever scales the loss (division for accumulation, scaling for half precision) scales the gradients, and
+    zeroing, clipping and stepping don't change. The gradients are used up.
     """
-    anchor = torch.zeros((), device=value.device, requires_grad=True)  # a stage may have nothing that is trained
+    anchor = torch.zeros((), device=value.device, requires_grad=True)  # a stage may have no trained parameters
     loss: Tensor = _Deliver.apply(value, list(gradients), anchor, *parameters)  # type: ignore[no-untyped-call]
     return loss

@@ -1,10 +1,10 @@
-"""Split backward (zero bubble): a linear layer's input gradient at once, its weight gradient when asked for.
+"""Split backward (zero bubble): a linear layer's input gradient at once, its weight gradient on request.
 
-    y = x w^T + b      dx = g w                    the next stage down waits for it
-                       dw = g^T x,  db = sum g     nobody waits for them before the update
+    y = x w^T + b      dx = g w                    the stage before waits for dx
+                       dw = g^T x,  db = sum g     only the update needs dw and db
 
-Both are the products that an undivided backward makes. Weights of other operations (norms, embeddings, convolutions)
-get their gradients with the first half.
+Both products are those of an undivided backward. Weights of other operations (norms, embeddings, convolutions) get
+their gradients in the first half.
 
 Source: Qi et al. 2401.10241 (zero bubble).
 """
@@ -22,17 +22,17 @@ Chunk = tuple[int, int]
 
 
 class SplitWeights:
-    """Gradients of linear maps' weights (`linear`, and `addmm` as GPT-2 writes it) computed in the second half."""
+    """Computes weight gradients of linear maps (`linear`, and GPT-2's `addmm`) in the second half of the backward."""
 
     def __init__(self) -> None:
         self._halves: dict[Chunk, list[Callable[[], None]]] = {}
 
     def during(self, chunk: Chunk) -> AbstractContextManager[Any]:
-        """Context manager around the forward of a chunk (micro-batch, slice)."""
+        """Split linear maps in the forward of a chunk (micro-batch, slice) that runs in this context."""
         return _Cutting(self._halves.setdefault(chunk, []))  # a recomputation comes a second time
 
     def finish(self, chunk: Chunk) -> None:
-        """Run the second half of its backward."""
+        """Run the second half of this chunk's backward."""
         for half in self._halves.pop(chunk):
             half()
 
@@ -61,7 +61,7 @@ class _Cutting(TorchFunctionMode):
             kind, x, weight, bias, more = _READ[func](*args, **(kwargs or {}))
             plain = bias is None or (isinstance(bias, nn.Parameter) and bias.dim() == 1)
             trained = isinstance(weight, nn.Parameter) and weight.requires_grad and weight.dim() == 2
-            # Not where a weight or bias was computed: its gradient is handed on, and can't wait.
+            # Not for a computed weight or bias: its gradient flows on, and can't wait.
             if not more and plain and trained and x.requires_grad and x.dim() > 1:
                 return _Cut.apply(x, weight, bias, kind, self._halves)  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
@@ -78,7 +78,7 @@ class _Cut(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kind: _Map, halves: Any) -> Tensor:
         output = kind.y(x, weight, bias)
         ctx.save_for_backward(x.to(output.dtype))  # under autocast in half precision
-        # Parameters aren't saved with the input: a recomputation would hand back other objects, without their `.grad`.
+        # Parameters aren't saved with the input: a recomputation would return other objects, without their `.grad`.
         ctx.weight, ctx.bias, ctx.kind, ctx.halves, ctx.dtype = weight, bias, kind, halves, x.dtype
         return output
 

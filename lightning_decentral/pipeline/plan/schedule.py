@@ -4,20 +4,19 @@
     backward(r, m, s) needs  backward(r + 1, m, s), backward(r, m, s + 1), forward(r, m, s)
     weights(r, m, s)  needs  backward(r, m, s)          where a schedule splits the backward
 
-The causal order is written once, in `Action.needs`; the forecast and the executor read it.
+The causal order is written once, in `Action.needs`; `check`, `forecast` and the executor read it.
 
-Receives are posted before the actions that need them:
+A stage posts receives before the actions that need them:
 
-    two ahead    the action's own and two more: one that is needed next, one that travels meanwhile
-    in step      those that are sent before the action in one order of all stages' actions
+    two ahead    the receives of this action and of the next two: one is needed next, one travels meanwhile
+    in step      the receives of what is sent before this action, in one order of all stages' actions
 
-By NCCL a posted receive is a running kernel, and so is a send until its receive is posted. What waits for a whole
-device (memory that is given back, a kernel's first loading, `torch.cuda.synchronize`) waits for both. Two ahead, the
-sender may need something of this very stage, whose host stands still. In step, a stage that stands before X has sent
-only what comes before X, and posted exactly what is sent before X: it waits for stages alone that stand at something
-earlier. So the earliest of those that wait goes on, however many wait at once, wherever, however large messages are.
+Over NCCL a posted receive is a running kernel, and so is a send until its receive is posted. Whatever waits for a whole
+device (freed memory, a kernel's first loading, `torch.cuda.synchronize`) waits for both. Two ahead can deadlock: the
+sender may need a message of this stage, whose host waits. In step can't: a stage before action X has sent only what
+comes before X, and posted only receives of that, so it waits only for stages at earlier actions. The earliest goes on.
 
-By gloo a host waits for its messages, one by one: there two ahead is safe, and in step would come late.
+Over gloo a host waits for its messages one by one: two ahead is safe, and in step would be late.
 """
 
 from abc import ABC, abstractmethod
@@ -30,11 +29,11 @@ from itertools import chain, zip_longest
 from typing import ClassVar
 
 from lightning_decentral.pipeline.plan.dynamic_program import at_least_1
-from lightning_decentral.shared.plan.timeline import Span, Task, bubble, makespan, run
+from lightning_decentral.shared.plan.timeline import Deadlock, Span, Task, bubble, makespan, run
 
 
 class Kind(Enum):
-    """Kind of work on a chunk: forward, backward, or the second half of a backward in two."""
+    """Kind of work on a chunk: forward, backward, or the gradients of the weights where the backward is split."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -42,12 +41,12 @@ class Kind(Enum):
 
 
 TOWARDS = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHTS: -1}
-"""1 where a result goes to the next stage, -1 where to the one before."""
+"""Direction of an action's result: 1 to the next stage, -1 to the stage before."""
 
 
 @dataclass(frozen=True)
 class Action:
-    """One chunk through one stage in one direction; all numbers from 0."""
+    """One chunk's forward, backward or weight gradients on one stage; all numbers from 0."""
 
     kind: Kind
     stage: int
@@ -58,7 +57,7 @@ class Action:
         return f"{self.kind.value} stage {self.stage} micro-batch {self.microbatch} slice {self.slice}"
 
     def needs(self, num_stages: int, num_slices: int) -> tuple["Action", ...]:
-        """Actions that must have ended before this one starts."""
+        """Actions that must have ended before this action starts."""
         if self.kind is Kind.WEIGHTS:
             return (replace(self, kind=Kind.BACKWARD),)
         stage, position = self.stage - TOWARDS[self.kind], self.slice - TOWARDS[self.kind]
@@ -71,28 +70,24 @@ class Action:
 
 
 class Schedule(ABC):
-    """A frozen, size-free value: the order of actions of every stage."""
+    """Order in which each stage of a pipeline takes its actions, for any number of stages and chunks."""
 
     splits: ClassVar[bool] = False
-    """True where gradients of weights are actions of their own; a backward is then the first half only."""
+    """True if the schedule computes gradients of the weights in separate actions, after those of the input."""
 
     @abstractmethod
     def of_stage(self, stage: int, num_stages: int, num_microbatches: int, num_slices: int) -> Iterator[Action]:
         """Yield the actions of one stage, in order."""
 
     def actions(self, num_stages: int, num_microbatches: int, num_slices: int) -> list[list[Action]]:
-        """[stage]: its actions in order.
-
-        Raises:
-            ValueError: a number below 1.
-        """
+        """List each stage's actions in order. Raises ValueError for a number below 1."""
         at_least_1(num_stages=num_stages, num_microbatches=num_microbatches, num_slices=num_slices)
         return [list(self.of_stage(r, num_stages, num_microbatches, num_slices)) for r in range(num_stages)]
 
 
 @dataclass(frozen=True)
 class TeraPipe(Schedule):
-    """All forward, then all backward: every chunk's activations are live at once, M S of them.
+    """All forwards, then all backwards: the activations of all M S chunks are kept at once.
 
     Source: Li et al. 2102.07988; with one slice it's GPipe, Huang et al. 1811.06965.
     """
@@ -105,9 +100,9 @@ class TeraPipe(Schedule):
 
 @dataclass(frozen=True)
 class OneForwardOneBackward(Schedule):
-    """min(P - r - 2 + S, M S) forwards, then one forward and one backward by turns, then what is left.
+    """1F1B: stage r runs min(P - r - 2 + S, M S) forwards, then one forward and one backward in turn, then the rest.
 
-    Stage r holds at most min(P - 1 - r + S, M S) chunks. Micro-batches come back first in first out, slices last first.
+    Stage r keeps at most min(P - 1 - r + S, M S) chunks. Micro-batches run backward in order, their slices last first.
 
     Source: Sun et al. 2406.03488 (Seq1F1B); with one slice it's 1F1B, Narayanan et al. 1806.03377.
     """
@@ -115,7 +110,7 @@ class OneForwardOneBackward(Schedule):
     def of_stage(self, stage: int, num_stages: int, num_microbatches: int, num_slices: int) -> Iterator[Action]:
         forwards = list(_forwards(stage, num_microbatches, num_slices))
         backwards = _backwards(stage, range(num_microbatches), num_slices)
-        # One less than are held at most: every turn begins with a forward.
+        # One less than the maximum that is kept: every turn begins with a forward.
         warm = min(num_stages - stage - 2 + num_slices, len(forwards))
         turns = zip_longest(forwards[warm:], backwards)
         return chain(forwards[:warm], (action for turn in turns for action in turn if action is not None))
@@ -123,12 +118,12 @@ class OneForwardOneBackward(Schedule):
 
 @dataclass(frozen=True)
 class ZeroBubble(Schedule):
-    """`OneForwardOneBackward` whose backward is split: stage r computes weights' gradients r chunks after the input's.
+    """1F1B with a split backward: stage r computes gradients of the weights r chunks after those of the input.
 
-        seconds = 3 M S + P - 1        chunks of equal cost, each third of them 1, (M - 1) S >= P - 1
-                  3 S + 2 (P - 1)      a single micro-batch: then nothing is left to fill the first wait with
+        seconds = 3 M S + P - 1        chunks of equal cost, each third of a chunk 1, (M - 1) S >= P - 1
+                  3 S + 2 (P - 1)      a single micro-batch: nothing is left to fill the first wait with
 
-    against 3 (M S + P - 1). Every stage holds at most min(P - 1 + S, M S) chunks, as many as the first one of 1F1B.
+    1F1B takes 3 (M S + P - 1). Every stage keeps at most min(P - 1 + S, M S) chunks, like the first stage of 1F1B.
 
     Source: Qi et al. 2401.10241 (ZB-H1), here over slices.
     """
@@ -141,7 +136,7 @@ class ZeroBubble(Schedule):
             yield action
             if action.kind is Kind.BACKWARD:
                 halves.append(replace(action, kind=Kind.WEIGHTS))
-            # So stage r holds r chunks more than under 1F1B: as many as the first stage, which holds most.
+            # So stage r keeps r chunks more than under 1F1B: as many as the first stage, which keeps most.
             if len(halves) > stage:
                 yield halves.popleft()
         yield from halves
@@ -152,21 +147,37 @@ def _forwards(stage: int, num_microbatches: int, num_slices: int) -> Iterator[Ac
 
 
 def _backwards(stage: int, microbatches: Sequence[int], num_slices: int) -> Iterator[Action]:
-    # Last slice first: a slice's gradient isn't whole before those that read its keys and values have come back.
+    # Last slice first: a slice's gradient isn't complete before the backward of those that read its keys and values.
     return (Action(Kind.BACKWARD, stage, m, s) for m in microbatches for s in reversed(range(num_slices)))
 
 
-def equally_long(stages: Sequence[Sequence[Action]], num_slices: int) -> dict[Action, Span]:
-    """Span of each action if all take a second, and messages nothing.
+def check(stages: Sequence[Sequence[Action]], num_microbatches: int, num_slices: int) -> None:
+    """ValueError unless every stage takes every chunk forward and backward exactly once, without a deadlock."""
+    for stage, actions in enumerate(stages):
+        complete = {*_forwards(stage, num_microbatches, num_slices)}
+        complete |= {*_backwards(stage, range(num_microbatches), num_slices)}
+        if any(action.kind is Kind.WEIGHTS for action in actions):
+            complete |= {replace(a, kind=Kind.WEIGHTS) for a in complete}
+        wrong = complete ^ set(actions)
+        if wrong or len(actions) != len(complete):
+            found = min(map(str, wrong)) if wrong else "an action twice"
+            raise ValueError(
+                f"stage {stage} must take every chunk once each way: {found} is missing, foreign or repeated"
+            )
+    # Transfers never block their sender, so an action that can't start here is the only possible deadlock.
+    try:
+        equally_long(stages, num_slices)
+    except Deadlock as error:
+        raise ValueError(f"the schedule deadlocks: {error}") from error
 
-    Raises:
-        Deadlock: they can't go on to the end.
-    """
+
+def equally_long(stages: Sequence[Sequence[Action]], num_slices: int) -> dict[Action, Span]:
+    """Span of each action if every action takes a second, and a message no time. Raises `Deadlock`."""
     return run([Task(a, f"stage {a.stage}", 1.0, a.needs(len(stages), num_slices)) for stage in stages for a in stage])
 
 
 def in_flight(actions: Sequence[Action], tokens: Sequence[int] | None = None) -> int:
-    """The most chunks (with `tokens`, one number per slice: the most tokens) that a stage holds at once."""
+    """Maximum number of chunks whose activations a stage keeps at once; with `tokens` (one per slice), of tokens."""
     held = most = 0
     splits = any(action.kind is Kind.WEIGHTS for action in actions)
     change = {Kind.FORWARD: 1, Kind.WEIGHTS if splits else Kind.BACKWARD: -1}
@@ -187,11 +198,11 @@ class ScheduleForecast:
     spans: dict[str, Span]
     seconds: float
     bubble: float
-    chunks_in_flight: tuple[int, ...]  # The most that each stage holds at once.
+    chunks_in_flight: tuple[int, ...]  # The maximum that each stage keeps at once.
 
 
 def always(seconds: float) -> Costs:
-    """The same, whatever the action."""
+    """Every action takes the same time."""
     return lambda action: seconds
 
 
@@ -199,7 +210,7 @@ AT_ONCE = always(0.0)
 
 
 def tasks(stages: Sequence[Sequence[Action]], num_slices: int, seconds: Costs, link: Costs) -> list[Task[str]]:
-    """Actions as tasks named `str(action)`; between two stages lies a task of the link, if it takes time."""
+    """Turn actions into tasks of the timeline, named `str(action)`; a message that takes time is a task, too."""
     found: list[Task[str]] = []
     for actions in stages:
         for action in actions:
@@ -218,18 +229,13 @@ def tasks(stages: Sequence[Sequence[Action]], num_slices: int, seconds: Costs, l
 
 
 def forecast(
-    schedule: Schedule,
-    num_stages: int,
-    num_microbatches: int,
-    num_slices: int,
-    seconds: Costs,
-    link: Costs = AT_ONCE,
+    schedule: Schedule, num_stages: int, num_microbatches: int, num_slices: int, seconds: Costs, link: Costs = AT_ONCE
 ) -> ScheduleForecast:
-    """The run of a schedule.
+    """Forecast one training step under a schedule.
 
     Args:
         seconds: of one action; a schedule that splits the backward gets half of it for each part.
-        link: from the end of an action to when the next stage has its result.
+        link: seconds from the end of an action until the next stage has its result.
     """
     stages = schedule.actions(num_stages, num_microbatches, num_slices)
     spans = run(tasks(stages, num_slices, halved(seconds) if schedule.splits else seconds, link))
@@ -241,7 +247,7 @@ def forecast(
 
 
 def halved(seconds: Costs) -> Costs:
-    """Seconds of a backward in two halves: each multiplies one of the two matrices that the whole does."""
+    """Costs of a split backward: each half computes one of the backward's two matrix products, in half the time."""
 
     def cost(action: Action) -> float:
         return seconds(action) if action.kind is Kind.FORWARD else seconds(replace(action, kind=Kind.BACKWARD)) / 2
@@ -252,20 +258,20 @@ def halved(seconds: Costs) -> Costs:
 # ---- when a stage posts its receives ---------------------------------------------------------------------------------
 
 AHEAD = 2
-Posts = Mapping[Action, Sequence[Action]]  # action -> those whose receives are posted before it, in order.
+Posts = Mapping[Action, Sequence[Action]]  # action -> actions whose receives are posted before it, in order.
 
 
 def two_ahead(actions: Sequence[Action]) -> Posts:
-    """Post receives two ahead, for a stage with these actions."""
+    """Plan for a stage with these actions when it posts receives: two actions ahead."""
     coming = [action for action in actions if action.kind is not Kind.WEIGHTS]
     later = zip(coming[1:], coming[AHEAD + 1 :], strict=False)
     return {coming[0]: coming[: AHEAD + 1], **{action: [expected] for action, expected in later}}
 
 
 def in_step(stages: Sequence[Sequence[Action]], num_slices: int) -> list[Posts]:
-    """Post receives in step, for each of these stages; all must ask with the same actions."""
-    # By start; of those that start at once senders come first, so what they send is received before its turn. Any order
-    # would do in which nothing comes before what it needs.
+    """Plan for each stage when it posts receives: in step. Every stage must pass the same actions."""
+    # Ordered by start. Of actions that start at once, senders come first, so that a message is received before its
+    # turn. Any order would do in which no action comes before those that it needs.
     spans = equally_long(stages, num_slices).items()
     order = {a: (span.start, a.kind is not Kind.FORWARD, a.stage * TOWARDS[a.kind]) for a, span in spans}
 

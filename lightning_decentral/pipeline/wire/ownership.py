@@ -86,11 +86,11 @@ class Ownership:
         if now != self._names:
             changed = next(p for p in (*self._names, *now) if self._names.get(p) != now.get(p))
             before, after = self._names.get(changed), now.get(changed)
-            what = f"has become {after}" if before and after else "has gone or come"
+            what = f"became {after}" if before and after else "was added or removed"
             reason = (
-                f"the parameter {before or after} {what} while training: the other stages, and files of the whole "
-                "model, have it as it was. Prune, reparametrize and replace modules before fit, or make it permanent "
-                "in the same hook (prune.remove)"
+                f"the parameter {before or after} {what} while training, but the other stages and checkpoints of the "
+                "whole model keep the former parameters. Prune, reparametrize and replace modules before fit, or make "
+                "the change permanent in the same hook (prune.remove)"
             )
         reasons = gather_objects(self._over, reason) if together and self._over is not None else [reason]
         if any(reasons):
@@ -214,7 +214,8 @@ def check_same_groups(workers: Sequence[Sequence[Sequence[Mapping[str, str]]]]) 
                 what, mine, first = f"group {g}: {key}=", str(theirs[g].get(key)), str(ours[g].get(key))
             raise ValueError(
                 f"the optimizer's groups differ between stages ({what}{mine} on worker {rank}, {first} on worker 0), "
-                "so no file can hold them: make the same groups on every stage, empty ones too, and change all alike"
+                "so no checkpoint can hold them. Make the same groups on every stage, empty ones too, and change all "
+                "alike"
             )
 
 

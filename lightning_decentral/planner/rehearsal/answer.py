@@ -39,7 +39,7 @@ class Reached:
         step_seconds_at: forecast seconds of a step, by bytes per second of a node's network card.
         noise: noise of the gradients, in batches of a worker, for methods whose workers stay equal.
         excess: mean loss of the workers' own models minus the loss of their mean, at the end.
-        excess_predicted: excess predicted by a probe of the first gossip method (`disagreement`), for gossip.
+        excess_predicted: excess predicted by a probe of the first gossip method (`excess_loss`), for gossip.
         rates: number of learning rates that were tried until time was over.
         trained: steps of the first seed: fewer than requested at the target, or when time was over.
     """

@@ -153,8 +153,9 @@ def versions(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 def refuse_written(
     where: str, copies: Mapping[str, Tensor], before: Mapping[str, int], hosts: Mapping[str, Tensor]
 ) -> None:
-    """ValueError where an operation has written to a copy since these were its `versions`, or has left other numbers
-    in it than its parameter has among `hosts`: what goes by `.data` counts no version.
+    """ValueError if an operation wrote to a copy: its version has changed, or it differs from the parameter in `hosts`.
+
+    Writing through `.data` changes no version.
     """
     written = [name for name, version in before.items() if copies[name]._version != version]
     for name, host in hosts.items() if not written else ():
@@ -163,6 +164,6 @@ def refuse_written(
             written.append(name)
     for name in written:
         raise ValueError(
-            f"{where} writes to parameter {name}, of which it has a copy that is thrown away: write to it between two "
-            "steps, as in on_train_batch_end, or keep what a forward writes in a buffer (register_buffer)"
+            f"{where} writes to parameter {name}, of which it has only a temporary copy: write between two steps, as "
+            "in on_train_batch_end, or write to a buffer instead (register_buffer)"
         )

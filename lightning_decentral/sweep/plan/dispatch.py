@@ -1,7 +1,6 @@
 """Dispatch of many jobs to few devices: whose piece is loaded and whose computes, decided one event at a time.
 
-Knows no clock: the simulation feeds it events of a virtual time, a real run those of real processes, and both carry out
-the same orders.
+Knows no clock: `simulation` feeds it events of a virtual time. Processes of a real sweep are ordered by `arbiter`.
 """
 
 from collections.abc import Iterator, Sequence

@@ -26,8 +26,14 @@ from lightning_decentral.gossip import (
     Topology,
 )
 from lightning_decentral.gossip.plan.forecast import ready, step_tasks
+from lightning_decentral.gossip.plan.planned_traffic import (
+    Cliques,
+    RoundLoad,
+    copies_through_card,
+    rounds,
+    rounds_of_part,
+)
 from lightning_decentral.gossip.plan.step_costs import Alone, Encoding, ReplicatedCost, ShardedCost
-from lightning_decentral.gossip.plan.traffic import Cliques, RoundLoad, copies_through_card, rounds, rounds_of_part
 from lightning_decentral.pipeline import Pipelining
 from lightning_decentral.shared.plan.data_parallel import DataParallel, ShardedForecast
 from lightning_decentral.shared.plan.forecast import Cluster, Method, Setting, even, forecast, one_slow

@@ -31,8 +31,8 @@ from lightning_decentral.gossip import (
     Weights,
 )
 from lightning_decentral.gossip.plan.checks import check, check_equals
+from lightning_decentral.gossip.plan.planned_traffic import mean_copies, partitions, rounds
 from lightning_decentral.gossip.plan.topology.topology import step_graph
-from lightning_decentral.gossip.plan.traffic import mean_copies, partitions, rounds
 from lightning_decentral.gossip.plan.weights import consensus_steps, describe, gap_per_step, mixing_matrix, spectral_gap
 from tests.gossip.topologies import every_topology, instances, serves
 

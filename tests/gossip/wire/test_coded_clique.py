@@ -37,7 +37,7 @@ from lightning_decentral.gossip.compute.combine.combine import MessageForm
 from lightning_decentral.gossip.compute.error_feedback import CodedMean
 from lightning_decentral.gossip.compute.healing import Healing
 from lightning_decentral.gossip.compute.link import cliques_of
-from lightning_decentral.gossip.plan.traffic import Cliques, copies_sent
+from lightning_decentral.gossip.plan.planned_traffic import Cliques, copies_sent
 from lightning_decentral.gossip.plan.weights import mixing_matrix
 from lightning_decentral.gossip.wire.coded_clique import CodedCliqueExchange
 from lightning_decentral.gossip.wire.mixer import Mixer

@@ -1,7 +1,5 @@
 """Schedules: the causal order, closed forms of bubble and memory, and that the check finds what is wrong."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,40 +9,14 @@ from lightning_decentral.pipeline.plan import schedule as module
 from lightning_decentral.pipeline.plan.schedule import (
     Action,
     Kind,
-    _backwards,
-    _forwards,
     always,
-    equally_long,
+    check,
     forecast,
     in_flight,
     tasks,
 )
-from lightning_decentral.shared.plan.timeline import Deadlock, run
+from lightning_decentral.shared.plan.timeline import run
 from tests.exported import concrete
-
-
-def check(stages, num_microbatches, num_slices):
-    """Check that every stage takes every chunk forward and backward exactly once, and they can go on to the end.
-
-    Raises:
-        ValueError: a missing, repeated or misplaced action, or a deadlock, named.
-    """
-    for stage, actions in enumerate(stages):
-        complete = {*_forwards(stage, num_microbatches, num_slices)}
-        complete |= {*_backwards(stage, range(num_microbatches), num_slices)}
-        if any(action.kind is Kind.WEIGHTS for action in actions):
-            complete |= {replace(a, kind=Kind.WEIGHTS) for a in complete}
-        wrong = complete ^ set(actions)
-        if wrong or len(actions) != len(complete):
-            found = min(map(str, wrong)) if wrong else "an action twice"
-            raise ValueError(
-                f"stage {stage} must take every chunk once each way: {found} is missing, foreign or repeated"
-            )
-    # Transfers never block their sender: what can't start here is all that can deadlock.
-    try:
-        equally_long(stages, num_slices)
-    except Deadlock as error:
-        raise ValueError(f"the schedule deadlocks: {error}") from error
 
 
 def by_slice(forward, backward):

@@ -26,8 +26,7 @@ from torch import Tensor
 from lightning_decentral.gossip.plan.checks import check
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Own, Weights
-from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.codec.deterministic import Plain
+from lightning_decentral.shared.compute.codec.codec import Codec, Plain
 
 State = dict[str, Tensor]
 

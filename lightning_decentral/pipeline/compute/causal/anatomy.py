@@ -1,9 +1,9 @@
-"""Anatomy of a causal language model: where its parts are, seen by watching one forward of a small copy of it.
+"""Anatomy of a causal language model: the places of its parts, found by watching one forward of a small copy.
 
     [before] -> block_0 -> .. -> block_(n-1) -> [after] -> head -> [what is done to logits, the loss]
 
-The blocks stand in one list and pass on one hidden state. What has parameters and is called before the first of them
-belongs to the first stage, what is called after the last to the last.
+The blocks are in one list and pass on one hidden state. Modules with parameters that are called before the first block
+belong to the first stage; those called after the last block to the last stage.
 """
 
 import re
@@ -22,11 +22,11 @@ from lightning_decentral.pipeline.compute.model import StagePlace
 
 @dataclass(frozen=True)
 class Router:
-    """A module of a block whose result the model's own loss asks for (`output_router_logits`).
+    """Router of experts in a block, whose logits the model's own loss uses (`output_router_logits`).
 
     Args:
-        kind: name of its class: blocks without experts may have another module at that place.
-        index: of the logits in what it returns; None: it returns them alone.
+        kind: name of its class: blocks without experts may have another module at its path.
+        index: position of the logits in its result; None: the result is the logits.
         width: the configuration's name for the number of experts.
     """
 
@@ -37,17 +37,17 @@ class Router:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """Paths of a model's parts.
+    """Paths of the parts of a causal language model.
 
     Args:
-        blocks: of their list.
-        head: of the map to logits.
-        before: of what has parameters and is called before the first block.
-        after: of what is called after the last, the head included.
-        returned: what a block returns in addition to the hidden state: None where it returns that alone.
+        blocks: path of their list.
+        head: path of the map to logits.
+        before: paths of modules with parameters that are called before the first block.
+        after: paths of those called after the last block, including the head.
+        returned: what a block returns in addition to the hidden state; None: it returns the hidden state alone.
         routers: by their path within a block.
-        output: the kind of what the module that has the blocks returns.
-        remembering: every block keeps keys and values.
+        output: class of the result of the module that has the blocks.
+        remembering: whether every block keeps keys and values.
     """
 
     blocks: str
@@ -66,10 +66,10 @@ class Anatomy:
 
 
 def dissect(module: Any, run: Callable[[KVCache], Any], length: int) -> Anatomy:
-    """The parts of a model that `run` takes forward once, so many tokens, returning its output.
+    """Find the parts of a model: `run` runs one forward of `length` tokens and returns its output.
 
     Raises:
-        Unfit: it isn't made of blocks in one list.
+        Unfit: the model doesn't consist of blocks in one list.
     """
     blocks, to_logits = _blocks(module), module.get_output_embeddings()
     head = next((name for name, part in module.named_modules() if part is to_logits), None)
@@ -104,7 +104,7 @@ def dissect(module: Any, run: Callable[[KVCache], Any], length: int) -> Anatomy:
 
 
 def _blocks(module: Any) -> str:
-    """The outermost list with as many modules as the configuration has layers."""
+    """Path of the outermost list with as many modules as the configuration has layers."""
     depth = module.config.num_hidden_layers
     lists = [name for name, part in module.named_modules() if isinstance(part, nn.ModuleList) and len(part) == depth]
     outer: list[str] = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
@@ -117,7 +117,7 @@ def _blocks(module: Any) -> str:
 
 @contextmanager
 def watched(module: nn.Module, paths: list[str]) -> Iterator[tuple[list[str], dict[str, Any]]]:
-    """Yields the paths in the order of their calls, and what each returned last."""
+    """Yield the paths in the order of their calls, and what each module returned last."""
     met: list[str] = []
     results: dict[str, Any] = {}
 
@@ -132,7 +132,7 @@ def watched(module: nn.Module, paths: list[str]) -> Iterator[tuple[list[str], di
 
 
 def _routers(module: Any, layers: list[str], results: Mapping[str, Any], output: Any) -> dict[str, Router]:
-    """Whose results the model hands to its loss: found by identity."""
+    """Find the routers whose results the model passes to its loss, by identity of the results."""
     wanted = {id(logits) for logits in output.get("router_logits") or ()}
     names = {size: name for name, size in vars(module.config).items() if re.fullmatch(EXPERTS, name)}
     found: dict[int, tuple[str, Router]] = {}
@@ -149,11 +149,11 @@ def _routers(module: Any, layers: list[str], results: Mapping[str, Any], output:
 def routing_seen(
     routers: Sequence[Sequence[tuple[nn.Module, Router]]], place: StagePlace, name: str
 ) -> Iterator[dict[int, Tensor]]:
-    """Yields the logits that this stage's routers compute within, by their number.
+    """Yield the logits that this stage's routers compute in this context, by their number.
 
     Args:
-        routers: of each block.
-        name: of the model.
+        routers: for each block.
+        name: of the model's class.
     """
     seen: dict[int, Tensor] = {}
     numbered = list(enumerate((i, *found) for i, row in enumerate(routers) for found in row))

@@ -1,8 +1,8 @@
-"""Adapter of transformers' causal language models, by their anatomy: cut into stages without a change.
+"""Adapter of transformers' causal language models: cuts an unmodified model into stages by its anatomy.
 
-Every stage runs the model's own forward, with stand-ins for other stages' parts. Their blocks are hollow: the one
-before the stage's own lets the hidden state in, the one behind them takes it out. What the model does to logits, and
-its loss, run as they are once all slices are there.
+Every stage runs the model's own forward, with stand-ins for other stages' parts. Other stages' blocks are hollow: the
+hollow block before the stage's blocks passes the hidden state in, the one after them takes it out. What the model does
+to logits, and its loss, run unchanged when all slices are there.
 """
 
 import inspect
@@ -37,9 +37,9 @@ class CausalModel(Pipelined):
 
     Args:
         module: the `...ForCausalLM` itself.
-        anatomy: where its parts are.
-        refused: kinds of call that it can't be sliced for, and why.
-        aligned: causal biases take the place of masks.
+        anatomy: the paths of its parts.
+        refused: kinds of calls that can't be sliced for this model, and why.
+        aligned: use causal biases instead of masks.
     """
 
     sliceable = True
@@ -62,8 +62,8 @@ class CausalModel(Pipelined):
             [(parts[n], router) for n, router in known.items() if n in parts and type(parts[n]).__name__ == router.kind]
             for parts in inside
         ]
-        # Hidden states travel in its type. Found here and by `keep`: to look for it in each step would read all
-        # parameters, of which a stage has a part.
+        # Hidden states are sent in this dtype. Found here and by `keep`: a look in each step would read all parameters,
+        # of which a stage has a part.
         self._like = next(p for p in module.parameters() if p.is_floating_point())
 
     @property
@@ -82,7 +82,7 @@ class CausalModel(Pipelined):
     def keep(self, place: StagePlace) -> None:
         a, blocks = self._anatomy, self.blocks
         gone = [i for i in range(len(blocks)) if not place.first_block <= i < place.stop_block]
-        # A hollow block lets in if it is the last one before the stage's own, and takes out if it is behind them.
+        # The last hollow block before the stage's blocks passes the hidden state in, the first one after takes it out.
         before = {i: self._enter if i == place.first_block - 1 else self._returned for i in range(place.first_block)}
         hollow = {str(i): Hollow(blocks[i], before.get(i, take_out)) for i in gone}
         self._replace(self.module.get_submodule(a.blocks), hollow)
@@ -111,7 +111,7 @@ class CausalModel(Pipelined):
         given = {k: v for k, v in {**bound, **bound.get("kwargs", {})}.items() if k not in ("self", "kwargs")}
         refuse_foreign(type(self.module).__name__, given)
         mask, positions = given.get("attention_mask"), given.get("position_ids")
-        # A model that keeps keys and values doesn't look for documents, nor is it made to here.
+        # A model that keeps keys and values separates no documents itself, nor does it here.
         caching = self._config.use_cache if given.get("use_cache") is None else given["use_cache"]
         documents = documents_of(positions) if positions is not None and mask is None and not caching else None
         if mask is not None and hides_nothing(mask):
@@ -122,7 +122,7 @@ class CausalModel(Pipelined):
         return call
 
     def _refuse_untrue(self, call: Call) -> None:
-        """ValueError for a kind of call for which slices aren't the same as the whole."""
+        """ValueError for a kind of call that gives other results in slices than as a whole."""
         mask = call.attention_mask
         asked = {
             RIGHT: lambda: mask is not None and not bool(mask.all()),
@@ -137,8 +137,8 @@ class CausalModel(Pipelined):
             last = call.inputs.shape[1] if call.position_ids is None else int(call.position_ids.max()) + 1
             if last > self._reach:
                 raise ValueError(
-                    f"{type(self.module).__name__} turns its positions by how long a sequence is beyond {self._reach} "
-                    f"tokens, which its slices don't know; this one has {last}: use shorter ones, or another rope_type"
+                    f"{type(self.module).__name__} changes its rotary positions with the sequence's length beyond "
+                    f"{self._reach} tokens, unknown to slices, and this one has {last}: shorten it"
                 )
 
     def _routing(self, call: Call) -> bool:
@@ -151,14 +151,14 @@ class CausalModel(Pipelined):
     def forward(
         self, place: StagePlace, call: Call, hidden: Tensor | None, memory: KVCache, start: int, stop: int
     ) -> Tensor:
-        """[batch, tokens, width], or from the last stage [batch, tokens, vocabulary]; routers' logits behind it."""
+        """Return [batch, tokens, width], or on the last stage [batch, tokens, vocabulary]; routers' logits follow."""
         widths, routed = self._widths(call), list[Tensor]()
         if hidden is not None:
             hidden, *routed = hidden.split([self._config.hidden_size, *widths], dim=-1)
-        elif widths:  # zeros of those that are still to come
+        elif widths:  # zeros for routers' logits that are still to come
             rows, where = (call.inputs.shape[0], stop - start), call.inputs.device
             routed = [torch.zeros(*rows, width, dtype=self._like.dtype, device=where) for width in widths]
-        self._entering = hidden  # the hollow block before this stage's own lets it in, as a block's result
+        self._entering = hidden  # the last hollow block before this stage's blocks returns it
         begin = {"input_ids": call.inputs[:, start:stop]} if hidden is None else {"inputs_embeds": hidden.detach()}
         mask, positions, documents = call.attention_mask, call.position_ids, call.documents
         given = {
@@ -178,7 +178,7 @@ class CausalModel(Pipelined):
             current.reset(token)
         missing = set(range(place.first_block, place.stop_block)) - memory.stores.keys()
         if self._anatomy.remembering and missing:
-            raise ValueError(  # it was changed after the model was built
+            raise ValueError(  # the block was changed after the model was built
                 f"block {min(missing)} of {name} gave no keys and values to past_key_values, as "
                 "its class does: later slices would not see earlier ones; use its own attention, or slicing=Uniform(1)"
             )
@@ -188,7 +188,7 @@ class CausalModel(Pipelined):
         return torch.cat([output, *(own.get(i, before) for i, before in enumerate(routed))], dim=-1)
 
     def _run(self, place: StagePlace, given: Mapping[str, Any]) -> Tensor:
-        """The model's own forward, up to this stage's end."""
+        """Run the model's own forward up to this stage's end."""
         head, forward = self.module.get_submodule(self._anatomy.head), type(self.module).forward
         end = head.register_forward_hook(lambda _, __, result: take_out(result)) if place.last else nullcontext()
         try:
@@ -199,12 +199,12 @@ class CausalModel(Pipelined):
         raise AssertionError(f"{type(self.module).__name__} didn't reach its stage's end")
 
     def shape(self, call: Call, start: int, stop: int) -> Shape | None:
-        """The residual stream, in the type of the parameters; behind it the logits of routers, where asked for."""
+        """Shape and dtype of the hidden state, followed by routers' logits if the loss uses them."""
         width = self._config.hidden_size + sum(self._widths(call))
         return (call.inputs.shape[0], stop - start, width), self._like.dtype
 
     def answer(self, call: Call, output: Tensor) -> Any:  # (batch, length, vocabulary [+ widths of routers])
-        """Return the model's own output for these logits: scaled, capped, with the loss where labels were given."""
+        """Return the model's own output for these logits: scaled, capped, with a loss if labels were given."""
         widths = self._widths(call)
         logits, *routed = output.split([output.shape[-1] - sum(widths), *widths], dim=-1)
         hidden = output.new_zeros(1, 1, 1).expand(*output.shape[:2], self._config.hidden_size)  # nobody looks at it
@@ -217,7 +217,7 @@ class CausalModel(Pipelined):
 
     @contextmanager
     def _answered(self, path: str, result: Any) -> Iterator[None]:
-        """Context manager in which the submodule at this path returns `result`."""
+        """Let the submodule at this path return `result` in this context."""
         up, _, name = path.rpartition(".")
         modules = self.module.get_submodule(up)._modules
         before, modules[name] = modules[name], FixedOutput(result)
@@ -227,23 +227,23 @@ class CausalModel(Pipelined):
             modules[name] = before
 
     def _widths(self, call: Call) -> list[int]:
-        """Widths of the logits of all routers, in order; [] where the loss doesn't ask for them."""
+        """Widths of all routers' logits, in order; [] if the loss doesn't use them."""
         known = vars(self._config)
         return [known[router.width] for found in self._routers for _, router in found] if self._routing(call) else []
 
 
 class Out(BaseException):
-    """Ends a forward where the stage ends, with what it came to."""
+    """Exception that ends a forward at the stage's end, with its result."""
 
     def __init__(self, result: Tensor) -> None:
         self.result = result
 
 
 class Hollow(nn.Module):
-    """Stands for a block of another stage; has its plain attributes, by which models choose masks.
+    """Stand-in for a block of another stage; keeps its plain attributes, by which models choose masks.
 
     Args:
-        pass_on: what it does with the hidden state.
+        pass_on: maps the hidden state to the block's result.
     """
 
     def __init__(self, block: nn.Module, pass_on: Callable[[Tensor], Any]) -> None:
@@ -257,7 +257,7 @@ class Hollow(nn.Module):
 
 
 class Silent(nn.Module):
-    """0: stands for an embedding that another stage has already added."""
+    """Stand-in that adds 0 for an embedding that another stage has already added."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -269,7 +269,7 @@ class Silent(nn.Module):
 
 
 class FixedOutput(nn.Module):
-    """Returns what is known already."""
+    """Stand-in for a module that returns a known result."""
 
     def __init__(self, result: Any) -> None:
         super().__init__()

@@ -2,14 +2,14 @@
 
     position_ids  0 1 2 0 1 0 1 2 3        documents  0 0 0 1 1 2 2 2 2
 
-Packed are several documents in one row of a batch, which a token may not see beyond its own. `transformers` separates
-them where it builds a mask without a cache; slices have one, so here it's done for them.
+Packed sequences are several documents in one row of a batch; a token must not see other documents. `transformers`
+separates documents only in masks built without a cache. Slices have a cache, so this module separates them.
 
-A slice of s tokens behind c others asks for a mask [s, c + s], with which torch leaves its flash kernels. Where nothing
-else is masked, torch's causal bias, aligned at the lower right, means the same: token i sees keys 0 ... c + i.
+A slice of s tokens after c others needs a mask [s, c + s], with which torch can't use its flash kernels. Where nothing
+else is masked, torch's causal bias, aligned at the lower right, is equivalent: token i sees keys 0 ... c + i.
 
-`transformers` builds no mask where padding hides nothing. Whether it does a device would have to answer, and its host
-would wait: there padding is masked, unless the host saw before that it hides nothing (`model.hides_nothing`).
+`transformers` builds no mask where padding hides nothing. Only a device could answer whether padding does, and its host
+would wait. So padding is masked there, unless the host saw before that it hides nothing (`model.hides_nothing`).
 
 Flex attention, softmax(mask(b, h, q, k) ? score(s * <query_q, key_k>, b, h, q, k) : -inf) value, is compiled by
 `transformers` into kernels for a device's types; a trial evaluates mask and score as they are written, in float64.
@@ -31,7 +31,7 @@ HOST = torch.device("cpu")
 
 
 def trains(device: torch.device) -> bool:
-    """Return whether torch's flex attention has a backward on this device: found by a try."""
+    """Return whether torch's flex attention has a backward on this device, found by trying."""
     from torch.nn.attention.flex_attention import flex_attention
 
     token = torch.zeros(1, 1, 1, 16, device=device, requires_grad=True)
@@ -45,7 +45,7 @@ def trains(device: torch.device) -> bool:
 
 @contextmanager
 def tried_at(config: Any, device: torch.device) -> Iterator[torch.device]:
-    """Yields where a copy with this configuration is tried: on the host, unless only `device` can."""
+    """Yield the device for the trial of a copy with this configuration: the host, unless only `device` can run it."""
     if config._attn_implementation != FLEX:
         yield HOST
         return
@@ -55,7 +55,7 @@ def tried_at(config: Any, device: torch.device) -> Iterator[torch.device]:
 
 @contextmanager
 def _as_written() -> Iterator[None]:
-    """Context manager in which torch compiles nothing, and its warnings that compiling is faster are hidden."""
+    """Compile nothing in this context, and hide torch's warnings that compiling is faster."""
     with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -66,8 +66,8 @@ SEPARABLE = ("eager", "sdpa", FLEX)  # Kinds of attention whose masks are built 
 
 class Slice(NamedTuple):
     """Attributes:
-    documents: [batch or 1, tokens up to the slice's end], to be kept separate.
-    aligned: a causal bias takes the place of a mask, where it means the same.
+    documents: [batch or 1, tokens up to the slice's end], the documents to separate.
+    aligned: use a causal bias instead of a mask where both are equivalent.
     """
 
     documents: Tensor | None
@@ -75,19 +75,18 @@ class Slice(NamedTuple):
 
 
 current: ContextVar[Slice | None] = ContextVar("slice", default=None)
-"""Slice whose masks `transformers` builds in this thread, once `install` was called; None: its own masks."""
+"""Slice whose masks `transformers` builds in this thread, after `install`; None: masks without slices."""
 
 
 def documents_of(position_ids: Tensor) -> Tensor | None:  # (batch, length)
-    """[batch, length]: the number of each token's document in its row; None where the host sees that every row is
-    one."""
+    """Number each token's document in its row: [batch, length]; None if the host sees one document in every row."""
     steps = position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1)
     numbers = (steps != 1).cumsum(-1)
     return numbers if numbers.device.type != "cpu" or bool(numbers.any()) else None
 
 
 def install() -> None:
-    """Install masks of slices in `transformers`' register of masks: once, and without effect elsewhere."""
+    """Install masks of slices in `transformers`' register of masks, once; other masks don't change."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
     for kind in SEPARABLE:
@@ -97,24 +96,24 @@ def install() -> None:
 
 
 class _OfSlices:
-    """Builds the mask that another function builds, with more that is hidden; or a bias instead."""
+    """Builds another function's mask with more hidden tokens, or an equivalent causal bias."""
 
     def __init__(self, kind: str, build: Callable[..., Any]) -> None:
         self._kind, self._build = kind, build
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        of, padding = current.get(), options.get("attention_mask")
-        if of is None:
+        current_slice, padding = current.get(), options.get("attention_mask")
+        if current_slice is None:
             return self._build(*args, **options)
         limits: list[Rule] = []
-        if of.documents is not None:
-            documents = of.documents.expand(options["batch_size"], -1)
+        if current_slice.documents is not None:
+            documents = current_slice.documents.expand(options["batch_size"], -1)
             limits.append(lambda batch, head, query, key: documents[batch, query] == documents[batch, key])
         if padding is not None and padding.device.type != "cpu":
             limits.append(lambda batch, head, query, key: padding[batch, key])  # true where one isn't hidden
             options["attention_mask"] = None
         if not limits:
-            bias = lower_right(options) if self._kind == "sdpa" and of.aligned else None
+            bias = lower_right(options) if self._kind == "sdpa" and current_slice.aligned else None
             return self._build(*args, **options) if bias is None else bias
         rules = [options["mask_function"], *limits]
         rule: Rule = lambda b, h, q, k: reduce(torch.logical_and, (one(b, h, q, k) for one in rules))  # noqa: E731
@@ -126,9 +125,9 @@ Rule = Callable[[Any, Any, Any, Any], Any]
 
 
 def lower_right(options: Mapping[str, Any]) -> CausalBias | None:
-    """The bias that masks what a mask with these options of `transformers` would; None: there is none.
+    """Return the causal bias equivalent to the mask with these options of `transformers`; None if there is none.
 
-    Only what the host knows is asked: a question to the device would make it wait.
+    Only what the host knows is used: a question to the device would make the host wait.
     """
     from transformers.masking_utils import causal_mask_function
 

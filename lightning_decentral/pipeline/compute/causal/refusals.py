@@ -1,6 +1,6 @@
-"""Refusals: what would be wrong without a sign once a causal model is cut, and calls that a pipeline can't answer.
+"""Refusals: changes of a causal model that would give silent errors once it is cut, and calls no pipeline can answer.
 
-`torch.compile`: blocks may be compiled; what a stage cuts, or answers for, may not.
+`torch.compile`: blocks may be compiled; modules that a stage cuts or answers for may not.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ REMEDY = "compile its blocks instead: for block in model.{blocks}: block.compile
 
 
 def original(module: nn.Module) -> nn.Module:
-    """The module without the wrapper that `torch.compile` puts around it."""
+    """Return the module without the wrapper that `torch.compile` puts around it."""
     return module._modules.get("_orig_mod") or module
 
 
@@ -32,7 +32,7 @@ def compiled(module: nn.Module) -> bool:
 
 
 def refuse_compiled(module: nn.Module, anatomy: Anatomy) -> None:
-    """ValueError where the head, or what has the blocks, is compiled."""
+    """ValueError if the head, or a module that contains the blocks, is compiled."""
     for path, part in module.named_modules():
         name = ".".join(step for step in path.split(".") if step != "_orig_mod")
         if compiled(part) and (name in ("", anatomy.head) or anatomy.blocks.startswith(f"{name}.")):
@@ -43,7 +43,7 @@ def refuse_compiled(module: nn.Module, anatomy: Anatomy) -> None:
 
 
 def refuse_compiled_around(root: nn.Module, module: nn.Module) -> None:
-    """The same for whatever in `root` calls the model."""
+    """ValueError if any compiled module in `root` calls the model."""
     for part in root.modules():
         if part is not module and compiled(part) and any(inner is module for inner in part.modules()):
             raise ValueError(
@@ -53,7 +53,7 @@ def refuse_compiled_around(root: nn.Module, module: nn.Module) -> None:
 
 
 def refuse_attention(module: nn.Module, device: torch.device) -> None:
-    """ValueError for a kind of attention whose slices can't be compared with the whole, or trained on this device."""
+    """ValueError for a kind of attention whose slices can't be checked, or that can't be trained on this device."""
     name, kind = type(module).__name__, vars(module)["config"]._attn_implementation
     if kind not in SEPARABLE:
         raise ValueError(
@@ -69,12 +69,12 @@ def refuse_attention(module: nn.Module, device: torch.device) -> None:
 
 
 def refuse_unsliceable(module: nn.Module) -> None:
-    """ValueError for what would be wrong without a sign once a sequence is cut into slices."""
+    """ValueError for settings and modules that give silent errors once a sequence is cut into slices."""
     name = type(module).__name__
     config: Any = vars(module)["config"]
     if vars(config).get("is_causal") is False:
         raise ValueError(
-            f"{name} has config.is_causal=False, so a token needs those after it and a sequence can't be cut: "
+            f"{name} has config.is_causal=False, so a token needs later tokens and a sequence can't be cut: "
             "set is_causal=True, or return a Chain from pipeline_stages() of the LightningModule and use microbatches"
         )
     for path, part in module.named_modules():
@@ -91,7 +91,7 @@ def refuse_unsliceable(module: nn.Module) -> None:
 
 
 def refuse_foreign(name: str, given: Mapping[str, Any]) -> None:
-    """ValueError for arguments of a model's call that a pipeline knows nothing of."""
+    """ValueError for arguments of a model's call that a pipeline doesn't know."""
     if given.get("past_key_values") is not None:
         raise ValueError(GENERATES.format(name))
     asked = {key: value for key, value in given.items() if value is not None and value is not False}

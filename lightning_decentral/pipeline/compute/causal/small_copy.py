@@ -1,4 +1,4 @@
-"""A small copy of a model of `transformers`: same class and configuration, few layers of small widths, in float64."""
+"""Small copy of a `transformers` model: the same class and configuration with few, narrow layers, in float64."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -34,20 +34,20 @@ REACHES = {
     r"max_window_layers": 2,
     r"floor_scale": 3,
 }
-"""The same for tokens, and for what would reach beyond a few of them, or of layers."""
+"""Largest numbers for tokens, and for what would reach beyond a few tokens or layers, by patterns of names."""
 TRIED = ("vocab_size", "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
-LEAST = 16  # Positions and tokens of a copy at least, of however few its model has: the trial must fit.
+LEAST = 16  # Minimum of a copy's positions and tokens, whatever its model has: the trial must fit.
 MOST_PARAMETERS = 10**7
-SMALL = 64  # a model that is no wider keeps its widths: they may divide by little else
+SMALL = 64  # a model that is no wider keeps its widths: they may be divisible by few numbers
 SILENCED = re.compile(r".*(dropout|pdrop|layerdrop|jitter).*")
 
 
 class Unfit(ValueError):
-    """The reason why a model can't be cut into stages, as a text that follows its name."""
+    """Error: the reason why a model can't be cut into stages, as a text that follows the model's name."""
 
 
 def small_copy(kind: type, config: Any) -> Any:
-    """A model of this class, its configuration shrunk; random weights in float64.
+    """Make a model of this class with a shrunk configuration and random weights, in float64.
 
     Raises:
         Exception: whatever the class raises for the shrunk configuration.
@@ -59,13 +59,13 @@ def small_copy(kind: type, config: Any) -> Any:
     copy: Any = kind(shrunk(config)).double().train()
     with torch.no_grad():
         for parameter in copy.parameters():
-            # As initialized, attention is nearly uniform and norms are equal: what is wrong could hide.
+            # As initialized, attention is nearly uniform and norms are equal, which could hide differences.
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     return copy
 
 
 def shrunk(config: Any) -> Any:
-    """A copy of a configuration with few layers of small widths; kinds of layers, scales and caps stay as they are."""
+    """Copy a configuration with few, narrow layers; kinds of layers, scales and caps don't change."""
     small, given, depth = deepcopy(config), dict(vars(config)), config.num_hidden_layers
     kept = layers_of(given, depth)
     known = {own: name for name, own in (config.attribute_map or {}).items()}
@@ -87,7 +87,7 @@ def shrunk(config: Any) -> Any:
 
 
 def layers_of(given: Mapping[str, Any], depth: int) -> list[int]:
-    """Layers that the copy keeps: one of each kind by the configuration's lists, and LAYERS at least."""
+    """Layers that the copy keeps: one of each kind in the configuration's lists, and at least LAYERS."""
     lists = [value for value in given.values() if _by_layer(value, depth)]
     kinds = [tuple(str(values[i]) for values in lists) for i in range(depth)]
     first = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
@@ -108,7 +108,7 @@ def _number(name: str, value: float, sizes: Mapping[str, int]) -> float:
 
 
 def _share_heads(config: Any, small: Any) -> None:
-    """Keys and values have as many heads as queries where they had, and fewer where they had fewer."""
+    """Give keys and values as many heads as queries if they had as many, otherwise fewer."""
     given = vars(config)
     if "num_attention_heads" not in given and "num_attention_heads" not in (config.attribute_map or {}):
         return
@@ -120,7 +120,7 @@ def _share_heads(config: Any, small: Any) -> None:
 
 
 def _fit_ropes(small: Any) -> None:
-    """Factors by frequency are as many as there are frequencies; what begins at some length begins at a few tokens."""
+    """Shorten rotary factors to the number of frequencies, and lengths from which a rule holds to a few tokens."""
     head = vars(small).get("head_dim") or small.hidden_size // getattr(small, "num_attention_heads", 1)
     for rope in ropes(small):
         part = rope.get("partial_rotary_factor") or vars(small).get("partial_rotary_factor") or 1.0
@@ -132,7 +132,7 @@ def _fit_ropes(small: Any) -> None:
 
 
 class Doubled(TorchFunctionMode):
-    """Mode that gives float64 where float32 is asked for: norms and softmaxes of half precision are exact, too."""
+    """Mode that replaces float32 by float64: norms and softmaxes of half precision are exact, too."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args = [torch.float64 if value is torch.float32 else value for value in args]
@@ -143,7 +143,7 @@ class Doubled(TorchFunctionMode):
 
 @contextmanager
 def isolated(place: torch.device) -> Iterator[None]:
-    """Context manager with a fresh process's random numbers, autocast on this device and gradients; then restored."""
+    """Use a fresh process's random numbers, autocast and gradients in this context, and restore them afterwards."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # several take longer over so little
     try:
@@ -161,7 +161,7 @@ def ropes(config: Any) -> list[dict[str, Any]]:
 
 
 def reach(config: Any) -> int | None:
-    """The length from which on frequencies depend on the longest position of a call; None: they never do."""
+    """Length beyond which rotary frequencies depend on a call's longest position; None: they never do."""
     own = [
         rope for rope in ropes(config) if "dynamic" in rope.get("rope_type", "") or rope.get("rope_type") == "longrope"
     ]

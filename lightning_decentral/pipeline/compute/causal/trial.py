@@ -1,9 +1,9 @@
-"""Trial of causal language models: sliced are those whose small copy has the same loss and gradients, cut and whole.
+"""Trial of causal language models: a model is sliced only if its small copy gives the same loss and gradients when cut.
 
     | loss(cut) - loss(whole) |  and  || grad(cut) - grad(whole) || / || grad(whole) ||  below TOLERANCE, in float64
 
-Cut means three stages and three slices; on the host, unless torch trains this kind of attention on a device only.
-Padded rows, packed rows and router losses are tried by themselves: a model that isn't the same with these is refused
+The cut copy has three stages and three slices; it runs on the host, unless torch trains this attention only on a
+device. Padded rows, packed rows and router losses have their own trials: a model that differs in one of them is refused
 for calls of this kind only.
 """
 
@@ -35,12 +35,12 @@ Gradients = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """Outcome of the trial on a small copy of a model.
+    """Outcome of the trial of a small copy of a model.
 
     Args:
-        anatomy: None where the model can't be cut at all.
-        refused: by the kind of call, or "" for all, why not.
-        aligned: whether it is the same with causal biases in the place of masks; asked for a device's kernels.
+        anatomy: None if the model can't be cut at all.
+        refused: the reason, by kind of call, or "" for all calls.
+        aligned: whether causal biases instead of masks give the same; used for a device's kernels.
     """
 
     anatomy: Anatomy | None
@@ -53,13 +53,13 @@ _lock = Lock()
 
 
 def adapted(module: nn.Module, device: torch.device = HOST) -> CausalModel:
-    """The model, ready to be cut.
+    """Adapt a model so that it can be cut into stages and slices.
 
     Args:
-        device: that it will be trained on.
+        device: the device that trains the model.
 
     Raises:
-        ValueError: a small copy of it isn't the same in slices, in one line what differs.
+        ValueError: a small copy gives other results in slices; the text names the difference.
     """
     refuse_attention(module, device)
     refuse_unsliceable(module)
@@ -84,7 +84,7 @@ def judged(kind: type, config: Any, device: torch.device = HOST) -> TrialOutcome
 
 
 def _try(kind: type, config: Any, place: torch.device, aligned: bool) -> TrialOutcome:
-    """Try to cut a small copy; whatever exception it raises is the reason why the model can't be cut."""
+    """Try to cut a small copy; any exception that it raises is the reason why the model can't be cut."""
     try:
         copy = small_copy(kind, config).to(place)
         ids = torch.randint(3, copy.config.vocab_size, (BATCH, LENGTH)).to(place)  # below: special tokens
@@ -97,12 +97,12 @@ def _try(kind: type, config: Any, place: torch.device, aligned: bool) -> TrialOu
     why = None if aligned else _differs(copy, anatomy, calls[""])
     if why is not None:
         return TrialOutcome(None, {"": why})
-    found = {form: _differs(copy, anatomy, of, aligned) for form, of in calls.items() if form}
+    found = {form: _differs(copy, anatomy, each, aligned) for form, each in calls.items() if form}
     return TrialOutcome(anatomy, {form: why for form, why in found.items() if why is not None}, aligned)
 
 
 def _calls(copy: Any, ids: Tensor) -> dict[str, list[dict[str, Any]]]:  # (BATCH, LENGTH)
-    """Keyword arguments of the forwards that are tried, by the kind of call that a step may make."""
+    """Keyword arguments of the forwards in the trial, by the kind of call that a step may make."""
     routed, places = _routing(copy), torch.arange(LENGTH, device=ids.device)
     plain = {"input_ids": ids, "labels": ids, **dict.fromkeys(routed, False)}
     documents = torch.stack([torch.cat([places[:4], places[:-4]]), places])
@@ -119,12 +119,12 @@ def _calls(copy: Any, ids: Tensor) -> dict[str, list[dict[str, Any]]]:  # (BATCH
 
 
 def _routing(copy: Any) -> dict[str, bool]:
-    """The question for routers' logits, where the configuration knows it."""
+    """Keyword argument that asks for routers' logits, if the configuration knows it."""
     return {name: True for name in ("output_router_logits",) if name in vars(copy.config)}
 
 
 def _differs(copy: nn.Module, anatomy: Anatomy, calls: list[dict[str, Any]], aligned: bool = False) -> str | None:
-    """Describe how cut and whole copy differ in these calls, or what they raised; None where they agree."""
+    """Describe how the cut and whole copy differ in these calls, or what they raised; None if they agree."""
     try:
         for call in calls:
             why = compared(whole(copy, call), cut(copy, anatomy, call, aligned))
@@ -136,7 +136,7 @@ def _differs(copy: nn.Module, anatomy: Anatomy, calls: list[dict[str, Any]], ali
 
 
 def _one_line(error: Exception) -> str:
-    """One line."""
+    """Describe an error in one line."""
     text = " ".join(str(error).split())
     return (
         f"it {text}" if isinstance(error, Unfit) else f"a small copy of it raises {type(error).__name__}: {text[:200]}"
@@ -144,7 +144,7 @@ def _one_line(error: Exception) -> str:
 
 
 def whole(copy: Any, call: Mapping[str, Any]) -> tuple[Tensor, Gradients]:
-    """(loss, gradients) as the model has them in one piece."""
+    """Return (loss, gradients) of the uncut model."""
     loss = copy(**call, use_cache=False).loss
     loss.backward()
     return loss.detach(), _taken(copy)
@@ -157,7 +157,7 @@ def _taken(copy: nn.Module) -> Gradients:
 
 
 def cut(copy: nn.Module, anatomy: Anatomy, call: Mapping[str, Any], aligned: bool = False) -> tuple[Tensor, Gradients]:
-    """The same in three stages and three slices; gradients of what stands on several stages are summed."""
+    """Return (loss, gradients) of three stages and three slices; tied parameters' gradients are summed."""
     model = CausalModel(copy, anatomy)
     read = model.read((), {**call, "use_cache": False})
     count = len(model.blocks)
@@ -191,7 +191,7 @@ def cut(copy: nn.Module, anatomy: Anatomy, call: Mapping[str, Any], aligned: boo
 
 
 def compared(wanted: tuple[Tensor, Gradients], found: tuple[Tensor, Gradients]) -> str | None:
-    """Describe the first difference of losses and gradients beyond TOLERANCE; None where there is none."""
+    """Describe the first difference of loss and gradients beyond TOLERANCE; None if there is none."""
     difference = float((found[0] - wanted[0]).abs() / wanted[0].abs())
     if not difference < TOLERANCE:
         return f"the loss of a small copy differs by {difference:.1e} of itself"

@@ -1,6 +1,6 @@
-"""A stage's training step: gradients unscaled, averaged over replicas, summed where tied, given to Lightning.
+"""Training step of a stage: gradients unscaled, averaged over replicas, summed where tied, passed to Lightning.
 
-In an evaluation every stage gets the model's output, and before it the last stage's buffers.
+In an evaluation every stage gets the model's output; before that, it gets the last stage's buffers.
 """
 
 import time
@@ -11,19 +11,17 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_decentral.pipeline.compute.adapters import depth, find
+from lightning_decentral.pipeline.compute.adapters import find
 from lightning_decentral.pipeline.compute.intercept import answering
 from lightning_decentral.pipeline.compute.model import Call, Pipelined
 from lightning_decentral.pipeline.compute.stage import deliver
 from lightning_decentral.pipeline.logs import Logs
-from lightning_decentral.pipeline.plan.partition import NOTHING, Partition
 from lightning_decentral.pipeline.plan.schedule import Action
 from lightning_decentral.pipeline.plan.slicing import Planned, Slicing, Uniform
-from lightning_decentral.pipeline.training_step import TrainingStep
+from lightning_decentral.pipeline.users_step import TrainingStep
 from lightning_decentral.pipeline.wire.ownership import Ownership
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
@@ -40,17 +38,17 @@ Gradients = list[Tensor | None]
 
 @runtime_checkable
 class Staged(Protocol):
-    """A LightningModule that itself states what is cut into stages."""
+    """Interface of a LightningModule that itself defines how its model is cut into stages."""
 
     def pipeline_stages(self) -> Pipelined:
-        """Usually a `Chain`."""
+        """Return the model to cut, usually a `Chain`."""
 
 
 def pipelined(module: LightningModule, slicing: Slicing | None, device: torch.device) -> Pipelined:
-    """The model that is cut into stages, to be trained on devices like this one.
+    """Return the model that is cut into stages, to be trained on this kind of device.
 
     Raises:
-        ValueError: it has no tokens to be sliced along, and slices were asked for, by more than the default.
+        ValueError: the model can't be cut along tokens, but a slicing other than the default was given.
     """
     model = module.pipeline_stages() if isinstance(module, Staged) else find(module, device)
     if not model.sliceable and slicing not in (None, Planned(), Uniform(1)):
@@ -62,26 +60,17 @@ def pipelined(module: LightningModule, slicing: Slicing | None, device: torch.de
     return model
 
 
-def check_depth(stages: int, partition: Partition, module: LightningModule) -> None:
-    """ValueError for more stages than blocks, or a partition of others, where that shows before set-up."""
-    if is_overridden("configure_model", module):
-        return
-    blocks = len(module.pipeline_stages().loads()[0]) if isinstance(module, Staged) else depth(module)
-    if blocks is not None:
-        partition.counts([NOTHING] * blocks, NOTHING, NOTHING, stages)
-
-
 class StageTraining:
-    """State that a worker holds while its stage is trained.
+    """Trains one stage of the pipeline on this worker.
 
     Args:
-        slicing: where sequences are cut; None: planned. A model without tokens has one slice.
-        summary: the plan as text, logged on worker 0 when there is a new one.
+        slicing: where sequences are cut; None: `Planned()`. A model without tokens has one slice.
+        summary: the plan as text, logged on worker 0 for each new plan.
 
     Attributes:
-        average: what the optimizer is given for this stage's own gradients of parameters; collective over replicas.
+        average: turns this stage's gradients into those that the optimizer gets; collective over replicas.
         spans: when each action of the latest step computed.
-        seconds: of the latest step's forward and backward on this stage, its waits included.
+        seconds: of the latest step's forward and backward on this stage, including waits.
     """
 
     def __init__(
@@ -108,7 +97,7 @@ class StageTraining:
     def step(
         self, precision: Precision, microbatches: int, wire: Wire | None, args: Any, kwargs: Any
     ) -> Tensor | dict[Any, Any]:
-        """The whole of forward and backward; the loss it returns hands the gradients to Lightning's own backward.
+        """Run the whole forward and backward; the returned loss passes the gradients to Lightning's own backward.
 
         Args:
             wire: of all workers of all pipelines, which take equal slices.
@@ -118,9 +107,9 @@ class StageTraining:
         scale = 1.0 if scaler is None else float(scaler.get_scale())
         step = TrainingStep(self.pipe, self._module, self._logs, microbatches, scale)
         every = [p for p in self.holdings.order if p in self.holdings.kept]
-        before = [p.grad for p in every]  # of batches whose gradients are accumulated, put back below
+        before = [p.grad for p in every]  # of accumulated batches, put back below
         for parameter in every:
-            parameter.grad = None  # so that only this batch's are divided and averaged
+            parameter.grad = None  # so that only this batch's gradients are divided and averaged
         with precision.train_step_context(), closing(step):
             step.read(*args, **kwargs)
             self.holdings.refuse_changed()
@@ -139,7 +128,7 @@ class StageTraining:
         result, others = step.conclude(own, self.holdings)
         for parameter, gradient in zip(trained, self.average([p.grad for p in trained], trained), strict=True):
             parameter.grad = gradient
-        # Last: replicas of another stage add up in another order, a sum of two means is the same at both holders.
+        # Last: other stages' replicas add in another order, but the sum of two means is the same at both holders.
         self.pipe.tie(self.holdings.tied, self.holdings.outside)
         gradients = [p.grad for p in trained]
         for parameter, gradient in zip(every, before, strict=True):
@@ -157,12 +146,12 @@ class StageTraining:
 
 NOT_FASTER = (
     "one slice and one micro-batch: each stage waits for the one before, so this token pipeline can't be faster than "
-    "one device; give strategy.microbatches=4, longer sequences, or slices by strategy/slicing=uniform"
+    "one device. Give strategy.microbatches=4, longer sequences, or slices by strategy/slicing=uniform"
 )
 
 
 class StageEvaluation(Evaluation):
-    """Evaluation through a pipeline: all stages get the last one's buffers before it, and before a mean is taken."""
+    """Evaluation through a pipeline: all stages get the last stage's buffers before it, and before the mean model."""
 
     _strategy: "strategy.TokenPipelineStrategy"
 
@@ -180,10 +169,10 @@ class StageEvaluation(Evaluation):
 
 
 def evaluated(pipe: StageRunner, plans: SlicePlanner, step: Callable[[], Any]) -> Any:
-    """Run a validation, test or predict step of the user's, its model calls answered by the pipeline.
+    """Run the user's validation, test or predict step; the pipeline answers its calls of the model.
 
-    The same step with the same answers on every stage, so that whatever it logs or gathers is whole. It may call the
-    model any number of times.
+    Every stage runs the same step with the same answers, so that whatever it logs or gathers is complete. The step may
+    call the model any number of times.
     """
 
     def answer(call: Call) -> Any:
