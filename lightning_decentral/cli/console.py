@@ -1,7 +1,7 @@
-"""Console of the commands: options that are read, answers that are printed as tables or JSON, no banners in front.
+"""Console of the commands: reads options, and prints answers as tables or JSON.
 
-A wrong option is one line; what can't be written is refused before it is measured. A table is printed where the screen
-is wide enough for it, otherwise blocks. JSON is the answer's dataclass: its fields in order, all nested ones, too.
+A wrong option is one line; a file that can't be written is refused before measuring. A table is printed if the screen
+is wide enough, otherwise blocks. JSON is the answer's dataclass: its fields in order, nested ones included.
 """
 
 import argparse
@@ -27,14 +27,14 @@ Fields = TypeVar("Fields")
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser whose errors are one line, without how the command is used."""
+    """Argument parser whose errors are one line, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}: see {self.prog} --help\n")
 
 
 def whole(text: str) -> int:
-    """An argument of the command line as a whole number. ArgumentTypeError for another one."""
+    """Parse a whole number on the command line. ArgumentTypeError: the text is none."""
     try:
         return int(text)
     except ValueError:
@@ -42,7 +42,7 @@ def whole(text: str) -> int:
 
 
 def number(text: str) -> float:
-    """An argument of the command line as a finite number. ArgumentTypeError for another one."""
+    """Parse a finite number on the command line. ArgumentTypeError: the text is none."""
     try:
         found = float(text)
     except ValueError:
@@ -53,17 +53,17 @@ def number(text: str) -> float:
 
 
 def refuse_below(least: int, options: Mapping[str, float | None]) -> None:
-    """ValueError for a number that is given and lower."""
+    """Raise ValueError for a given option below `least`."""
     for option, value in options.items():
         if value is not None and value < least:
             raise ValueError(f"{option} must be at least {least}, got {value}: give {option} {max(least, 1)} or more")
 
 
 def refuse_unwritable(options: argparse.Namespace, names: Sequence[str]) -> None:
-    """ValueError for a file that couldn't be written in the end.
+    """Raise ValueError, before measuring, for a file that can't be written.
 
     Args:
-        names: the options that name files to write.
+        names: options that name files to write.
     """
     for name in names:
         if getattr(options, name) is None:
@@ -84,7 +84,7 @@ def refuse_unwritable(options: argparse.Namespace, names: Sequence[str]) -> None
 
 
 def write_text(option: str, path: Path, text: str) -> None:
-    """ValueError, which names the option, where the file can't be written."""
+    """Write a text file. ValueError, which names the option: the file can't be written."""
     try:
         path.write_text(text)
     except OSError as error:
@@ -92,10 +92,10 @@ def write_text(option: str, path: Path, text: str) -> None:
 
 
 def answer(options: argparse.Namespace, found: Any, *shown: Table | str) -> None:
-    """Print it for people, or as JSON where that was asked for.
+    """Print an answer as tables and sentences, or as JSON with --json.
 
     Args:
-        found: a dataclass, the same in numbers.
+        found: the answer's dataclass, for JSON.
     """
     if options.json:
         print(json.dumps(dataclasses.asdict(found), default=str, indent=1))
@@ -106,13 +106,13 @@ def answer(options: argparse.Namespace, found: Any, *shown: Table | str) -> None
 
 
 def filled(kind: type[Fields], source: object, **own: Any) -> Fields:
-    """A dataclass of this kind: `own`, and its other fields as those of the source that have the same names."""
+    """Make a dataclass of this kind from `own`, and from the source's fields with equal names."""
     names = [field.name for field in dataclasses.fields(kind) if field.name not in own]  # type: ignore[arg-type]
     return kind(**own, **{name: getattr(source, name) for name in names})
 
 
 def say(console: Console, part: Table | str) -> None:
-    """A sentence is never cut, and stays one line for those who read it line by line; nor is a name in a table."""
+    """Print a sentence on one line, never cut, or a table whose names are never cut."""
     if isinstance(part, str):
         console.print(part, soft_wrap=True, markup=False)
     elif Measurement.get(console, console.options.update(max_width=UNLIMITED), part).maximum <= console.width:
@@ -123,7 +123,7 @@ def say(console: Console, part: Table | str) -> None:
 
 
 def blocks(table: Table) -> Iterator[str]:
-    """Each row as its first cell and, below it, `heading value` for all others that aren't empty."""
+    """Format each row as its first cell and, below, `heading value` for all other nonempty cells."""
     if table.title:
         yield str(table.title)
     headings = [str(column.header) for column in table.columns]
@@ -144,7 +144,7 @@ def blocks(table: Table) -> Iterator[str]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence what other libraries print about a run: this one is nobody's."""
+    """Silence other libraries' messages about a run meanwhile."""
     with ExitStack() as stack:
         for name in BANNERS:
             logger = logging.getLogger(name)

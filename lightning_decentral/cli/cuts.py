@@ -18,7 +18,7 @@ from lightning_decentral.shared.application import Application
 
 
 def cut_plan(application: Application, overrides: Sequence[str]) -> CutPlan:
-    """The cuts that a run with these overrides would find at its first batch, on this machine's CPU."""
+    """Find the cuts that a run with these overrides would find at its first batch, on this machine's CPU."""
     cfg = application.compose(["strategy=partial_backprop", *overrides])
     strategy = instantiate(cfg.strategy, _convert_="all")
     if not isinstance(strategy, PartialBackpropStrategy):
@@ -38,7 +38,7 @@ def cut_plan(application: Application, overrides: Sequence[str]) -> CutPlan:
 
 @dataclass(frozen=True)
 class Depth:
-    """Predicted costs of a depth as fractions of a full step's."""
+    """JSON row: predicted costs of a depth as fractions of a full step's costs."""
 
     depth: int
     trains_from: str
@@ -49,7 +49,7 @@ class Depth:
 
 @dataclass(frozen=True)
 class CutsAnswer:
-    """The answer: segments and verdicts by parameter, the verdicts one for each cut."""
+    """JSON answer of `cuts`: segments by parameter, and verdicts by parameter with one for each cut."""
 
     chain: str
     boundaries: tuple[str, ...]
@@ -59,7 +59,7 @@ class CutsAnswer:
 
 
 def depths(plan: CutPlan) -> list[Depth]:
-    """The full one first."""
+    """Depths of a cut plan with their costs, the full depth first."""
     starts, sizes = ["the inputs", *plan.boundaries], [cost.parameter_bytes for cost in plan.costs]
     found = []
     for depth in range(plan.segments, 0, -1):

@@ -1,7 +1,7 @@
 """Part of `lightning-decentral schedule`: the policies jigsaw and spase, for jobs of several devices at once.
 
-JigSaw: whose shallow worker shares a device with whose deep one (gangs). SPASE: how many devices each job gets, which,
-and when. Both are compared with the bound that no plan is under and, for small sets, with a mixed-integer program.
+JigSaw pairs the shallow worker of one job with the deep worker of another on a device (gangs). SPASE chooses how many
+devices each job gets, which, and when. Both are compared with a lower bound and, for small sets, an exact program.
 """
 
 import argparse
@@ -36,7 +36,7 @@ Planned = tuple[tuple[Table, ...], tuple[str, ...], list[tuple[str, str, Span]]]
 
 @dataclass(frozen=True)
 class GangTurn:
-    """Job that a device runs, from when to when."""
+    """JSON row: a job that a device runs, with start and end."""
 
     job: str
     device: str
@@ -46,7 +46,7 @@ class GangTurn:
 
 @dataclass(frozen=True)
 class Gangs:
-    """The answer: the best plan's turns."""
+    """JSON answer of jigsaw and spase: the turns of the best plan."""
 
     policy: str
     turns: list[GangTurn]
@@ -101,7 +101,7 @@ def jigsaw(options: argparse.Namespace) -> Planned:
 
 
 def turns_table(name: str, turns: jig.Turns) -> Table:
-    """Jobs in the order in which devices go through them."""
+    """Table of jobs in the order in which devices run them."""
     table = Table(title=f"{name}: seconds of the pieces, in order of turns", title_justify="left")
     for heading in ("job", *(f"device {g}" for g in range(turns.devices)), "iterations", "end s"):
         table.add_column(heading, justify="left" if heading == "job" else "right")
@@ -114,7 +114,7 @@ def turns_table(name: str, turns: jig.Turns) -> Table:
 
 
 def spase(options: argparse.Namespace) -> Planned:
-    """The allocations of the file's tables; the best one's devices and starts."""
+    """Compare the allocations of the file's tables; show the best one's devices and starts."""
     tables = read_tables(options.jobs)
     devices = 1 if options.devices is None else options.devices
     if devices < 1:
@@ -144,7 +144,7 @@ def compared(
     bound: float,
     more: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
 ) -> Table:
-    """A row for each, the shortest first, and how far it is from the bound."""
+    """Table of plans, the shortest first, with their ratio to the lower bound."""
     table = Table(title=title, title_justify="left")
     for heading in (*headings, "x bound", *more):
         table.add_column(heading, justify="left" if heading == headings[0] else "right")
@@ -155,7 +155,7 @@ def compared(
 
 
 def why_not_exact(binaries: int) -> tuple[str, ...]:
-    """A line with the reason; none where the program is solved."""
+    """Sentence on why there is no exact plan; none if the program is solved."""
     if not find_spec("scipy"):
         return ("no exact plan: it needs scipy: pip install 'lightning-decentral[schedule]'",)
     if binaries > MOST_BINARIES:
@@ -166,7 +166,7 @@ def why_not_exact(binaries: int) -> tuple[str, ...]:
 def written(
     options: argparse.Namespace, panels: Mapping[str, Sequence[gantt.Bar]], events: Sequence[Mapping[str, object]]
 ) -> list[str]:
-    """Files that were asked for: the Gantt chart and the trace."""
+    """Write the requested files, the Gantt chart and the trace."""
     lines = []
     if options.plot:
         gantt.draw(panels, options.plot)

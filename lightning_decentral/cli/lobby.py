@@ -27,7 +27,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def bounds(text: str) -> Bounds:
-    """LEAST:MOST. ArgumentTypeError for anything else."""
+    """Parse LEAST:MOST on the command line. ArgumentTypeError for anything else."""
     least, _, most = text.partition(":")
     try:
         return Bounds(int(least), int(most))

@@ -42,7 +42,7 @@ COMMANDS = {
     "lobby": ("lobby", "where elastic workers meet: who trains together, who died, who joins"),
     "completion": ("main", "a script by which a shell completes commands and options"),
 }
-"""{command: (module, what it answers)}; only the module of the one that is asked for is read."""
+"""{command: (module, help text)}; only the given command's module is imported."""
 SILENT = ("lobby", "completion")  # Commands without an answer in JSON.
 
 BASH = """\
@@ -59,8 +59,8 @@ complete -o default -F _lightning_decentral lightning-decentral
 
 
 def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse overrides of the recipes behind options, too: argparse takes them in front only, and its intermixed parsing
-    knows no subcommands."""
+    """Parse recipe overrides after options, too: argparse accepts them only before options, and its intermixed parsing
+    doesn't support subcommands."""
     options, behind = parser.parse_known_args(arguments)
     unknown = [one for one in behind if one.startswith("-") or "overrides" not in options]
     if unknown:
@@ -71,7 +71,7 @@ def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
 
 
 def main(application: Application, arguments: Sequence[str] | None = None) -> None:
-    """The command, about this application: `recipes/command.py` is the console's."""
+    """Run the command line `lightning-decentral` with this application; `recipes/command.py` is the console script."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = Parser(prog="lightning-decentral", description=__doc__.partition("\n")[0])
     parser.set_defaults(application=application, outputs=(), commands=added(parser, arguments))
@@ -90,7 +90,7 @@ def main(application: Application, arguments: Sequence[str] | None = None) -> No
 
 
 def added(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> dict[str, argparse.ArgumentParser]:
-    """{command: its parser}; of commands that aren't asked for without options."""
+    """Add the commands' parsers, {command: its parser}; only the given command's parser gets options."""
     commands: Any = parser.add_subparsers(dest="command", required=True)
     for name, (module, what) in COMMANDS.items():
         command = commands.add_parser(name, help=what)
@@ -108,7 +108,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def script(commands: Mapping[str, argparse.ArgumentParser]) -> str:
-    """Completion script for bash; where nothing matches, files are completed as ever."""
+    """Make the completion script for bash; if nothing matches, it completes files."""
     cases = [f'    *:{name}) known="{" ".join(options_of(parser))}" ;;' for name, parser in commands.items()]
     return BASH.format(commands=" ".join(commands), cases="\n".join(cases))
 

@@ -30,14 +30,14 @@ from lightning_decentral.shared.wire.transport import world
 
 @dataclasses.dataclass(frozen=True)
 class NetworkAnswer:
-    """The answer: lines through what was measured, and each host's device."""
+    """JSON answer: fitted lines of the measurements, and each host's device."""
 
     network: tuple[LinkCost, ...]
     hosts: dict[str, str]
 
 
 def place(environment: Mapping[str, str]) -> tuple[int, int, int, int]:
-    """(rank, size, local rank, workers of a node) that torchrun gave. ValueError: it gave none."""
+    """Read (rank, size, local rank, workers of a node) from torchrun's variables. ValueError: one is missing."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     missing = [name for name in names if name not in environment]
     if missing:
@@ -50,7 +50,7 @@ def place(environment: Mapping[str, str]) -> tuple[int, int, int, int]:
 
 
 def device_of(local_rank: int, per_node: int) -> torch.device:
-    """A CUDA device of its own where the node has one for each worker, otherwise the CPU."""
+    """Return a CUDA device for the worker if the node has one for each worker, otherwise the CPU."""
     if cuda.device_count() < per_node:
         return torch.device("cpu")
     cuda.set_device(local_rank)
@@ -58,7 +58,7 @@ def device_of(local_rank: int, per_node: int) -> torch.device:
 
 
 def unique(names: Sequence[str]) -> list[str]:
-    """A name that came before gets its number behind it."""
+    """Make names unique by appending a number to repeated names."""
     return [f"{name}-{i}" if name in names[:i] else name for i, name in enumerate(names)]
 
 
@@ -74,7 +74,7 @@ def shown(costs: Sequence[LinkCost]) -> Table:
 
 
 def mistake(options: argparse.Namespace, rank: int) -> str:
-    """Mistake in this worker's options, or in worker 0's files, as text; empty where there is none."""
+    """Describe a mistake in this worker's options, or in worker 0's files; empty if there is none."""
     if min(options.sizes) < 1 or list(options.sizes) != sorted(set(options.sizes)):
         return f"sizes must be ascending numbers of bytes, got {list(options.sizes)}: --sizes 4096 1048576"
     if options.repeats < 1:
@@ -93,7 +93,7 @@ def mistake(options: argparse.Namespace, rank: int) -> str:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Agree and measure on all; worker 0 shows and writes."""
+    """Compare options and measure on all workers; worker 0 prints and writes the result."""
     rank, size, local_rank, per_node = place(os.environ)
     device = device_of(local_rank, per_node)
     timeout = timedelta(seconds=options.timeout_seconds)

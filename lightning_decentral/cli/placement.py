@@ -21,8 +21,8 @@ SHAPES: dict[str, Graph] = {"ring": RingPlacement(), "pipeline": ChainPlacement(
 
 
 def graph(name: str, overrides: Sequence[str]) -> Graph:
-    """`ring`, `pipeline`, or a topology of gossip by the name of its configuration. ValueError: no such topology, or
-    overrides of one that has nothing to set."""
+    """Make the message graph of `ring`, `pipeline`, or a gossip topology by its configuration's name. ValueError: an
+    unknown topology, or overrides for one without settings."""
     if name in SHAPES and overrides:
         raise ValueError(f"--topology {name} has nothing to set, got {' '.join(overrides)}: leave it out")
     if name in SHAPES:
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class Placed:
-    """The answer: hosts in order of rank; seconds of a step's slowest message and of all its messages."""
+    """JSON answer of `placement`: hosts in order of rank; seconds of a step's slowest message and of all messages."""
 
     hosts: list[str]
     exact: bool

@@ -112,7 +112,7 @@ def run(options: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class MethodAnswer:
-    """One row: seconds of a step, bytes of a node's card in a step and of a device's memory."""
+    """JSON row of a method: seconds of a step, bytes of a node's card in a step and of a device's memory."""
 
     title: str
     words: str
@@ -132,8 +132,8 @@ class MethodAnswer:
 
 @dataclass(frozen=True)
 class PlanAnswer:
-    """The answer: methods in the table's order; `best` is a title, or none where nothing fits; `losses_of` names
-    the setting that losses were measured in, or is null."""
+    """JSON answer of `plan`: methods in the table's order; `best` is a title, or null if no method fits; `losses_of`
+    names the setting in which losses were measured, or is null."""
 
     workers: int
     nodes: int
@@ -146,7 +146,7 @@ class PlanAnswer:
 
 
 def assumptions(options: argparse.Namespace) -> list[str]:
-    """Fill in options that weren't given, and return text on each."""
+    """Fill in defaults of options that weren't given, and return a sentence on each."""
     inside, gain = f"{INSIDE_LATENCY} for a message inside a node", 100 * THRESHOLD
     wanted = [
         ("per_node", 1, "one device on each node", True),

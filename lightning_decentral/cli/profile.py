@@ -58,7 +58,7 @@ class StepProfile(Callback):
         self._laps: HostLaps | DeviceLaps | None = None
 
     def steps(self) -> list[float]:
-        """Seconds of each step behind the measured one, from batch to batch."""
+        """Seconds of each step after the measured step, from batch to batch."""
         begins = self._laps.seconds() if self._laps else []
         return [after - before for before, after in pairwise(begins)]
 
@@ -117,7 +117,7 @@ def alone(application: Application, overrides: Sequence[str]) -> DictConfig:
 
 
 def without_strategy(overrides: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """(overrides that choose a strategy, the others): in a line that names the best one they would stand next to it."""
+    """Split overrides into (those that choose a strategy, the others), which a printed command repeats."""
     chosen = [one for one in overrides if one.startswith(STRATEGY)]
     return chosen, tuple(one for one in overrides if one not in chosen)
 
@@ -189,7 +189,7 @@ def shown(model: Model) -> Table:
 
 
 def mixing(model: Model) -> str:
-    """Text: milliseconds of a gossip round on the device, without the network, and percent of a step, by codec."""
+    """Describe a gossip round's milliseconds on the device, without the network, and percent of a step, by codec."""
     seconds = {work.codec: work.seconds(model.parameter_bytes, 1) for work in model.rounds}
     each = ", ".join(
         f"{codec.removesuffix('()')} {1e3 * of_round:.3f} ms ({100 * of_round / model.seconds:.2g} %)"
@@ -217,7 +217,7 @@ def run(options: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class Profiled:
-    """The answer: the model as in the file, how unequal steps were, seconds from batch to batch."""
+    """JSON answer of `profile`: the model as in the file, variation of steps, seconds from batch to batch."""
 
     model: Model
     variation: tuple[float, ...]

@@ -130,7 +130,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def refuse_left_out(cfg: DictConfig) -> None:
-    """ValueError for what the recipe's Trainer would train by, and no rehearsal has."""
+    """Raise ValueError for Trainer options of the recipe that change training and that no rehearsal supports."""
     given = {key: value for key, value in cfg.trainer.items() if key in LEFT_OUT}
     for key, value in given.items():
         if value not in LEFT_OUT[key]:
@@ -140,7 +140,7 @@ def refuse_left_out(cfg: DictConfig) -> None:
 
 
 def split(overrides: list[str]) -> tuple[list[str], list[int]]:
-    """(overrides of the recipes, numbers of workers)."""
+    """Split the command line into (overrides of the recipe, numbers of workers)."""
     numbers = [one.partition("=")[2] for one in overrides if one.startswith("workers=")]
     try:
         workers = [int(text) for text in ",".join(numbers).split(",") if text]
@@ -150,10 +150,10 @@ def split(overrides: list[str]) -> tuple[list[str], list[int]]:
 
 
 def command_of(best: rehearsal.Reached | None, overrides: Sequence[str], cfg: DictConfig, per_node: int) -> str | None:
-    """Overrides for `recipes/train.py` that train with the best one, at its learning rate.
+    """Overrides for `recipes/train.py` that train with the best method, at its learning rate.
 
     Args:
-        cfg: with the optimizer of the best one.
+        cfg: configuration with the best method's optimizer.
     """
     if best is None:
         return None
@@ -174,12 +174,12 @@ def trains(method: str) -> bool:
 
 
 def without_optimizer(overrides: Sequence[str], method: str) -> list[str]:
-    """Overrides of a recipe that a method's own leave: all but the optimizer's where it chooses one."""
+    """Overrides of a recipe without those of the optimizer, if a method chooses an optimizer."""
     return [one for one in overrides if not (trains(method) and one.lstrip("+~").startswith("optimizer"))]
 
 
 def trained_by(application: Application, cfg: DictConfig, method: str, overrides: Sequence[str]) -> DictConfig:
-    """The configuration with the optimizer that a method chooses; the very same where it chooses none."""
+    """Configuration with the optimizer that a method chooses; `cfg` itself if the method chooses none."""
     if not trains(method):
         return cfg
     found = deepcopy(cfg)
@@ -191,8 +191,8 @@ def trained_by(application: Application, cfg: DictConfig, method: str, overrides
 def modules_of(
     application: Application, cfg: DictConfig, configurations: Mapping[str, DictConfig], sizes: dict[str, int]
 ) -> dict[str, LightningModule]:
-    """Modules of the methods that have a configuration of their own, with the same initial values; one for each
-    optimizer."""
+    """Make the modules of methods with a configuration of their own, one for each optimizer, with equal initial
+    values."""
     found: dict[str, LightningModule] = {}
     for one, own in configurations.items():
         if own is not cfg:
@@ -203,7 +203,7 @@ def modules_of(
 
 
 def network_of(options: argparse.Namespace, profile: Profile | None, overrides: Sequence[str]) -> Network | None:
-    """The profile's network with the given links; None without."""
+    """Network of the profile with the given links; None without a network."""
     if options.bandwidth is None:
         return None
     if profile is None:
@@ -224,7 +224,7 @@ def candidates_of(
     profile: Profile | None,
     network: Network | None,
 ) -> tuple[Candidate, ...]:
-    """Methods to rehearse where none are asked for: those that `plan` has first, on the fewest workers."""
+    """Methods to rehearse by default: the first ones of `plan`, on the fewest workers."""
     kind, known, planned = kind_of(overrides), None, None
     if kind is not None and profile is not None:
         at = Setting(profile.model, network or Network(profile.network), Cluster(min(workers), options.per_node))
@@ -238,8 +238,8 @@ def candidates_of(
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """One row; what isn't known is null. `seeds` are the steps of each to the target, `trained` those of the first in
-    all, `step_seconds_at` by a card's bytes per second, `noise` in batches of a worker, `rates` how many were tried."""
+    """JSON row of a method; unknown values are null. `seeds`: steps to the target of each seed; `trained`: all steps of
+    the first; `step_seconds_at`: by a card's bytes per second; `noise`: in batches; `rates`: number of rates tried."""
 
     title: str
     words: str
@@ -264,7 +264,7 @@ class Rehearsed:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """The answer: methods, the fastest to the target first; `best` is a title, or null where no seconds are known."""
+    """JSON answer of `rehearse`: methods, the fastest first; `best` is a title, or null without seconds."""
 
     target: float
     steps: int

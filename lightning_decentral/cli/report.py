@@ -1,7 +1,7 @@
 """`lightning-decentral report RUN RUN ...`: losses of several runs over steps, seconds and bytes, side by side.
 
-It reads what a CSVLogger or `Report` wrote into the folders; seconds and bytes are those that `SpeedMonitor` logged, so
-set-up and validation aren't in them. The windows that it leaves out are taken to be as fast as the next one.
+The command reads the files of a CSVLogger or `Report`. Seconds and bytes are those that `SpeedMonitor` logged, without
+set-up and validation; a window that `SpeedMonitor` leaves out counts as fast as the next one.
 """
 
 import argparse
@@ -28,7 +28,7 @@ PICTURE = Path("comparison.png")
 
 @dataclass(frozen=True)
 class Run:
-    """One run: its whole length, and from where on its loss was at most the answer's target."""
+    """JSON row of a run: its whole length, and the point from which its loss was at most the target."""
 
     name: str
     loss: float
@@ -44,7 +44,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Compared:
-    """The answer; `loss` is the key that was compared, `target` the least value that every run reached."""
+    """JSON answer of `report`: `loss` is the compared key, `target` the least value that every run reached."""
 
     loss: str
     target: float
@@ -52,7 +52,7 @@ class Compared:
 
 
 def rows_of(run: Path) -> list[dict[str, float]]:
-    """One row per step with all that was logged there. ValueError: no file of metrics, or several."""
+    """Read a run's logged metrics, one row per step. ValueError: no file of metrics, or several."""
     found = [run] if run.is_file() else next(filter(None, (sorted(run.rglob(name)) for name in FILES)), [])
     if not found:
         there = f"there is no {' or '.join(FILES)} in {run}" if run.exists() else f"there is no {run}"
@@ -77,7 +77,7 @@ def _numbers(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def compared_key(runs: Mapping[str, Rows], asked: str | None) -> str:
-    """Key of the loss that all runs logged, of the validation if they did. ValueError: there is none."""
+    """Key of a loss that all runs logged, the validation loss if possible. ValueError: there is none."""
     known = set.intersection(*({key for row in rows for key in row} for rows in runs.values()))
     keys = (asked,) if asked else (*VALIDATION_LOSSES, *LOSSES)
     if shared := next((key for key in keys if key in known), None):
@@ -87,7 +87,7 @@ def compared_key(runs: Mapping[str, Rows], asked: str | None) -> str:
 
 
 def spent(rows: Rows, key: str | None, steps: Sequence[float]) -> list[float] | None:
-    """What was spent after so many steps, as SpeedMonitor logged it: seconds, or seconds times what `key` has."""
+    """Amounts spent after each of `steps`, as SpeedMonitor logged: seconds, or seconds times the rate of `key`."""
     known = [row for row in rows if STEP_SECONDS in row and (key is None or key in row)]
     if not known:
         return None

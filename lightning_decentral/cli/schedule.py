@@ -120,7 +120,7 @@ def run(options: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class MemberOutcome:
-    """Outcome of one policy, simulated."""
+    """JSON row: simulated outcome of one policy."""
 
     makespan_seconds: float
     mean_completion_seconds: float
@@ -129,7 +129,7 @@ class MemberOutcome:
 
 @dataclass(frozen=True)
 class ScheduleAnswer:
-    """The answer: outcomes by policy; when each job ended under the first one, simulated and with --run for real."""
+    """JSON answer of `schedule`: outcomes by policy; end of each job under the first, simulated and (--run) real."""
 
     bound_seconds: float
     policies: dict[str, MemberOutcome]
@@ -146,7 +146,7 @@ def chosen(kind: str, name: str, known: Mapping[str, Choice], alone: Iterable[st
 
 
 def jobs_of(options: argparse.Namespace) -> tuple[Jobs, list[str]]:
-    """Jobs of the file or the trace, and remarks about them."""
+    """Read the jobs of the file or the trace, with remarks."""
     if (options.jobs is None) == (options.trace is None):
         raise ValueError("give either a file of jobs or --trace: lightning-decentral schedule jobs.yaml --policy lrtf")
     if options.trace is None:
@@ -165,7 +165,7 @@ def jobs_of(options: argparse.Namespace) -> tuple[Jobs, list[str]]:
 
 
 def policies_table(jobs: Sequence[Queue], there: Sequence[Processor], rows: Mapping[str, MemberOutcome]) -> Table:
-    """A row for each policy, the shortest makespan first."""
+    """Table of policies, the shortest makespan first."""
     bound = lower_bound_seconds(jobs, there)
     title = f"{len(jobs)} jobs, {len(there)} device{'s' * (len(there) > 1)}: no makespan is under {bound:.4g} s"
     makespans = {name: row.makespan_seconds for name, row in rows.items()}
@@ -198,12 +198,12 @@ def ends_table(jobs: Sequence[Queue], found: Mapping[str, Spans]) -> Table:
 
 
 def off(simulated: float, real: float) -> float:
-    """(real - simulated) / simulated"""
+    """Relative error of a simulation: (real - simulated) / simulated."""
     return (real - simulated) / simulated if simulated else 0.0
 
 
 def verdict(jobs: Sequence[Queue], found: Mapping[str, Spans], counted: str) -> str:
-    """Sentence about how far the simulation was from what happened, and what did happen."""
+    """Sentence comparing the simulated with the real makespan."""
     simulated, real = (makespan_seconds(jobs, found[name]) for name in ("simulated", "real"))
     held = "within" if abs(off(simulated, real)) <= AIM else "NOT within"
     return (

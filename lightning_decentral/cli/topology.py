@@ -73,8 +73,8 @@ class Curves:
     """Mixing matrices and consensus curves of a topology on `size` workers.
 
     Args:
-        matrices: of a period, at most `LONGEST` steps.
-        gaps: 1 - the second largest |eigenvalue| of each.
+        matrices: mixing matrices of a period, at most `LONGEST` steps.
+        gaps: 1 - the second largest |eigenvalue| of each matrix.
         distances: ||W_t ... W_0 - 1 1^T / n||_2 after each step: the largest share of their distance from the mean that
             workers may still have; step 0 is before any.
         typical: ||W_t ... W_0 - 1 1^T / n||_F / sqrt(n - 1): that share (root mean square) for a random start.
@@ -120,8 +120,8 @@ def received(topology: Topology, size: int, step: int) -> str:
     groups = [sorted(group) for group in nx.connected_components(nx.Graph(mutual))]
     pairs = [sum(edge[0] in group for edge in mutual) for group in map(set, groups)]
     whole = [g for g, n in zip(groups, pairs, strict=True) if len(g) > 3 and n == len(g) * (len(g) - 1) / 2]
-    of = {rank for group in whole for rank in group}
-    mutual = [edge for edge in mutual if edge[0] not in of]
+    grouped = {rank for group in whole for rank in group}
+    mutual = [edge for edge in mutual if edge[0] not in grouped]
     cliques = (f"all of {_ranks(group)}" for group in sorted(whole))
     return " ".join([*cliques, *(f"{a}-{b}" for a, b in mutual), *(f"{a}>{b}" for a, b in directed)]) or "silent"
 
@@ -155,7 +155,7 @@ def run(options: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class TopologyAnswer:
-    """The answer: spectral gaps by step of the period, distances from the mean left after 0, 1, ... steps."""
+    """JSON answer of `topology`: spectral gaps of a period's steps, distances from the mean after 0, 1, ... steps."""
 
     topology: str
     workers: int
@@ -191,7 +191,7 @@ def _wrapped(line: str) -> str:
 
 
 def draw_topology(topology: Topology, size: int, found: Curves, path: Path) -> None:
-    """The first steps as graphs on a circle, each with its matrix, and the consensus curve.
+    """Draw the first steps as graphs on a circle, each with its matrix, and the consensus curve.
 
     Raises:
         ValueError: no matplotlib, a suffix that it doesn't write, or a folder that isn't there.

@@ -1,7 +1,7 @@
 """Compressed data-parallel training (quantized all-reduce): `ddp`'s algorithm on gradients of a few bits.
 
-`strategy` binds it to Lightning, `fabric` to loops with Fabric; the average itself is `shared.wire.compressed_mean`,
-which islands of gossip and pipelines' replicas use, too. Public: all names below.
+`strategy` runs it under Lightning's Trainer, `fabric` under Fabric; `shared.wire.compressed_mean` computes the average,
+also for gossip's islands and pipelines' replicas. Public: all names below.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""`Fabric(strategy="compressed")`: a quantized all-reduce of gradients in a loop of the user's own."""
+"""Strategy for Lightning Fabric, `Fabric(strategy="compressed")`: a quantized all-reduce of gradients."""
 
 from collections.abc import Sequence, Set
 from contextlib import AbstractContextManager
@@ -24,14 +24,14 @@ from lightning_decentral.shared.wire.transport import Wire
 
 
 class Reduced:
-    """One module's gradients, averaged within each backward that isn't blocked, and its running statistics."""
+    """Averages one module's gradients within each backward that isn't blocked, and its running statistics."""
 
     def __init__(
         self, module: nn.Module, wire: Wire, strategy: "FabricCompressedStrategy", taken: Set[nn.Parameter]
     ) -> None:
         hosts = wire.hosts(None)
         assert hosts is not None
-        self.module, self._taken = module, taken  # those of modules that were set up before: averaged once
+        self.module, self._taken = module, taken  # parameters of modules set up before, which already average them
         self.mean = mean_by(strategy.codec, partial(of_all, wire), strategy.root_device)
         bucket_bytes = strategy.bucket_bytes or bucket_bytes_of(module.parameters())
         scaler = getattr(strategy.precision, "scaler", None)
@@ -44,20 +44,20 @@ class Reduced:
         self.watch()
 
     def watch(self) -> None:
-        """Average what is trained now: some may have been unfrozen since the last step."""
+        """Average the parameters that are trained now: some may have been unfrozen since the last step."""
         self.gradients.watch([p for p in self.module.parameters() if p not in self._taken])
 
 
 @checked
 class FabricCompressedStrategy(FabricWorkers):
-    """g = (1/n) sum_i Q(g_i + e_i), as `CompressedStrategy`, where the user's own loop calls `fabric.backward`.
+    """g = (1/n) sum_i Q(g_i + e_i), as in `CompressedStrategy`, where the user's own loop calls `fabric.backward`.
 
-    Gradients travel while the backward goes on; under `fabric.no_backward_sync` they are only accumulated. All workers
-    take the same update and stay bit-equal.
+    Gradients are sent while the backward runs; under `fabric.no_backward_sync` they are only accumulated. All workers
+    take the same update and stay equal bit for bit.
 
     Args:
-        codec, bucket_bytes, nonfinite: as for `CompressedStrategy`; buckets are each module's own.
-        **ddp: what Fabric's DDPStrategy itself takes (start_method, process_group_backend, ...), and `timeout`.
+        codec, bucket_bytes, nonfinite: as for `CompressedStrategy`; each module has its own buckets.
+        **ddp: arguments of Fabric's DDPStrategy (start_method, process_group_backend, ...), and `timeout`.
 
     Raises:
         ValueError: for an unknown option, a codec of differences, or no bytes in a bucket.
@@ -82,40 +82,40 @@ class FabricCompressedStrategy(FabricWorkers):
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
         module = super().setup_module(module)
-        if self.wire is not None and not any(of.module is module for of in self._reduced):
-            taken = {p for of in self._reduced for p in of.module.parameters()}
+        if self.wire is not None and not any(each.module is module for each in self._reduced):
+            taken = {p for each in self._reduced for p in each.module.parameters()}
             self._reduced.append(Reduced(module, self.wire, self, taken))
         return module
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Gradients are averaged module by module."""
+        """Do nothing: gradients are averaged for each module."""
 
     def accumulating(self, module: nn.Module) -> AbstractContextManager[None]:
-        of = next((of for of in self._reduced if of.module is module), None)
-        return super().accumulating(module) if of is None else of.gradients.blocked()
+        own = next((each for each in self._reduced if each.module is module), None)
+        return super().accumulating(module) if own is None else own.gradients.blocked()
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         self._group.set_ups.begin()
         with self._telling():
-            for of in self._reduced:
-                of.watch()
+            for each in self._reduced:
+                each.watch()
         super().backward(tensor, module, *args, **kwargs)
 
     def waiting(self, call: Any) -> None:
-        """Run what waits for the other workers."""
+        """Run a call that waits for the other workers."""
         with self._telling():
             call()
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         skipped = self.gradient_check.skipped
         output = super().optimizer_step(optimizer, **kwargs)
-        for of in self._reduced:
-            of.gradients.updated(optimizer, self.gradient_check.skipped > skipped)
+        for each in self._reduced:
+            each.gradients.updated(optimizer, self.gradient_check.skipped > skipped)
         return output
 
     def advance(self, optimizer: Optimizer) -> None:
-        for of in self._reduced if self._begins else ():
-            of.equal.advance(self.steps // LOOK_STEPS)
+        for each in self._reduced if self._begins else ():
+            each.equal.advance(self.steps // LOOK_STEPS)
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -127,20 +127,20 @@ class FabricCompressedStrategy(FabricWorkers):
         return {"codec": repr(self.codec)}
 
     def progress_state(self) -> dict[str, Any]:
-        return {"means": [of.mean.state_dict() for of in self._reduced]}
+        return {"means": [each.mean.state_dict() for each in self._reduced]}
 
     def load_progress_state(self, state: dict[str, Any]) -> None:
-        for of, saved in zip(self._reduced, state["means"], strict=True):
-            of.mean.load_state_dict(saved)
+        for each, saved in zip(self._reduced, state["means"], strict=True):
+            each.mean.load_state_dict(saved)
 
     def restart(self) -> None:
-        for of in self._reduced:
-            of.mean.forget()
+        for each in self._reduced:
+            each.mean.forget()
 
     @property
     def sent_bytes(self) -> int:
-        """Gradients that this worker sent since they were set up, as codes."""
-        return sum(of.mean.sent_bytes for of in self._reduced)
+        """Bytes of encoded gradients that this worker sent since the modules were set up."""
+        return sum(each.mean.sent_bytes for each in self._reduced)
 
     def introduction(self) -> Sequence[str]:
         return introduced(self.codec, self.lightning_module, self.world_size)

@@ -1,4 +1,4 @@
-"""`Trainer(strategy="compressed")`: data-parallel training whose all-reduce of gradients is quantized."""
+"""Strategy for `Trainer(strategy="compressed")`: data-parallel training with a quantized all-reduce of gradients."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -29,23 +29,23 @@ from lightning_decentral.shared.wire.transport import Transport, Wire
 
 @checked
 class CompressedStrategy(ReplicaStrategy):
-    """g = (1/n) sum_i Q(g_i + e_i), coded once more on the way back: `ddp` at a fraction of its bytes.
+    """g = (1/n) sum_i Q(g_i + e_i), encoded again for the broadcast of the mean: `ddp` at a fraction of its bytes.
 
-    Gradients travel bucket by bucket while the backward goes on, as under DDP: their codes to the owners of parts, the
-    owners' codes to all. What is rounded away is added in the next step, on both ways. All replicas take the same
-    update and stay bit-equal. No wrapper: the module, its names and its checkpoints are those of one process.
+    Gradients are averaged bucket by bucket while the backward runs, as under DDP: workers send codes to the owners of
+    parts, which send the encoded means to all. The rounding errors of both are added in the next step. All replicas
+    take the same update and stay equal bit for bit. The module isn't wrapped: its names and checkpoints don't change.
 
     Args:
-        codec: of the gradients. `Int8()`, the default, sends a quarter of the bytes; `Plain()` is `ddp` itself.
-        bucket_bytes: gradients that travel together, at most, unless one parameter has more; by default an eighth of
-            the model, 2 to 256 MiB: the codes of the last bucket can't hide behind the backward.
-        orthogonal: under `Muon`, the codec in which what one worker made orthogonal goes to the others: each hidden
-            matrix is then made so once, by its owner, and not by every worker. None, the default: by every worker. It
-            pays where products are dear and links are not slow: what travels waits in the update, unhidden.
-        nonfinite: what a step does whose gradients hold NaN or infinity: "stop" ends training, "skip" takes it without
-            an update, on all workers alike; a loss scaler skips by itself.
-        timeout: how long a worker waits for another, anywhere, before it ends.
-        **ddp: what Lightning's DDPStrategy itself takes (start_method, process_group_backend, ...).
+        codec: codec of the gradients. `Int8()`, the default, sends a quarter of the bytes; `Plain()` is `ddp` itself.
+        bucket_bytes: largest bytes of gradients averaged together, unless one parameter has more; by default an eighth
+            of the model, 2 to 256 MiB: the last bucket's communication can't overlap the backward.
+        orthogonal: under `Muon`, a codec for orthogonalized updates: each hidden matrix is then orthogonalized once, by
+            its owner, which sends the result to the others. None, the default: every worker orthogonalizes all. A codec
+            pays if matrix products are slow and links are fast, as this communication overlaps nothing.
+        nonfinite: reaction to gradients with NaN or infinity: "stop" ends training, "skip" skips the update on all
+            workers; a loss scaler skips by itself.
+        timeout: how long a worker waits for another worker, in any call, before it ends with an error.
+        **ddp: arguments of Lightning's DDPStrategy (start_method, process_group_backend, ...).
 
     Raises:
         ValueError: for an unknown option, a codec of differences, or no bytes in a bucket.
@@ -153,13 +153,13 @@ class CompressedStrategy(ReplicaStrategy):
 
     @property
     def sent_bytes(self) -> int:
-        """Gradients, and updates, that this worker sent since fit began, as codes."""
+        """Bytes of encoded gradients and updates that this worker sent since fit began."""
         updates = 0 if self._owners is None else self._owners.sent_bytes
         return updates + (0 if self._mean is None else self._mean.sent_bytes)
 
 
 def introduced(codec: Codec, module: nn.Module, size: int) -> Sequence[str]:
-    """The method in a line; none where a worker is alone."""
+    """Describe the method in a line; nothing for a single worker."""
     if size == 1:
         return ()
     trained = [p for p in module.parameters() if p.requires_grad]
@@ -169,7 +169,7 @@ def introduced(codec: Codec, module: nn.Module, size: int) -> Sequence[str]:
 
 
 class AveragedSteps(DeviceSteps):
-    """Steps of a worker whose gradients are averaged within each backward; `take` gets what came while training."""
+    """Steps of a worker that averages gradients within each backward; `take` equalizes parameters added in training."""
 
     def __init__(self, gradients: GradientAverage, module: nn.Module, check: Unchecked, take: InPlace) -> None:
         self._gradients, self._check, self._take = gradients, check, take
@@ -179,7 +179,7 @@ class AveragedSteps(DeviceSteps):
         before, self._parameters = self._parameters, list(module.parameters())
         self._gradients.watch(self._parameters)  # some may have been unfrozen since the last step
         if list(map(id, before)) != list(map(id, self._parameters)):
-            # A module that came while training: each worker has drawn another, maybe.
+            # A module added while training: workers may have drawn different values.
             self._take([p for p in self._parameters if p not in set(before)])
         return step()
 
@@ -187,7 +187,7 @@ class AveragedSteps(DeviceSteps):
         return self._gradients.around(closure)
 
     def before(self, loss: Any) -> None:
-        self._gradients.before(loss)  # thawed within the step, too
+        self._gradients.before(loss)  # includes parameters unfrozen within the step
 
     def blocked(self) -> AbstractContextManager[None]:
         return self._gradients.blocked()
@@ -198,7 +198,7 @@ class AveragedSteps(DeviceSteps):
 
 
 class Owners:
-    """Muon's matrices are made orthogonal by their owners, until `close`."""
+    """Lets each of Muon's matrices be orthogonalized by its owner alone, until `close`."""
 
     def __init__(
         self, optimizers: Sequence[Optimizer], codec: Codec, over: Transport, meet: Callable[[Callable[[], Any]], Any]
@@ -209,13 +209,13 @@ class Owners:
         self.serve(optimizers)
 
     def serve(self, optimizers: Sequence[Optimizer]) -> None:
-        """ValueError where none of them is a Muon."""
+        """Replace the `change` method of each Muon. ValueError: no optimizer is a Muon."""
         self.close()
         self._muons = [optimizer for optimizer in optimizers if isinstance(optimizer, Muon)]
         if not self._muons:
-            raise ValueError("no optimizer is a Muon, whose matrices could be shared out: leave orthogonal out")
+            raise ValueError("orthogonal needs Muon, and no optimizer is a Muon: leave orthogonal out")
         for muon in self._muons:
-            # On the instance, over the method of its class: `close` has only to take it away.
+            # An instance attribute hides the method of the class: `close` only has to delete it.
             muon.change = self._change  # type: ignore[method-assign]
 
     def _change(self, tensors: Sequence[Tensor], change: InPlace) -> None:

@@ -1,9 +1,9 @@
-"""AccumAdam, AccumAdamW: Adam for workers that see only their own gradient, its moments over windows of steps.
+"""AccumAdam, AccumAdamW: Adam for gossip, where moments come from a worker's own gradients averaged over windows.
 
 Adam divides by the root of the mean squared gradient. Under all-reduce that gradient is the mean of n workers; under
 gossip it is a worker's own, up to sqrt(n) times as noisy, so the same learning rate takes smaller steps. Averaging a
-worker's gradients over a window of s steps before they enter the moments gives that noise level back without a
-message: at s = n a window holds as many examples as a step of all-reduce. s = 1 is torch's Adam and AdamW.
+worker's gradients over a window of s steps before they enter the moments restores the noise level of all-reduce without
+a message: at s = n a window has as many examples as a step of all-reduce. s = 1 is torch's Adam and AdamW.
 """
 
 import math
@@ -21,7 +21,7 @@ from lightning_decentral.shared.plan.arguments import checked
 
 @checked
 class AccumAdam(Optimizer):
-    """Adam whose moments are committed every s steps, from the mean gradient of the window; every step moves.
+    """Adam that updates its moments every s steps, from the window's mean gradient, and the parameters in every step.
 
         m^ = b1 m + (1 - b1) g                   k = ceil(t / s), t the step from 1
         v^ = b2 v + (1 - b2) g^2
@@ -29,20 +29,20 @@ class AccumAdam(Optimizer):
         a <- a + g / s
         every s steps:  m <- b1 m + (1 - b1) a;  v <- b2 v + (1 - b2) a^2;  a <- 0
 
-    It isn't gradient accumulation. `betas` are per window: those of an Adam that remembers equally many steps, taken
-    to the power s (0.9 and 0.999 become 0.656 and 0.996 at s = 4).
+    This is not gradient accumulation. `betas` are per window: an Adam that averages over equally many steps has betas
+    whose powers of s these are (0.9 and 0.999 become 0.656 and 0.996 at s = 4).
 
     Args:
         lr: learning rate.
         betas: (b1, b2), in [0, 1).
-        eps: added to the root, in units of the gradient.
+        eps: number added to the root, in units of the gradient.
         weight_decay: weight_decay * x is added to the gradient (Adam), or x is multiplied by 1 - lr * weight_decay
-            first (AdamW). None: 0 for Adam, 0.01 for AdamW, as torch's.
-        window: s. The source uses about half the number of workers (4 at 8 workers, 8 at 16 and 32).
-        foreach: many parameters in one call; None: where the parameters are on a CUDA device.
+            first (AdamW). None: 0 for Adam, 0.01 for AdamW, as in torch.
+        window: s, in steps. The source uses about half the number of workers (4 at 8 workers, 8 at 16 and 32).
+        foreach: update many parameters in one call; None: if the parameters are on a CUDA device.
 
-    Memory: 3 copies of the parameters (m, v, a), 2 with a window of 1, and while stepping 2 copies of what one call
-    handles.
+    Memory: 3 copies of the parameters (m, v, a), 2 with a window of 1, and during a step 2 copies of one call's
+    parameters.
 
     Raises:
         ValueError: an argument out of range.
@@ -99,7 +99,7 @@ class AccumAdam(Optimizer):
         elif decay:
             # Not in place: the gradients are the user's.
             gradients = list(torch._foreach_add(gradients, x, alpha=decay))
-        # The moments as if this gradient had been committed.
+        # The moments as if this gradient had been added.
         mean, square = list(torch._foreach_lerp(means, gradients, 1 - beta1)), list(torch._foreach_mul(squares, beta2))
         torch._foreach_addcmul_(square, gradients, gradients, value=1 - beta2)
         windows = math.ceil(step / window)
@@ -130,8 +130,8 @@ class AccumAdamW(AccumAdam):
 
 
 def _start(parameter: Tensor, window: int) -> dict[str, Any]:
-    (square,) = real([parameter])  # each part of a complex number has a second moment of its own
-    # The step is a plain number: Lightning moves every tensor of the state to the device, where reading it would
-    # make the host wait.
+    (square,) = real([parameter])  # each part of a complex number has its own second moment
+    # The step is a Python number: Lightning moves every tensor of the state to the device, where reading a tensor
+    # would make the host wait.
     state = {"step": 0, "exp_avg": zeros_as(parameter), "exp_avg_sq": zeros_as(square)}
     return {**state, "window_sum": zeros_as(parameter)} if window > 1 else state

@@ -1,4 +1,4 @@
-"""Parameter groups: options checked, tensors for foreach calls put together, complex tensors as real ones."""
+"""Parameter groups: checks of options, batches of tensors for foreach calls, complex tensors viewed as real ones."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -12,17 +12,19 @@ Betas = tuple[float, float]
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """ValueError where lr, eps, weight_decay or betas are out of range."""
+    """Raise ValueError if lr, eps, weight_decay or betas are out of range."""
     for name in ("lr", "eps", "weight_decay"):
         if not 0 <= options[name] < math.inf:
-            raise ValueError(f"{name} must be a number from 0 up, got {options[name]}: leave it out for the default")
+            raise ValueError(
+                f"{name} must be a number from 0 up, got {options[name]}: leave {name} out for its default"
+            )
     for name, beta in zip(("betas[0]", "betas[1]"), options["betas"], strict=True):
         if not 0 <= beta < 1:
             raise ValueError(f"{name} must be in [0, 1), got {beta}: 0.9 and 0.999 are usual")
 
 
 def refuse_sparse(optimizer: Optimizer, gradient: Tensor) -> None:
-    """RuntimeError where a gradient is sparse."""
+    """Raise RuntimeError for a sparse gradient."""
     if gradient.is_sparse:
         raise RuntimeError(f"{type(optimizer).__name__} takes no sparse gradients: use torch.optim.SparseAdam")
 
@@ -30,11 +32,11 @@ def refuse_sparse(optimizer: Optimizer, gradient: Tensor) -> None:
 def together(
     optimizer: Optimizer, group: Mapping[str, Any], start: Callable[[Tensor], dict[str, Any]]
 ) -> list[list[Tensor]]:
-    """A group's parameters with a gradient by what one call handles: of one device and type, having taken equally many
-    steps. Without `foreach`, which None turns on for a CUDA device, each is by itself.
+    """Batch a group's parameters with a gradient for foreach calls: by device, type and number of steps taken. Without
+    `foreach`, which None turns on for a CUDA device, each parameter is a batch.
 
     Args:
-        start: the state of a parameter that had no gradient before.
+        start: makes the state of a parameter that had no gradient before.
 
     Raises:
         RuntimeError: a gradient is sparse.
@@ -48,14 +50,14 @@ def together(
         if not state:
             state.update(start(parameter))
         foreach = parameter.device.type == "cuda" if group["foreach"] is None else group["foreach"]
-        # Its place makes a parameter a batch of its own.
+        # Its index makes a parameter a batch of its own.
         key = (parameter.device, parameter.dtype, state["step"], None if foreach else place)
         batches.setdefault(key, []).append(parameter)
     return list(batches.values())
 
 
 def evaluated(closure: Callable[[], Any] | None) -> Any:
-    """Call the closure with gradients on, and return its result; None where there is no closure."""
+    """Call the closure with gradients enabled, and return its result; None without a closure."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -63,10 +65,10 @@ def evaluated(closure: Callable[[], Any] | None) -> Any:
 
 
 def zeros_as(like: Tensor) -> Tensor:
-    """Zeros that lie in memory as `like` does."""
+    """Make zeros with the shape and strides of `like`."""
     return torch.zeros_like(like, memory_format=torch.preserve_format)
 
 
 def real(tensors: list[Tensor]) -> list[Tensor]:
-    """Complex numbers as pairs: each part is a coordinate of its own."""
+    """View complex tensors as pairs of real numbers, each a coordinate of its own."""
     return [torch.view_as_real(t) if t.is_complex() else t for t in tensors]

@@ -1,10 +1,10 @@
-"""An update of many small parameters as one: elementwise optimizers over flat copies, with the bits of each by itself.
+"""Update of many small parameters as one flat tensor by elementwise optimizers, with the bits of separate updates.
 
     x = cat(x_1 ... x_k)    g = cat(g_1 ... g_k)    x <- update(x, clip(g))    x_i <- its part of x
 
-An operation on a few numbers takes as long as its call: for `gpt` AdamW's update takes half the time so. In float32 and
-float64 a number's place in a tensor doesn't change what becomes of it; in bfloat16 it may, by torch's kernels.
-Parameters that lie one behind the other, as in a bucket of gossip, are x where they lie: nothing is copied.
+An operation on a few numbers takes as long as its call: joined, AdamW's update of `gpt` takes half the time. In float32
+and float64 a number's position in a tensor doesn't change its result; in bfloat16 it may, by torch's kernels.
+Parameters that are adjacent in memory, as in a bucket of gossip, are x without a copy.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,17 +19,17 @@ from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSpr
 ELEMENTWISE = (SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop)
 EXACT = (torch.float32, torch.float64)
 MOST_ELEMENTS = 2**16
-"""Most elements of a small parameter: more fill a cache, and a copy of them costs more than a call."""
+"""Largest number of elements of a small parameter: more fill a cache, and copying them costs more than a call."""
 
 
 def parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Views of what lies one behind the other."""
+    """Split a flat tensor into views of the shapes of `like`."""
     rows = flat.split([other.numel() for other in like])
     return [row.view(other.shape) for row, other in zip(rows, like, strict=True)]
 
 
 def memory_of(members: Sequence[nn.Parameter]) -> Tensor | None:
-    """Flat view of the memory of all parameters, if they lie one behind the other with nothing between; else None."""
+    """Flat view of the memory of all parameters if they are adjacent without gaps; else None."""
     first, *_ = members
     storage, start = first.untyped_storage().data_ptr(), first.storage_offset()
     place = start
@@ -41,13 +41,13 @@ def memory_of(members: Sequence[nn.Parameter]) -> Tensor | None:
 
 
 class Joined:
-    """The small parameters of one group that have a gradient, as one."""
+    """Joins the small parameters of a group that have a gradient into one flat parameter."""
 
     def __init__(self, group: dict[str, Any], members: Sequence[nn.Parameter], others: Sequence[nn.Parameter]) -> None:
         self.group, self.members, self._others = group, members, others
         memory = memory_of(members)
         self._copied = memory is None
-        # What the optimizer sees in their place, with `state`, of which theirs are views.
+        # The flat parameter that the optimizer updates, with `state`; the parameters' states are views of it.
         self.flat = nn.Parameter(members[0].new_zeros(sum(p.numel() for p in members)) if memory is None else memory)
         self.flat.grad = torch.zeros_like(self.flat)
         self._rows, self._gradients = parts(self.flat.detach(), members), parts(self.flat.grad, members)
@@ -57,7 +57,7 @@ class Joined:
         self._places: list[tuple[Tensor, int]] = []
 
     def stands(self, states: Mapping[Tensor, Any]) -> bool:
-        """Return whether the same parameters have a gradient, and they and their states are where they were."""
+        """Return whether the same parameters have gradients, and parameters and states haven't been replaced."""
         return (
             all(p.grad is not None for p in self.members)
             and all(p.grad is None or p.numel() > MOST_ELEMENTS for p in self._others)
@@ -68,7 +68,7 @@ class Joined:
 
     @torch.no_grad()
     def take(self) -> list[nn.Parameter]:
-        """Take the parameters' values and gradients, views from now on; return what the group holds meanwhile."""
+        """Join the parameters' values and gradients; return the parameters that the group has meanwhile."""
         if self._copied:
             torch._foreach_copy_(self._rows, [*self.members])
         torch._foreach_copy_(self._gradients, [p.grad for p in self.members if p.grad is not None])
@@ -78,7 +78,7 @@ class Joined:
 
     @torch.no_grad()
     def give(self, states: dict[Tensor, Any]) -> None:
-        """Give the parameters their new values, and in the first step their states."""
+        """Copy the new values to the parameters, and in the first step give them their states."""
         if self._copied:
             torch._foreach_copy_([*self.members], self._rows)
         self.state = states.pop(self.flat, {})
@@ -92,13 +92,13 @@ class Joined:
                 self._places += [(row, row.data_ptr()) for row in rows if isinstance(row, Tensor)]
 
     def part(self) -> None:
-        """Give each parameter a state of its own from now on, a count of steps, too."""
+        """Give each parameter its own state from now on, its own count of steps included."""
         for state in self._states:
             state.update({key: value.clone() for key, value in state.items() if isinstance(value, Tensor)})
 
 
 def joined(group: dict[str, Any], states: Mapping[Tensor, Any]) -> Joined | None:
-    """None: there is nothing to gain, or bits might differ."""
+    """Join a group's small parameters; None if that gains nothing, or bits might differ."""
     members = [p for p in group["params"] if p.grad is not None and p.numel() <= MOST_ELEMENTS]
     kinds = {(p.dtype, p.device.type, p.grad.layout) for p in members if p.grad is not None}
     if len(members) < 2 or len(kinds) > 1 or any(states.get(p) for p in members):
@@ -111,8 +111,8 @@ def joined(group: dict[str, Any], states: Mapping[Tensor, Any]) -> Joined | None
 
 
 class JoinedUpdate:
-    """Steps an optimizer. From the first step on in which other parameters have a gradient, or somebody has moved a
-    state, it steps as it does by itself."""
+    """Steps an optimizer with joined parameters, until other parameters have a gradient or a state has been replaced:
+    from then on the optimizer steps separately."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -136,7 +136,7 @@ class JoinedUpdate:
 
     @contextmanager
     def _as_one(self, some: Sequence[Joined]) -> Iterator[None]:
-        """The optimizer sees flat parameters meanwhile."""
+        """Replace the optimizer's small parameters by flat ones meanwhile."""
         states, own = self._optimizer.state, [one.group["params"] for one in some]
         for one in some:
             one.group["params"] = one.take()

@@ -1,7 +1,7 @@
 """Muon: orthogonal steps for hidden matrices, AdamW for embeddings, heads and vectors, in one optimizer.
 
-A step has the same length however noisy a worker's gradient is, where Adam's gets shorter: what gossip asks of an
-optimizer. `muon_groups(module)` decides which parameter is which.
+Muon's step has the same length however noisy a worker's gradient is, as gossip needs; Adam's step gets shorter.
+`muon_groups(module)` sorts parameters into groups.
 """
 
 import math
@@ -31,24 +31,24 @@ class Muon(Optimizer):
         u  = momentum m + (1 - momentum) g                       Nesterov's
         x <- (1 - lr weight_decay) x - lr 0.2 sqrt(max(rows, columns)) newton_schulz(u)
 
-    So an update has a root mean square of about 0.2 lr, as one of AdamW has, and both take the same rate. A filter
-    [out, in, ...] is a matrix [out, rest]. A parameter without gradient is passed over.
+    So an update has a root mean square of about 0.2 lr, as AdamW's has, and one learning rate suits both. A filter
+    [out, in, ...] is a matrix [out, rest]. A parameter without gradient is skipped.
 
     Args:
-        params: groups, as of `muon_groups(module)`; what has no `hidden` counts as hidden.
+        params: parameter groups, as `muon_groups(module)` returns; a group without `hidden` counts as hidden.
         lr: learning rate.
-        momentum: of hidden matrices, in [0, 1). In small batches 0.8 was best under `ddp` and 0.9 under gossip; in
-            large ones 0.95 is usual.
-        betas: of AdamW.
-        eps: of AdamW, in units of the gradient.
-        weight_decay: decoupled, for both.
-        steps: of Newton-Schulz.
-        dtype: name of the type in which Newton-Schulz computes; None: bfloat16 on devices, float32 on the CPU. Where a
-            processor multiplies bfloat16 (AMX), that is several times faster for sides of some hundreds.
-        foreach: AdamW's; None: torch's choice.
+        momentum: momentum of hidden matrices, in [0, 1). For small batches 0.8 was best under `ddp` and 0.9 under
+            gossip; for large batches 0.95 is usual.
+        betas: AdamW's betas.
+        eps: AdamW's eps, in units of the gradient.
+        weight_decay: decoupled weight decay, for both.
+        steps: iterations of Newton-Schulz.
+        dtype: name of the type in which Newton-Schulz computes; None: bfloat16 on GPUs, float32 on the CPU. On a CPU
+            that multiplies bfloat16 (AMX), "bfloat16" is several times faster for sides of some hundreds.
+        foreach: AdamW's foreach; None: torch's choice.
 
-    Memory: a copy of the hidden matrices and two of the rest; while stepping a copy of a group's hidden matrices, and
-    five of what one call of Newton-Schulz has (64 MiB on devices, 1 MiB on the CPU, or one matrix).
+    Memory: a copy of the hidden matrices and two of the rest; during a step a copy of a group's hidden matrices, and
+    five of the matrices in one call of Newton-Schulz (64 MiB on GPUs, 1 MiB on the CPU, or one matrix).
 
     Raises:
         ValueError: an argument out of range, or a hidden parameter that is no real matrix.
@@ -108,7 +108,7 @@ class Muon(Optimizer):
         return loss
 
     def change(self, tensors: Sequence[Tensor], change: Callable[[Sequence[Tensor]], None]) -> None:
-        """Run what changes whole tensors in place. Where they are shards, their strategy puts them together here."""
+        """Run a function that changes whole tensors in place. Strategies that shard parameters replace this method."""
         change(tensors)
 
     def _turn(self, parameters: list[Tensor], group: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Newton-Schulz: nearly the nearest matrix with orthonormal rows, by products alone; equal shapes in one call."""
+"""Newton-Schulz iteration: approximates the nearest matrix with orthonormal rows, by matrix products alone."""
 
 from collections.abc import Sequence
 
@@ -8,12 +8,12 @@ from torch import Tensor
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # steepest at zero; in five steps values from 0.01 up come to 0.68 ... 1.13
 SMALLEST_NORM = 1e-7
 CACHE_BYTES, DEVICE_BYTES = 2**20, 2**26
-"""Bytes of the matrices that are stacked in one call: on the CPU they stay in its cache, a device has enough to do. A
-call holds five such stacks at most while it computes; a matrix larger than that is a stack of its own."""
+"""Bytes of the matrices stacked in one call, so that they stay in a CPU's cache and keep a GPU busy. A call needs five
+such stacks at most; a larger matrix is a stack by itself."""
 
 
 def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
-    """Singular values towards 1, singular vectors kept.
+    """Move singular values towards 1, and keep singular vectors.
 
         X <- X / ||X||
         `steps` times:  A = X X^T;  X <- a X + (b A + c A^2) X        (a, b, c) = COEFFICIENTS
@@ -32,14 +32,14 @@ def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
 
 
 def orthogonalize(tensors: Sequence[Tensor], steps: int = 5, dtype: torch.dtype | None = None) -> None:
-    """Each tensor becomes what `newton_schulz` makes of it, in place; filters [out, in, ...] as a matrix [out, rest].
+    """Apply `newton_schulz` to each tensor in place; a filter [out, in, ...] is a matrix [out, rest].
 
-    Matrices of one shape, lying or standing, go together, as many as fill a call. `dtype` is that to compute in;
-    None: bfloat16 on devices, on the CPU float32, or the tensors' own type if it is better.
+    Matrices of one shape or its transpose are stacked, as many as fill a call. `dtype` is the type to compute in;
+    None: bfloat16 on GPUs, on the CPU float32, or the tensors' own type if that is more precise.
     """
     alike: dict[tuple[torch.device, torch.dtype, torch.Size], list[Tensor]] = {}
     for tensor in tensors:
-        if tensor.numel():  # without elements there is nothing to turn
+        if tensor.numel():  # skip empty tensors
             alike.setdefault((tensor.device, tensor.dtype, _lying(tensor).shape), []).append(tensor)
     for (device, own, _), batch in alike.items():
         on_host = device.type == "cpu"
@@ -51,13 +51,13 @@ def orthogonalize(tensors: Sequence[Tensor], steps: int = 5, dtype: torch.dtype 
 
 
 def _in_one_call(alike: Sequence[Tensor], steps: int, working: torch.dtype) -> None:
-    """Turn matrices of one shape; a function, so that what it made is gone before the next call begins."""
+    """Orthogonalize matrices of one shape; a function, so that its memory is freed before the next call."""
     stack = torch.stack([_lying(tensor) for tensor in alike]).to(working)
     for tensor, found in zip(alike, newton_schulz(stack, steps), strict=True):
         tensor.copy_((found if len(found) == len(tensor) else found.mT).reshape(tensor.shape))
 
 
 def _lying(tensor: Tensor) -> Tensor:
-    """[short side, long side]"""
+    """View a tensor as a matrix [short side, long side]."""
     matrix = tensor.reshape(len(tensor), -1)
     return matrix if len(matrix) <= matrix.shape[1] else matrix.mT

@@ -10,7 +10,7 @@ from torch.nn.modules.conv import _ConvNd
 HEADS = frozenset({
     "classifier", "cls", "fc", "head", "heads", "lm_head", "logits", "out", "output", "proj_out", "qa_outputs", "score",
 })  # fmt: skip
-"""Names that output layers go by."""
+"""Names of modules that count as output layers."""
 COLOURS = 4  # a convolution that reads no more channels than these reads pixels: it is the input layer
 
 
@@ -21,23 +21,22 @@ def muon_groups(module: nn.Module, *, hidden: Sequence[str] = (), adamw: Sequenc
          {"params": ..., "hidden": False},
          {"params": ..., "hidden": False, "weight_decay": 0.0}]
 
-    `Muon` reads `hidden`; other optimizers pass over it. Hidden are tensors of two axes and filters of convolutions,
+    `Muon` reads `hidden`; other optimizers ignore it. Hidden are tensors of two axes and filters of convolutions,
     except
 
-    - the weight of an `Embedding`, and what lies under a name with `embed` in it (positions, patches);
-    - what lies under a name of `HEADS` (`lm_head`, `classifier`, `fc`, ...);
+    - the weight of an `Embedding`, and parameters under a name with `embed` in it (positions, patches);
+    - parameters under a name of `HEADS` (`lm_head`, `classifier`, `fc`, ...);
     - filters that read `COLOURS` channels or fewer, and those of grouped convolutions, which are many small matrices;
     - single rows and columns, and complex numbers.
 
-    A name behind a number doesn't count (`blocks.0.fc` is hidden). A parameter with several names or modules (tied
-    weights) is hidden only if it is by all of them. A part of a model, as on a stage of a pipeline, has the groups of
-    the whole, without what it lacks.
+    A name after a number doesn't count (`blocks.0.fc` is hidden). A parameter with several names or modules (tied
+    weights) is hidden only if all of them make it hidden. A part of a model, as on a stage of a pipeline, has the
+    groups of the whole model, without the parameters of other parts.
 
     Args:
         hidden: names of parameters, as in `named_parameters()`, or patterns of names (`network.stem.*`), whose tensors
-            of two axes or more are hidden against these rules. What fits nothing is passed over: another stage may
-            have it.
-        adamw: those that are not; they win.
+            of two axes or more are hidden in spite of these rules. Names that match nothing are ignored.
+        adamw: names or patterns of parameters that aren't hidden; they win over `hidden`.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):

@@ -1,4 +1,4 @@
-"""Momentum warm-up: an optimizer's momentum rises while it trains, as its learning rate falls by another schedule."""
+"""Momentum warm-up: a scheduler that raises an optimizer's momentum while another schedule lowers its learning rate."""
 
 from typing import Any
 
@@ -8,22 +8,22 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_decentral.shared.plan.arguments import checked
 
 LAST = "last_momentum"
-"""Key of a group: where its momentum ends, as torch's `initial_lr` for rates. It is saved with the optimizer."""
+"""Key of a parameter group for its final momentum, as torch's `initial_lr`; saved with the optimizer."""
 
 
 @checked
 class MomentumWarmup(LRScheduler):
     """momentum(t) = start + (momentum - start) min(1, t / steps), t steps done; learning rates stay as they are.
 
-    A larger momentum is the mean of more gradients. Where steps are long it lags behind them; later, when the learning
-    rate is small, it takes noise away. Under gossip, where each worker has its own noise, that is worth more
+    A larger momentum averages over more gradients. While steps are long the average lags behind; later, when the
+    learning rate is small, it removes noise. Under gossip, where each worker has its own noise, that is worth more
     (docs/optimizers.md#momentum-that-rises). Use with a schedule of the learning rate, stepped as often.
 
     Args:
-        optimizer: with `momentum` in its groups, where it ends. Groups without are left alone, and so are those whose
-            momentum is the start or below: SGD's without momentum stay so.
-        steps: until it is there.
-        start: where it begins.
+        optimizer: optimizer whose groups have `momentum`, the final value. Groups without momentum, or with a momentum
+            of at most `start`, don't change.
+        steps: number of steps until the momentum is final.
+        start: momentum at the beginning.
 
     Raises:
         ValueError: no group has a momentum of the start or above, start is not in [0, 1), or steps is below 1.
@@ -49,7 +49,7 @@ class MomentumWarmup(LRScheduler):
         super().__init__(optimizer)
 
     def get_lr(self) -> list[Any]:
-        """Learning rates of the groups, as they are."""
+        """Learning rates of the groups, unchanged."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def step(self, epoch: int | None = None) -> None:

@@ -34,12 +34,12 @@ def measure_blocks(
     device: torch.device,
     done: Callable[[], None] = lambda: None,
 ) -> tuple[BlockCost, ...]:
-    """The blocks of a step, from the inputs to the loss; one where there are no names.
+    """Measure the blocks of a training step, from the inputs to the loss; one block without names.
 
     Args:
         names: modules at whose inputs a block ends and the next begins (`partial.joints`).
-        run: one forward; its loss.
-        optimizers: of the parameters. Their moments take part in the measurement, the weights stay.
+        run: runs one forward and returns its loss.
+        optimizers: optimizers of the parameters; their moments change in the measurement, the weights don't.
         done: called after each of `WARM_UP + REPEATS` passes.
     """
     members = _members(root, names, run, device)
@@ -72,7 +72,7 @@ def _pass(root: nn.Module, names: Sequence[str], run: Run, device: torch.device,
 
 
 def _members(root: nn.Module, names: Sequence[str], run: Run, device: torch.device) -> list[list[nn.Parameter]]:
-    """Parameters by block; one that no gradient reached isn't trained and is nowhere."""
+    """Group parameters by block, without those that no gradient reached."""
     members: list[list[nn.Parameter]] = [[] for _ in range(len(names) + 1)]
     found = BlockPass(root, names, device)
     trained = [p for p in root.parameters() if p.requires_grad]
@@ -92,7 +92,7 @@ def _medians(rows: Sequence[Seconds]) -> Seconds:
 
 
 def _update(optimizers: Sequence[Optimizer], members: Sequence[list[nn.Parameter]], device: torch.device) -> Seconds:
-    """Seconds of each block's update with the gradients that are there, at a learning rate of 0."""
+    """Measure the seconds of each block's update with the present gradients, at a learning rate of 0."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups if "lr" in group]
     rates = [group["lr"] for group in groups]
 
@@ -122,7 +122,7 @@ def _update(optimizers: Sequence[Optimizer], members: Sequence[list[nn.Parameter
 
 
 def hidden_of(root: nn.Module) -> list[nn.Parameter]:
-    """Parameters that `Muon` would take for hidden matrices, in order."""
+    """Parameters that are hidden matrices for `Muon`, in order."""
     hidden: list[nn.Parameter] = muon_groups(root)[0]["params"]
     return hidden
 
@@ -136,7 +136,7 @@ def sides(matrices: Iterable[Tensor], among: Collection[nn.Parameter]) -> tuple[
 
 @torch.no_grad()
 def products_per_second(matrices: Sequence[nn.Parameter], device: torch.device) -> float:
-    """Operations per second of `Muon`'s Newton-Schulz on copies; 0 where there are none, or no clock sees it."""
+    """Operations per second of `Muon`'s Newton-Schulz on copies; 0 without matrices, or if too fast to measure."""
     copies = [matrix.detach().clone() for matrix in matrices]
     if not copies:
         return 0.0

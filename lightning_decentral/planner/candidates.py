@@ -28,12 +28,12 @@ DEFAULTS = {"gossip": ("strategy/codec=plain", "strategy/combine=gossip"), "comp
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to train.
+    """Candidate of a plan: a method of training.
 
     Args:
-        overrides: of the command line, one string.
-        title: for tables.
-        remark: what a reader must know of the number.
+        overrides: overrides of the command line, one string.
+        title: name in tables.
+        remark: note on the forecast.
     """
 
     overrides: str
@@ -93,18 +93,18 @@ def _pipelines(cluster: Cluster, batch: int, slices: int) -> Iterator[Candidate]
 
 
 def measured(known: KnownLosses) -> Iterator[Candidate]:
-    """Yield candidates of which it is known when they reach the loss."""
+    """Yield the candidates whose batches to the loss were measured."""
     for method, overrides in known.overrides.items():
         yield Candidate(overrides, method)
 
 
 def is_ddp(overrides: str) -> bool:
-    """Return whether they train with a form of `ddp`."""
+    """Return whether the overrides train with a form of `ddp`."""
     return any(one in DDP for one in overrides.split())
 
 
 def in_full(overrides: str) -> list[str]:
-    """Overrides of a candidate, with those for codec and rule that the strategy would take anyway."""
+    """Overrides of a candidate, with the strategy's default codec and rule written out."""
     given = overrides.split()
     chosen = next((one.partition("=")[2] for one in given if one.startswith("strategy=")), "")
     named = {one.partition("=")[0] for one in given}

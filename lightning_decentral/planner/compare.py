@@ -1,4 +1,4 @@
-"""Comparison of forecasts: all candidates side by side, which one to train with, and the same for other clusters."""
+"""Comparison of forecasts: all candidates side by side, which one to train with, and a grid of other clusters."""
 
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +17,7 @@ from lightning_decentral.shared.plan.known_losses import KnownLosses, kind_of, n
 THRESHOLD = 0.1
 AS_FAST = 0.02
 AS_SOON = 0.1
-"""Forecasts come no nearer to what is measured: of methods that are as soon, the one that sends least is taken."""
+"""Error of forecasts: among methods that are equally fast up to this share, the one that sends least is chosen."""
 NODES = (2, 4, 8, 16)
 RATES = (1.25e7, 1.25e8, 1.25e9, 3.125e9, 1.25e10, 5e10)  # 100 Mbit/s ... 400 Gbit/s
 MOST_WORKERS = 128
@@ -32,9 +32,9 @@ class ComparedMethod:
     """A candidate with its forecast.
 
     Args:
-        setting: with the candidate's own optimizer.
-        share: of the batches that `ddp` with AdamW takes to the loss that it ends at; inf: it doesn't reach that in as
-            many; None: nobody knows.
+        setting: setting with the candidate's own optimizer.
+        share: batches to the loss at which `ddp` with AdamW ends, over those of `ddp` with AdamW; inf: not reached in
+            as many batches; None: not measured.
     """
 
     candidate: Candidate
@@ -45,7 +45,7 @@ class ComparedMethod:
 
     @property
     def to_loss(self) -> float:
-        """Seconds to that loss for each batch of the baseline's; inf where it isn't reached, or not known to be."""
+        """Seconds to the baseline's final loss per batch of the baseline; inf if not reached, or not measured."""
         return inf if self.share is None else self.share * self.forecast.seconds
 
 
@@ -54,10 +54,10 @@ class Comparison:
     """Comparison of methods in a setting.
 
     Args:
-        rows: the soonest at the loss first, then those of which that isn't known, the fastest first.
+        rows: methods with measured losses, the fastest to the loss first, then the others, the fastest step first.
         refused: {title of a candidate that can't serve the cluster: why}.
-        best: the one to train with; None where nothing fits into the memory.
-        others: as of `plan`.
+        best: method to train with; None if no method fits into the memory.
+        others: as in `plan`.
     """
 
     setting: Setting
@@ -73,17 +73,17 @@ class Comparison:
 
     @property
     def known(self) -> KnownLosses | None:
-        """Losses of the nearest setting that was measured; None where no model of this kind was."""
+        """Losses of the nearest measured setting; None if no model of this kind was measured."""
         return losses_of(self.setting, self.like)
 
     @property
     def stay(self) -> bool:
-        """True where a form of ddp is the best, because nothing else gains enough."""
+        """Whether a form of ddp is the best, because no other method gains enough."""
         return self.best is not None and is_ddp(self.best.candidate.overrides)
 
     @property
     def soonest_ddp(self) -> ComparedMethod:
-        """The form of `ddp` that is the soonest at the loss, or the fastest where nothing is known of losses."""
+        """Form of `ddp` that is the fastest to the loss, or has the fastest step if no losses were measured."""
         forms = [row for row in self.rows if is_ddp(row.candidate.overrides) and self.fits(row)]
         return min(forms, key=lambda row: (row.to_loss, row.forecast.seconds), default=self.baseline)
 
@@ -92,11 +92,11 @@ class Comparison:
         return next(row for row in self.rows if row.candidate.overrides == BASELINE)
 
     def speedup(self, row: ComparedMethod) -> float:
-        """Seconds of ddp over the row's."""
+        """Speed-up of a method over ddp, by seconds per step."""
         return self.baseline.forecast.seconds / row.forecast.seconds
 
     def fits(self, row: ComparedMethod) -> bool:
-        """Return whether a device's memory holds it."""
+        """Return whether a method fits into a device's memory."""
         return row.forecast.memory_bytes <= self.memory_bytes
 
     @property
@@ -125,17 +125,17 @@ def plan(
     like: str | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Comparison:
-    """Compare.
+    """Compare the forecasts of all candidates in a setting.
 
     Args:
-        variation: of the seconds of computation, as in `Profile`.
-        slices: of a sequence in a pipeline; 1 for a model without a token axis.
+        variation: variation of the computation seconds, as in `Profile`.
+        slices: slices of a sequence in a pipeline; 1 for a model without a token axis.
         also: overrides of further candidates.
-        memory_bytes: of a device.
-        threshold: gain over ddp below which it recommends ddp.
-        optimizer: of all methods, as `optimizer=` names it; the profile's.
-        like: kind of the model, as `known_losses.RECIPES` has them; that of the profile's recipe.
-        say: called with the title of each candidate before it is forecast.
+        memory_bytes: memory of a device.
+        threshold: gain over ddp below which ddp is recommended.
+        optimizer: optimizer of all methods, as in `optimizer=`; by default the profile's.
+        like: kind of the model, a key of `known_losses.RECIPES`; by default the profile's recipe.
+        say: called with the title of each candidate before its forecast.
 
     Raises:
         ValueError: overrides in `also` that can't be composed; nothing measured between nodes; an optimizer whose cost
@@ -162,7 +162,7 @@ def plan(
 
 
 def losses_of(setting: Setting, like: str | None = None) -> KnownLosses | None:
-    """Losses that were measured nearest to the setting, for optimizers of which some were; None where none were."""
+    """Measured losses of the setting nearest to this one, with the same optimizers; None if there are none."""
     kind, model = like or kind_of(setting.model.words), setting.model
     if kind is None or model.optimizer not in BASES:
         return None
@@ -183,7 +183,7 @@ def share_of(candidate: Candidate, optimizer: str, known: KnownLosses | None) ->
 
 
 def _best(found: Iterable[tuple[Candidate, float, float | None, float]], threshold: float) -> Candidate | None:
-    """Choose by the seconds to a loss, of those whose share is known; else by those of a step.
+    """Choose a candidate by seconds to the loss among those with a known share; else by seconds of a step.
 
     Args:
         found: (candidate, seconds of a step, `ComparedMethod.share`, bytes that it sends).
@@ -207,11 +207,11 @@ def chosen(
     alike: float = AS_FAST,
     forms: Callable[[str], bool] = is_baseline,
 ) -> Candidate | None:
-    """Choose by seconds: ddp if nothing gains enough over it; otherwise, of the fastest that do, the first.
+    """Choose by seconds: ddp if no candidate gains enough over ddp; else the first of the fastest that do.
 
     Args:
-        alike: candidates are equally fast up to this part.
-        forms: whether overrides are one of ddp's forms, of which the fastest stands for it.
+        alike: share of the seconds up to which candidates are equally fast.
+        forms: whether overrides are a form of ddp, of which the fastest counts as ddp.
     """
     ddp, base = min((pair for pair in found if forms(pair[0].overrides)), key=itemgetter(1), default=(None, inf))
     # Both, as at a threshold of 0 to be as fast is no gain.
@@ -222,7 +222,7 @@ def chosen(
 
 @dataclass(frozen=True)
 class Cell:
-    """One cluster: seconds of the candidates by title, to a loss where that is known, and which to train with."""
+    """Forecasts for one cluster: seconds of the candidates by title, to a loss if known, and the recommended one."""
 
     workers: int
     bytes_per_second: float
@@ -241,7 +241,7 @@ def sizes(setting: Setting, nodes: Sequence[int] = NODES) -> list[int]:
 
 
 def grid(plan: Comparison, workers: Sequence[int], rates: Sequence[float]) -> list[Cell]:
-    """The same comparison for every number of workers with every rate; the latency stays as it is."""
+    """Compare for every number of workers and every bandwidth; the latency doesn't change."""
     setting, found = plan.setting, []
     latency = setting.network.price("exchange", "between", 2).latency_seconds
     for count in workers:

@@ -1,4 +1,4 @@
-"""Forecasts of strategies: from overrides of the command line of `recipes/train.py` to what they will cost."""
+"""Forecasts of strategies: from command-line overrides of `recipes/train.py` to the costs of a step."""
 
 from dataclasses import dataclass
 from functools import lru_cache, singledispatch
@@ -64,7 +64,7 @@ HALF_PRECISION = "fp16_compress_hook", "bf16_compress_hook"  # torch's, by name
 
 @dataclass(frozen=True)
 class Composed:
-    """Strategy and optimizer of some overrides of `recipes/train.py`; `optimizer` is empty where they name none."""
+    """Strategy and optimizer composed from overrides of `recipes/train.py`; `optimizer` is empty if not given."""
 
     strategy: Strategy
     optimizer: str = ""
@@ -73,10 +73,10 @@ class Composed:
 
 @lru_cache(maxsize=256)  # a map of clusters asks for the same overrides in every cell, and composing takes long
 def composed(overrides: str) -> Composed:
-    """Compose them.
+    """Compose overrides to a strategy and an optimizer.
 
     Raises:
-        ValueError: they name something that isn't there.
+        ValueError: an override names something that doesn't exist.
     """
     words = overrides.split()
     chosen = {key: value for key, _, value in (one.partition("=") for one in words)}
@@ -102,10 +102,10 @@ def strategy_of(overrides: str) -> Strategy:
 
 @singledispatch
 def method_of(strategy: object, cluster: Cluster, slices: int) -> Method:
-    """The forecast of a strategy.
+    """Make the forecast of a strategy.
 
     Raises:
-        ValueError: there is none, or the strategy can't serve the cluster.
+        ValueError: the strategy has no forecast, or can't serve the cluster.
     """
     raise ValueError(f"there is no forecast for {type(strategy).__name__}: use one of this package's strategies or ddp")
 
@@ -158,7 +158,7 @@ def _(strategy: GossipStrategy, cluster: Cluster, slices: int) -> Method:
 
 
 def kept_by(combine: Rule) -> int:
-    """Copies of the parameters that a rule's state has, by the state that it makes for some."""
+    """Copies of the parameters in a rule's state, counted on a sample state."""
     if isinstance(combine, ConsensusControl):
         return kept_by(combine.inner)
     assert isinstance(combine, Combine), f"{combine!r} is no rule"
@@ -167,8 +167,8 @@ def kept_by(combine: Rule) -> int:
 
 
 def estimates(codec: Codec, topology: Topology, workers: int) -> int:
-    """Copies of the parameters that a codec of differences keeps: for each audience, and each source of a period; of
-    the worker that has the most."""
+    """Copies of the parameters that a codec of differences keeps, on the worker with the most: one for each audience
+    and each source of a period."""
     if not codec.remembers:
         return 0
     steps, ranks = range(topology.period(workers)), range(workers)
@@ -192,7 +192,7 @@ def _(strategy: TokenPipelineStrategy, cluster: Cluster, slices: int) -> Method:
 
 
 def _refuse_unread(option: str, asked: object, read: object) -> None:
-    """ValueError for an option that would change a step and that no forecast knows."""
+    """Raise ValueError for an option that changes a step and that forecasts don't model."""
     if asked != read:
         raise ValueError(f"no forecast reads {option} {asked}: it is predicted as {read} only, so leave it out")
 
@@ -212,7 +212,7 @@ def slices_of(slicing: object, slices: int) -> int:
 
 
 def within_of(island: Island) -> Within:
-    """Forecast of what an island's devices do."""
+    """Make the costs inside an island."""
     match island:
         case AllReduce():
             _refuse_unread("strategy.island.codec", island.codec, Plain())
@@ -223,8 +223,8 @@ def within_of(island: Island) -> Within:
 
 
 def encoding_of(codec: Codec, copies: float = 1, cliques: Cliques = Cliques.PEERS) -> Encoding:
-    """Bytes by the codec's own formula for float32. Where the profile has no seconds of its own for the codec: those
-    measured on a CPU, on top of what messages as they are take; of an unknown codec those of the slowest.
+    """Make the costs of a codec: bytes by its own formula for float32. If the profile has no seconds for it, those
+    measured on a CPU are added to the seconds of unencoded messages; an unknown codec takes as long as the slowest.
 
     Args:
         cliques: `link.cliques_of`.

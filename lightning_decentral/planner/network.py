@@ -23,13 +23,13 @@ Operation = Callable[[Transport, int, torch.device], Call]
 
 
 def all_reduce(over: Transport, message_bytes: int, device: torch.device) -> Call:
-    """A sum of messages of so many bytes."""
+    """All-reduce of messages of `message_bytes` bytes."""
     tensor = _floats(message_bytes, device)
     return lambda: over.all_reduce(tensor).wait()
 
 
 def exchange(over: Transport, message_bytes: int, device: torch.device, peers: int = 1) -> Call:
-    """Worker i sends so many bytes in all to i + 1, i + 2, i + 4, ... and receives as much from i - 1, i - 2, ..."""
+    """Exchange: worker i sends `message_bytes` in total to i + 1, i + 2, i + 4, ..., and receives from i - 1, ..."""
     sends, receives = (
         [Message((over.rank + way * 2**k) % over.size, _floats(message_bytes / peers, device), 0) for k in range(peers)]
         for way in (1, -1)
@@ -38,21 +38,21 @@ def exchange(over: Transport, message_bytes: int, device: torch.device, peers: i
 
 
 def all_gather(over: Transport, message_bytes: int, device: torch.device) -> Call:
-    """The parts of all workers, so many bytes together."""
+    """All-gather of the parts of all workers, `message_bytes` bytes together."""
     part = _floats(message_bytes / over.size, device)
     whole = part.repeat(over.size)
     return lambda: over.all_gather_into(whole, part).wait()
 
 
 def reduce_scatter(over: Transport, message_bytes: int, device: torch.device) -> Call:
-    """Every worker's part of a sum of messages of so many bytes."""
+    """Reduce-scatter of messages of `message_bytes` bytes: every worker gets its part of the sum."""
     part = _floats(message_bytes / over.size, device)
     whole = part.repeat(over.size)
     return lambda: over.reduce_scatter(part, whole).wait()
 
 
 def broadcast(over: Transport, message_bytes: int, device: torch.device) -> Call:
-    """The first worker's message to all."""
+    """Broadcast of the first worker's message to all workers."""
     tensor = _floats(message_bytes, device)
     return lambda: over.broadcast(tensor).wait()
 
@@ -74,12 +74,12 @@ def _floats(size_bytes: float, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class NetworkMeter:
-    """Measures groups of a world. Collective: every worker makes the same calls.
+    """Measures collectives in process groups of a world. Collective: every worker makes the same calls.
 
     Args:
         sizes: bytes of the messages, ascending.
-        longest_seconds: no larger message where one took longer.
-        say: called with what is measured next.
+        longest_seconds: seconds of a message after which no larger message is measured.
+        say: called with a description of the next measurement.
     """
 
     wire: Wire
@@ -90,7 +90,7 @@ class NetworkMeter:
     say: Callable[[str], None] = lambda text: None
 
     def costs(self, probes: Sequence[Probe]) -> list[LinkCost]:
-        """One line for every operation and probe; for an exchange one for every number of neighbours."""
+        """Fit a line for every operation and probe; for exchanges one for every number of neighbours."""
         joined = {groups: self.wire.group(groups) for groups in dict.fromkeys(probe.groups for probe in probes)}
         mine = [joined[probe.groups] for probe in probes]
         return [
@@ -120,7 +120,7 @@ class NetworkMeter:
         return points
 
     def _seconds(self, call: Call | None) -> float:
-        """The same number on all workers; those without a call only meet."""
+        """Measure the seconds of a call, equal on all workers; workers without a call only wait."""
         own = []
         for _ in range(WARM_UP + self.repeats):
             # All meet, so that none is charged for another that was late.

@@ -6,7 +6,7 @@
 
 Source: McCandlish et al. 1812.06162, where noise is B_simple in examples, and their equation 2.7 for the steps.
 
-Short, and a module of its own: an estimator that knows neither workers nor strategies.
+The estimator is a module of its own, as it depends on neither workers nor strategies.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from torch import nn
 
 
 class NoiseScale:
-    """Means over the steps that it saw."""
+    """Estimates the gradient noise scale by means over steps."""
 
     def __init__(self) -> None:
         self._spread, self._signal = 0.0, 0.0
@@ -36,7 +36,7 @@ class NoiseScale:
 
     @property
     def scale(self) -> float | None:
-        """Noise scale in batches of a worker; None where it saw nothing, or no more than noise."""
+        """Noise scale in batches of a worker; None without steps, or if gradients were only noise."""
         return self._spread / self._signal if self._signal > 0 else None
 
 

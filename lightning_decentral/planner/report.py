@@ -18,7 +18,7 @@ Palette = Mapping[str, str]
 
 
 def new_axes(width: float, height: float, across: str, upwards: str = "") -> tuple[Any, Any]:
-    """(figure, its axes with these labels)."""
+    """Make a figure, and its axes with these labels."""
     figure = new_figure(width, height)
     axes = figure.subplots()
     axes.set_xlabel(across)
@@ -28,7 +28,7 @@ def new_axes(width: float, height: float, across: str, upwards: str = "") -> tup
 
 
 def svg(figure: Any) -> str:
-    """The picture as an element of a page: no declaration, no date, nothing to be loaded."""
+    """Render a figure as an SVG element for a page: no declaration, no date, nothing to be loaded."""
     text = StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     return text.getvalue()[text.getvalue().index("<svg") :]
@@ -43,7 +43,7 @@ def palette(titles: Sequence[str]) -> dict[str, str]:
 def curves(
     cells: Sequence[Cell], titles: Sequence[str], colours: Palette, across: Callable[[Cell], float], label: str
 ) -> str:
-    """Speed-up over ddp of these candidates."""
+    """Draw curves of the candidates' speed-up over ddp (SVG)."""
     figure, axes = new_axes(7, 3.6, label, "speed-up over ddp")
     places = [across(cell) for cell in cells]
     for title in titles:
@@ -58,7 +58,7 @@ def curves(
 
 
 def winners(cells: Sequence[Cell], colours: Palette) -> str:
-    """Workers across bandwidth, the recommended method as colour, its speed-up as number."""
+    """Draw a map of workers and bandwidth: the recommended method as colour, its speed-up as number (SVG)."""
     workers, rates = sorted({cell.workers for cell in cells}), sorted({cell.bytes_per_second for cell in cells})
     names = ["ddp", *sorted({cell.best for cell in cells} - {"ddp"})]
     figure, axes = new_axes(7.5, 1.4 + 0.45 * len(workers), "Gbit/s of a network card", "workers")
@@ -81,7 +81,7 @@ def winners(cells: Sequence[Cell], colours: Palette) -> str:
 
 
 def timeline(tasks: Sequence[Task[str]]) -> str:
-    """Timeline of what the first workers and links do, one row each (SVG)."""
+    """Draw a timeline of the first workers' and links' tasks, one row each (SVG)."""
     spans = run(tasks)
     kinds: dict[str, list[str]] = {}  # rows of workers and rows of links, shown in pairs
     for row in dict.fromkeys(task.worker for task in tasks):
@@ -111,11 +111,11 @@ tr.best { font-weight: bold } code { background: #f3f5f8; padding: 2px 4px } svg
 
 
 def page(plan: Comparison, *, workers: Sequence[int] | None = None, rates: Sequence[float] = RATES) -> str:
-    """The report.
+    """Make the report page (HTML) of a plan.
 
     Args:
-        workers: of the map and the curves; by default up to 16 nodes.
-        rates: bytes per second of a network card in them.
+        workers: numbers of workers in the map and the curves; by default up to 16 nodes.
+        rates: bandwidths in the map and the curves, bytes per second of a network card.
 
     Raises:
         ValueError: no matplotlib.

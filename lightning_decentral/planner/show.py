@@ -31,7 +31,7 @@ def cells(plan: Comparison, row: ComparedMethod) -> tuple[str, ...]:
 
 
 def sooner(plan: Comparison, row: ComparedMethod) -> str:
-    """Times sooner than the row `ddp` at the loss that `ddp` with AdamW ends at, as text."""
+    """Speed-up over the row `ddp` in time to the loss at which `ddp` with AdamW ends, as text."""
     if row.share is None or not plan.baseline.to_loss < math.inf:
         return UNKNOWN
     return times(plan.baseline.to_loss / row.to_loss) if row.share < math.inf else NEVER
@@ -42,7 +42,7 @@ def times(ratio: float) -> str:
 
 
 def table(plan: Comparison) -> Table:
-    """The soonest at the loss first, then the fastest; in 80 columns, long titles in several lines."""
+    """Table of methods, the fastest to the loss first, then the fastest steps; 80 columns, long titles are wrapped."""
     cluster = plan.setting.cluster
     title = f"predicted for {cluster.workers} workers on {cluster.nodes} node{'s' if cluster.nodes > 1 else ''}"
     found = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
@@ -97,7 +97,7 @@ def sentences(plan: Comparison) -> Iterator[str]:
 
 
 def _rounds(plan: Comparison) -> Iterator[str]:
-    """Seconds that a round takes the device, as text: the recommended method's, else the fastest's that gossips."""
+    """Compute seconds of a gossip round, as text: of the recommended method, else of the fastest gossip method."""
     gossips = [row for row in plan.rows if isinstance(row.method, GossipForecast)]
     for row in sorted(gossips, key=lambda row: row is not plan.best)[:1]:
         assert isinstance(row.method, GossipForecast)

@@ -1,4 +1,4 @@
-"""Plans of compressed averages: what a step will take, as values without torch.
+"""Forecasts of compressed averages: seconds and bytes of a step, as values without torch.
 
-Public: nothing here; `forecast` serves the planner, and stands in the face of `compressed`.
+Public: nothing here; `compressed` exports `forecast`, for the planner.
 """

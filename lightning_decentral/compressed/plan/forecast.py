@@ -3,9 +3,9 @@
     network                         scatter 0              scatter 1, gather 0
     compute   backward 0, encode 0, backward 1, encode 1, reduce 0, backward 2, encode 2, reduce 1, decode 0, ...
 
-Codes are made and reduced next to the training, on threads or streams of their own, and take it the processor or the
-device for as long: their work is the step's, and what it hides is the network. A bucket is reduced, and then decoded,
-so many buckets later as makes the step shortest, where threads do it when messages have come.
+Codes are made and reduced on threads or streams in parallel to training, but on its processors or device: their work
+adds to the step, and only network time overlaps. A bucket is reduced, and then decoded, as many buckets later as makes
+the step shortest; in a run threads do so when messages have arrived.
 
     scatter, gather = an exchange with all others of (n - 1) / n of the codes; of (n - w) / n between nodes of w workers
     encode = round + (n - 1) / n bytes own
@@ -25,23 +25,23 @@ from lightning_decentral.shared.plan.timeline import Task
 
 
 def unmeasured(model: Model) -> RoundWork:
-    """Coding for nothing."""
+    """Work of encoding that takes no time, for an unmeasured codec."""
     return RoundWork("Plain()")
 
 
 @checked
 @dataclass(frozen=True)
 class CompressedForecast(Synchronous):
-    """`ddp` with codes: every step as long as the slowest worker's, with what of the travel the backward doesn't hide.
+    """Forecast of `ddp` with encoded gradients: the slowest worker's step plus communication that doesn't overlap it.
 
     Args:
-        bucket_bytes: of gradients that travel together; None: an eighth of the model, 2 to 256 MiB.
-        wire_bytes: of the codes, by the bytes of what is encoded.
-        work: seconds that coding takes, by the profile.
+        bucket_bytes: bytes of gradients averaged together; None: an eighth of the model, 2 to 256 MiB.
+        wire_bytes: bytes of the codes, as a function of the bytes to encode.
+        work: seconds of encoding and decoding, from the profile.
     """
 
     bucket_bytes: int | None = None
-    wire_bytes: Callable[[float], float] = float  # of messages as they are
+    wire_bytes: Callable[[float], float] = float  # of unencoded messages
     work: Callable[[Model], RoundWork] = unmeasured
 
     def __post_init__(self) -> None:
@@ -49,18 +49,18 @@ class CompressedForecast(Synchronous):
 
     def prices(self, setting: Setting) -> tuple[Price, ...]:
         n, per_node, nodes = setting.cluster.workers, setting.cluster.per_node, setting.cluster.nodes
-        # All of a node's workers send through its card at once.
+        # All workers of a node send through its network card at once.
         sides = ("inside", n, 1, n - 1) if nodes == 1 else ("between", nodes, per_node, n - per_node)
         reach, group, flows, peers = sides
         return (setting.network.price("exchange", reach, group, flows, 1, max(1, peers)),)
 
     def card_bytes(self, setting: Setting) -> float:
-        """2 (n - w) / n of the codes' bytes for each of a node's w workers; nothing on one node."""
+        """Bytes that a node sends: 2 (n - w) / n of the codes' bytes for each of its w workers; 0 on one node."""
         n, each = setting.cluster.workers, setting.cluster.per_node
         return each * 2 * (n - each) / n * self.wire_bytes(setting.model.parameter_bytes)
 
     def memory_bytes(self, setting: Setting) -> float:
-        # Buckets, and was rounded away: of the whole here, of the own part on the way back.
+        # Buckets, and rounding errors: of all gradients, and of the own part's mean.
         residuals = 1 + 1 / setting.cluster.workers
         return replica_bytes(setting.model) + (1 + residuals) * setting.model.parameter_bytes
 

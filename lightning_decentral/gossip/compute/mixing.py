@@ -94,7 +94,7 @@ class Verdicts:
         for source, (other_step, other_elements, *healthy) in rows.items():
             if other_step != step:
                 raise RuntimeError(
-                    f"worker {self._rank} is in round {step}, but received round {other_step} from worker {source}: "
+                    f"worker {self._rank} is in round {step} but received round {other_step} from worker {source}: "
                     "every worker must take the same number of optimizer steps"
                 )
             if other_elements != elements:

@@ -180,7 +180,7 @@ class Mixers:
         return self._others[optimizer][1]
 
     def share(self, over: Transport, device: torch.device, meet: Callable[[Callable[[], Any]], Any]) -> float | None:
-        """This worker's weight in the mean: w_i / sum_j w_j of the first optimizer; None if equal. Collective."""
+        """This worker's weight in the mean: w_i / sum_j w_j of the first optimizer; None if equal; collective."""
         if not (shares := [share for mixer in self._all[:1] for share in mixer.mixer.shares()[:1]]):
             return None
         # A poisoned weight would poison all weights: its worker counts 0.

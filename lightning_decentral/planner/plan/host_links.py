@@ -24,7 +24,7 @@ Matrix = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class HostLinks:
-    """A link between every two hosts."""
+    """Latency and bandwidth of the link between every two hosts."""
 
     hosts: tuple[str, ...]
     latency_seconds: Matrix  # [source, target]; the diagonal of both matrices is ignored
@@ -48,7 +48,7 @@ class HostLinks:
                 raise ValueError(f"{name} {link} must be {wanted}, got {value}: measure this link again")
 
     def seconds(self, message_bytes: float) -> Matrix:
-        """[source, target] of a message; 0 on the diagonal."""
+        """Seconds of a message, [source, target]; 0 on the diagonal."""
         # The diagonal may hold anything, zeros too.
         with np.errstate(divide="ignore", invalid="ignore"):
             found = self.latency_seconds + message_bytes / self.bytes_per_second
@@ -56,7 +56,7 @@ class HostLinks:
         return found
 
     def only(self, hosts: Sequence[str]) -> "HostLinks":
-        """Between these, in this order. ValueError where a host isn't there."""
+        """Select the links between these hosts, in this order. ValueError: a host is missing."""
         missing = [host for host in hosts if host not in self.hosts]
         if missing:
             raise ValueError(f"host {missing[0]} is missing: there are {', '.join(self.hosts)}; measure it, too")

@@ -21,7 +21,7 @@ CALL_BYTES = 64 * 2**20
 ELEMENT_BYTES = 4
 ALIKE = ("adam", "adamw")
 ACCUMULATED = {"adam": "accum_adam", "adamw": "accum_adamw"}
-"""Whose seconds are those of the profile's, with the mean gradient of a window in addition."""
+"""{profiled optimizer: its AccumAdam form}, with equal seconds and a window's mean gradient in addition."""
 MUON = "muon"
 
 
@@ -36,13 +36,13 @@ def hidden_bytes(hidden: Iterable[Sides]) -> int:
 
 
 def stepping_bytes(hidden: Sequence[Sides]) -> int:
-    """Bytes that Muon needs while it steps, at most."""
+    """Largest number of bytes that Muon needs during a step."""
     sizes = [hidden_bytes([sides]) for sides in hidden]
     return sum(sizes) + 5 * min(sum(sizes), max([CALL_BYTES, *sizes]))
 
 
 def products_seconds(model: Model) -> float:
-    """Seconds of Newton-Schulz on all hidden matrices; 0 where none were measured."""
+    """Seconds of Newton-Schulz on all hidden matrices; 0 if not measured."""
     return operations(model.hidden) / model.products_per_second if model.products_per_second else 0.0
 
 

@@ -1,4 +1,4 @@
-"""Placement of ranks: which host gets which, so that a plan of messages costs least.
+"""Placement of ranks on hosts, such that the messages of a plan cost least.
 
 cost(order) = (mean over steps of the step's slowest message, mean over steps of the sum of its messages), in seconds
 
@@ -33,10 +33,10 @@ class Graph(ABC):
 
     @abstractmethod
     def steps(self, size: int) -> Sequence[Step]:
-        """One period."""
+        """Messages of each step of a period."""
 
     def exact(self, seconds: Matrix) -> Order:
-        """The best order of all: here by trying them."""
+        """Find the best order of all, here by trying all."""
         steps, orders = self.steps(len(seconds)), permutations(range(len(seconds)))
         chunks = iter(lambda: list(islice(orders, CHUNK)), [])
         return min(_best(steps, seconds, np.array(chunk)) for chunk in chunks)[1]
@@ -44,7 +44,7 @@ class Graph(ABC):
 
 @dataclass(frozen=True)
 class Listed(Graph):
-    """Any plan, as a function of the number of workers."""
+    """Messages of any plan, as a function of the number of workers."""
 
     plan: Callable[[int], Sequence[Step]]
 
@@ -53,18 +53,18 @@ class Listed(Graph):
 
 
 class ChainPlacement(Graph):
-    """A pipeline: rank i talks with i - 1 and i + 1, in both directions. Exact by Held and Karp's dynamic program."""
+    """Pipeline: rank i exchanges messages with i - 1 and i + 1. Exact by Held and Karp's dynamic program."""
 
     most_exact = MOST_BY_HELD_KARP
     closed = False
 
     def steps(self, size: int) -> Sequence[Step]:
-        """One: there and back between neighbours."""
+        """One step: messages between neighbours in both directions."""
         pairs = [(i, i + 1) for i in range(size - 1)] + ([(size - 1, 0)] if self.closed and size > 2 else [])
         return [[both for i, j in pairs for both in ((i, j), (j, i))]]
 
     def exact(self, seconds: Matrix) -> Order:
-        """First the least slowest message, then among the orders that have it the least sum."""
+        """Find the orders with the fastest slowest message, and among them the least sum."""
         slower = np.maximum(seconds, seconds.T)
         slowest, _ = held_karp(slower.tolist(), max, self.closed)
         within = np.where(slower <= slowest, seconds + seconds.T, inf)
@@ -72,7 +72,7 @@ class ChainPlacement(Graph):
 
 
 class RingPlacement(ChainPlacement):
-    """A chain whose ends are neighbours."""
+    """Ring: a chain whose ends are neighbours."""
 
     closed = True
 
@@ -155,7 +155,7 @@ def _descend(steps: Sequence[Step], seconds: Matrix, order: Order) -> tuple[tupl
 
 @dataclass(frozen=True)
 class Placement:
-    """An order and what it costs."""
+    """Order of ranks on hosts, and its cost before and after."""
 
     order: Order
     before: tuple[float, float]  # the cost of the order as it was
@@ -164,7 +164,7 @@ class Placement:
 
 
 def place(graph: Graph, seconds: Matrix, *, seed: int = 0, starts: int = 4) -> Placement:
-    """The exact one for few hosts, the best that a local search from 1 + `starts` orders finds for many."""
+    """Find the exact order for few hosts, or the best by a local search from 1 + `starts` orders for many."""
     size = len(seconds)
     steps, exact = graph.steps(size), size <= graph.most_exact
     order = graph.exact(seconds) if exact else search(steps, seconds, seed, starts)

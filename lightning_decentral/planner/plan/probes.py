@@ -1,4 +1,4 @@
-"""Network probes: who is measured, the line fitted, and refusal of hosts that were started with different options.
+"""Network probes: which groups are measured, the fitted line, and refusal of hosts started with different options.
 
 seconds(bytes) = latency + bytes / bandwidth:  min over latency >= 0, bandwidth > 0 of
     sum over points of (latency + bytes / bandwidth - seconds)^2 / seconds
@@ -16,7 +16,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Probe:
-    """Groups that do the same at the same time."""
+    """Groups of workers that are measured at the same time."""
 
     reach: str  # `inside` a node or `between` nodes
     groups: tuple[tuple[int, ...], ...]
@@ -86,7 +86,7 @@ SHARED = {
 
 @dataclass(frozen=True)
 class Start:
-    """Start of one worker: its host, its devices and what it was asked to measure."""
+    """Options with which one worker was started: its host, its devices and the measurements."""
 
     host: str  # where it runs
     mistake: str  # what is wrong with its own options or file; empty where nothing is

@@ -26,22 +26,22 @@ BEYOND = 1.5  # Multiple of the rehearsed steps beyond which nothing is extrapol
 
 @dataclass(frozen=True)
 class Reached:
-    """A method on so many workers.
+    """Result of a method on a number of workers.
 
     Args:
-        rate: what learning rates were multiplied by.
-        seeds: steps to the target, of each seed; None: neither reached nor near.
-        loss: on held-out batches in the end, mean of the seeds.
-        step_seconds: forecast; None without a profile.
-        step_bytes: sent by all workers in a step.
+        rate: factor of the learning rates.
+        seeds: steps to the target for each seed; None: neither reached nor near.
+        loss: loss on held-out batches at the end, mean of the seeds.
+        step_seconds: forecast seconds of a step; None without a profile.
+        step_bytes: bytes sent by all workers in a step.
         curve: (step, loss) of the first seed.
-        extrapolated: whether a seed came near the target only, and its steps are foreseen.
-        step_seconds_at: forecast, by bytes per second of a node's network card.
-        noise: of the gradients, in batches of a worker; of methods whose workers stay equal.
-        excess: mean loss of the workers' own models less that of their mean, in the end.
-        excess_predicted: the same, by the probe of the first method of gossip (`excess_loss`); of gossip.
-        rates: how many were tried until time was over.
-        trained: steps of the first seed, at the target or where time was over fewer than were asked for.
+        extrapolated: whether a seed only came near the target, so that its steps are extrapolated.
+        step_seconds_at: forecast seconds of a step, by bytes per second of a node's network card.
+        noise: noise of the gradients, in batches of a worker, for methods whose workers stay equal.
+        excess: mean loss of the workers' own models minus the loss of their mean, at the end.
+        excess_predicted: excess predicted by a probe of the first gossip method (`excess_loss`), for gossip.
+        rates: number of learning rates that were tried until time was over.
+        trained: steps of the first seed: fewer than requested at the target, or when time was over.
     """
 
     title: str
@@ -62,7 +62,7 @@ class Reached:
     trained: int = 0
 
     def cut(self, steps: int, target: float) -> bool:
-        """Return whether the first seed had neither so many steps nor the target when time was over."""
+        """Return whether time was over before the first seed had `steps` steps or reached the target."""
         return 0 < self.trained < steps and all(loss > target for _, loss in self.curve)
 
     @property
@@ -86,7 +86,7 @@ class Reached:
         return (low - beyond) * min(known), (high + beyond) * max(known)
 
     def at(self, bytes_per_second: float) -> "Reached":
-        """The same over network cards of another rate."""
+        """Return the result for network cards of another bandwidth."""
         return replace(self, step_seconds=self.step_seconds_at.get(bytes_per_second))
 
     @property
@@ -97,11 +97,11 @@ class Reached:
 
 @dataclass(frozen=True)
 class Answer:
-    """All that were rehearsed.
+    """Answer of a rehearsal: the results of all methods.
 
     Args:
-        steps: of each, at most.
-        refused: {method on so many workers: why it wasn't rehearsed}.
+        steps: most steps of each method.
+        refused: {method on a number of workers: why it wasn't rehearsed}.
     """
 
     target: float
@@ -114,12 +114,12 @@ class Answer:
         return sorted({row.workers for row in self.rows})
 
     def speedup(self, row: Reached) -> float | None:
-        """Seconds to the target of ddp on as many workers over the row's."""
+        """Speed-up of a method over ddp on as many workers, by seconds to the target."""
         base = next((one for one in self.rows if one.overrides == BASELINE and one.workers == row.workers), None)
         return base.seconds / row.seconds if base and base.seconds and row.seconds else None
 
     def best_of(self, workers: int) -> Reached | None:
-        """Best method on so many workers: ddp if nothing gains enough over it; None where no seconds are known."""
+        """Best method on this number of workers: ddp if no method gains enough over ddp; None without seconds."""
         rows = [row for row in self.rows if row.workers == workers and row.seconds]
         pairs = [(Candidate(row.overrides, row.title), row.seconds or inf) for row in rows]
         found = chosen(pairs, THRESHOLD, forms=is_ddp) or min(pairs, key=lambda pair: pair[1], default=(None, inf))[0]
@@ -167,7 +167,7 @@ class Answer:
         return [*lines, where, " ".join(in_full(best.overrides))]
 
     def _unknown(self) -> str:
-        """Return why there is no best method, as far as it was seen."""
+        """Return why there is no best method, as far as known."""
         if not self.rows:
             return "no method was rehearsed"
         if any(row.steps for row in self.rows):
@@ -176,7 +176,7 @@ class Answer:
         return f"{which} reached {self.target:g} in {max(row.trained for row in self.rows) or self.steps} steps"
 
     def _disagreement(self) -> list[str]:
-        """Excess loss of gossip's workers over their mean, as predicted and as it came."""
+        """Excess loss of gossip's workers over their mean, as predicted and as measured."""
         known = [(row.excess_predicted, row.excess, row) for row in self.rows if row.excess_predicted is not None]
         if not known:
             return []

@@ -1,7 +1,7 @@
-"""Lightning's strategy of one worker among those of this process: its member's part, where a run has it.
+"""Lightning strategy of one rehearsed worker, whose collectives run between the threads of this process.
 
-What a Trainer asks other processes for (sums, values, barriers) it gets from the other workers' threads, by
-torch.distributed's own calls (`in_process_group`).
+A Trainer's collectives (sums, broadcasts, barriers) reach the other workers' threads by torch.distributed's own calls
+(`in_process_group`).
 """
 
 import os
@@ -39,10 +39,10 @@ class Common:
     """State that the workers of a crew share.
 
     Args:
-        strategy: only read.
-        look: all meet, in some steps, where somebody sees the gradients of workers that stay equal.
-        meet: all meet.
-        folder: where a module may write what it would write into that of a run's logger.
+        strategy: strategy to rehearse, only read.
+        look: barrier, in some steps, at which the noise of equal workers' gradients is measured.
+        meet: barrier of all workers.
+        folder: folder for files that a module writes into its logger's folder.
 
     Attributes:
         way: how gradients are computed.
@@ -62,13 +62,13 @@ class Common:
     mixes: bool = True
 
     def close(self) -> None:
-        """End all waits of and for workers, those to come included."""
+        """End all waits of and for workers, future waits included."""
         for part in (self.quota, self.boxes, self.look, self.meet, self.way):
             part.close()
 
 
 class Park(Callback):
-    """Callback that waits until a step is asked for: all of the one before is done, and the next batch is there."""
+    """Callback that waits, before each step and after loading its batch, until the step is requested."""
 
     def __init__(self, binding: "Binding") -> None:
         self._binding = binding
@@ -84,11 +84,11 @@ class Park(Callback):
 
 
 class Binding(DDPStrategy):
-    """One worker's; the module stays unwrapped, as under the strategies of workers.
+    """Lightning strategy of one rehearsed worker; the module isn't wrapped.
 
     Attributes:
-        losses: of each step, on the worker's own batch, before the update.
-        learning_rates: of each step, the first group's.
+        losses: loss of each step, on the worker's own batch, before the update.
+        learning_rates: learning rate of each step, of the first parameter group.
 
     Raises:
         ValueError: at set-up, the module or the strategy can't be rehearsed.
@@ -135,10 +135,10 @@ class Binding(DDPStrategy):
         return int(os.environ.get("PL_GLOBAL_SEED", "0")) + self._common.loop.seed
 
     def _configure_launcher(self) -> None:
-        """It runs where it is."""
+        """Configure no launcher: the worker runs in its thread."""
 
     def set_world_ranks(self) -> None:
-        """They are those of the place."""
+        """Do nothing: ranks come from the worker's place."""
 
     def setup_environment(self) -> None:
         if self._common.loop.seed or "PL_GLOBAL_SEED" in os.environ:
@@ -157,7 +157,7 @@ class Binding(DDPStrategy):
         )
 
     def teardown(self) -> None:
-        """Models stay where the crew's evaluations are."""
+        """Leave the model on its device, where it is evaluated."""
 
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
@@ -199,7 +199,7 @@ class Binding(DDPStrategy):
     # ---- a step -----------------------------------------------------------------------------------------------------
 
     def wait(self) -> None:
-        """Wait until a further step is asked for."""
+        """Wait until a further step is requested."""
         self._common.quota.wait(self.global_rank, len(self.losses))
         if self.lr_scheduler_configs:  # schedules have set what they set
             self._rates = self.rates_now()

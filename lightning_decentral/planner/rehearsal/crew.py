@@ -34,20 +34,20 @@ from lightning_decentral.shared.wire.in_process import Mailboxes, in_process_bro
 
 
 class Crew:
-    """Copies of a module, which stays as it is, trained as workers on one device; `with` ends their threads.
+    """Trains copies of a module, which doesn't change, as workers on one device; `with` ends their threads.
 
     Args:
-        batches: of a rank: what `Trainer.fit` takes, or its batches in order.
-        strategy: only read.
-        steps: of the whole rehearsal, for what is a share of it.
-        per_node: workers on a node, for topologies that ask.
-        threads: on which gradients are computed, where the strategy allows it; steps draw no random numbers then.
+        batches: (rank) -> data for `Trainer.fit`, or the rank's batches in order.
+        strategy: strategy to rehearse, only read.
+        steps: steps of the whole rehearsal, for settings that are a share of it.
+        per_node: workers on a node, for topologies that depend on it.
+        threads: number of threads that compute gradients, if the strategy allows it and steps draw no random numbers.
 
     Attributes:
-        alike: workers stay equal.
-        losses: of each step [workers], each worker's own on its batch, before the update.
-        learning_rates: of each step, the first group's.
-        noise: of the gradients of workers that stay equal.
+        alike: whether workers stay equal.
+        losses: losses of each step [workers], each worker's on its batch, before the update.
+        learning_rates: learning rate of each step, of the first parameter group.
+        noise: noise scale of the gradients of workers that stay equal.
 
     Raises:
         ValueError: the module or the strategy can't be rehearsed.
@@ -102,7 +102,7 @@ class Crew:
 
     @property
     def way(self) -> Way:
-        """Way in which gradients are computed."""
+        """Way of computing gradients: one worker after the other, or several at a time."""
         return self._common.way
 
     def _way(self, threads: int) -> Way:
@@ -128,7 +128,7 @@ class Crew:
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the first group, now."""
+        """Present learning rate of the first parameter group."""
         return self.workers[0].binding.rates_now()[0]
 
     def __enter__(self) -> "Crew":
@@ -143,17 +143,17 @@ class Crew:
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Workers' threads run within, and wait for turns else."""
+        """Let workers' threads run meanwhile; otherwise they wait for turns."""
         common = self._common
         with _silence(), common.world.installed(), common.turn.of_workers(), common.way.shared():
             yield
 
     def train(self, steps: int) -> None:
-        """Train for so many further steps."""
+        """Train for `steps` further steps."""
         self._to(self._steps + steps)
 
     def drift(self, steps: int) -> None:
-        """Make so many further updates of workers that drift, each by its own gradients, without messages."""
+        """Make `steps` further updates of drifting workers, each by its own gradients, without messages."""
         assert not self.alike
         self._common.mixes = False
         for worker in self.workers:
@@ -177,14 +177,14 @@ class Crew:
         self._steps = steps
 
     def release(self) -> None:
-        """After the last step; messages in flight don't land any more."""
+        """Release the workers after the last step, without mixing messages in flight."""
         for member in self.members:
             member.release()
 
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Trainers don't say which devices there are, nor how loaders could be faster."""
+    """Silence the Trainers' messages on devices and data loaders."""
     logger = logging.getLogger("lightning.pytorch")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -59,9 +59,9 @@ class HeldOutEvaluation:
 
     @contextmanager
     def _validating(self, worker: LightningModule) -> Iterator[None]:
-        """Take the worker's parts, where its hooks have made some, and its Trainer.
+        """Use the worker's submodules, if its hooks have made some, and its Trainer meanwhile.
 
-        A step may ask it for the epoch, and hooks tell batches of training from others by it.
+        A step may read the epoch from the Trainer, and hooks recognize training batches by the Trainer.
         """
         if self._module.state_dict().keys() != worker.state_dict().keys():
             self._module = quiet(copy.deepcopy(worker)).eval()
@@ -84,13 +84,13 @@ class HeldOutEvaluation:
         """Copies for the other threads, whose parameters and buffers are the module's own memory."""
         copies = [copy.deepcopy(self._module) for _ in range(self._threads - 1)]
         for found in copies:
-            for of in (nn.Module.parameters, nn.Module.buffers):
-                for own, shared in zip(of(found), of(self._module), strict=True):
+            for tensors in (nn.Module.parameters, nn.Module.buffers):
+                for own, shared in zip(tensors(found), tensors(self._module), strict=True):
                     own.data = shared.data
         return copies
 
     def _on_threads(self, batches: Sequence[tuple[int, Any]]) -> list[float] | None:
-        """None, and never again: somebody drew random numbers, which are one generator's for all threads."""
+        """Losses computed on threads; None, now and later, if a step drew random numbers: threads share a generator."""
         each = [self._module, *self._copies]
         _seed()
         seeded = generators(self._device)

@@ -38,15 +38,15 @@ LARGEST = 0.99  # Largest correlation.
 
 @dataclass(frozen=True)
 class Drift:
-    """Differences of workers that learn without messages, as a probe measured them.
+    """Differences between workers that train without messages, as a probe measured them.
 
     Args:
-        variance: of a worker's update, summed over the parameters.
-        correlation: of an update with the one before.
-        curvature: along the workers' differences.
-        magnitude: of a parameter in units of its update's deviation, for codecs of parameters.
-        learning_rate: of these updates.
-        rate: what all learning rates were multiplied by.
+        variance: variance of a worker's update, summed over the parameters.
+        correlation: correlation of an update with the update before.
+        curvature: curvature of the loss along the workers' differences.
+        magnitude: size of a parameter in units of its update's standard deviation, for codecs of parameters.
+        learning_rate: learning rate of these updates.
+        rate: factor of all learning rates.
     """
 
     variance: float
@@ -59,7 +59,7 @@ class Drift:
     def excess(
         self, strategy: GossipStrategy, workers: int, per_node: int, learning_rate: float | Sequence[float]
     ) -> float:
-        """Loss of so many workers' own models over that of their mean.
+        """Excess loss: loss of the workers' own models minus the loss of their mean.
 
         Args:
             learning_rate: a number: the mean over a long time at that rate; those of all steps: after the last one.
@@ -123,7 +123,7 @@ def probed(crew: Crew, evaluation: HeldOutEvaluation, rate: float) -> Drift | No
 
 @torch.no_grad()
 def agree(modules: Sequence[LightningModule]) -> None:
-    """x_i <- mean_j x_j."""
+    """Set all modules to their mean: x_i <- mean_j x_j."""
     for members in zip(*(module.state_dict().values() for module in modules), strict=True):
         if isinstance(members[0], Tensor) and members[0].is_floating_point():
             mean = torch.stack(members).mean(0)
@@ -133,7 +133,7 @@ def agree(modules: Sequence[LightningModule]) -> None:
 
 @torch.no_grad()
 def spread_of(modules: Sequence[LightningModule]) -> float:
-    """mean_i |x_i - mean_j x_j|^2 of their parameters."""
+    """Spread of the modules' parameters: mean_i |x_i - mean_j x_j|^2."""
     total = 0.0
     for members in zip(*(module.parameters() for module in modules), strict=True):
         rows = torch.stack(members)
@@ -151,7 +151,7 @@ def correlation(growth: float, steps: int) -> float:
 
 
 def grown(rho: float, steps: int) -> float:
-    """D_k / D_1."""
+    """Growth of the workers' spread over k updates: D_k / D_1."""
     return steps + 2 * sum((steps - t) * rho**t for t in range(1, steps))
 
 

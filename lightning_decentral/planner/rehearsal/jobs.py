@@ -1,4 +1,4 @@
-"""A method on so many workers: how long a step of it takes here, on threads or without, and what it comes to."""
+"""Jobs of a rehearsal, each a method on a number of workers: timing its steps, and training it to the target."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,9 +40,9 @@ class Ask:
     """Arguments that all methods share, as of `rehearse`.
 
     Args:
-        data: what workers get copies of.
-        threads: on how many they are computed, by the number of workers.
-        modules: of methods with an optimizer of their own, by overrides.
+        data: data that workers get copies of.
+        threads: number of threads that compute gradients, by the number of workers.
+        modules: modules of methods with an optimizer of their own, by overrides.
     """
 
     module: LightningModule
@@ -64,13 +64,13 @@ class Ask:
 
     @property
     def updates(self) -> int:
-        """Updates of each worker, for a method, at most."""
+        """Largest number of updates of each worker for a method."""
         return updates(len(self.rates), self.course.steps) + (self.seeds - 1) * self.course.steps
 
 
 @dataclass(frozen=True)
 class RehearsalJob:
-    """A method on so many workers."""
+    """Job of a rehearsal: a method on a number of workers."""
 
     workers: int
     method: Candidate
@@ -91,14 +91,14 @@ class RehearsalJob:
 
 @dataclass(frozen=True)
 class Foreknowledge:
-    """Measurements on the first method of gossip on so many workers, from which the others are predicted.
+    """Measurements on the first gossip method on a number of workers, from which other gossip methods are predicted.
 
-    They are the differences of its workers and, for those that differ from it in how workers disagree alone, the best
-    learning rate.
+    They are the differences between its workers and, for methods with the same rule and updates, the best learning
+    rate.
     """
 
     workers: int
-    of: GossipStrategy
+    strategy: GossipStrategy
     module: LightningModule
     rate: float
     loss: float
@@ -120,11 +120,11 @@ class Foreknowledge:
     def rates(self, ask: Ask, job: RehearsalJob) -> tuple[float, ...]:
         """Learning rates to try: one, where rule and updates are the same, on as many workers, and disagreement costs
         nothing."""
-        if job.workers != self.workers or _updates(job.strategy) != _updates(self.of):
+        if job.workers != self.workers or _updates(job.strategy) != _updates(self.strategy):
             return ask.rates
         cost = self.at_most(ask, job)
         # Measured over predicted cost of its own workers' disagreement, where they were probed.
-        off = self.came / self.drift.excess(self.of, self.workers, ask.per_node, self.drift.learning_rate)
+        off = self.came / self.drift.excess(self.strategy, self.workers, ask.per_node, self.drift.learning_rate)
         return ask.rates if cost is None or max(1.0, off) * cost > NEGLIGIBLE * self.loss else (self.rate,)
 
 
@@ -136,7 +136,7 @@ def _updates(strategy: Strategy) -> object:
 
 
 def timed(ask: Ask, job: RehearsalJob) -> float:
-    """Seconds of a step, with its part of a validation; it also meets what would refuse the method."""
+    """Measure the seconds of a step, with its part of a validation; raises the errors that refuse the method."""
     step_costs(ask, job)
     with job.crew(ask, 0, 1.0) as crew:
         for steps in (WARM, PROBE):
@@ -149,7 +149,7 @@ def timed(ask: Ask, job: RehearsalJob) -> float:
 
 
 def threads_ratio(module: LightningModule, data: Any, workers: int, loop: LoopSettings, threads: int) -> float | None:
-    """Seconds of a step on so many threads over those one after the other, medians, of workers that send nothing.
+    """Ratio of a step's median seconds on `threads` threads to those of one worker after the other, without messages.
 
     None: steps draw random numbers, or fail; training these workers then raises the error.
     """
@@ -173,7 +173,7 @@ def _seconds(crew: Crew) -> float:
 
 
 def rehearsed(ask: Ask, job: RehearsalJob, known: Foreknowledge | None) -> tuple[Reached, Foreknowledge | None]:
-    """(What it came to, what is known of gossip from now on)."""
+    """Rehearse a job: (its result, measurements on gossip for later jobs)."""
     probes = known is None or known.workers != job.workers
     first = search(partial(job.crew, ask, 0), ask.rates, replace(ask.course, probes=probes))
     found, strategy, learnt = [first, *_further(ask, job, first.rate)], job.strategy, known
@@ -205,7 +205,7 @@ def rehearsed(ask: Ask, job: RehearsalJob, known: Foreknowledge | None) -> tuple
 
 
 def _further(ask: Ask, job: RehearsalJob, rate: float) -> Iterator[Found]:
-    """Yield what the seeds behind the first come to, as far as there is time for all of their steps."""
+    """Yield the results of the further seeds, as far as there is time for all of their steps."""
     for seed in range(1, ask.seeds):
         try:
             found = search(partial(job.crew, ask, seed), [rate], ask.course)

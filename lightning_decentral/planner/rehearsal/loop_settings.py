@@ -15,14 +15,14 @@ RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # Entries of a parameter group
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """Settings that a Trainer adds to a module.
+    """Settings of a rehearsal's Trainers.
 
     Args:
-        clip: its `gradient_clip_val`.
-        rate: all learning rates are multiplied by it.
-        run_steps: its `max_steps`, which schedules as long as the run ask for; -1: without an end.
-        seed: added to that of `seed_everything`.
-        device: where all workers are computed.
+        clip: the Trainer's `gradient_clip_val`.
+        rate: factor of all learning rates.
+        run_steps: the Trainer's `max_steps`, for schedules as long as the run; -1: without an end.
+        seed: number added to the seed of `seed_everything`.
+        device: device of all workers.
     """
 
     clip: float | None = None
@@ -41,7 +41,7 @@ def loss_of(output: Any) -> Tensor:
 
 
 def scale(optimizer: Optimizer, schedulers: Sequence[Any], factor: float) -> None:
-    """Every learning rate, also those that a schedule begins with, times a factor."""
+    """Multiply every learning rate, and the schedulers' initial learning rates, by a factor."""
     for group in optimizer.param_groups:
         group.update({name: group[name] * factor for name in RATES if name in group})
     for scheduler in schedulers:

@@ -34,15 +34,15 @@ from lightning_decentral.shared.wire.transport import Wire
 
 @dataclass(frozen=True)
 class MemberPlace:
-    """One worker among those of this process.
+    """One worker's rank among those of this process, and its means to communicate.
 
     Args:
-        broadcast: hands worker 0's value to all.
-        meet: returns when all have come.
-        in_turn: all workers go on one after the other until the next step, where gradients are computed on threads.
+        broadcast: sends worker 0's value to all.
+        meet: barrier of all workers.
+        in_turn: makes workers go on one after the other until the next step, if threads compute gradients.
         per_node: workers on a node.
-        steps: of the whole rehearsal.
-        device: where it's computed.
+        steps: steps of the whole rehearsal.
+        device: device of the worker.
     """
 
     wire: Wire
@@ -57,16 +57,16 @@ class MemberPlace:
 
 
 class Member:
-    """One worker's part, in the order in which Lightning's loop comes to it; here that of a worker that sends nothing.
+    """Base of a worker's side of a strategy, called in the order of Lightning's loop; this base sends nothing.
 
-    Every call but `forward` and `backward` is collective: all workers, each in a thread of its own.
+    Every call except `forward` and `backward` is collective: all workers call it, each in its thread.
 
     Attributes:
         drifts: whether workers differ after an update.
-        concurrent: whether it does nothing within a step, so that the steps of several workers may be computed at a
-            time.
-        check: what the strategy does with an update's gradients before it.
-        sent_bytes: by this worker so far.
+        concurrent: whether the strategy does nothing within a step, so that steps of several workers may be computed
+            at a time.
+        check: the strategy's check of gradients before an update.
+        sent_bytes: bytes sent by this worker so far.
     """
 
     drifts: ClassVar[bool] = True
@@ -84,13 +84,13 @@ class Member:
         """Prepare the module's own backward, through all of the graph, or a part of it."""
 
     def average(self) -> None:
-        """.grad <- what the update takes, after the backward; not asked of those that drift."""
+        """.grad <- the averaged gradients for the update, after the backward; not called for workers that drift."""
 
     def mix(self) -> None:
-        """Send and receive what the strategy does after the update."""
+        """Communicate after the update, as the strategy does."""
 
     def release(self) -> None:
-        """The parameters are the module's alone again."""
+        """Give the module's parameters their own storage again."""
 
     @property
     def sent_bytes(self) -> float:
@@ -98,7 +98,7 @@ class Member:
 
 
 class ReplicaMember(Member):
-    """Worker whose replica stays equal to the others': one update, of averaged gradients, and worker 0's running
+    """Member whose replica stays equal to the others': one update by averaged gradients, and worker 0's running
     statistics, by the strategies' own `EqualReplicas`."""
 
     drifts: ClassVar[bool] = False
@@ -117,7 +117,7 @@ class ReplicaMember(Member):
 
 
 class TotalOfFirst(ExactMean):
-    """A sum that worker 0 takes; the others' gradients are its own to read from then on."""
+    """Exact mean that worker 0 computes, by reading the other workers' gradients."""
 
     def total(self, flat: Tensor) -> Pending:
         summed = self.over.reduce(flat, target=0)
@@ -125,14 +125,14 @@ class TotalOfFirst(ExactMean):
 
 
 class NotTaken(InFlight):
-    """Codes of the others' parts, which come and are read by nobody."""
+    """Codes of other owners' parts that this worker receives and doesn't decode."""
 
     def take(self, owner: int, codes: list[Tensor]) -> None:
-        """They are worker 0's to decode."""
+        """Do nothing: worker 0 decodes the codes."""
 
 
 class WhenAsked(Future[Any]):
-    """A call that is done, once, by who asks for its result."""
+    """Future whose call runs once, in the first thread that asks for its result."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class WhenAsked(Future[Any]):
 
 @dataclass
 class CallersQueue:
-    """Queue whose calls the callers do: who sends them `at_once`, else who asks for their results."""
+    """Queue whose calls run in the caller's thread: on sending if `at_once`, else when a result is needed."""
 
     at_once: bool
 
@@ -167,7 +167,7 @@ class CallersQueue:
 
 
 class CodedOfFirst(CompressedMean):
-    """Codes that leave when they are started, and are reduced when somebody waits for it."""
+    """Compressed mean that sends codes at once, and reduces them when a worker waits for the mean."""
 
     def __init__(self, codec: Codec, wire: Wire) -> None:
         super().__init__(codec, of_all(wire), of_all(wire), CPU)
@@ -176,7 +176,7 @@ class CodedOfFirst(CompressedMean):
 
 
 class AveragingMember(ReplicaMember):
-    """Worker whose gradients are averaged with all others', in a codec's payloads."""
+    """Member whose gradients are averaged with all other workers', encoded by a codec."""
 
     def __init__(
         self, module: LightningModule, place: MemberPlace, codec: Codec, bucket_bytes: int | None, check: Unchecked
@@ -236,8 +236,8 @@ def _dense(gradient: Tensor | None) -> bool:
 
 
 class DDPMember(AveragingMember):
-    """Exact means, as `ddp` takes them, of the parameters trained at set-up, all of which each worker must use;
-    worker 0's buffers for all before a forward.
+    """Member of `ddp`: exact mean gradients of the parameters trained at set-up, all of which each worker must use;
+    worker 0's buffers are copied to all before a forward.
 
     Raises:
         ValueError: in a step that leaves a parameter out, or trains another.
@@ -264,4 +264,4 @@ class DDPMember(AveragingMember):
         super().average()
 
     def mix(self) -> None:
-        """Buffers are handed out before the next forward."""
+        """Do nothing: buffers are copied before the next forward."""

@@ -57,24 +57,24 @@ def rehearse(
     device: str = "cpu",
     say: Callable[[str], None] = lambda text: None,
 ) -> Answer:
-    """Train copies of a module, which stays as it is, as so many workers on one device under each method.
+    """Train copies of a module, which doesn't change, as n workers on one device under each method.
 
     Each worker is a Trainer, with the module's hooks. No callbacks of the run's own, no accumulation of gradients.
 
     Args:
         target: validation loss of the mean of the workers' models: of `training_step`, on the first batches.
-        methods: overrides of the command line, as `strategy=gossip strategy/topology=ring`; ddp joins them.
-        modules: by overrides of methods, the same module with an optimizer of their own.
-        rates: what the module's learning rates are multiplied by; every method gets the same, by successive halving.
-        seeds: of the order of batches and of random numbers, at the best rate; initial values are the module's.
-        validation: in place of the datamodule's or the module's own.
-        run_steps: of the training that schedules are made for; as many as are asked for here.
-        profile: gives the seconds of a step.
-        network: that they are forecast on; the profile's.
+        methods: overrides of the command line, as `strategy=gossip strategy/topology=ring`; ddp is added.
+        modules: modules with an optimizer of their own, by overrides of methods.
+        rates: factors of the module's learning rates, the same for every method, chosen by successive halving.
+        seeds: number of seeds for batch order and random numbers, at the best rate; initial values are the module's.
+        validation: loader used instead of the datamodule's or the module's own.
+        run_steps: steps of the real training, for schedules; by default `steps`.
+        profile: profile with the computation seconds of a step.
+        network: network to forecast steps on; by default the profile's.
         clip: the Trainer's `gradient_clip_val`.
-        minutes: it takes at most: fewer steps where they wouldn't do. Each method gets its share of what is left.
-        threads: of so many workers gradients are computed at the same time at most, where that is faster and no step
-            draws random numbers; None: as many as torch has threads, which they share. On a device it is one.
+        minutes: most minutes of the rehearsal, with fewer steps if necessary. Each method gets a share of the rest.
+        threads: most workers whose gradients are computed at the same time, if that is faster and no step draws random
+            numbers; None: torch's number of threads, which they share. On a GPU it is one.
         device: "cpu", or "cuda" for the first device that is visible.
         say: called with how long it will take, and how far it is.
 
@@ -108,7 +108,7 @@ def rehearse(
 
 
 class Clock:
-    """Begins now."""
+    """Clock of the rehearsal's minutes, which begin when it is made."""
 
     def __init__(self, minutes: float) -> None:
         self.minutes, self._begun = minutes, monotonic()
@@ -130,17 +130,17 @@ class Clock:
         self._turn = monotonic() + share * self.rest
 
     def counted(self, expected: float, call: Callable[[], Result]) -> Result:
-        """Return what the call returns; its seconds correct what is expected of others."""
+        """Return the call's result; its seconds correct the expected seconds of other calls."""
         begun, found = monotonic(), call()
         self._expected, self._taken = self._expected + expected, self._taken + monotonic() - begun
         return found
 
     def takes(self, expected: float) -> float:
-        """Seconds that so much expected work takes, at the pace so far."""
+        """Seconds that the expected work takes, at the pace so far."""
         return expected * (self._taken / self._expected if self._expected else 1.0)
 
     def left(self, expected: float) -> float:
-        """The same, and no more than there are."""
+        """Seconds that the expected work takes, at most those that are left."""
         return min(self.rest, self.takes(expected))
 
 

@@ -36,10 +36,10 @@ TAKE = "take gossip, compressed, partial_backprop or ddp"
 
 @singledispatch
 def member_of(strategy: object, module: LightningModule, optimizer: Optimizer, at: MemberPlace) -> Member:
-    """A worker's part of this strategy, which is only read.
+    """Make a worker's member for this strategy, which is only read.
 
     Raises:
-        ValueError: it can't be rehearsed, or can't serve so many workers.
+        ValueError: the strategy can't be rehearsed, or can't serve the number of workers.
     """
     raise ValueError(f"{type(strategy).__name__} can't be rehearsed: {TAKE}")
 
@@ -78,7 +78,7 @@ def _(strategy: GossipStrategy, module: LightningModule, optimizer: Optimizer, a
 
 
 class CutMember(ReplicaMember):
-    """Worker whose backward stops at a cut; all take the same update.
+    """Member of partial backprop: its backward stops at a cut, and all workers take the same update.
 
     Raises:
         ValueError: here for workers with unequal batches, or a module whose backward isn't Lightning's; in the first
@@ -133,13 +133,13 @@ def _(strategy: SendsNothing, module: LightningModule, optimizer: Optimizer, at:
 
 
 class LoneDevice(IslandMember):
-    """A device that is a worker by itself, whose messages take no time that they could be hidden in."""
+    """Worker of one device without overlap, as messages in one process take no time."""
 
     overlaps = False
 
 
 class Gossiping(Member):
-    """Worker of gossip, whose mixers are made as the strategy makes them."""
+    """Member of gossip, with mixers made as by the strategy."""
 
     def __init__(
         self, strategy: GossipStrategy, module: LightningModule, optimizer: Optimizer, at: MemberPlace
@@ -158,7 +158,7 @@ class Gossiping(Member):
         self._adopt(self._optimizer)
 
     def _adopt(self, optimizer: Optimizer) -> None:
-        """Adopt as the strategy does, before the update; where something is thawed the workers meet in its mean."""
+        """Add new parameters before the update, as the strategy does; unfrozen parameters are set to their mean."""
         trained = {p for p in parameters_of(optimizer) if p.requires_grad or p.grad is not None}
         if not trained <= self._trained:
             self._in_turn()
@@ -173,4 +173,4 @@ class Gossiping(Member):
 
     @property
     def sent_bytes(self) -> float:
-        return sum(of.traffic().bytes_sent for of in self._mixers)
+        return sum(each.traffic().bytes_sent for each in self._mixers)

@@ -22,7 +22,7 @@ from lightning_decentral.planner.rehearsal.excess_loss import Drift, probed
 
 
 class OutOfTime(Exception):
-    """The minutes, or a method's share of them, are over."""
+    """Raised when the minutes, or a method's share of them, are over."""
 
 
 MARKS = 20  # Number of marks in the steps of a rehearsal.
@@ -31,11 +31,11 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Found:
-    """Result of a method, of one seed.
+    """Result of a method for one seed.
 
     Args:
-        rate: what learning rates were multiplied by.
-        steps: until the target; None where it wasn't reached.
+        rate: factor of the learning rates.
+        steps: steps to the target; None if the target wasn't reached.
         points: (step, validation loss), smoothed.
         sent_bytes: of all workers in a step, mean of the steps.
         noise: of the gradients, in batches of a worker; None where workers drift.
@@ -63,13 +63,13 @@ class Found:
 
     @property
     def loss(self) -> float:
-        """The last one."""
+        """Last smoothed validation loss."""
         return self.points[-1][1]
 
 
 @dataclass(frozen=True)
 class Early:
-    """Workers that drift, while they learn fast: a schedule's last steps are short, and let nobody diverge.
+    """Measurement of drifting workers at large learning rates, before a schedule makes steps short.
 
     Args:
         excess: as of `Found`.
@@ -104,7 +104,7 @@ class SearchCourse:
 
 @dataclass
 class Track:
-    """A crew on its course."""
+    """Training of a crew at one learning rate, with its losses at the marks."""
 
     rate: float
     crew: Crew
@@ -124,7 +124,7 @@ class Track:
         return bool(self.marks) and not isfinite(self.marks[-1][1])
 
     def train_to(self, step: int) -> None:
-        """Train to the first mark at or behind the step, or to the target, or until losses are no numbers."""
+        """Train to the first mark at or after the step, to the target, or until losses are NaN or infinite."""
         while (done := len(self.crew.losses)) < step and self.reached is None and not self.diverged:
             self.course.tick()
             try:
@@ -136,7 +136,7 @@ class Track:
             self.marks.append((float(len(self.crew.losses)), loss))
 
     def order(self, mark: int) -> tuple[float, float]:
-        """Less is better: steps to the target, then the loss at this mark, or the last one; no number comes last."""
+        """Sort key, smaller is better: steps to the target, then the loss at this or the last mark; NaN comes last."""
         loss = inf if self.diverged else self.points[:mark][-1][1]
         return self.reached or inf, loss
 
@@ -154,7 +154,7 @@ class Track:
         )
 
     def early(self) -> Early | None:
-        """Early disagreement of a crew that isn't needed any more; None: its workers are equal, or diverged."""
+        """Measure the disagreement of a crew that is no longer needed; None if its workers are equal, or diverged."""
         if self.crew.alike or self.diverged:
             return None
         learning_rate, excess = self.crew.learning_rate, excess_now(self.crew, self.course.evaluation)
@@ -163,7 +163,7 @@ class Track:
 
 
 def ranked(tracks: Sequence[Track]) -> list[Track]:
-    """The best first, by losses at the last mark that all have who neither diverged nor are at the target."""
+    """Sort tracks, the best first, by losses at the last common mark of those neither diverged nor at the target."""
     left = [len(track.marks) for track in tracks if track.reached is None and not track.diverged]
     return sorted(tracks, key=lambda track: track.order(min(left, default=len(track.marks))))
 
@@ -178,7 +178,7 @@ def excess_now(crew: Crew, evaluation: HeldOutEvaluation) -> float:
 
 
 def smoothed(marks: Sequence[Point]) -> list[Point]:
-    """Middles and means of neighbours; the first mark as it is."""
+    """Smooth marks: midpoints and means of neighbouring marks; the first mark doesn't change."""
     return [*marks[:1], *(((a + b) / 2, (x + y) / 2) for (a, x), (b, y) in pairwise(marks))]
 
 
@@ -223,9 +223,9 @@ def search(make: Callable[[float], Crew], rates: Sequence[float], course: Search
     """Search the rates for the one that reaches the target in the fewest steps or else has the lowest loss.
 
     Args:
-        make: workers at so many times their learning rates.
+        make: makes the crew of workers, given the factor of their learning rates.
 
-    Where time is over, the best of what was trained until then.
+    When time is over, the best result so far is returned.
 
     Raises:
         ValueError: all diverged.

@@ -31,17 +31,17 @@ Result = TypeVar("Result")
 
 
 class Ended(BaseException):
-    """Nobody asks for further steps: a worker's Trainer ends where it is."""
+    """Raised in a worker's thread when no further steps are requested, to end its Trainer."""
 
 
 def generators(device: torch.device) -> tuple[Any, ...]:
-    """The state of the host's generators, and of the device's where that is another."""
+    """Return the states of the CPU's random number generators, and of the device's if it isn't the CPU."""
     of_device = cuda.random_state(device) if device.type == "cuda" else None
     return torch.get_rng_state(), np.random.get_state(), random.getstate(), of_device
 
 
 def set_generators(states: tuple[Any, ...], device: torch.device) -> None:
-    """Go on drawing where `generators` was taken."""
+    """Restore the random number generators' states that `generators` returned."""
     of_torch, of_numpy, of_python, of_device = states
     torch.set_rng_state(of_torch)
     np.random.set_state(of_numpy)
@@ -51,20 +51,20 @@ def set_generators(states: tuple[Any, ...], device: torch.device) -> None:
 
 
 def same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    """Return whether nobody drew random numbers between two states of the host's generators."""
+    """Return whether no random number was drawn between two states of the CPU's generators."""
     (torch_a, (_, keys_a, *rest_a), *others_a), (torch_b, (_, keys_b, *rest_b), *others_b) = a, b
     return torch.equal(torch_a, torch_b) and np.array_equal(keys_a, keys_b) and (rest_a, others_a) == (rest_b, others_b)
 
 
 class OwnTurn(ThreadTurn):
-    """A turn with what the process has once; threads begin with what it has when this is made."""
+    """Turn of a worker's thread, with its own random number generators and rank, which begin as they are now."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device, self._first, self._own = device, generators(device), local()
 
     def is_of(self, rank: int) -> None:
-        """This thread is the worker's."""
+        """Register the current thread as the thread of worker `rank`."""
         self._own.rank, self._own.states = rank, self._first
 
     def __enter__(self) -> None:
@@ -87,7 +87,7 @@ class OwnTurn(ThreadTurn):
 
     @contextmanager
     def of_workers(self) -> Iterator[None]:
-        """Give workers turns within; afterwards the process has the caller's random numbers and rank again."""
+        """Give workers turns meanwhile; afterwards restore the caller's random number generators and rank."""
         states, rank = generators(self._device), getattr(rank_zero_only, "rank", 0)
         try:
             yield
@@ -97,9 +97,9 @@ class OwnTurn(ThreadTurn):
 
 
 class WorkersBarrier(Barrier):
-    """All workers come, the last one makes the call, and all go on; an error of the call ends all.
+    """Barrier of all workers: the last one to arrive makes the call, then all go on; an error of the call ends all.
 
-    `wait` is for a worker that has passed the turn on already.
+    `wait` is for a worker that has already passed its turn on.
     """
 
     def __init__(self, turn: ThreadTurn, workers: int, call: Callable[[], None] | None = None) -> None:
@@ -114,10 +114,10 @@ class WorkersBarrier(Barrier):
 
 
 class Quota:
-    """Steps that workers may take, all alike; who has taken them waits for more.
+    """Number of steps that each worker may take; a worker that has taken them waits for more.
 
     Attributes:
-        allowed: so many in all.
+        allowed: number of steps in total.
     """
 
     def __init__(self, turn: ThreadTurn, workers: int) -> None:
@@ -126,10 +126,10 @@ class Quota:
         self._taken: list[float] = [-1] * workers
 
     def wait(self, rank: int, taken: int) -> None:
-        """Wait in a worker that has taken so many steps, and is about to begin the next one.
+        """Wait in a worker that has taken `taken` steps until it may begin the next step.
 
         Raises:
-            Ended: nobody asks for it.
+            Ended: no further step is requested.
         """
         if taken >= self.allowed or self._closed:
             with self._turn.passed_on(), self._changed:
@@ -140,13 +140,13 @@ class Quota:
             raise Ended
 
     def done(self, rank: int) -> None:
-        """The worker takes no further step."""
+        """Note that the worker takes no further step."""
         with self._changed:
             self._taken[rank] = inf
             self._changed.notify_all()
 
     def allow(self, steps: int) -> None:
-        """Allow so many steps in all; returns when all workers have taken them, or can't."""
+        """Allow `steps` steps in total; returns when all workers have taken them, or can't."""
         with self._changed:
             self.allowed = steps
             self._changed.notify_all()
@@ -159,9 +159,9 @@ class Quota:
 
 
 class Way:
-    """One worker after the other.
+    """Computes gradients one worker after the other.
 
-    Workers call from their threads, in the order in which Lightning's loop comes to it.
+    Workers call from their threads, in the order of Lightning's loop.
     """
 
     def shared(self) -> AbstractContextManager[None]:
@@ -173,10 +173,10 @@ class Way:
         return step(*batch)
 
     def end(self, worker: int) -> None:
-        """The gradients are there, or where workers drift the update is made; called again it does nothing."""
+        """Note that a worker's gradients are computed, or its update is made if workers drift; may be called again."""
 
     def close(self) -> None:
-        """End all waits of workers, those to come included."""
+        """End all waits of workers, future waits included."""
 
 
 @contextmanager
@@ -200,10 +200,10 @@ def map_on_threads(call: Callable[..., Result], first: Sequence[Any], *others: S
 
 
 class Abreast(Way):
-    """Several workers at a time: all meet in their step, compute without turns, and meet again.
+    """Computes gradients of several workers at a time: all meet in their step, compute without turns, and meet again.
 
     Raises:
-        ValueError: somebody drew random numbers meanwhile, so that nobody knows which numbers whose were.
+        ValueError: a step drew random numbers meanwhile, which can't be assigned to workers.
     """
 
     def __init__(self, name: str, workers: int, turn: OwnTurn, threads: int) -> None:

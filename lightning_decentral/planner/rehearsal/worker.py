@@ -31,7 +31,7 @@ Module = TypeVar("Module", bound=LightningModule)
 
 
 class KeepsNothing(DummyLogger):
-    """Takes what a module gives it. What is written into its folder goes with the crew."""
+    """Logger that discards a module's metrics; its folder is deleted with the crew."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()
@@ -45,10 +45,10 @@ class KeepsNothing(DummyLogger):
 
 
 class RehearsedWorker:
-    """Trains its own module.
+    """Worker of a rehearsal, which trains its own copy of the module with a Trainer.
 
     Attributes:
-        error: what ended it.
+        error: error that ended the worker.
 
     Raises:
         ValueError: the module optimizes by hand.
@@ -73,11 +73,11 @@ class RehearsedWorker:
         )
 
     def goes_on(self) -> None:
-        """Also behind the end of the run."""
+        """Continue beyond the end of the run."""
         self._trainer.fit_loop.epoch_loop.max_steps = -1
 
     def run(self) -> None:
-        """All of the fit, in a thread of its own."""
+        """Run the whole fit, in the worker's thread."""
         self._common.turn.is_of(self._rank)
         given = "datamodule" if isinstance(self._data, LightningDataModule) else "train_dataloaders"
         try:
