@@ -78,8 +78,8 @@ class Pipelining(Method):
         return tasks(actions, self.slices, halved(seconds) if self.schedule.splits else seconds, link)
 
     def card_bytes(self, setting: Setting) -> float:
-        """Bytes through a node's network card: 2 (r - 1) / r of the parameters on the node, in r pipelines. Hidden states
-        go to the next node and equally large gradients come back."""
+        """Bytes through a node's network card: 2 (r - 1) / r of the node's parameters, in r pipelines. Hidden states go
+        to the next node and equally large gradients come back."""
         stages, cluster = self._stages(setting), setting.cluster
         replicas, held = cluster.workers // stages, min(1.0, cluster.per_node / stages)
         gradients = 2 * (replicas - 1) / replicas * held * setting.model.parameter_bytes if cluster.nodes > 1 else 0.0

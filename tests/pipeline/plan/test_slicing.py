@@ -125,7 +125,7 @@ def test_a_memory_bound_is_kept_and_costs_time():
     first = tight.schedule.actions(4, 4, len(slices))[0]
     assert in_flight(first, slices) <= 1500
     assert tight.step_seconds(slices) >= free.step_seconds(PLANNED.slices(1024, free))
-    with pytest.raises(ValueError, match="no plan with at most 16 slices holds at most 900 tokens"):
+    with pytest.raises(ValueError, match="no plan with at most 16 slices keeps at most 900 tokens"):
         PLANNED.slices(1024, Situation(num_stages=4, seconds=attention, max_tokens_in_flight=900))
 
 
