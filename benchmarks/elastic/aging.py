@@ -44,7 +44,7 @@ from common.hardware import description, slug
 from elastic.aged import Row, compared, faults_of, joined
 from elastic.run import Here, Run, lines
 from elastic.worker import BATCH, HELD_OUT, Job, Student, Tell, begin, examples
-from lightning_decentral.elastic.wire import endpoint as healed
+from lightning_decentral.elastic.wire import joining as healed
 from lightning_decentral.shared.wire.plain import pack
 
 SPARED = "w1"

@@ -18,7 +18,7 @@ from hydra.utils import instantiate
 
 from common.quiet_recipe import built, composed
 from lightning_decentral.planner.rehearsal.crew import Crew
-from lightning_decentral.planner.rehearsal.loop import LoopSettings
+from lightning_decentral.planner.rehearsal.loop_settings import LoopSettings
 from lightning_decentral.planner.rehearsal.worker import copies_of, data_of
 from loss.methods import SHARED
 from loss.peers import LOCAL, OUTER_LR, OUTER_MOMENTUM

@@ -1,7 +1,7 @@
 """The table of the page "Against the papers", from `results/paper-*.json`; a test holds the page to it.
 
     python benchmarks/pages.py papers           # prints it
-    python benchmarks/pages.py papers --write   # puts it between the page's markers
+    python benchmarks/pages.py papers --write   # puts it between the page's markers, assumptions into papers.md
 
 Computes nothing.
 """
@@ -9,15 +9,17 @@ Computes nothing.
 import json
 import re
 import sys
-from html import escape
+from textwrap import fill
 from typing import Any
 
 from common.paths import RESULTS, ROOT
 from pages.choosing import markdown
 
 PAGE = ROOT / "docs" / "against-the-papers.md"
+ASSUMED = ROOT / "benchmarks" / "papers.md"
 BEGIN, END = "<!-- papers: begin -->", "<!-- papers: end -->"
 HEADS = ("paper", "headline", "theirs, ours (ratio)", "how, command")
+WIDTH = 118  # columns, of 120
 SHOWN = 3
 """Numbers of a row on the page, the first of its JSON; that has all."""
 
@@ -48,25 +50,26 @@ def _spread(rows: list[Any]) -> str:
 
 
 def contradictions() -> str:
-    return "\n".join(f"- **{found['title']}.** {found['contradicts']}" for found in results() if found["contradicts"])
+    lines = [f"**{found['title']}.** {found['contradicts']}" for found in results() if found["contradicts"]]
+    return "\n".join(f"- {wrapped(line)}" for line in lines)
 
 
 def notes() -> str:
-    """Return what each row assumes and leaves out, folded away until a reader asks."""
+    """Return the page beside the results: what each row assumes, and what isn't compared."""
     blocks = []
     for found in results():
-        lines = [*found["assumptions"], f"Not compared: {found['cannot_compare']}"]
-        text = "\n".join(f"<li>{escape(line, quote=False)}</li>" for line in lines)
-        blocks.append(f"<details><summary>{found['title']}</summary><ul>\n{text}\n</ul></details>")
-    return "\n".join(blocks)
+        lines = [*found["assumptions"], f"**Not compared.** {found['cannot_compare']}"]
+        blocks.append("\n".join([f"## {found['title']}", "", *(f"- {wrapped(line)}" for line in lines)]))
+    return "# Against the papers: what each row assumes\n\n" + "\n\n".join(blocks) + "\n"
+
+
+def wrapped(text: str) -> str:
+    return fill(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def made() -> str:
     """The part of the page between its markers."""
-    return (
-        f"{table()}\n\n### Where ours contradicts the paper\n\n{contradictions()}\n\n"
-        f"### What each row assumes, and what isn't compared\n\n{notes()}"
-    )
+    return f"{table()}\n\n## Where ours contradicts the paper\n\n{contradictions()}"
 
 
 def written(page: str) -> str:
@@ -79,5 +82,6 @@ def written(page: str) -> str:
 def main() -> None:
     if sys.argv[1:] == ["--write"]:
         PAGE.write_text(written(PAGE.read_text()))
+        ASSUMED.write_text(notes())
     else:
         print(made())

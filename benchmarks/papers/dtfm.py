@@ -163,7 +163,7 @@ def row() -> Row:
             "`placement` orders the cities exactly for each of four shapes (1, 2, 4 or 8 stages in a city); the "
             "timeline picks the shape.",
         ),
-        cannot_compare="Megatron itself: its seconds aren't published as numbers, and it needs 64 V100 in eight "
+        cannot_compare="Megatron itself: its seconds weren't at hand as numbers, and it needs 64 V100 in eight "
         "regions; what its software loses against theirs is in the 4.8 and not in ours.",
         contradicts="By placement alone the gain is 2.9 x, not 4.8 x; 3.6 x where Megatron's messages wait for each "
         "other's delay.",

@@ -154,14 +154,15 @@ def row() -> Row:
         ),
         kind="simulated devices",
         assumptions=(
-            "A V100 of 16 GiB with 60 % of its single precision, PCIe 3.0 x16 at 16 GB/s in each direction, both at "
+            "Device and models are our choice, as only the abstract was at hand: a V100 of 16 GiB with 60 % of its "
+            "single precision, PCIe 3.0 x16 at 16 GB/s in each direction, both at "
             "once; a backward twice a forward.",
             "Layers, bytes and operations follow from the models' definitions; a normalized convolution saves its "
             "output twice, VGG's once.",
             "Offload alone keeps the last blocks' activations on the device, as many as fit; `spilled` moves blocks' "
             "inputs and parameters and computes each forward again.",
         ),
-        cannot_compare="ResNet-1001 and U-Net, whose variants the abstract doesn't give, and several nodes: `spilled` "
+        cannot_compare="Their six models and batches, which the abstract doesn't name, and several nodes: `spilled` "
         "is for one device. Their baselines are measured programs, ours a simulated ideal.",
         contradicts="Recomputing everything, as `spilled` does, loses 13 to 19 % on VGG-16 and WRN-28-10, whose "
         "layers compute longer than their activations travel; KARMA chooses by layer.",

@@ -89,7 +89,7 @@ def row() -> Row:
             ("billions of parameters, one device with spilled", on_host / 1e9),
             ("GiB on the device with spilled", shards.peak_bytes / 2**30),
             ("times the seconds of a step, spilled over everything on the device",
-             shards.seconds / sum(v.seconds - v.again_seconds for v in shards.footprint.visits)),
+             shards.seconds / (3 * SPILLED_BLOCKS * seconds())),
         ),
     )  # fmt: skip
 

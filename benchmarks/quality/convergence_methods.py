@@ -24,8 +24,8 @@ from lightning_decentral.gossip import (
     Topology,
     Tree,
 )
+from lightning_decentral.gossip.plan.planned_traffic import partition
 from lightning_decentral.gossip.plan.topology.topology import step_graph
-from lightning_decentral.gossip.plan.traffic import partition
 
 WORKERS = 16
 

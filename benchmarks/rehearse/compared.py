@@ -32,7 +32,7 @@ from common.paths import RESULTS
 from common.quiet_recipe import built, composed
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.evaluation import HeldOutEvaluation
-from lightning_decentral.planner.rehearsal.loop import LoopSettings
+from lightning_decentral.planner.rehearsal.loop_settings import LoopSettings
 from lightning_decentral.planner.rehearsal.search import MARKS, Point, SearchCourse, reached, search, smoothed
 from lightning_decentral.planner.rehearsal.worker import copies_of, data_of
 from network.accuracy import EXAMPLES, Recipe

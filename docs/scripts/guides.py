@@ -20,11 +20,11 @@ from pictures import ACCENT, IMAGES, INK, PALE, RESULTS, ROWS, SAME, WORKER, bar
 
 from lightning_decentral.compressed.plan.forecast import CompressedForecast
 from lightning_decentral.gossip.plan.forecast import GossipForecast, step_tasks
+from lightning_decentral.gossip.plan.planned_traffic import Round
 from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.one_peer import Hypercube
 from lightning_decentral.gossip.plan.topology.static import Ring
 from lightning_decentral.gossip.plan.topology.topology import Topology
-from lightning_decentral.gossip.plan.traffic import Round
 from lightning_decentral.gossip.plan.weights import mixing_matrix
 from lightning_decentral.pipeline.plan.slicing import equal
 from lightning_decentral.planner.plan.placement import RingPlacement, place

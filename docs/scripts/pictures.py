@@ -17,11 +17,11 @@ import numpy as np
 from lightning_decentral import gossip
 from lightning_decentral.compressed.plan.forecast import CompressedForecast
 from lightning_decentral.gossip.plan.forecast import step_tasks
+from lightning_decentral.gossip.plan.planned_traffic import Round, all_reduce_copies, mean_copies
 from lightning_decentral.gossip.plan.topology.combined import AlternatingExponentialRing, Auto
 from lightning_decentral.gossip.plan.topology.one_peer import Hypercube, OnePeerExponential
 from lightning_decentral.gossip.plan.topology.static import Ring
 from lightning_decentral.gossip.plan.topology.topology import Topology
-from lightning_decentral.gossip.plan.traffic import Round, all_reduce_copies, mean_copies
 from lightning_decentral.gossip.plan.weights import Own
 from lightning_decentral.partial.plan.depth import DepthAssignment, Staircase, Temporal
 from lightning_decentral.pipeline.plan.schedule import Action, Kind, OneForwardOneBackward, TeraPipe, forecast

@@ -1,1 +1,1 @@
-"""Hydra finds its plugins by importing all that lies here at the start of every application: nothing heavy."""
+"""Hydra plugin, imported at the start of every application that uses Hydra: it must import nothing heavy."""

@@ -1,4 +1,4 @@
-"""What Lightning asks for the callbacks of every Trainer: a member of a sweep gets its gate, anyone else nothing."""
+"""Entry point from which Lightning takes callbacks for every Trainer: a gate for a member of a sweep, else none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ VARIABLE = "LIGHTNING_DECENTRAL_SWEEP"
 
 
 def callbacks() -> list[Any]:
-    """The gate, in the processes of a sweep's members, and what scores them where they are compared."""
+    """Return the gate in a sweep member's process, with a scoring callback where members are compared; else nothing."""
     refuse_without_multirun()
     if VARIABLE not in os.environ:
         return []
@@ -26,7 +26,7 @@ def callbacks() -> list[Any]:
 
 
 def refuse_without_multirun() -> None:
-    """ValueError where Hydra has loaded the launcher's configuration and will not use it."""
+    """Raise ValueError where Hydra has loaded the sweep launcher's configuration but runs a single job."""
     hydra = sys.modules.get("hydra.core.hydra_config")
     if hydra is None or not hydra.HydraConfig.initialized():
         return

@@ -27,7 +27,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class ShardParallelConf:
-    """The keys of hydra.launcher; ShardParallelLauncher says what they mean."""
+    """Keys of hydra.launcher, explained as arguments of `ShardParallelLauncher`."""
 
     _target_: str = "hydra_plugins.shard_parallel.launcher.ShardParallelLauncher"
     defaults: list[Any] = field(default_factory=lambda: ["_self_", {"policy": "lrtf"}])
@@ -48,16 +48,16 @@ for _name, _class in POLICIES.items():
 
 
 class ShardParallelLauncher(Launcher):
-    """Runs every member of a sweep as a process of its own and lets them take turns on the devices.
+    """Runs every member of a sweep as its own process, and lets the members take turns on the devices.
 
     Args:
-        policy: who is next on a free device; choose one with `hydra/launcher/policy=srtf`.
+        policy: decides which member is next on a free device; choose one with `hydra/launcher/policy=srtf`.
         devices: a number, or names such as `[cuda:0,cuda:2]`; None: every GPU, or one processor.
-        memory_bytes: of each device. Members that fit together stay there; None: all fit.
+        memory_bytes: bytes of each device. Members that fit together stay on the device; None: all fit.
         quantum_seconds: how long a member keeps a device before it asks again.
         alive_per_device: members in training at once, for each device.
-        resume: go on with the unfinished members of `hydra.sweep.dir`.
-        checkpoint: the key of the application's configuration that takes a checkpoint to go on from.
+        resume: resume the unfinished members of `hydra.sweep.dir`.
+        checkpoint: key of the application's configuration that takes the path of a checkpoint to resume from.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class ShardParallelLauncher(Launcher):
             known = ", ".join(POLICIES)
             raise ValueError(f"hydra.launcher.policy={policy}: choose one with hydra/launcher/policy=..., of {known}")
         if alive_per_device < 1:
-            raise ValueError(f"hydra.launcher.alive_per_device={alive_per_device}: at least 1 member must be alive")
+            raise ValueError(f"hydra.launcher.alive_per_device must be at least 1 member, got {alive_per_device}")
         self._sweep: Any = None
         # From Hydra 1.4 on a plug-in gets its parts as they are configured.
         made = instantiate(policy) if OmegaConf.is_config(policy) else policy
@@ -86,11 +86,11 @@ class ShardParallelLauncher(Launcher):
         }
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """What Hydra gives to every launcher."""
+        """Store what Hydra gives to every launcher."""
         self._hydra_context, self._task_function, self._config = hydra_context, task_function, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """The outcomes in the order of the jobs; those that failed carry their exception."""
+        """Run the jobs and return their outcomes in order; the outcome of a failed job has its exception."""
         from lightning_decentral.sweep.launcher import Launch, arbiter_of
 
         # A sweeper that chooses by what came before asks many times: all its jobs are one sweep.

@@ -17,7 +17,7 @@ from lightning_decentral.shared.compute.device import DeviceSteps
 from lightning_decentral.shared.introduction import coded_bytes, of_all_reduce, traffic
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.plan.arguments import checked
-from lightning_decentral.shared.replica import ReplicaStrategy
+from lightning_decentral.shared.replica_strategy import ReplicaStrategy
 from lightning_decentral.shared.updates import GradientCheck, NonFinite, Unchecked, Unfollowed
 from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas, of_all
 from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage

@@ -1,20 +1,21 @@
 """Elastic training: workers die while the others train on, and new ones join, by gossip or as whole token pipelines.
 
 `option.Elastic` is what `GossipStrategy(elastic=...)` and `GossipReplicas(elastic=...)` take. It makes an elastic
-`strategy` or one of `pipelines`. Both are a `run`: each worker has a Trainer of its own, and Lightning sees a `process`
-everywhere. `checks` and `late_tensors` refuse what can't be elastic, `launcher` starts the workers of a machine.
+`strategy` or one of `pipelines`. Both are a `run`: each worker has its own Trainer, and Lightning sees a single
+`process`. `checks` and `late_tensors` refuse what can't be elastic; `launcher` starts the workers of a machine.
 
-The way of a newcomer; where it hangs, its own line shows which of these waits:
+Steps by which a new worker joins; a worker that hangs prints which of these steps it waits for:
 
-    1 sets itself up, finds who began the run     run.ElasticRun, process, wire/endpoint.Endpoint.as_founded
+    1 sets itself up, finds who began the run     run.ElasticRun, process (waits), wire/joining.Endpoint.as_founded
     2 sends heartbeats, is given a donor          wire/lobby_client (thread), plan/member_state (state machine),
                                                   wire/lobby_server, plan/lobby_state at the lobby
-    3 fetches everything from the donor           wire/state_transfer, over wire/sockets (connections)
-    4 waits for the view in which it is a member  wire/participant.begin (the strategy's part), plan/view
-    5 goes to the others' round, trains           joining, loops, wire/rounds, wire/collective (means, decisions)
+    3 fetches everything from the donor           wire/joining.Endpoint.healed (waits), wire/state_transfer
+    4 waits for the membership that includes it   wire/joining.Endpoint.begin (waits), for wire/participant.begin;
+                                                  who is let in: plan/lobby_state.LobbyState._following
+    5 continues at the others' round, trains      dealt_loaders, loops, wire/rounds, wire/collective (means, decisions)
 
 Below: `plan` (the protocol as pure functions of time), `compute` (reductions), `wire` (the protocol on sockets, and in
-`wire/rounds` gossip over the members of the moment). Public: all names below.
+`wire/rounds` gossip among the current members). Public: all names below.
 """
 
 from typing import TYPE_CHECKING

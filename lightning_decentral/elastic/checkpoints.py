@@ -1,4 +1,4 @@
-"""Checkpoints of elastic runs: one plain file, the members' mean, by the oldest; resumed by any number of workers."""
+"""Checkpoints of elastic runs: the oldest member writes the mean model; any number of workers resumes from the file."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -7,34 +7,34 @@ from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
+from lightning_decentral.shared.checkpoint.checkpoints import OF_MODELS, Checkpoints
 from lightning_decentral.shared.checkpoint.reading import report_mean
 from lightning_decentral.shared.checkpoint.saving import CheckpointedStrategy
-from lightning_decentral.shared.checkpoint.worker import OF_MODELS, Checkpoints
 from lightning_decentral.shared.wire.mean import MeanModel
 
 
 class HeldModel(Protocol):
-    """Model of a member as a device holds it."""
+    """Interface to a member's model, of which a device may keep a part."""
 
     @property
     def spread(self) -> bool: ...
 
     def whole(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """A checkpoint as one process would have it, on the member's first device; collective."""
+        """Return the checkpoint that one process would write, on the member's first device. Collective."""
 
 
 class ElasticCheckpoints(Checkpoints):
-    """No worker has a file of its own: who comes back takes everything from a member. The optimizers' states in it are
-    the oldest's."""
+    """Writes one file for all workers, as a worker that returns copies its state from a member. Optimizer states in the
+    file are the oldest member's."""
 
     def __init__(self, worker: CheckpointedStrategy, mean_model: MeanModel, held: HeldModel) -> None:
         super().__init__(worker, mean_model)
-        self.held = held  # how this device holds its member's model
+        self.held = held  # the member's model as this device keeps it
 
-    resuming = False  # True where a device restored what no other has.
+    resuming = False  # True if a device restored a state that no other device has.
 
     def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any) -> None:
-        if self._worker.alone and self.held.spread:
+        if self._worker.cut_off and self.held.spread:
             self._saving.leave_out(filepath, "the devices of a worker")
             return
         states = {key: self._mean_model.own(checkpoint[key]) for key in OF_MODELS if key in checkpoint}
@@ -49,11 +49,11 @@ class ElasticCheckpoints(Checkpoints):
         return checkpoint
 
     def fits(self, optimizers: Sequence[Optimizer]) -> bool:
-        """Lightning refuses those that don't."""
+        """Return True: Lightning itself refuses optimizer states that don't fit."""
         return True
 
     def remove(self, filepath: str | Path) -> None:
-        with suppress(FileNotFoundError):  # who wrote it may have been another
+        with suppress(FileNotFoundError):  # another worker may have written it
             super().remove(filepath)
 
     def resume(self) -> None:

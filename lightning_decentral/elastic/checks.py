@@ -1,6 +1,6 @@
-"""Elastic methods: rules without sums over all workers, codecs that keep nothing, topologies of any number.
+"""Checks of an elastic run's options: rules without sums over all workers, stateless codecs, topologies for any number.
 
-And what all members of a run must have alike (`JoinCheck`).
+`JoinCheck` compares the settings and the model that all members of a run must share.
 """
 
 import json
@@ -24,50 +24,50 @@ from lightning_decentral.shared.settings import of_callbacks, of_method, of_opti
 UNSERVED: Mapping[str, tuple[Any, ...]] = {"states": (None, {}), "exact_steps": (0,)}
 """{option of GossipStrategy: the values that it may have in an elastic run}"""
 OF_ONE_MEMBER = ("elastic", "replicas.elastic", "island", "precision_plugin.device")
-"""Places, weights, numbers and kinds of devices are each worker's own. `dead_after` is the lobby's."""
-MOST_CHECKED = 64  # Sizes for which a topology is checked before training, and the largest.
+"""Settings that may differ among workers: addresses, weights, devices; `dead_after`, which the lobby decides."""
+MOST_CHECKED = 64  # A topology is checked for all sizes up to this one, and for the largest.
 
 
 def served(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that an elastic run has. ValueError for one that it can't have, by name."""
+    """Return the options that elastic runs support. ValueError for another option; the error names it."""
     for name, values in UNSERVED.items():
         if name in options and options[name] not in values:
-            raise ValueError(f"{name}={options[name]!r} doesn't go with elastic yet: leave it out")
+            raise ValueError(f"{name}={options[name]!r} isn't supported with elastic yet: leave it out")
     return {name: value for name, value in options.items() if name not in UNSERVED}
 
 
 def elastic_rule(
     combine: Rule, topology: Topology, weights: Weights, codec: Codec, delay: int, elastic: ElasticSettings
 ) -> Combine:
-    """The rule, as any number of workers has it. ValueError for what workers can't leave, by name."""
+    """Return the rule for any number of workers. ValueError for a setting under which workers can't join and leave."""
     if reason := combine.recovery.tied:
-        raise ValueError(f"{type(combine).__name__} doesn't go with elastic: {reason}; use Gossip()")
+        raise ValueError(f"{type(combine).__name__} isn't compatible with elastic: {reason}; use Gossip()")
     assert isinstance(combine, Combine)
     if elastic.asynchronous is not None and (type(combine) is not Gossip or delay != 1):
         given = f"delay={delay}" if type(combine) is Gossip else repr(combine)
-        raise ValueError(f"{given} doesn't go with asynchronous rounds, in which what has come is mixed: leave it out")
+        raise ValueError(f"{given} isn't compatible with asynchronous rounds, which mix what has come: leave it out")
     if len(topology.fragments) > 1:
-        raise ValueError(f"{topology!r} doesn't go with elastic: its fragments have rounds of their own")
+        raise ValueError(f"{topology!r} isn't compatible with elastic, as each fragment has its own rounds: use Auto()")
     most, one = elastic.workers[1], topology.placed(1)
     try:
         placed = combine.placed(one, most)
         for size in sorted({*range(2, min(most, MOST_CHECKED) + 1), most} - {1}):
             if combine.placed(one, size) != placed:
-                raise ValueError(f"{combine!r} would be another rule than of {most}: give its numbers")
+                raise ValueError(f"{combine!r} differs from the rule for {most} workers: give its numbers")
             placed.check(one, size, weights, delay)
     except ValueError as error:
-        raise ValueError(f"elastic runs have any number of workers up to {most}, and of {size}: {error}") from None
-    # Both ends of a link would have to know what was sent before.
+        raise ValueError(f"an elastic run may have any number of workers up to {most}; with {size}: {error}") from None
+    # Both ends of a link would have to know the earlier messages.
     if codec.remembers or not (codec.complete or placed.form.differences):
         raise ValueError(
-            f"{codec!r} doesn't go with elastic: it sends differences from what a neighbour received before, and "
+            f"{codec!r} isn't compatible with elastic: it sends differences from a neighbour's earlier messages, and "
             "neighbours change; use Int8() or BFloat16()"
         )
     return placed
 
 
 def settings_of(strategy: Any, trainer: Trainer) -> dict[str, str]:
-    """Settings that all members must have alike: {name: text}."""
+    """Return the settings that all members must share: {name: text}."""
     found = {**of_method(strategy, strategy.precision_plugin), **of_trainer(trainer), **of_callbacks(trainer)}
     found |= of_optimizers(strategy.optimizers, strategy.own)
     own = tuple(f"{name}." for name in OF_ONE_MEMBER)
@@ -80,56 +80,56 @@ Part = dict[str, dict[str, Any]]
 
 
 class JoinCheck:
-    """Settings and model of one worker, compared with the run's before it takes part.
+    """Compares a new worker's settings and model with the run's before the worker takes part.
 
-        donor     its settings and model, as text, next to everything else that a newcomer takes
-        newcomer  the first difference: it takes nothing, and its `fit` ends with that line
+        donor     sends its settings and model, as text, along with the training state
+        newcomer  looks for the first difference; if there is one, its `fit` ends with an error that names it
 
-    All but the first take from a member, so each has what the first one has.
+    Every worker but the first copies a member's state, so all members equal the first.
     """
 
     def __init__(
         self,
-        settings: Mapping[str, str],  # as `settings_of`
-        model: Mapping[str, str],  # as `layout.described`, of the whole model before anything was made of it
-        present: Mapping[str, str] | None = None,  # as in `part_of`, where this device begins
-        part: int = 0,  # number of this device's part of the model among the worker's: a stage
+        settings: Mapping[str, str],  # from `settings_of`
+        model: Mapping[str, str],  # from `layout.described`, of the whole model before it was sharded or split
+        present: Mapping[str, str] | None = None,  # from `part_of`, as this device's part was at the start
+        part: int = 0,  # index of this device's part among the worker's parts: its stage
     ) -> None:
         self._settings, self._model, self._present = dict(settings), dict(model), dict(present or {})
         self._part = part
 
     def now(self, parts: Sequence[Part]) -> dict[str, Any]:
-        """Return what a newcomer must have: settings, model, what is `present` now in each part of a member's model,
-        and which parameters are trained."""
+        """Return what a newcomer must have: settings, model, the tensors `present` now in each part of the model, and
+        which parameters are trained."""
         text = json.dumps([self._settings, self._model, [part["present"] for part in parts]])
         given = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)  # longer than a frame may be
         return {"given": given, "trained": [part["trained"] for part in parts]}
 
     def thaw(self, module: nn.Module, value: Mapping[str, Any]) -> None:
-        """Parameters are trained, or frozen, as in this part of the member's that gives the value."""
+        """Freeze or unfreeze the module's parameters as in the same part of the donor's model."""
         trained = value["trained"][self._part]
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(trained.get(name, parameter.requires_grad))
 
     def refuses(self, value: Mapping[str, Any]) -> str:
-        """Return why this worker can't take what a member gives; empty: it can."""
+        """Return why this worker can't use a member's state; empty if it can."""
         settings, model, parts = json.loads(bytes(value["given"].tolist())) if "given" in value else ({}, {}, [])
         now = parts[self._part] if self._part < len(parts) else {}
         if found := first_difference(self._settings, settings):
-            return f"this worker has {found[0]}, the run has {found[1]}: give every worker the same"
+            return f"this worker has {found[0]}, the run has {found[1]}: give every worker the same settings"
         if found := first_difference(self._model, model, sign=" "):
             return f"this worker has {found[0]} where the run has {found[1]}: every worker must build the same model"
         if found := first_difference(self._present, now, sign=" "):
             return (
                 f"this worker has {found[0]} where the run has {found[1]} by now, which a newcomer can't make: prune, "
-                "reparametrize and add groups of parameters before a fit, or go on from a checkpoint"
+                "reparametrize and add parameter groups before a fit, or resume from a checkpoint"
             )
         return ""
 
 
 def part_of(module: nn.Module, optimizers: Sequence[Optimizer]) -> Part:
-    """This device's part of the model: {tensor or group: its form}, what messages and means are made of, and what may
-    change while training; and whether a parameter is trained."""
+    """Describe this device's part of the model: the shape and type of each tensor, the size of each parameter group
+    (both may change during training), and whether each parameter is trained."""
     named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     found = {name: f"{tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named.items()}
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]

@@ -1,7 +1,7 @@
-"""Parameters and buffers that come while members train: of one form on all, and masks of one content, or all end.
+"""Checks parameters and buffers registered during training: alike on all members (masks bit for bit), or all end.
 
-A mask has no mean. Members that hold different ones train different models, and their mean has the oldest's. What
-makes it counts for nothing: `torch.nn.utils.prune`, a parametrization, or a hook that registers a buffer.
+A mask has no mean. Members with different masks train different models, and the mean model has the oldest's masks.
+The check covers `torch.nn.utils.prune`, parametrizations and hooks that register a buffer alike.
 """
 
 import time
@@ -28,16 +28,16 @@ HOOKS = (
 
 
 def refuse_pruning(trainer: Trainer) -> None:
-    """ValueError for Lightning's callback, whose masks are known to differ, before it comes to prune."""
+    """Raise a ValueError if the Trainer has Lightning's ModelPruning callback, whose masks differ among workers."""
     if any(isinstance(callback, ModelPruning) for callback in callbacks_of(trainer)):
         raise ValueError(
-            "ModelPruning doesn't go with elastic: each worker would prune its own, and a newcomer has no masks; prune "
-            "before or after the fit"
+            "ModelPruning isn't compatible with elastic: each worker makes its own masks, and a newcomer has none; "
+            "prune before or after the fit"
         )
 
 
 class LateTensors:
-    """Watcher of what is registered in a module until `close`, by torch's hooks: a step without costs nothing."""
+    """Watches by torch's hooks what is registered in a module until `close`; a step without news costs nothing."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -52,13 +52,13 @@ class LateTensors:
             hook.remove()
 
     def _registered(self, module: nn.Module, name: str, value: Any) -> None:
-        # A statistic that is set anew in each step is no news; a mask in the place of another one is.
+        # A statistic that each step sets again is no news; a mask that replaces another mask is.
         statistic = name in module._buffers and not _masks(module, name)
         self._news |= module in self._parts and not statistic
 
     def check(self, member: Participant, waits: bool = True) -> None:
-        """Compare after a round what has come on each member, where something has, and a round `waits` for all members.
-        RuntimeError on all members, that it isn't alike; on one, that it came there alone."""
+        """Compare after a round the tensors that members have registered, if rounds `wait` for all. RuntimeError on all
+        members if the tensors differ, on one member if it alone registered them."""
         if not self._news:
             return
         self._news, self._parts = False, set(self._module.modules())
@@ -67,12 +67,12 @@ class LateTensors:
             return
         self._agreed = found
         if not waits:
-            raise RuntimeError(f"{_remedy(next(iter(found), 'a tensor'))}, which members of asynchronous rounds can't")
+            raise RuntimeError(f"{_remedy(next(iter(found), 'a tensor'))}; asynchronous rounds have no common step")
         if different := member.together(found, partial(_difference, member)):
             raise RuntimeError(different)
 
     def _late(self) -> dict[str, str]:
-        """{tensor that has come: its form, and a digest where it has no mean}."""
+        """Return {tensor registered since the start: its shape and type, and a digest if it has no mean}."""
         named = _named(self._module)
         rows, parts = carried(self._module), self._module.named_modules()
         masks = {f"{prefix}.{n}".lstrip(".") for prefix, part in parts for n in part._buffers if _masks(part, n)}
@@ -91,28 +91,28 @@ def _named(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _masks(module: nn.Module, name: str) -> bool:
-    """Return whether the buffer is a mask by torch's convention, which may have been there before."""
+    """Return whether torch's naming convention makes this buffer a pruning mask."""
     return name.endswith("_mask") and f"{name.removesuffix('_mask')}_orig" in module._parameters
 
 
 def _difference(member: Participant, rows: Sequence[dict[str, str]]) -> str:
-    """Describe what isn't alike in all rows, each of one device; empty: all are."""
+    """Describe the first tensor that differs among the rows, one per device; empty if all rows are alike."""
     names = dict.fromkeys(name for row in rows for name in row)
     differs = next((name for name in names if len({row.get(name) for row in rows}) > 1), None)
     if differs is not None:
-        return f"{_remedy(differs)}, and it isn't alike on all members"
+        return f"{_remedy(differs)}; it differs among the members"
     if not names:
         return ""
     end = time.monotonic() + 2 * member.worker.lobby_client.state.times.dead_after
-    while len(member.present()) > len(rows):  # fewer gave something: a death isn't known at once
+    while len(member.present()) > len(rows):  # fewer values than members: a death isn't known at once
         if time.monotonic() > end:
-            return f"{_remedy(next(iter(names)))}, and came on this worker alone"
+            return f"{_remedy(next(iter(names)))}; only this worker registered it"
         time.sleep(LOOK_SECONDS)
     return ""
 
 
 def _remedy(name: str) -> str:
     return (
-        f"{name} has come while training: register it on all elastic workers in one step and alike "
-        "(trainer.strategy.broadcast(mask) is the oldest's on all), or before the fit"
+        f"{name} was registered during training: register it on all elastic workers in the same step and alike "
+        "(trainer.strategy.broadcast(mask) returns the oldest worker's mask), or before the fit"
     )

@@ -1,4 +1,4 @@
-"""`Trainer(devices=4)` without a lobby: this process starts the workers of this machine, and doesn't train."""
+"""Launcher of `Trainer(devices=4)` without a lobby: this process starts this machine's workers and doesn't train."""
 
 import os
 import sys
@@ -20,9 +20,9 @@ from lightning_decentral.shared.checkpoint import runs
 
 
 class ElasticLauncher(_SubprocessScriptLauncher):
-    """Starts this script so many times, and a lost one again; the script ends here when they have.
+    """Starts this script once for each worker, restarts a lost worker, and exits when all workers have ended.
 
-    What doesn't fit runs in this process: a test by itself needs no others.
+    Calls other than `fit` run in this process: a `Trainer.test` needs no other workers.
     """
 
     def __init__(self, environment: ClusterEnvironment, workers: int, nodes: int, elastic: ElasticSettings) -> None:
@@ -42,7 +42,7 @@ class ElasticLauncher(_SubprocessScriptLauncher):
 
 
 class FollowingLauncher(_SubprocessScriptLauncher):
-    """Launcher of a worker that a starter has started: it ends with its starter."""
+    """Launcher of a worker that a starter process has started; the worker ends when its starter ends."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         follow(os.environ)
@@ -51,37 +51,37 @@ class FollowingLauncher(_SubprocessScriptLauncher):
 
 
 def command(number: int) -> tuple[Sequence[str], str | None]:
-    """(command line that runs this script again, in which folder)"""
+    """Return (the command line that runs this script again, its working directory)."""
     return _hydra_subprocess_cmd(number) if HydraConfig.initialized() else (_basic_subprocess_cmd(), None)
 
 
 def refuse_unstarted(
     elastic: ElasticSettings, devices: int, cluster: ClusterEnvironment, workers: int, nodes: int, method: str
 ) -> None:
-    """ValueError where this process can't start the workers of a run without a lobby."""
+    """Raise a ValueError if this process can't start the workers of a run without a lobby."""
     least, most = elastic.workers
     if devices > 1:
         raise ValueError(
-            f"workers of {devices} devices meet at a lobby: run `lightning-decentral lobby --workers 2:16`, and for "
-            f"each a torchrun --nnodes=1 --nproc-per-node={devices} with Elastic(lobby='HOST:29400')"
+            f"workers of {devices} devices need a lobby: run `lightning-decentral lobby --workers 2:16`, and for each "
+            f"worker a torchrun --nnodes=1 --nproc-per-node={devices} with Elastic(lobby='HOST:29400')"
         )
     if cluster.creates_processes_externally or nodes > 1:
         raise ValueError(
             "Elastic() without a lobby is for one machine, whose workers this process starts: run `lightning-decentral "
-            "lobby --workers 2:16` and give all workers its place, Elastic(lobby='HOST:29400')"
+            "lobby --workers 2:16` and give all workers its address, Elastic(lobby='HOST:29400')"
         )
     if not least <= workers <= most:
-        raise ValueError(f"devices={workers} starts as many workers, and workers={elastic.workers}: change one of them")
+        raise ValueError(f"devices={workers} workers would start, outside of workers={elastic.workers}: change one")
     if method != "popen":
         raise ValueError(
-            f"start_method={method!r} doesn't go with elastic, as sweeps would have it, too: it starts scripts, 'popen'"
+            f"start_method={method!r} isn't compatible with elastic, which starts scripts: use start_method='popen'"
         )
 
 
 def refuse_restarting_all(cluster: ClusterEnvironment, devices: int) -> None:
-    """ValueError under a torchrun with several workers; of one worker's devices it restarts all, as it should."""
+    """Raise a ValueError under a torchrun of several workers, which restarts all of them when one is lost."""
     if TorchElasticEnvironment.detect() and cluster.world_size() > devices:
         raise ValueError(
             f"this torchrun has {cluster.world_size()} workers and restarts all of them when one is lost: start each "
-            f"elastic worker by a torchrun of its own, --nnodes=1 --nproc-per-node={devices} --max-restarts=100"
+            f"elastic worker by its own torchrun --nnodes=1 --nproc-per-node={devices} --max-restarts=100"
         )

@@ -1,8 +1,8 @@
-"""An elastic worker in Lightning's loops: a newcomer's counters and schedules, and what decides for all members.
+"""Lightning's loops in an elastic worker: a newcomer's counters and schedules, and states that all members share.
 
-Some of that is in no state that Lightning saves: values of callbacks that save, and of logged metrics. A run that ends
-takes it along; a newcomer of one that goes on would save at other steps than the members do, in which all compute a
-mean: hence `metrics` and `savers` of `agreed_states`.
+Lightning's checkpoints lack some of these states: attributes of callbacks that save, and logged metrics. Without them
+a newcomer would save at other steps than the members, although all must compute the mean at the same step. Hence
+`metrics` and `savers` of `agreed_states`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,22 +25,22 @@ from lightning_decentral.shared.settings import PLACES
 from lightning_decentral.shared.wire.plain import NotPlain, pack
 
 NOTHING: dict[str, Any] = {"callbacks": {}, "plateaus": {}, "metrics": {}, "savers": []}
-"""States of which nothing is to be restored."""
+"""States from which `restored` restores nothing."""
 PLAIN = (type(None), bool, int, float, str)
 COUNTS = ("ready", "started", "processed", "completed")
 
 
 def refuse_others(parameters: Sequence[Any]) -> None:
-    """RuntimeError where an optimizer has lost parameters that it had."""
+    """Raise a RuntimeError, as an optimizer has lost parameters during training."""
     raise RuntimeError(
-        f"an optimizer has lost some of its {len(parameters)} parameters while training, which members mix on: keep "
+        f"an optimizer has lost some of its {len(parameters)} parameters during training, but members mix them: keep "
         "them in its groups (freeze them with requires_grad_(False)), or train without elastic"
     )
 
 
 @contextmanager
 def scaled(optimizer: Optimizer, share: float) -> Iterator[None]:
-    """Make its updates so many times as large, whatever it makes of gradients: they are multiples of the rate."""
+    """Scale the optimizer's updates by `share`, by scaling its learning rates during the step."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate * share if share != 1 else rate
@@ -52,7 +52,7 @@ def scaled(optimizer: Optimizer, share: float) -> Iterator[None]:
 
 
 def go_to(trainer: Trainer, calendar: Calendar, round: int) -> None:
-    """Counters and schedules are at the beginning of this round. The epoch has not begun in this process."""
+    """Set counters and learning rate schedules to the beginning of this round, before this process begins an epoch."""
     loop = trainer.fit_loop
     counted: Any = loop.epoch_progress
     steps, epochs = loop.epoch_loop.global_step, counted.current.processed
@@ -73,7 +73,7 @@ def go_to(trainer: Trainer, calendar: Calendar, round: int) -> None:
 
 
 def last_to_leave_for(trainer: Trainer, calendar: Calendar, round: int) -> int:
-    """The last round that may be gone on in from this one: behind it all validate, or the epoch ends."""
+    """Return the last round to which a late worker may skip: after it all validate, or the epoch ends."""
     _, begun = calendar.place(round)
     check, batches = trainer.val_check_batch, calendar.batches
     interval = int(check) if check is not None and 0 < check < batches else batches
@@ -82,7 +82,7 @@ def last_to_leave_for(trainer: Trainer, calendar: Calendar, round: int) -> int:
 
 
 def leave_out(trainer: Trainer, calendar: Calendar, round: int, rounds: int) -> None:
-    """Count so many rounds before this one, in the same epoch, as if they had been; its first batch is drawn."""
+    """Count `rounds` skipped rounds before this one in the same epoch; this round's first batch is already drawn."""
     fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     batches, steps = rounds * calendar.accumulated, loop.global_step
     for counts in (loop.batch_progress.current, loop.batch_progress.total):
@@ -108,7 +108,7 @@ def _catch_up(trainer: Trainer, steps: int, step: int, epochs: int, epoch: int) 
 
 
 def copied(states: dict[str, Any]) -> dict[str, Any]:
-    """Copy the states that can be sent, as they are now, to the host."""
+    """Copy to the host the states that can be sent."""
     return {name: state for name, state in _on_host(states).items() if plain(name, state)}
 
 
@@ -117,36 +117,36 @@ def _on_host(states: dict[str, Any]) -> Any:
 
 
 def plain(name: str, value: Any) -> bool:
-    """Return whether it can be sent."""
+    """Return whether the value can be sent; warn if it can't and has a name."""
     try:
         pack(value)
     except NotPlain as error:
         if name:
-            rank_zero_warn(f"a newcomer doesn't get {name!r} of the checkpoint: {error}")
+            rank_zero_warn(f"a new worker doesn't receive {name!r} of the checkpoint: {error}")
         return False
     return True
 
 
 def agreed_states(trainer: Trainer) -> dict[str, Any]:
-    """States of callbacks, by their keys, of schedules that follow a metric, by their place, logged metrics by name,
-    and attributes of callbacks that save, by their place among these. All members must decide alike what these decide:
-    who stops, what is the best so far, whether the rate falls, when a mean is saved."""
+    """Return states by which all members must decide alike: callbacks' states by key, ReduceLROnPlateau schedules by
+    index, logged metrics by name, and attributes of callbacks that save. They decide when to stop, which checkpoint is
+    the best, whether the learning rate falls, and when a mean is saved."""
     return {
         "callbacks": copied(call._call_callbacks_state_dict(trainer)),
-        "plateaus": copied({str(place): of.scheduler.state_dict() for place, of in _plateaus(trainer).items()}),
+        "plateaus": copied({str(at): config.scheduler.state_dict() for at, config in _plateaus(trainer).items()}),
         "metrics": _on_host(dict(trainer.callback_metrics)),
-        "savers": [*map(_of, _savers(trainer))],
+        "savers": [*map(_own_of, _savers(trainer))],
     }
 
 
 def restored(trainer: Trainer, states: dict[str, Any]) -> None:
-    """Callbacks and schedules are as those were, and metrics that aren't logged here yet."""
+    """Restore the states of callbacks and schedules, and metrics that this worker hasn't logged yet."""
     call._call_callbacks_load_state_dict(trainer, {"callbacks": states["callbacks"]})
     known = trainer._logger_connector._callback_metrics
     for name, metric in states["metrics"].items():
         known.setdefault(name, metric.to(trainer.strategy.root_device) if isinstance(metric, Tensor) else metric)
-    for saver, of in zip(_savers(trainer), states["savers"], strict=False):
-        vars(saver).update({name: value for name, value in of.items() if name in _of(saver)})
+    for saver, given in zip(_savers(trainer), states["savers"], strict=False):
+        vars(saver).update({name: value for name, value in given.items() if name in _own_of(saver)})
     plateaus = _plateaus(trainer)
     for place, state in states["plateaus"].items():
         scheduler = plateaus[int(place)].scheduler
@@ -161,7 +161,7 @@ def _plateaus(trainer: Trainer) -> dict[int, Any]:
 
 
 def take(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Restore model, data and callbacks; Lightning restores the rest of it: loops, optimizers, schedules."""
+    """Restore model, data and callbacks; Lightning itself restores loops, optimizers and schedules."""
     connector = trainer._checkpoint_connector
     connector._loaded_checkpoint = checkpoint
     connector.restore_model()
@@ -173,8 +173,8 @@ def _savers(trainer: Trainer) -> list[Callback]:
     return [callback for callback in callbacks_of(trainer) if isinstance(callback, Checkpoint)]
 
 
-def _of(callback: Callback) -> dict[str, Any]:
-    """Plain attributes, but for what it was constructed with, and places, which are each worker's own."""
+def _own_of(callback: Callback) -> dict[str, Any]:
+    """Return a callback's plain attributes, except constructor arguments and paths, which may differ among workers."""
     given = constructed(callback, type(callback).__mro__[:-1])
     own = {*given, *(f"_{name}" for name in given), *PLACES}
-    return {name: of for name, of in vars(callback).items() if name not in own and isinstance(of, PLAIN)}
+    return {name: value for name, value in vars(callback).items() if name not in own and isinstance(value, PLAIN)}

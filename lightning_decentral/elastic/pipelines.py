@@ -1,6 +1,6 @@
-"""Token pipelines that come and go: `TokenPipelineStrategy(replicas=GossipReplicas(elastic=...))`. Each is one member.
+"""Elastic token pipelines, each one member: `TokenPipelineStrategy(replicas=GossipReplicas(elastic=...))`.
 
-The pipeline's own strategy stays what it is, with an elastic run in front of it: neither folder knows the other.
+An elastic mixin stands in front of the pipeline's strategy among the bases; neither folder imports the other.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ from lightning_decentral.elastic.run import ElasticRun
 from lightning_decentral.elastic.wire.participant import Participant
 from lightning_decentral.elastic.wire.rounds.holding import Holding, StagesHolding
 from lightning_decentral.shared.checkpoint.saving import CheckpointedStrategy
-from lightning_decentral.shared.compute.codec.deterministic import Plain
+from lightning_decentral.shared.compute.codec.codec import Plain
 from lightning_decentral.shared.compute.layout import ModelLayout, lay_states, refuse_shared
 from lightning_decentral.shared.compute.worker_state import KEY
 from lightning_decentral.shared.wire.mean import MeanModel
@@ -27,47 +27,47 @@ from lightning_decentral.shared.wire.objects import broadcast_world, collect_obj
 from lightning_decentral.shared.wire.transport import Wire
 
 OWN = ("state_dict", "optimizer_states")
-"""Entries of a checkpoint of which each stage has its own; the rest is any stage's."""
+"""Checkpoint entries that differ among the stages; other entries are the same on all stages."""
 
 
 @cache
 def elastic_pipeline(strategy: type) -> type:
-    """The elastic one of a pipeline's strategy."""
+    """Make the elastic subclass of a pipeline's strategy."""
     return type(f"Elastic{strategy.__name__}", (ElasticPipeline, strategy), {})
 
 
 class StageCheckpoints(ElasticCheckpoints):
-    """Checkpoints of a pipeline's member: one plain file of the whole model, without what only a fixed world can use;
-    made of those of the pipeline's strategy."""
+    """Checkpoints of a pipeline that is a member: one file of the whole model, without entries for a fixed world size;
+    made by the checkpoints of the pipeline's strategy."""
 
-    def __init__(self, worker: CheckpointedStrategy, mean_model: MeanModel, of: Any) -> None:
+    def __init__(self, worker: CheckpointedStrategy, mean_model: MeanModel, pipeline: Any) -> None:
         super().__init__(worker, mean_model, self)
-        self._of = of
+        self._pipeline = pipeline
 
     @property
     def spread(self) -> bool:
-        return self._of.layout is not None
+        return self._pipeline.layout is not None
 
     def whole(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """Checkpoint of all stages, on the first one. Collective."""
+        """Join the stages' checkpoints into one, on the first stage. Collective."""
         if not self.spread:
             return tree
-        return {name: value for name, value in self._of.whole(tree, {}).items() if name != KEY}
+        return {name: value for name, value in self._pipeline.whole(tree, {}).items() if name != KEY}
 
     @property
     def layout(self) -> Any:
-        return self._of.layout
+        return self._pipeline.layout
 
     @layout.setter
     def layout(self, layout: Any) -> None:
-        self._of.layout = layout
+        self._pipeline.layout = layout
 
     def load_optimizers(self, checkpoint: Mapping[str, Any], layout: Any) -> None:
-        self._of.load_optimizers(checkpoint, layout)
+        self._pipeline.load_optimizers(checkpoint, layout)
 
 
 class ElasticPipeline(ElasticRun):
-    """Elastic mixin in front of a pipeline's strategy, whose stages are one member. All of them take one batch."""
+    """Elastic mixin in front of a pipeline's strategy: its stages are one member and train on one batch."""
 
     stages: int | None
     layout: Any
@@ -84,7 +84,7 @@ class ElasticPipeline(ElasticRun):
 
     @property
     def _beneath(self) -> Any:
-        """The pipeline's strategy, where both define a method."""
+        """The pipeline's strategy, for methods that the elastic mixin overrides."""
         return super(OneProcess, self)
 
     @property
@@ -104,18 +104,18 @@ class ElasticPipeline(ElasticRun):
         if self.layout.pipelines > 1:
             raise ValueError(
                 f"an elastic worker is one pipeline, this Trainer has {self.layout.pipelines} of {self.devices} "
-                f"stages: start a torchrun with --nproc-per-node={self.devices} for each"
+                f"stages: start a torchrun with --nproc-per-node={self.devices} for each pipeline"
             )
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Broadcast among this pipeline's stages before it is known who trains."""
+        """Broadcast among this pipeline's stages until the members are known, then among the members."""
         return (
             broadcast_world(obj, src) if self._member is None and self._early is None else super().broadcast(obj, src)
         )
 
     @property
     def watched_module(self) -> nn.Module:
-        return nn.Module()  # a stage refuses what comes by itself
+        return nn.Module()  # a stage itself refuses tensors that are registered later
 
     def parts(self, own: Part) -> Sequence[Part]:
         return [own] if self.wire is None else gather_objects(self.wire.roll, own)
@@ -147,8 +147,8 @@ class ElasticPipeline(ElasticRun):
         mine = parts[self.stage] if self.stage < len(parts) else {"state_dict": {}}
         if len(parts) != self.devices or set(mine["state_dict"]) != set(self._module.state_dict()):
             raise ValueError(
-                f"this pipeline has {self.devices} stages, the run's have {len(parts)}, or other blocks on them: give "
-                "every worker the same stages and partition"
+                f"this pipeline has {self.devices} stages, the run's pipelines have {len(parts)}, or other blocks on a "
+                "stage: give every worker the same stages and partition"
             )
         super()._take(trainer, {**checkpoint, **mine})
 

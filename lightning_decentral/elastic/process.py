@@ -1,12 +1,12 @@
-"""An elastic worker as Lightning sees it: one process, its rank that of its age; and what all compute together.
+"""An elastic worker as Lightning sees it: one process whose rank is its rank by age; and the members' collectives.
 
-What the founder's loggers began, the next oldest's go on with, in one run or folder:
+The oldest member logs. When it ends, the next oldest continues in the same logger run or folder:
 
-    founder     opens its loggers; their versions are the run's
-    others      have these versions, and open nothing while another one logs
-    the next    opens them when it becomes the oldest, and logs the hyperparameters again
+    founder     opens its loggers; their versions become the run's versions
+    others      take over these versions, and open no logger while another worker logs
+    the next    opens its loggers when it becomes the oldest, and logs the hyperparameters again
 
-Where a logger keeps its version is its own: those of Lightning are known; of any other it is warned.
+Attributes in which Lightning's loggers keep their version are known; other loggers get a warning.
 """
 
 import csv
@@ -37,19 +37,19 @@ from lightning_decentral.elastic.plan.view import ElasticSettings
 from lightning_decentral.elastic.wire.participant import Participant
 from lightning_decentral.elastic.wire.starter import LOBBY, SEAT, STARTER
 from lightning_decentral.shared.checkpoint import runs
-from lightning_decentral.shared.workers import WorkersStrategy
+from lightning_decentral.shared.setup_and_step import WorkersStrategy
 
 
 class OneProcess(WorkersStrategy):
-    """Strategy without groups of members: who trains together changes. An island's devices have theirs."""
+    """Strategy whose members form no process group, as members change. Only an island's devices form a group."""
 
     elastic: ElasticSettings
     _member: Participant | None
-    devices: int  # Number of devices of one worker
+    devices: int  # Number of devices of one worker.
     batches: int
     _rank: int | None = None
-    _early: Participant | None = None  # The member, while this worker is set up.
-    _logs = False  # True where it has been the one that logs.
+    _early: Participant | None = None  # The participant, while this worker is set up.
+    _logs = False  # True once this worker has logged for the run.
     _beside = 0
 
     def _configure_launcher(self) -> None:
@@ -59,7 +59,7 @@ class OneProcess(WorkersStrategy):
         launcher.refuse_restarting_all(cluster, self.devices)
         if STARTER in os.environ:
             self._beside = len(devices)
-            seat = int(os.environ.get(SEAT, "0"))  # the others' devices are those next to it
+            seat = int(os.environ.get(SEAT, "0"))  # the other workers on this machine take the next devices
             self.parallel_devices = [devices[seat % len(devices)]]
             self._launcher = launcher.FollowingLauncher(cluster, 1, 1)
         elif self._starts_others:
@@ -70,11 +70,11 @@ class OneProcess(WorkersStrategy):
 
     @property
     def _starts_others(self) -> bool:
-        """True where this process trains nothing itself."""
+        """True if this process only starts workers and trains nothing itself."""
         return not (self.elastic.lobby or LOBBY in os.environ or STARTER in os.environ)
 
     def set_world_ranks(self) -> None:
-        """Take the worker that was started first for the oldest, until that is known; a starter is nobody."""
+        """Give rank 0 to the worker that was started first until the oldest member is known; never to a starter."""
         assert self.cluster_environment is not None
         if self._rank is None:
             later = self.cluster_environment.local_rank() > 0
@@ -82,11 +82,11 @@ class OneProcess(WorkersStrategy):
         super().set_world_ranks()
 
     def setup_environment(self) -> None:
-        """Set up; then, for a fit, find out with whom the run begins, before anybody opens a log or a folder."""
+        """Set up; then, for a fit, find out which worker founds the run, before any worker opens a log or a folder."""
         super().setup_environment()
         trainer = self._module.trainer
         if trainer.state.fn == TrainerFn.FITTING:
-            self.refuse(self._module, fitting=True)  # before others count on this worker; `setup` sees the whole model
+            self.refuse(self._module, fitting=True)  # before others wait for this worker; `setup` sees the whole model
             self._group.join_groups()
             self._early = self.comes()
             founds = self._early.founds()
@@ -98,7 +98,7 @@ class OneProcess(WorkersStrategy):
 
     @abstractmethod
     def comes(self) -> Participant:
-        """Make its member, which comes to the lobby."""
+        """Make this worker's `Participant`, which connects to the lobby."""
 
     def setup_distributed(self) -> None:
         if self.devices > 1:
@@ -115,7 +115,7 @@ class OneProcess(WorkersStrategy):
 
     @property
     def global_rank(self) -> int:
-        """0 for the oldest member, who writes and logs."""
+        """Rank of this worker: 0 for the oldest member, which writes files and logs."""
         return self._rank or 0
 
     @property
@@ -149,7 +149,7 @@ class OneProcess(WorkersStrategy):
         """Wait for nobody: what is needed of others is asked for."""
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """The oldest member's; what can't be sent is this worker's own. In set-up, of the one that began the run."""
+        """Return the oldest member's object (in set-up the founder's); one that can't be sent is returned unchanged."""
         if self._member is None and self._early is not None:
             return self._early.as_founded(obj)
         return self.together(obj, first_of) if plain("", obj) else obj
@@ -174,14 +174,14 @@ KEPT = "_version", "_run_id"  # Attributes in which Lightning's loggers but W&B'
 
 
 def began(trainer: Trainer) -> list[Any]:
-    """Versions of the loggers, which are open now."""
+    """Open the loggers and return their versions."""
     for logger in _in_order(trainer.loggers):
         getattr(logger, "experiment", None)
     return [logger.version for logger in trainer.loggers]
 
 
 def go_on(loggers: Sequence[Logger], versions: Sequence[Any]) -> None:
-    """Make what these loggers log, if they ever do, go into the run of those versions."""
+    """Set these versions on the loggers, so that this worker would continue the oldest worker's log."""
     for logger, version in zip(loggers, versions, strict=False):
         for name in set(KEPT).intersection(vars(logger)):
             setattr(logger, name, version)
@@ -189,14 +189,14 @@ def go_on(loggers: Sequence[Logger], versions: Sequence[Any]) -> None:
             runs.set_id(logger, version)
         if logger.version != version:
             warnings.warn(
-                f"{type(logger).__name__} can't go on in the oldest worker's run {version!r}: if that one is lost, "
-                f"what is logged goes to {logger.version!r}; give it a fixed version",
+                f"{type(logger).__name__} can't continue the oldest worker's run {version!r}: if that worker is lost, "
+                f"values are logged to {logger.version!r}; give the logger a fixed version",
                 stacklevel=2,
             )
 
 
 def take_over(trainer: Trainer) -> None:
-    """Log from now on: this worker is the oldest now."""
+    """Open the loggers, and log from now on, as this worker has become the oldest."""
     for logger in _in_order(trainer.loggers):
         if type(logger) is CSVLogger:
             _open_with_rows(logger)
@@ -206,12 +206,12 @@ def take_over(trainer: Trainer) -> None:
 
 
 def _in_order(loggers: Sequence[Logger]) -> list[Logger]:
-    """W&B first, as Lightning does it: it wants to see TensorBoard begin."""
+    """Sort the loggers with W&B first, as Lightning does: W&B must see TensorBoard begin."""
     return sorted(loggers, key=lambda logger: not isinstance(logger, WandbLogger))
 
 
 def _open_with_rows(logger: CSVLogger) -> None:
-    """Open a CSV log and keep its rows: it would remove what another worker wrote. A half-written row is cut off."""
+    """Open a CSV log and keep the rows that another worker wrote, which Lightning would remove; no half-written row."""
     files, file = get_filesystem(logger.log_dir), os.path.join(logger.log_dir, ExperimentWriter.NAME_METRICS_FILE)
     rows = files.cat_file(file) if files.isfile(file) else b""
     rows = rows[: rows.rfind(b"\n") + 1]

@@ -1,7 +1,7 @@
-"""A run whose workers come and go: each is a process and a Trainer of its own, or several; they meet at a lobby.
+"""Elastic run: workers join and leave; each is one process (or one per device) with its own Trainer; a lobby connects.
 
-Lightning sees one process everywhere: this binding alone knows the others. What Lightning does once for all workers is
-done by all, with their mean, and what it does by worker 0 is done by the oldest.
+Lightning sees one process in each worker; only this strategy knows the other workers. What Lightning computes once for
+all workers is the mean of all of them, and what Lightning does on rank 0 is done by the oldest member.
 """
 
 import os
@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_decentral.elastic import checks, loops
-from lightning_decentral.elastic.joining import Joining, refuse_combined
+from lightning_decentral.elastic.dealt_loaders import Joining, refuse_combined
 from lightning_decentral.elastic.late_tensors import LateTensors, refuse_pruning
 from lightning_decentral.elastic.plan.dealing import Calendar
 from lightning_decentral.elastic.plan.view import ElasticSettings
@@ -32,9 +32,9 @@ from lightning_decentral.elastic.wire.rounds.exchange import ElasticExchange
 from lightning_decentral.elastic.wire.rounds.holding import Holding
 from lightning_decentral.elastic.wire.starter import LOBBY
 from lightning_decentral.gossip.compute.combine.combine import Rule
+from lightning_decentral.gossip.mixer_builder import check_numbers
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
-from lightning_decentral.gossip.rounds import check_numbers
 from lightning_decentral.gossip.wire.making import MixerFactory, parameters_of
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizers import Mixers
@@ -46,10 +46,10 @@ from lightning_decentral.shared.wire.transport import Wire
 
 
 class ElasticRun(WatchedProcess):
-    """Mixin that makes a strategy elastic, in front of that among the bases; what that means is `strategy`'s."""
+    """Mixin that makes a strategy elastic; list it before that strategy among the base classes."""
 
     drifts: ClassVar[bool] = True
-    model_layout: ModelLayout  # Layout of what this device has.
+    model_layout: ModelLayout  # Layout of this device's part of the model.
 
     _joining: Joining
 
@@ -64,7 +64,7 @@ class ElasticRun(WatchedProcess):
         bucket_bytes: int | None,
         heals: int,
     ) -> None:
-        """The constructor's values. ValueError for one that isn't served, by name."""
+        """Keep the constructor's values. ValueError for a value that elastic runs don't support; the error names it."""
         check_numbers(delay, heals, bucket_bytes)
         self.elastic, self.topology, self.weights, self.codec = elastic, topology, weights, codec
         self.combine = checks.elastic_rule(rule, topology, weights, codec, delay, elastic)
@@ -85,34 +85,34 @@ class ElasticRun(WatchedProcess):
     def comes(self) -> Participant:
         elastic = replace(self.elastic, lobby=self.elastic.lobby or os.environ[LOBBY])
         seconds = self._group.timeout.total_seconds()
-        # Asked where a donor gives something, for which set-up is over.
+        # Called when a donor has sent its state, after set-up.
         return member_of(elastic, seconds, self.wire, self.batches, lambda value: self._given.refuses(value))
 
     # ---- what the strategy adds -------------------------------------------------------------------------------------
 
-    batches = 1  # Batches that the devices of this worker take in a step.
+    batches = 1  # Number of batches that the devices of this worker take in a step.
 
     @abstractmethod
     def holding(self, member: Participant) -> Holding:
-        """Make the `Holding` of the model on this device."""
+        """Make the `Holding`, which keeps this device's part of the model and mixes it."""
 
     @abstractmethod
     def whole(self, own: dict[str, Any]) -> dict[str, Any]:
-        """Join the devices' own checkpoints into a newcomer's, on the first device. Collective in this worker."""
+        """Join the devices' checkpoints into one for a newcomer, on the first device. Collective in this worker."""
 
     @property
     def watched_module(self) -> nn.Module:
-        """The part of the model in which all devices of all members register alike what comes while they train."""
+        """Module in which all devices of all members register the same new parameters and buffers during training."""
         return self._module
 
-    part = 0  # Number of this device's part of the model among the worker's.
+    part = 0  # Index of this device's part of the model among the worker's parts.
 
     def parts(self, own: checks.Part) -> Sequence[checks.Part]:
-        """The parts of this worker's model: one for each stage of a pipeline, else one. Collective in it."""
+        """Return the parts of this worker's model: one per pipeline stage, else one. Collective among its devices."""
         return [own]
 
     def gradients(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
-        """Closure that computes the gradients of an update."""
+        """Return the closure that computes the gradients of an optimizer step."""
         return closure
 
     # ---- set-up -----------------------------------------------------------------------------------------------------
@@ -121,24 +121,24 @@ class ElasticRun(WatchedProcess):
         super().refuse(module, fitting)
         self._described = described(module) if fitting else {}
         if fitting and not self._module.automatic_optimization:
-            raise ValueError("elastic runs need automatic optimization: a round follows a step of the Trainer's own")
+            raise ValueError("elastic runs need automatic optimization: a round follows each step of the Trainer")
         if fitting:
             refuse_pruning(self._module.trainer)
 
     def setup_environment(self) -> None:
-        workers = self._beside or self.elastic.workers[1]  # with which the run begins if nothing is amiss
+        workers = self._beside or self.elastic.workers[1]  # with which the run begins if all are started
         self._joining = Joining(self.elastic.weight, workers * self.batches, self._begin)
         super().setup_environment()
 
     def setup(self, trainer: Trainer) -> None:
-        """Set up; then take everything from a member that trains, if there is one."""
+        """Set up this worker; then copy the training state from a member that trains, if a member does."""
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
         if len(self.optimizers) != 1:
-            raise ValueError(f"elastic runs have one optimizer, this module has {len(self.optimizers)}")
+            raise ValueError(f"elastic runs need one optimizer, this module has {len(self.optimizers)}")
         if self._joining.planned:
-            trainer.fit_loop._combined_loader = None  # Lightning gets it anew, when it is known who trains
+            trainer.fit_loop._combined_loader = None  # Lightning makes it again when the members are known
         own = checks.part_of(self._module, self.optimizers)["present"]
         self._given = checks.JoinCheck(checks.settings_of(self, trainer), self._described, own, self.part)
         self._member, self._early = self._early or self.comes(), None
@@ -157,7 +157,7 @@ class ElasticRun(WatchedProcess):
         loops.take(trainer, checkpoint)
 
     def _copy(self) -> dict[str, Any]:
-        """Everything, between two steps; nothing but on the first device."""
+        """Copy the training state between two steps, for a newcomer; empty on devices other than the first."""
         assert self._member is not None
         if not self._held.mixes:
             return {}
@@ -165,7 +165,7 @@ class ElasticRun(WatchedProcess):
         whole, parts = self.whole(own), self.parts(checks.part_of(self._module, self.optimizers))
         if not self._member.leads:
             return {}
-        rule = self._mixers.state_dict(lambda of: of.mixer.kept())
+        rule = self._mixers.state_dict(lambda each: each.mixer.kept())
         own = {"trainer": loops.copied(whole), "rule": loops.copied(rule)}
         return {**own, **self._given.now(parts), "run": self._member.given()}
 
@@ -185,13 +185,13 @@ class ElasticRun(WatchedProcess):
     # ---- a run ------------------------------------------------------------------------------------------------------
 
     def process_dataloader(self, dataloader: object) -> object:
-        """The last of a fit's set-up: here a worker becomes a member, and examples are dealt."""
+        """Make this worker a member and deal it its examples: the last part of a fit's set-up."""
         if not self._module.trainer.training:
             return dataloader
         return self._joining.loader(self._member, self._module.trainer, dataloader)
 
     def _begin(self, calendar: Callable[[], Calendar] | None = None) -> None:
-        """The next round. `calendar` makes the run's, where this worker is the oldest of the first view."""
+        """Begin the next round. `calendar` makes the run's calendar, on the oldest of the first members."""
         member, exchange, trainer = self._member, self._exchange, self._module.trainer
         assert member is not None
         assert exchange is not None
@@ -218,12 +218,12 @@ class ElasticRun(WatchedProcess):
     def _state(
         self, member: Participant, calendar: Callable[[], Calendar] | None, parts: Sequence[checks.Part]
     ) -> dict[str, Any]:
-        """State for the members that begin with this view."""
+        """Return the training state for members whose first membership (view) is this one."""
         if member.calendar is None and calendar is not None:
             member.calendar = calendar()
         if member.view is not None and member.view.number == 1:
             return {**loops.NOTHING, "run": member.given()}
-        member.knows()  # it would give on what it has missed
+        member.knows()  # else it would pass on a history with gaps
         return {**loops.agreed_states(self._module.trainer), **self._given.now(parts), "run": member.given()}
 
     def on_train_start(self) -> None:
@@ -231,7 +231,7 @@ class ElasticRun(WatchedProcess):
         assert self._member is not None
         assert self._member.calendar is not None
         refuse_combined(self._module.trainer, self._member.calendar)
-        self._updates = Updates(self) if self.wire is None else None  # an island's devices have theirs
+        self._updates = Updates(self) if self.wire is None else None  # devices of an island record their own
         self._late = LateTensors(self.watched_module)
         for watching in (self._late, self._updates):
             self._watched.callback(watching.close) if watching else None
@@ -241,9 +241,9 @@ class ElasticRun(WatchedProcess):
         assert member is not None
         assert member.calendar is not None
         if self._updates is not None and member.live:
-            self._updates.moved.batch(last=batch_idx == 0)  # the one before
+            self._updates.moved.batch(last=batch_idx == 0)  # the batch before this one
         if not member.live:
-            member.live = True  # not before: only now all members call the same
+            member.live = True  # only from now on all members call the same collectives
             step = member.calendar.step(member.round)  # Lightning counts a restart within an epoch as one
             self._module.trainer.fit_loop.epoch_loop._batches_that_stepped = step
         elif member.next_round > member.round:
@@ -263,18 +263,18 @@ class ElasticRun(WatchedProcess):
         assert self._member is not None
         if self._held.mixes:
             self._mixers.follow([optimizer])
-            for of in self._mixers.of(optimizer):
-                of.mixer.round = self._member.round
+            for mixed in self._mixers.of(optimizer):
+                mixed.mixer.round = self._member.round
             self._mixers.step(optimizer)
         self._held.mixed(parameters_of(optimizer))
         assert self._late is not None
         self._late.check(self._member, waits=self.elastic.asynchronous is None)
-        self._mixers.note(())  # copies among devices are no writes of somebody else's
-        self._member.next_round = self._member.round + 1  # the round that began is mixed
+        self._mixers.note(())  # copies among this worker's devices aren't writes by user code
+        self._member.next_round = self._member.round + 1  # the round that began is complete
 
     def settle(self) -> None:
         self._mixers.end()
-        self._held.mixed(self.counted())  # where each worker's own model is handed back
+        self._held.mixed(self.counted())  # needed where each worker keeps its own model in the end
 
     def teardown(self) -> None:
         self._watched.close()

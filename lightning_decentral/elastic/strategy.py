@@ -1,4 +1,4 @@
-"""Gossip whose workers come and go: an elastic `run`, with rounds of gossip over the members of the moment."""
+"""Gossip strategy whose workers may join, leave or die during the training: an elastic `run` with gossip's rounds."""
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -22,33 +22,32 @@ from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.gossip.sharded import IslandModel, WholeMatrices, joined
 from lightning_decentral.gossip.wire.island_member import IslandMember
-from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.codec.deterministic import Plain
+from lightning_decentral.shared.compute.codec.codec import Codec, Plain
 from lightning_decentral.shared.compute.layout import refuse_shared
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.plan.arguments import checked
-from lightning_decentral.shared.replica import Evaluate, ReplicaStrategy
+from lightning_decentral.shared.replica_strategy import Evaluate, ReplicaStrategy
 from lightning_decentral.shared.wire.transport import Wire
 
 
 @checked
 class ElasticGossipStrategy(ElasticRun, ReplicaStrategy):
-    """x_i+ = sum_j w_ij x_j + u_i over the members of the moment: as `GossipStrategy`, whose `elastic` makes it.
+    """Trains by x_i+ = sum_j w_ij x_j + u_i over the current members, as `GossipStrategy(elastic=...)`.
 
-    A worker that dies costs the others the messages that it hasn't sent; one that is started takes everything from a
-    member that trains on, and takes part from the next view. One optimizer, automatic optimization, CPU or CUDA
-    devices; rounds are the host's.
+    When a worker dies, the others miss the messages that it hasn't sent. A worker that is started copies the state of
+    a member that trains, and takes part from the next membership on. Needs one optimizer, automatic optimization, and
+    CPU or CUDA devices; messages are sent from the host.
 
     Args:
-        elastic: where workers meet.
+        elastic: the lobby at which workers meet, and its limits.
         topology, weights, delay, evaluate, timeout, bucket_bytes, heals: as `GossipStrategy`'s.
-        combine: `Gossip`, `QuasiGlobalMomentum`, `Outer` or `OuterNesterov`; what others keep belongs to all together.
-        codec: one that keeps nothing: `Int8()`, or a smaller type.
+        combine: `Gossip`, `QuasiGlobalMomentum`, `Outer` or `OuterNesterov`; other rules keep sums over all workers.
+        codec: one without state between rounds: `Int8()`, or a smaller type.
         island: devices that are one worker (`AllReduce`, `FullyShard`): it dies, restarts and joins as a whole.
-        **ddp: Lightning's own. What else `GossipStrategy` takes is refused.
+        **ddp: options of Lightning's DDPStrategy. Other options of `GossipStrategy` are refused.
 
     Raises:
-        ValueError: here, for an option that isn't served, or a topology that isn't one for any number of workers.
+        ValueError: for an option that elastic runs don't support, or a topology that needs a fixed number of workers.
     """
 
     own: ClassVar[Sequence[str]] = ("elastic",)
@@ -93,7 +92,7 @@ class ElasticGossipStrategy(ElasticRun, ReplicaStrategy):
         devices, island = self.num_nodes * self.num_processes, self.island
         if devices != island.devices:
             raise ValueError(
-                f"an elastic worker is {island!r}, this Trainer has {devices} devices: start a process with "
+                f"an elastic worker is {island!r}, but this Trainer has {devices} devices: start a process with "
                 f"Trainer(devices={island.devices}) for each worker, or give island=AllReduce({devices})"
             )
         if self.root_device.type not in ("cpu", "cuda"):
@@ -135,10 +134,10 @@ class ElasticGossipStrategy(ElasticRun, ReplicaStrategy):
     def release(self) -> None:
         self._mixers.release()
         self._matrices.close()
-        self.member.close(self.alone)
+        self.member.close(self.cut_off)
         self.member, self._held = IslandMember(None, 1, self.meet), Holding(self.root_device)
 
     def shown(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The rule's anchors, where it has some."""
+        """Return the rule's anchors in place of the parameters that have one, for the mean model."""
         anchors = self._mixers.shown(self.mean_model.shows) if self.member.shards == 1 else {}
         return [anchors.get(tensor.data_ptr(), tensor) for tensor in tensors]

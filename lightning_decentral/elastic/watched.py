@@ -1,4 +1,4 @@
-"""Elastic workers as callbacks see them: the plan as text, what its rounds cost, who takes part."""
+"""What callbacks read of an elastic worker: its settings as text, the traffic of its rounds, and the members."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +11,8 @@ from lightning_decentral.elastic.plan.view import View
 from lightning_decentral.elastic.process import OneProcess
 from lightning_decentral.elastic.wire.rounds.holding import Holding
 from lightning_decentral.gossip.compute.combine.combine import Combine
+from lightning_decentral.gossip.plan.planned_traffic import Cliques, copies_sent
 from lightning_decentral.gossip.plan.topology.topology import Topology
-from lightning_decentral.gossip.plan.traffic import Cliques, copies_sent
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.gossip.summary import ORDERS, rules
 from lightning_decentral.gossip.wire.consensus import Consensus, spread
@@ -21,13 +21,13 @@ from lightning_decentral.gossip.wire.making import parameters_of
 from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.introduction import adam_hint, coded_bytes, traffic
-from lightning_decentral.shared.replica import Evaluate
+from lightning_decentral.shared.replica_strategy import Evaluate
 from lightning_decentral.shared.updates import Mixed
 from lightning_decentral.shared.wire.fsdp import local
 
 
 class WatchedProcess(OneProcess):
-    """Interface for callbacks, as `GossipStrategy`'s, with the members of the moment."""
+    """Interface for callbacks like `GossipStrategy`'s, about the current members."""
 
     topology: Topology
     weights: Weights
@@ -41,48 +41,48 @@ class WatchedProcess(OneProcess):
 
     @property
     def members(self) -> tuple[str, ...]:
-        """Names of those in this round's view, the oldest first; none outside of training."""
+        """Names of the members of this round, the oldest first; empty outside training."""
         return self._member.view.members if self._member and self._member.view else ()
 
     def rounds(self) -> list[int]:
-        """Rounds of the run, not of this worker: all members watch the same ones."""
+        """Return the run's next round, counted since the run began, not since this worker joined."""
         return [self._member.next_round] if self._member else []
 
     wanted = rounds
 
     def views(self) -> Sequence[View]:
-        """Views, who trained together so far: of the whole run, whenever this worker came. Empty outside training."""
+        """Return the memberships (views) of the whole run so far, from its first round. Empty outside training."""
         return self._member.so_far() if self._member and self._member.view else []
 
     def draw_members(self, file: Path) -> None:
-        """Draw who trained together, from which round to which. ModuleNotFoundError without matplotlib."""
+        """Draw which members trained together in which rounds. ValueError without matplotlib."""
         draw_members(self.views(), self.rounds()[0], file)
 
     def traffic(self) -> Traffic:
-        """This worker's rounds, bytes sent, seconds waited and in flight since fit began. No communication."""
+        """Return this worker's rounds, bytes sent, seconds waited and in flight since fit began. No communication."""
         return self._mixers.traffic() + Traffic(left_out=self.health.left_out)
 
     def mixing(self) -> dict[str, float]:
-        """Mixing values of this worker, and who takes part. No communication."""
-        ruled = next((of.mixer.mixing() for of in self._mixers), {})
+        """Return this worker's mixing values and the numbers of members. No communication."""
+        ruled = next((mixed.mixer.mixing() for mixed in self._mixers), {})
         return {**ruled, "delay": float(self.delay), **(self._member.attendance() if self._member else {})}
 
     def counted(self) -> list[nn.Parameter]:
-        """Parameters of the trained model that this device has, each once in a member."""
+        """Return the trained parameters that this device has; no other device of the member counts them."""
         return [p for optimizer in self.optimizers for p in parameters_of(optimizer)]
 
     def replaced(self) -> None:
         """Do nothing: `advance` follows."""
 
     def mixed(self) -> list[Mixed]:
-        # Of the run: a device may leave its rounds to the worker's first one.
+        # The run's round: a device may leave mixing to the worker's first device.
         return [(self._member.round, self.counted())] if self._member else []
 
     def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return self._held.mean_of(tensors, super().mean_of)
 
     def _mean_and_carried(self, tensors: Sequence[Tensor], carried: Sequence[Tensor] = ()) -> list[Tensor]:
-        """The means of `tensors`, then `carried`, which have no mean: as bytes they are the oldest's."""
+        """Return the means of `tensors`, then the oldest member's `carried` tensors (sent as bytes; no mean)."""
         as_bytes = [t.detach().contiguous().view(-1).view(torch.uint8) for t in carried]  # integers have no mean
         found = self.mean_of([*tensors, *as_bytes])  # one meeting for both
         values = zip(found[len(tensors) :], carried, strict=True)  # (bytes,) each
@@ -90,7 +90,7 @@ class WatchedProcess(OneProcess):
 
     @torch.no_grad()
     def consensus(self) -> Consensus:
-        """Consensus error: the members' distance from their mean. Collective."""
+        """Compute the consensus error, the members' distance from their mean. Collective."""
         trained = [p.detach() for p in self.counted() if p.requires_grad]
         own, means = (list(map(local, tensors)) for tensors in (trained, self.mean_of(trained)))
         return spread(own, means, lambda squares: self.mean_of(self._held.sums(squares)), 1)
@@ -100,7 +100,7 @@ class WatchedProcess(OneProcess):
         who = f"{size} member{'s' * (size > 1)} of {least} to {most} on {self.topology!r}"
         messages = f"{type(self.codec).__name__ if self.codec.encodes else 'uncompressed'} messages"
         together = max(size, 2)  # one alone sends nothing
-        copies = copies_sent(self.topology.placed(1), self.weights, 0, together, Cliques.TOLD)
+        copies = copies_sent(self.topology.placed(1), self.weights, 0, together, Cliques.PEERS)
         message, parameters = coded_bytes(self.codec, self.counted()), sum(p.nbytes for p in self.counted())
         sent = traffic(copies * message * self.combine.form.copies, parameters, together)
         sent = sent if size > 1 else f"with a second one {sent}"
@@ -114,7 +114,7 @@ class WatchedProcess(OneProcess):
         return {**among, "topology": type(self.topology).__name__, **rules(self)}
 
     def summary(self) -> dict[str, str]:
-        """Description of the plan: {topic: text}; who trains together is known later."""
+        """Describe the run's settings as {topic: text}; the members are known later."""
         least, most = self.elastic.workers
         place = self._member.elastic.lobby if self._member else self.elastic.lobby
         return {

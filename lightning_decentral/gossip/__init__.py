@@ -1,9 +1,12 @@
 """Decentralized data-parallel training by gossip: neighbours average parameters instead of all workers their gradients.
 
-`strategy` binds it to Lightning, with `islands` for workers of several devices, and `fabric` to loops with Fabric;
-`summary` describes the plan at the start, bytes by step and by network card included; `callbacks` and `report` are
-what users watch. Below: `plan` (communication graphs, without torch), `compute` (rules: tensors), `wire` (messages;
-`wire/assembly` draws a whole round). Codecs are in `shared/compute/codec`. Public: all names below.
+`strategy` runs gossip under Lightning's Trainer, with `island` for workers of several devices, and `fabric` under
+Fabric. `mixer_builder` checks what goes together and makes mixers. `summary` describes the settings at the start, with
+bytes per step and per network card; `callbacks` and `report` log the run. Below: `plan` (communication graphs, without
+torch), `compute` (update rules on tensors), `wire` (messages; `wire/assembly` draws a whole round). Codecs are in
+`shared/compute/codec`. Public: all names below.
+
+Wrong bytes: `plan/planned_traffic` and `summary` plan them, by worker; `wire/peer` counts what is sent, by device.
 """
 
 from typing import TYPE_CHECKING
@@ -48,6 +51,8 @@ if TYPE_CHECKING:
     from lightning_decentral.gossip.pipeline_replicas import GossipReplicas as GossipReplicas
     from lightning_decentral.gossip.plan.checks import check as check
     from lightning_decentral.gossip.plan.forecast import GossipForecast as GossipForecast
+    from lightning_decentral.gossip.plan.planned_traffic import all_reduce_copies as all_reduce_copies
+    from lightning_decentral.gossip.plan.planned_traffic import copies_through_card as copies_through_card
     from lightning_decentral.gossip.plan.stability import largest_stable_rate as largest_stable_rate
     from lightning_decentral.gossip.plan.topology import AlternatingExponentialRing as AlternatingExponentialRing
     from lightning_decentral.gossip.plan.topology import Auto as Auto
@@ -67,8 +72,6 @@ if TYPE_CHECKING:
     from lightning_decentral.gossip.plan.topology import Topology as Topology
     from lightning_decentral.gossip.plan.topology import Torus as Torus
     from lightning_decentral.gossip.plan.topology import Tree as Tree
-    from lightning_decentral.gossip.plan.traffic import all_reduce_copies as all_reduce_copies
-    from lightning_decentral.gossip.plan.traffic import copies_through_card as copies_through_card
     from lightning_decentral.gossip.plan.weights import Dyadic as Dyadic
     from lightning_decentral.gossip.plan.weights import MetropolisHastings as MetropolisHastings
     from lightning_decentral.gossip.plan.weights import OutDegree as OutDegree

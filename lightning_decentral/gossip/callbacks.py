@@ -1,8 +1,8 @@
 """Callbacks that log a gossip run: consensus distance, mixing rate, wait and exchange seconds, bytes, worker losses.
 
-Under a strategy that does not gossip each of these does nothing. Values go to every logger, at the step that
-Lightning gives its own rows, and to `trainer.callback_metrics`; the progress bar shows `members`, of an elastic run,
-and `waiting`, the share of the batches' time that went into waiting for others.
+Under a strategy that does not gossip these callbacks do nothing. Values go to every logger, at the step that Lightning
+logs its own metrics with, and to `trainer.callback_metrics`. The progress bar shows `members` of an elastic run, and
+`waiting`, the share of the batches' time spent waiting for other workers.
 """
 
 import json
@@ -20,16 +20,16 @@ from lightning_decentral.gossip.summary import Monitored
 from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.shared.compute.device import AsyncRead
 from lightning_decentral.shared.plan.arguments import at_least, checked
-from lightning_decentral.shared.replica import ReplicaStrategy
+from lightning_decentral.shared.replica_strategy import ReplicaStrategy
 
 KEPT_LOSSES = 8
-FIRST, OFTEN, SELDOM = 200, 10, 50  # Steps in which the consensus error is measured often; so often, and later.
+FIRST, OFTEN, SELDOM = 200, 10, 50  # The consensus error is measured every 10 steps in the first 200, then every 50.
 NOTHING: Mapping[str, float] = {}
 SEEN = 0.0005  # the bar has three digits: what is less would be a line of 0.000
 
 
 class _EveryNSteps(Callback, ABC):
-    """Measures when the number of rounds passes a multiple of `every_n_steps`. ValueError: that is below 1."""
+    """Measures when the number of rounds passes a multiple of `every_n_steps`. ValueError: `every_n_steps` below 1."""
 
     def __init__(self, *, every_n_steps: int = 10) -> None:
         at_least(1, "leave the callback out to measure never", every_n_steps=every_n_steps)
@@ -37,12 +37,12 @@ class _EveryNSteps(Callback, ABC):
         self._steps = self._measured = 0
 
     def spacing(self, steps: int) -> int:
-        """Rounds between measurements after so many; the same on every worker."""
+        """Rounds between measurements after `steps` rounds; the same on every worker."""
         return self.every_n_steps
 
     @abstractmethod
     def measure(self, trainer: Trainer, pl_module: LightningModule, strategy: Monitored, steps: int) -> None:
-        """Measure and log; `steps` were taken since the last time this was asked."""
+        """Measure and log; `steps` is the number of rounds since the last measurement."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # After a resume rounds don't begin at 0.
@@ -61,15 +61,15 @@ class _EveryNSteps(Callback, ABC):
 
 @checked
 class ConsensusMonitor(_EveryNSteps):
-    """gossip/consensus_distance = sqrt((1/n) sum_i ||x_i - xbar||^2), and _relative = the same / ||xbar||.
+    """gossip/consensus_distance = sqrt((1/n) sum_i ||x_i - xbar||^2), and _relative = that distance / ||xbar||.
 
-    Cost: each time one all-reduce of the trained parameters, for which all workers wait for each other: as much as one
-    step of `ddp` sends. Choose a large number where links are slow or workers unevenly fast.
+    Cost: each measurement is one blocking all-reduce of the trained parameters, as much as one step of `ddp` sends.
+    Choose a large `every_n_steps` for slow links or workers of unequal speed.
 
     Source: consensus control, Kong et al., ICML 2021, watches the same distance.
 
     Args:
-        every_n_steps: by default each 10th of the first 200 steps, a curve of a short run, and then each 50th.
+        every_n_steps: by default each 10th of the first 200 steps, for a curve of a short run, then each 50th.
     """
 
     def __init__(self, *, every_n_steps: int | None = None) -> None:
@@ -87,13 +87,13 @@ class ConsensusMonitor(_EveryNSteps):
 
 @checked
 class CommunicationMonitor(_EveryNSteps):
-    """Log what the exchange costs this worker; loggers show worker 0's, or each one's own with `WandbPerWorker`.
+    """Logs what communication costs worker 0, or each worker with `WandbPerWorker`.
 
-    gossip/wait_seconds        per step since the last row: the exchange that training did not hide
-    gossip/in_flight_seconds   per step since the last row: from launch to landing
-    gossip/bytes_sent          since fit began
-    gossip/refused_messages    since fit began: messages with NaN, infinity or absurd numbers
-    gossip/healed              since fit began: times that this worker took its neighbours' parameters for poisoned ones
+    gossip/wait_seconds        per step since the last row: communication that training did not overlap
+    gossip/in_flight_seconds   per step since the last row: from sending to mixing
+    gossip/bytes_sent          since fit began; an island's devices have a part each
+    gossip/refused_messages    since fit began: messages with NaN, infinity or far too large numbers
+    gossip/healed              since fit began: times that this worker replaced bad parameters by its neighbours'
     gossip/left_out_of_mean    since fit began: workers that the mean model left out, once for each mean
 
     Cost: reads counters; no communication.
@@ -133,16 +133,16 @@ class CommunicationMonitor(_EveryNSteps):
 
 @checked
 class MixingMonitor(_EveryNSteps):
-    """Log how this worker mixes: the values of `strategy.mixing()`, each as gossip/<its name>.
+    """Logs how this worker mixes: each value of `strategy.mixing()` as gossip/<name>, if its rule or codec has it.
 
-    gossip/mixing_rate          how far a worker moves towards what it received, 1 all the way
-    gossip/delay                rounds between launch and landing
+    gossip/mixing_rate          how far a worker moves towards what it received; 1 takes the mixture
+    gossip/delay                rounds between sending and mixing
     gossip/codec_error          ||decoded - message|| relative to what was left to send, in the last measured round
     gossip/consensus_target     relative distance above which `ConsensusControl` mixes more
-    gossip/consensus_measured   that distance as last measured over all workers
+    gossip/consensus_measured   relative distance as last measured over all workers
 
-    Logged where a rule or codec has them. Elastic runs: gossip/members, gossip/view, gossip/joins, gossip/losses,
-    gossip/leaves, gossip/participation, gossip/stall_seconds; asynchronous: gossip/age, gossip/left_out_rounds, too.
+    Elastic runs also log gossip/members, gossip/view, gossip/joins, gossip/losses, gossip/leaves, gossip/participation
+    and gossip/stall_seconds; asynchronous runs gossip/age and gossip/left_out_rounds, too.
     """
 
     def measure(self, trainer: Trainer, pl_module: LightningModule, strategy: Monitored, steps: int) -> None:
@@ -155,8 +155,8 @@ class MixingMonitor(_EveryNSteps):
 class WorkerLossMonitor(_EveryNSteps):
     """worker/{k}/loss = mean training loss of worker k over its batches since the last row; worker 0 logs all workers'.
 
-    Cost: every `every_n_steps` steps each worker writes a few numbers into the run's key-value store and worker 0 reads
-    all. Nobody waits: of a worker that is behind, or a device, they appear later, at the step of the loss.
+    Cost: every `every_n_steps` steps each worker writes a few numbers into the run's key-value store, and worker 0
+    reads all. No worker waits: losses of a slower worker, or a GPU, are logged later, at the step of the loss.
     """
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -211,7 +211,7 @@ class WorkerLossMonitor(_EveryNSteps):
 
 
 def _steps_taken(trainer: Trainer) -> int:
-    """Rounds; a single worker takes none, so its updates."""
+    """Rounds taken so far, or updates where a single worker takes no rounds."""
     strategy = trainer.strategy
     rounds = strategy.rounds() if isinstance(strategy, Monitored) else []
     return max(rounds, default=trainer.global_step)
@@ -237,7 +237,7 @@ def _publish(
 
 
 def _posted(trainer: Trainer, mine: list[tuple[int, float]]) -> list[list[tuple[int, float]]]:
-    """Write this worker's (step, loss) pairs; on worker 0, every worker's, or nothing before all have written once."""
+    """Write this worker's (step, loss) pairs; worker 0 reads all workers', or nothing before all have written once."""
     strategy = trainer.strategy
     wire = strategy.wire if isinstance(strategy, ReplicaStrategy) else None
     if wire is None:

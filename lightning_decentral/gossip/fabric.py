@@ -1,4 +1,4 @@
-"""`Fabric(strategy="gossip")`: gossip in a loop of the user's own, on the parts of `GossipStrategy`."""
+"""Gossip strategy for Lightning Fabric, `Fabric(strategy="gossip")`, made of the parts of `GossipStrategy`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -11,18 +11,17 @@ from lightning_decentral.gossip.compute.combine.combine import Rule, refuse_loss
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
 from lightning_decentral.gossip.compute.travel import Travel
 from lightning_decentral.gossip.island import Island, Solo
+from lightning_decentral.gossip.mixer_builder import MixerBuilder, check_numbers, place
 from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
-from lightning_decentral.gossip.rounds import MixerBuilder, check_numbers, place
 from lightning_decentral.gossip.summary import introduced
 from lightning_decentral.gossip.wire.consensus import Consensus, spread
 from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.making import MixerFactory
 from lightning_decentral.gossip.wire.optimizers import Mixers
-from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.codec.deterministic import Plain
+from lightning_decentral.shared.compute.codec.codec import Codec, Plain
 from lightning_decentral.shared.compute.layout import refuse_shared
 from lightning_decentral.shared.fabric.strategy import FabricWorkers
 from lightning_decentral.shared.plan.arguments import checked
@@ -32,18 +31,18 @@ from lightning_decentral.shared.wire.mean import Swap
 
 @checked
 class FabricGossipStrategy(FabricWorkers):
-    """x_i+ = sum_j w_ij x_j + u_i, as `GossipStrategy`, where the user's own loop calls `optimizer.step()`.
+    """x_i+ = sum_j w_ij x_j + u_i, as in `GossipStrategy`, where the user's own loop calls `optimizer.step()`.
 
-    One round per step of an optimizer. Nothing is sent in a backward: under `fabric.no_backward_sync` and without it
-    gradients are this worker's. Every worker takes the same number of steps.
+    Each optimizer step runs one gossip round. The backward pass sends nothing: gradients stay this worker's own, with
+    or without `fabric.no_backward_sync`. Every worker must take the same number of steps.
 
     Args:
         topology, combine, weights, codec, delay, bucket_bytes, heals: as for `GossipStrategy`.
-        **ddp: what Fabric's DDPStrategy itself takes (start_method, process_group_backend, ...), and `timeout`.
+        **ddp: arguments of Fabric's DDPStrategy (start_method, process_group_backend, ...), and `timeout`.
 
     Raises:
-        ValueError: here for an option that is wrong; at `launch`, before any worker talks, where the topology can't
-            serve the number of workers or the rule can't work with it, weights and delay.
+        ValueError: here for a wrong option; at `launch`, before any worker communicates, if the topology can't serve
+            the number of workers, or the rule doesn't fit topology, weights and delay.
     """
 
     drifts: ClassVar[bool] = True
@@ -129,7 +128,7 @@ class FabricGossipStrategy(FabricWorkers):
 
     def plan(self) -> dict[str, str]:
         fixed = {"combine": repr(self.combine), "codec": repr(self.codec), "delay": str(self.delay)}
-        # An estimate, or a relayed sum, is about one link; anything else goes on over other ones.
+        # A codec's estimate, or a relayed sum, belongs to one link; any other state continues on another topology.
         return {**fixed, **self.changeable()} if self.codec.remembers or self.combine.recovery.of_links else fixed
 
     def changeable(self) -> dict[str, str]:
@@ -149,7 +148,7 @@ class FabricGossipStrategy(FabricWorkers):
     # ---- what users watch -------------------------------------------------------------------------------------------
 
     def traffic(self) -> Traffic:
-        """This worker's rounds, bytes sent, seconds waited and in flight, and refused messages. No communication."""
+        """Count this worker's rounds, bytes sent, seconds waited and refused messages, without communication."""
         return self._mixers.traffic() + Traffic(left_out=self.health.left_out)
 
     def introduction(self) -> Sequence[str]:
@@ -160,5 +159,5 @@ class FabricGossipStrategy(FabricWorkers):
         """Consensus error: the workers' distance from their mean. Collective: all-reduces the trained parameters."""
         if self.wire is None:
             return Consensus(0.0, 0.0)
-        own = [bucket.flat for of in self._mixers for bucket in of.buckets]
+        own = [bucket.flat for each in self._mixers for bucket in each.buckets]
         return spread(own, self.mean_of(own), self.mean_of, 1)

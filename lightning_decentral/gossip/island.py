@@ -1,7 +1,7 @@
 """Islands: a gossiping worker is a single device, or an island of several (all-reduce, FSDP).
 
 Devices island * L ... island * L + L - 1 are one worker; the topology is over islands. A device's place is its number
-within its island, and devices of one place exchange.
+within its island, and devices with the same place exchange messages.
 """
 
 from abc import ABC, abstractmethod
@@ -17,8 +17,7 @@ from lightning_decentral.gossip.compute.travel import Travel
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.gossip.wire.island_member import IslandMember, Meet
-from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.codec.deterministic import Plain
+from lightning_decentral.shared.compute.codec.codec import Codec, Plain
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.wire import gradients
 from lightning_decentral.shared.wire.transport import Wire
@@ -27,13 +26,13 @@ from lightning_decentral.shared.wire.transport import Wire
 @checked
 @dataclass(frozen=True)
 class Island(ABC):
-    """Devices that are one worker, and what they do together. A value: constructing it starts nothing."""
+    """Base of islands: the devices of one worker, and how they compute together. Constructing one starts nothing."""
 
     devices: int
 
     @property
     def shards(self) -> int:
-        """Devices that a worker's parameters are spread over."""
+        """Number of devices over which a worker's parameters are sharded."""
         return 1
 
     def __post_init__(self) -> None:
@@ -41,8 +40,8 @@ class Island(ABC):
             raise ValueError(f"an island has at least 1 device, got {self.devices}: Solo() has devices=1")
 
     def workers(self, devices: int, per_node: int) -> int:
-        """Number of workers that so many devices are. ValueError: islands would be cut, by the end of the world or by a
-        node's."""
+        """Number of workers on `devices` devices. ValueError: an island would be incomplete, or lie partly on another
+        node."""
         if devices % self.devices:
             fitting = ", ".join(str(d) for d in range(1, devices + 1) if devices % d == 0)
             raise ValueError(f"{self!r} doesn't divide {devices} devices into islands: give devices one of {fitting}")
@@ -54,22 +53,22 @@ class Island(ABC):
         return devices // self.devices
 
     def refuse(self, optimizers: Sequence[Optimizer]) -> None:
-        """ValueError for an optimizer that calls the closure as often as a device's own loss asks."""
+        """Raise ValueError for LBFGS, which calls the closure a different number of times on each device."""
         if self.devices > 1 and any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
             raise ValueError(
-                "LBFGS calls the backward as often as its loss asks, which differs between the devices of "
-                f"{self!r}: use another optimizer, or workers of one device"
+                "LBFGS runs the backward a number of times that depends on the loss, which differs between the devices "
+                f"of {self!r}: use another optimizer, or workers of one device"
             )
 
     @abstractmethod
     def join(self, wire: Wire, device: torch.device, meet: Meet) -> IslandMember:
-        """This device's part; collective. `meet` runs what waits for the other devices of an island."""
+        """Join this device to its island; collective. `meet` runs calls that wait for the island's other devices."""
 
 
 @checked
 @dataclass(frozen=True)
 class Solo(Island):
-    """Worker of one device."""
+    """Island of one device: each device is a worker."""
 
     devices: int = 1
 
@@ -84,17 +83,17 @@ class Solo(Island):
 @checked
 @dataclass(frozen=True)
 class AllReduce(Island):
-    """L devices with equal parameters: g = (1/L) sum of their gradients, and each exchanges 1/L of the parameters.
+    """L devices with equal parameters: g = (1/L) sum of their gradients; each exchanges 1/L of the parameters.
 
-    x_i+ = sum_j w_ij x_j + u_i(g_i) for islands i, as for one worker with the L devices' batches together. The
-    gradients travel in overlapped buckets, as under DDP. Of every message each device sends the part of its place to
-    its peer in the other island and receives that part, then the devices gather: every byte crosses the network card of
-    the node once.
+    x_i+ = sum_j w_ij x_j + u_i(g_i) for islands i, as for one worker with the L devices' batches together. Gradients
+    are all-reduced in overlapped buckets, as under DDP. Each device exchanges one part of every message with the device
+    of the same place in the other island, then the island's devices all-gather the parts: every byte crosses the node's
+    network card once.
 
     Args:
-        devices: L, consecutive ones; usually those of a node.
-        bucket_bytes: gradients that travel together inside the island.
-        codec: of the gradients inside the island, for one that spans slow links (`shared.wire.compressed_mean`).
+        devices: L, the number of consecutive devices; usually those of a node.
+        bucket_bytes: bytes of gradients that are all-reduced together inside the island.
+        codec: codec of the gradients inside an island that spans slow links (`shared.wire.compressed_mean`).
 
     Raises:
         ValueError: fewer than one device or byte.
@@ -125,22 +124,22 @@ class AllReduce(Island):
 @checked
 @dataclass(frozen=True)
 class FullyShard(Island):
-    """L devices that hold 1/L of every parameter, gradient and moment each (FSDP2), and gossip their own shards.
+    """L devices that each keep 1/L of every parameter, gradient and moment (FSDP2), and gossip their own shards.
 
     x_i[p]+ = sum_j w_ij x_j[p] + u_i[p] for island i and place p: hybrid sharding (HSDP) whose replicate dimension is
-    gossip. FSDP gathers parameters before they are used and scatters the mean of the island's gradients; a device's
-    peers are the devices with the same shards in the other islands, so every byte crosses the network card once.
+    gossip. FSDP gathers parameters before use and reduce-scatters the mean of the island's gradients. A device's peers
+    are the devices with the same shards in the other islands, so every byte crosses the network card once.
 
-    Each module that a ModuleList holds (a transformer's blocks) is gathered by itself, everything else together, in the
-    type that parameters have. Under precision="bf16-mixed" autocast then keeps its bf16 copy of every weight from the
-    forward to the backward: 2 bytes a parameter on each device next to the shards. With param_dtype="bfloat16" there is
-    none, and half the bytes are gathered.
+    Each module of a ModuleList (a transformer's blocks) is gathered by itself, everything else together, in the
+    parameters' type. Under precision="bf16-mixed" autocast then keeps its bf16 copy of every weight from the
+    forward to the backward: 2 bytes per parameter on each device in addition to the shards. With param_dtype="bfloat16"
+    there is no such copy, and half the bytes are gathered.
 
     Args:
-        devices: L, consecutive ones; usually those of a node.
-        param_dtype: "bfloat16": what parameters are gathered and used in, a LayerNorm's too, under
+        devices: L, the number of consecutive devices; usually those of a node.
+        param_dtype: "bfloat16": type in which parameters are gathered and used, a LayerNorm's too, under
             precision="bf16-mixed"; shards, sums of gradients and updates stay float32. Not for a module with BatchNorm.
-            None: their own type.
+            None: the parameters' own type.
 
     Raises:
         ValueError: fewer than one device; another type.
@@ -166,7 +165,7 @@ class FullyShard(Island):
 
 
 class GossipPlan(Protocol):
-    """The constructor's values of a strategy, whichever way its workers are placed."""
+    """Interface of the settings of a gossip strategy, under a Trainer, Fabric or elastic."""
 
     topology: Topology
     combine: Rule

@@ -32,21 +32,21 @@ from lightning_decentral.shared.wire.pipeline_replicas import Bond, Group, Repli
 @checked
 @dataclass(frozen=True)
 class GossipReplicas(Replicas):
-    """x_i+ = sum_j w_ij x_j + u_i over the replicas i of each part: parameters are mixed, gradients never sent.
+    """x_i+ = sum_j w_ij x_j + u_i over the replicas i of each stage: parameters are mixed, gradients never sent.
 
-    One round after each update, as under `GossipStrategy`. Copies of one parameter on several stages (tied embeddings)
-    are mixed to the same bits.
+    One gossip round follows each update, as under `GossipStrategy`. Copies of one parameter on several stages (tied
+    embeddings) stay equal bit for bit.
 
     Args:
-        topology: communication graph by step; its workers are the replicas.
+        topology: communication graph by step, whose workers are the replicas.
         combine: update rule: what a replica does with what it received.
-        weights: of what is received; by default the rule's.
-        delay: updates between launch and landing; 0 blocks, 1 hides behind a forward and backward.
-        elastic: an `Elastic`: pipelines, each a worker, may come and go.
+        weights: mixing weights of received parameters; by default the rule's.
+        delay: updates between sending and mixing; 0 blocks, 1 overlaps a forward and backward.
+        elastic: an `Elastic` lets pipelines, each of them one worker, come and go.
 
     Raises:
-        ValueError: for a negative delay; at set-up where topology, rule and delay don't fit, and for
-            a rule that measures distances (`ConsensusControl`).
+        ValueError: for a negative delay; at set-up if topology, rule and delay don't fit together, or
+            for a rule that measures the consensus distance (`ConsensusControl`).
 
     Source: Wang et al. 2410.11998.
     """
@@ -62,18 +62,18 @@ class GossipReplicas(Replicas):
     def __post_init__(self) -> None:
         if self.delay < 0:
             raise ValueError(
-                f"delay must be at least 0, got {self.delay}: 0 blocks, 1 overlaps, k lands k updates later"
+                f"delay must be at least 0, got {self.delay}: 0 blocks, 1 overlaps, k mixes k updates later"
             )
 
     def check(self, size: int, per_node: int) -> None:
         if isinstance(self.combine, ConsensusControl):
             raise ValueError(
-                f"{self.combine} counts rounds by a distance that each stage measures for itself, so a parameter "
-                f"shared by two stages would part: use a rule without a distance, such as {Gossip()}"
+                f"{self.combine} counts rounds by a distance that each stage measures for itself, so the copies of a "
+                f"parameter on two stages would diverge: use a rule without a distance, such as {Gossip()}"
             )
         topology = self.topology.placed(per_node)
         if len(topology.fragments) > 1:
-            raise ValueError(f"{topology} sends parts of a model, which stages have already: use Every(8, Complete())")
+            raise ValueError(f"{topology} splits a model, which stages have split already: use Every(8, Complete())")
         self.combine.placed(topology, size).check(topology, size, self._weights, self.delay)
 
     def strategy(self, cls: type) -> type:
@@ -87,7 +87,7 @@ class GossipReplicas(Replicas):
         return _Mixing(self, group, device, per_node)
 
     def mixer(self, group: Group, device: torch.device, per_node: int) -> Mixer:
-        """One optimizer's, over a group of its own. Collective."""
+        """Make the mixer of one optimizer, over a new process group. Collective."""
         # No all-reduce in cliques, which would round copies of one parameter on two stages differently.
         topology, over = self.topology.placed(per_node), group()
         exchange = PeerExchange(topology, self._weights, over, device)
@@ -125,7 +125,7 @@ class _Mixing(Bond):
         self._mixers.mixed.watch(module.named_parameters, layouts)
 
     def gradients(self, own: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """Each replica's own; what was thawed since the last step is taken in before it moves."""
+        """Return this replica's own gradients, after adding parameters unfrozen since the last step to the buckets."""
         for optimizer in self._optimizers:
             self._mixers.adopt(optimizer)
         return super().gradients(own, parameters)

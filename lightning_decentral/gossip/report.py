@@ -1,6 +1,6 @@
-"""A table of the plan at a run's start; the report at its end: a table, and next to the checkpoint CSV, pictures, JSON.
+"""Callbacks that print a table of the settings when a run starts, and write a report (CSV, pictures, JSON) at its end.
 
-Its bytes are those that were counted on the way; those that are planned stand in `summary`.
+The report shows the bytes that were sent; `summary` shows the planned ones.
 """
 
 import csv
@@ -32,27 +32,27 @@ PICTURES = ("report.png", "members.png")
 
 @runtime_checkable
 class Scored(Protocol):
-    """A module that can score examples one by one."""
+    """Interface of a LightningModule that can score each example."""
 
     score_name: str
 
     def score(self, batch: Any) -> Tensor:
-        """[batch]: one number for each example."""
+        """Return one score for each example, of shape [batch]."""
 
 
 @runtime_checkable
 class Attended(Monitored, Protocol):
-    """A strategy whose workers come and go."""
+    """Interface of an elastic strategy, whose workers come and go."""
 
     def draw_members(self, file: Path) -> None:
-        """Draw who trained together, from which round to which. ModuleNotFoundError without matplotlib."""
+        """Draw which workers trained together in which rounds. ModuleNotFoundError without matplotlib."""
 
 
 class StartSummary(StartTable):
-    """A table of the plan when training begins: workers, topology, steps to consensus, bytes per worker and step.
+    """Prints the settings when training begins: workers, topology, steps to consensus, bytes per worker and step.
 
-    Loggers get it once, as hyperparameters `gossip/...` with numbers or class names. Without it a strategy prints one
-    line.
+    Loggers get the settings once, as hyperparameters `gossip/...` with numbers or class names. Without this callback
+    the strategy prints one line.
     """
 
     def shows(self, strategy: Any) -> bool:
@@ -74,17 +74,17 @@ class StartSummary(StartTable):
 class Report(Callback):
     """Writes report.csv, report.png and report.json when training ends, and prints a table after the test.
 
-    Of an elastic run members.png shows who trained together, from which round to which.
+    For an elastic run members.png shows which workers trained together in which rounds.
 
-    The table: test score of the evaluated model, score of each worker's own model over the whole test set, bytes sent,
-    seconds waited for the exchange, and below it the consensus distance. Own scores need a datamodule and a module
-    with `score(batch)` and `score_name`; the evaluated model's score is the logged metric `test/<score_name>`.
+    The table shows the test score of the evaluated model, the score of each worker's own model over the whole test set,
+    bytes sent, seconds waited for the exchange, and the consensus distance. Workers' own scores need a datamodule and a
+    module with `score(batch)` and `score_name`; the evaluated model's score is the logged metric `test/<score_name>`.
 
-    Cost: at the end of training every worker goes over the whole test set once, and one all-reduce of the parameters
-    and one of a few numbers. Under a strategy that does not gossip there are only the logged metrics.
+    Cost: at the end of training every worker goes over the whole test set once, and all workers all-reduce the
+    parameters and a few numbers. Under a strategy that does not gossip the report has only the logged metrics.
 
     Args:
-        directory: where the files go; one for each training.
+        directory: folder for the files; use a new one for each training.
     """
 
     def __init__(self, *, directory: str) -> None:
@@ -157,7 +157,7 @@ def _outcome(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
 
 @torch.no_grad()
 def _own_score(trainer: Trainer, pl_module: LightningModule) -> float:
-    """(1/N) sum_e score(e) over all N test examples, this worker's own model; NaN without datamodule or `score`."""
+    """(1/N) sum_e score(e) of this worker's own model over all N test examples; NaN without datamodule or `score`."""
     datamodule = trainer.datamodule  # type: ignore[attr-defined]
     if datamodule is None or not isinstance(pl_module, Scored):
         return UNKNOWN
@@ -234,7 +234,7 @@ class Rows(Logger):
 
     @property
     def rows(self) -> list[dict[str, float]]:
-        """Rows in order of steps; the key "step" is first."""
+        """Rows of logged metrics, in order of steps; each row's first key is "step"."""
         return [{"step": step, **self._rows[step]} for step in sorted(self._rows)]
 
     @rank_zero_only

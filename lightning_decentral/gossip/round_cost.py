@@ -1,11 +1,11 @@
-"""Round cost: what a round of gossip takes a device without the wire, measured on a loopback of its own messages.
+"""Measures the compute time of a gossip round, without the network, on a loopback of a worker's own messages.
 
-    seconds(heard, bytes) = round + heard message + bytes (own + heard hear)    through few and many heard and two sizes
+    seconds(sources, bytes) = round + sources message + bytes (own + sources each)    fitted to few and many sources
 
-On the host it is processor time, of all threads and of what the system does for their sockets: workers, each a thread
-of this process, take rounds together as in training, and one's part is a share of it. Other programs don't change it,
-and no neighbour is waited for. On a device it is the median over repeats of what one stream does for a worker that
-receives its own echo; nothing of it but the bytes.
+On a CPU the measure is processor time, of all threads and of the system's work on their sockets: workers, each a thread
+of this process, take rounds together as in training, and share the time equally. Other programs don't change processor
+time, and no worker waits. On a GPU the measure is the median over repeats of one stream's time, for a worker that
+receives its own messages; only the part proportional to bytes counts.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,15 +28,9 @@ from lightning_decentral.gossip.wire.overlap import overlapped
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.compute.buckets import LooseBucket, message_bytes_of
-from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.codec.deterministic import (
-    BFloat16,
-    DifferenceCompression,
-    Float16,
-    Float32,
-    Plain,
-)
+from lightning_decentral.shared.compute.codec.codec import BFloat16, Codec, Float16, Float32, Plain
 from lightning_decentral.shared.compute.codec.quantize import Int4, Int8
+from lightning_decentral.shared.compute.codec.topk import DifferenceCompression
 from lightning_decentral.shared.compute.hardware import duration
 from lightning_decentral.shared.plan.profile import RoundWork
 from lightning_decentral.shared.wire.meeting.groups import loopback
@@ -45,7 +39,7 @@ from lightning_decentral.shared.wire.transport import Message, Transport
 
 CODECS: tuple[Codec, ...] = (Plain(), Float32(), BFloat16(), Float16(), Int8(), Int4(), DifferenceCompression(Int4()))
 WARM_UP, REPEATS = 17, 14  # rounds 1, 2, 4, 8, 16, ... also measure the codec's error
-ROUNDS = len(CODECS) * 4 * (WARM_UP + REPEATS)  # Rounds that are taken on a host at most.
+ROUNDS = len(CODECS) * 4 * (WARM_UP + REPEATS)  # Largest number of rounds measured on a CPU.
 ELEMENT_BYTES = 4  # float32
 SMALL_BYTES = 64 * 2**10
 HOST_BYTES = 4 * 2**20  # of a message; larger ones cost in proportion
@@ -55,7 +49,7 @@ LONGEST = timedelta(seconds=60)
 
 @dataclass(frozen=True)
 class _Group:
-    """Process group of one worker and others who aren't there."""
+    """Process group of worker 0 and `workers` - 1 others that don't exist."""
 
     workers: int
 
@@ -66,31 +60,31 @@ class _Group:
         return self.workers
 
 
-ARRIVED = Together(())  # a transfer that nobody waits for
+ARRIVED = Together(())  # a transfer that has completed
 
 
 class LoopbackTransport(Transport):
-    """Transport of worker 0, on any device; it must have as many sources as targets."""
+    """Transport on which worker 0 receives the messages that it sends; needs as many sources as targets."""
 
     def __init__(self, size: int) -> None:
         super().__init__(_Group(size))
-        self.silent = False  # whether only headers still come
+        self.silent = False  # whether only headers are still copied
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
-        for sent, heard in zip(sends, receives, strict=True):
-            # Silent after the warm-up: what was received then is still there, and no copy stands for the
-            # wire, which is measured by itself.
-            if not (self.silent and heard.tag):
-                heard.tensor.copy_(sent.tensor)
+        for sent, received in zip(sends, receives, strict=True):
+            # Silent after the warm-up: the buffers still contain what was received, and a copy would count as
+            # network time, which is measured separately.
+            if not (self.silent and received.tag):
+                received.tensor.copy_(sent.tensor)
         return [ARRIVED] * len(sends), [ARRIVED] * len(receives)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
-        """Leave the tensor as it is: no other worker is there."""
+        """Leave the tensor unchanged: there is no other worker."""
         return ARRIVED
 
 
 class HostMeter:
-    """Processor time of workers in threads, on sockets of this host; for few and many neighbours."""
+    """Measures processor time of workers in threads, on sockets of this host, with few and with many neighbours."""
 
     heard = (1, 2)
 
@@ -102,7 +96,7 @@ class HostMeter:
         self._ends = {heard: loopback(1 << heard, LONGEST) for heard in self.heard}
 
     def seconds(self, codec: Codec, heard: int, size: int) -> float:
-        """Seconds of a round."""
+        """Seconds of processor time that one worker's round takes."""
         ends = self._ends[heard]
         meet = Barrier(len(ends))
         with ThreadPoolExecutor(len(ends)) as threads:
@@ -110,7 +104,7 @@ class HostMeter:
         return taken[0] / REPEATS / len(ends)
 
     def _rounds(self, codec: Codec, size: int, meet: Barrier, end: Transport) -> float:
-        """Processor seconds of all workers, of the rounds behind the warm-up."""
+        """Processor seconds of all workers in the rounds after the warm-up."""
         cpu = torch.device("cpu")
         exchange = overlapped(PeerExchange(Exponential(), Own(), end, cpu, codec), cpu, 1)
         mixer = Mixer(_buckets(size, cpu), Gossip(), exchange, delay=1)
@@ -134,7 +128,7 @@ class HostMeter:
 
 
 class DeviceMeter:
-    """Seconds of a stream, for a worker that receives its own echo; as `HostMeter`."""
+    """Measures, as `HostMeter`, a device stream's seconds for a worker that receives its own messages."""
 
     heard = (1, 3)
 
@@ -161,10 +155,10 @@ Meter = HostMeter | DeviceMeter
 def round_works(
     parameter_bytes: int, device: torch.device, pause: Callable[[], None] = lambda: None
 ) -> tuple[RoundWork, ...]:
-    """Work of a round by each of `CODECS`, for so many bytes of float32 parameters; empty but on a CPU or with CUDA.
+    """Measure a round's work with each of `CODECS` on float32 parameters; empty unless on a CPU or with CUDA.
 
     Args:
-        pause: before each round, outside the measurement or without processor time.
+        pause: called before each round, outside the measurement or without processor time.
     """
     if device.type not in ("cpu", "cuda"):
         return ()
@@ -181,7 +175,7 @@ def _work(codec: Codec, meter: Meter) -> RoundWork:
 
 
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """(seconds however short the message, seconds per byte) through one or two points; neither below 0."""
+    """Fit (fixed seconds, seconds per byte) to one or two (bytes, seconds) points; neither is below 0."""
     (small, least), (large, most) = points[0], points[-1]
     if small == large:
         return 0.0, most / large
@@ -190,12 +184,12 @@ def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 
 def _parts(heard: tuple[int, int], few: float, many: float) -> tuple[float, float]:
-    """(own, of each neighbour). Neither noise nor rounding may make either of them negative."""
+    """Split seconds into (own part, part for each neighbour). Neither noise nor rounding makes a part negative."""
     each = min(few / heard[0], max(0.0, (many - few) / (heard[1] - heard[0])))
     return max(0.0, few - heard[0] * each), each
 
 
 def _buckets(size: int, device: torch.device) -> list[LooseBucket]:
-    """Buckets of `size` bytes, as many as training would make of one parameter's rows."""
+    """Buckets of `size` bytes in total, split as training would split one parameter."""
     whole = torch.ones(size // ELEMENT_BYTES, device=device)
     return [LooseBucket(part) for part in whole.split(message_bytes_of([nn.Parameter(whole)]) // ELEMENT_BYTES)]

@@ -1,4 +1,4 @@
-"""Islands of several devices (FSDP) under Lightning: what they can't do, how they are saved and restored."""
+"""Islands of several devices (FSDP) under Lightning: what is refused, and how their models are saved and restored."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -14,15 +14,15 @@ from torch.optim import Optimizer
 
 from lightning_decentral.gossip.island import FullyShard, Island
 from lightning_decentral.gossip.wire.island_member import IslandMember, inside
-from lightning_decentral.shared.checkpoint.replica import WholeModel
+from lightning_decentral.shared.checkpoint.resuming_replicas import WholeModel
 from lightning_decentral.shared.evaluation import callbacks_of
 from lightning_decentral.shared.wire.fsdp import WholeScalars, full_tensor, like, local, mapped, own_part
 from lightning_decentral.shared.wire.transport import Wire
 
 
 def joined(island: Island, strategy: "OnIsland", wire: Wire) -> IslandMember:
-    """This device's part of its island, which has the module laid out. Before the optimizers exist: FSDP gives it other
-    parameters."""
+    """Join this device to its island and shard the module. Must run before the optimizers exist: FSDP replaces the
+    module's parameters."""
     module = strategy._module
     refuse_unsharded(island, module, callbacks_of(module.trainer), strategy.precision_plugin)
     member = island.join(wire, strategy.root_device, strategy.meet)
@@ -32,7 +32,7 @@ def joined(island: Island, strategy: "OnIsland", wire: Wire) -> IslandMember:
 
 
 def refuse_unsharded(island: Island, module: LightningModule, callbacks: list[Callback], precision: Precision) -> None:
-    """ValueError for what would go wrong without a sign where devices hold shards."""
+    """Raise ValueError for what would silently compute wrong results on sharded parameters."""
     if island.shards == 1:
         return
     if isinstance(island, FullyShard) and island.param_dtype:
@@ -51,15 +51,15 @@ def refuse_unsharded(island: Island, module: LightningModule, callbacks: list[Ca
     _refuse_types(island, module)
     for callback in callbacks:
         if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
-            raise ValueError(f"{type(callback).__name__} copies whole models, {island!r} holds shards: use AllReduce")
+            raise ValueError(f"{type(callback).__name__} copies whole models, {island!r} keeps shards: use AllReduce")
         if isinstance(callback, ModelPruning):
-            raise ValueError(f"ModelPruning masks whole parameters, {island!r} holds shards: use AllReduce")
+            raise ValueError(f"ModelPruning masks whole parameters, {island!r} keeps shards: use AllReduce")
 
 
 def _refuse_bf16(island: Island, module: LightningModule, precision: Precision) -> None:
     if precision.precision != "bf16-mixed":
         raise ValueError(
-            f"{island!r} computes in bf16 where autocast does, got precision={precision.precision}: take "
+            f"{island!r} needs autocast to compute in bf16, got precision={precision.precision}: use "
             "precision='bf16-mixed', or leave param_dtype out"
         )
     if any(isinstance(part, _BatchNorm) for part in module.modules()):
@@ -71,8 +71,8 @@ def _refuse_bf16(island: Island, module: LightningModule, precision: Precision) 
 def _refuse_types(island: Island, module: nn.Module) -> None:
     if any(parameter.is_complex() for parameter in module.parameters()):
         raise ValueError(
-            f"{island!r} cuts complex parameters into shards, which torch's optimizers update wrongly: make them of "
-            "pairs by torch.view_as_complex in the forward, or use AllReduce"
+            f"{island!r} shards complex parameters, which torch's optimizers then update wrongly: keep real pairs as "
+            "parameters and use torch.view_as_complex in the forward, or use AllReduce"
         )
     types = sorted({str(p.dtype) for p in module.parameters()})
     if len(types) > 1:
@@ -82,9 +82,9 @@ def _refuse_types(island: Island, module: nn.Module) -> None:
 
 
 class OnIsland(Protocol):
-    """Interface of the strategy on a device, by which it joins its island and holds its model."""
+    """Interface of the strategy on one device of an island."""
 
-    member: IslandMember  # Present part of this device in its island.
+    member: IslandMember  # This device as a member of its island.
 
     @property
     def _module(self) -> LightningModule: ...
@@ -98,7 +98,7 @@ class OnIsland(Protocol):
 
 
 class IslandModel(WholeModel):
-    """Model of a worker as a device of its island holds it: whole, or a shard of it."""
+    """Saves and restores the model of a worker from one device of its island, which keeps all of it or a shard."""
 
     def __init__(self, island: Island, device: OnIsland, join_groups: Callable[[], Wire | None]) -> None:
         self._island, self._device, self._join_groups = island, device, join_groups
@@ -110,13 +110,13 @@ class IslandModel(WholeModel):
         return self._island.shards > 1
 
     def whole(self, tree: dict[str, Any]) -> dict[str, Any]:
-        # After the fit the model is whole, what optimizers keep is still in shards: this island's devices gather it.
+        # After the fit the model is whole, optimizer states are still sharded: this island's devices gather them.
         wire = self._join_groups() if self.spread and self._device.member.shards == 1 else None
         over = inside(wire.group, wire.world.size, self._island.devices) if wire else None
 
         def gathered(tensor: Tensor) -> Tensor:
             full = full_tensor(tensor, over)
-            return full.cpu() if self._device.keeps_wholes else full[:0]  # all gather, one keeps wholes
+            return full.cpu() if self._device.keeps_wholes else full[:0]  # all devices gather, one keeps the result
 
         whole: dict[str, Any] = mapped(gathered, tree)
         return whole
@@ -154,8 +154,8 @@ class IslandModel(WholeModel):
 
 
 class WholeMatrices:
-    """Muon's matrices are whole where it orthogonalizes them, until `close`; so are single numbers that hooks read off
-    shards, and Lightning's grad_norm."""
+    """Gathers sharded matrices for Muon's orthogonalization until `close`, and values for hooks that read a scalar of a
+    shard and for Lightning's grad_norm."""
 
     def __init__(self, optimizers: Sequence[Optimizer], member: IslandMember) -> None:
         self._muons: list[Any] = []
@@ -168,7 +168,7 @@ class WholeMatrices:
         self._served = [WholeScalars(), Redirected(grads.grad_norm, _grad_norm)]
         self._muons = [optimizer for optimizer in optimizers if isinstance(optimizer, Muon)]
         for muon in self._muons:
-            # On the instance, over the method of its class: `close` has only to take it away.
+            # An instance attribute hides the method of the class: `close` only has to delete it.
             muon.change = member.change
 
     def close(self) -> None:
@@ -192,8 +192,8 @@ def _grad_norm(
 
 
 def sharded_state(optimizer: Optimizer, state: dict[str, Any], own: bool) -> dict[str, Any]:
-    """A saved state of an optimizer for parameters that are shards: moments like their parameters. `own`: it is this
-    device's part already."""
+    """Shard a saved optimizer state: moments as their parameters are. `own`: the state is this device's shard
+    already."""
 
     def placed(value: Any, parameter: nn.Parameter) -> Any:
         if not isinstance(value, Tensor) or value.dim() != parameter.dim():

@@ -1,4 +1,4 @@
-"""Callback that logs the speed of a run, under every strategy: so two runs of different strategies share a chart."""
+"""Callback that logs the speed of a run under any strategy, so that runs of different strategies share a chart."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -17,16 +17,16 @@ from lightning_decentral.shared.plan.arguments import at_least, checked
 
 @checked
 class SpeedMonitor(Callback):
-    """Log this worker's speed under any strategy, `ddp` too, so that runs are compared on one chart.
+    """Logs this worker's speed under any strategy, `ddp` too, so that runs are compared on one chart.
 
-    speed/step_seconds         seconds per step, its data included
-    speed/samples_per_second   of this worker: the length of a batch's first tensor
-    speed/tokens_per_second    of this worker, where the batch's first tensor is a matrix of integers
-    speed/wait_share           share of the time in which training waited for the exchange, where the strategy counts it
-    speed/bytes_per_second     sent, where the strategy counts it; under `ddp` as a ring's all-reduce of gradients sends
+    speed/step_seconds         seconds per step, loading of data included
+    speed/samples_per_second   samples of this worker: the length of a batch's first tensor
+    speed/tokens_per_second    tokens of this worker, if the batch's first tensor is a matrix of integers
+    speed/wait_share           share of the time in which training waited for the exchange, if the strategy counts it
+    speed/bytes_per_second     bytes sent, if the strategy counts them; under `ddp` those of a ring all-reduce
 
-    Means of `every_n_steps` steps, from the second such window on: set-up isn't in it, nor is validation; checkpoints
-    are. A run shorter than two windows logs nothing. However many optimizers step on a batch, that is one step.
+    Each row is a mean over a window of `every_n_steps` steps, from the second window on. Set-up and validation don't
+    count, checkpoints do. A run shorter than two windows logs nothing. All optimizers' steps on a batch are one step.
 
     Cost: reads the clock and counters; no communication.
 
@@ -82,7 +82,7 @@ class SpeedMonitor(Callback):
 
 @runtime_checkable
 class CountsBytes(Protocol):
-    """Strategy that counts what this worker sends."""
+    """Interface of a strategy that counts the bytes that this worker sends."""
 
     @property
     def sent_bytes(self) -> float:
@@ -90,7 +90,7 @@ class CountsBytes(Protocol):
 
 
 def _tensors(batch: Any) -> Iterator[Tensor]:
-    """Tensors with an axis, in the batch's order; also of mappings that are no dict, and of dataclasses."""
+    """Tensors of a batch with at least one axis, in order; looks into any mapping and into dataclasses, too."""
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor):
             yield from [leaf] if leaf.ndim else []
@@ -101,7 +101,7 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
 
 
 def _counted(trainer: Trainer, steps: int) -> dict[str, float]:
-    """Seconds waited and bytes sent since fit began, so many steps ago, as far as they are known."""
+    """Seconds waited and bytes sent since fit began, `steps` steps ago, as far as the strategy counts them."""
     strategy = trainer.strategy
     if isinstance(strategy, Monitored):
         traffic = strategy.traffic()

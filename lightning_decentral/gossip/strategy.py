@@ -12,10 +12,10 @@ from lightning_decentral.gossip.compute.combine.combine import Rule, refuse_loss
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
 from lightning_decentral.gossip.compute.travel import Travel
 from lightning_decentral.gossip.island import Island, Solo
+from lightning_decentral.gossip.mixer_builder import MixerBuilder, check_numbers, exact_steps_of, place
 from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
-from lightning_decentral.gossip.rounds import MixerBuilder, check_numbers, exact_steps_of, place
 from lightning_decentral.gossip.sharded import IslandModel, WholeMatrices, joined
 from lightning_decentral.gossip.summary import described, hyperparameters, introduced
 from lightning_decentral.gossip.wire.consensus import Consensus, spread
@@ -25,12 +25,11 @@ from lightning_decentral.gossip.wire.making import MixerFactory
 from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.shared.checkpoint.reading import PRECISION
 from lightning_decentral.shared.compute.buckets import Bucket
-from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.codec.deterministic import Plain
+from lightning_decentral.shared.compute.codec.codec import Codec, Plain
 from lightning_decentral.shared.compute.layout import refuse_shared
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.plan.arguments import Elasticity, StrategyType, checked
-from lightning_decentral.shared.replica import Evaluate, ReplicaStrategy
+from lightning_decentral.shared.replica_strategy import Evaluate, ReplicaStrategy
 from lightning_decentral.shared.updates import BeforeUpdate, Mixed
 from lightning_decentral.shared.wire.mean import Swap
 from lightning_decentral.shared.wire.meeting.comparison import TrainedLayout
@@ -41,44 +40,44 @@ from lightning_decentral.shared.wire.transport import Wire
 class GossipStrategy(ReplicaStrategy, metaclass=StrategyType):
     """x_i+ = sum_j w_ij x_j + u_i: each worker updates its own replica and averages with a few neighbours, not all.
 
-    `optimizer_step` is the user's update, then one round: land what was launched `delay` updates ago, launch the next.
-    With the default delay of 1 an exchange has a whole forward and backward to hide behind. One round per real step:
-    nothing is sent while gradients are only accumulated. Any optimizer; its moments stay local.
+    Each optimizer step runs the user's update, then one gossip round: mix the messages launched `delay` updates ago,
+    and launch the next. With the default delay of 1 an exchange overlaps a whole forward and backward. Nothing is sent
+    while gradients are only accumulated. Works with any optimizer, whose moments stay local.
 
     Args:
-        topology: communication graph by step; `Auto()` reaches exact consensus in finite time for every size.
+        topology: communication graph by step; `Auto()` reaches exact consensus in finitely many steps for every size.
         combine: update rule: what a worker does with what it received.
-        weights: of what is received; by default the rule's: the topology's own, or column-stochastic ones for push-sum.
-        codec: how messages are encoded; `Plain()`, the default, sends parameters in their own type. Any other is for
-            peers: where `Plain()` all-reduces in groups, each pair of a group exchanges encoded messages; but for
-            `PseudoGradient`, whose codes owners of parts add up.
-        states: of every optimizer, by name, that are mixed with the parameters: `{"momentum_buffer": Travel()}`.
+        weights: mixing weights; by default the rule's: the topology's own, or column-stochastic ones for push-sum.
+        codec: how messages are encoded; `Plain()`, the default, sends parameters in their own type. Where `Plain()`
+            all-reduces in a group, any other codec has each pair of the group exchange encoded messages. Under
+            `PseudoGradient` each worker instead adds up the codes of the part that it owns.
+        states: optimizer states to mix with the parameters, by name: `{"momentum_buffer": Travel()}`.
         island: what one worker is: a single device, or several (`AllReduce`, `FullyShard`).
-        delay: updates between launch and landing. 0 blocks (adapt-then-combine), 1 overlaps (adapt-while-combining),
-            k serves slow links and stragglers. Delayed mixing is stable only for small rates
+        delay: updates between sending and mixing. 0 blocks (adapt-then-combine), 1 overlaps (adapt-while-combining),
+            k serves slow links and stragglers. Delayed mixing is stable only for small mixing rates
             (`largest_stable_rate`); `Every(k, topology)` with delay k keeps one message in flight: always stable.
         evaluate: "mean" validates and tests the mean of the workers (or a rule's anchors), "own" each worker's model.
-        timeout: how long a worker waits for another, anywhere, before it ends.
-        bucket_bytes: largest flat tensor that is sent as one message; by default an eighth of what an optimizer trains,
-            from 2 MiB to 256 MiB: the links wait while one is mixed, and each costs a message's latency. On a device
-            1 GiB: there all land together.
-        heals: how often a worker whose parameters hold NaN, infinity or absurd numbers takes its neighbours' and goes
-            on; 0 ends the training instead, as do a rule of your own without `heal`, and `AllReduce` by NCCL.
-        exact_steps: first updates, below 1 their share of the run, after which all workers are averaged exactly, and
-            wait; then the rule begins.
-        elastic: an `Elastic`: workers may come and go, and what is made is an `ElasticGossipStrategy`.
-        **ddp: what Lightning's DDPStrategy itself takes (start_method, process_group_backend, ...).
+        timeout: how long a worker waits for another worker, in any call, before it ends with an error.
+        bucket_bytes: largest flat tensor that is sent as one message. The default on the CPU is an eighth of what an
+            optimizer trains, from 2 MiB to 256 MiB: large messages leave the links idle while they are mixed, and each
+            message costs a latency. The default on a GPU is 1 GiB, since all messages are mixed together there.
+        heals: how often a worker whose parameters contain NaN, infinity or far too large numbers copies its neighbours'
+            parameters and goes on; 0 ends the training, as do your own rules without `heal` and `AllReduce` by NCCL.
+        exact_steps: number of first updates (below 1: their share of the run) after each of which all workers wait and
+            average exactly, before the rule begins.
+        elastic: an `Elastic` lets workers come and go; the constructor then returns an `ElasticGossipStrategy`.
+        **ddp: arguments of Lightning's DDPStrategy (start_method, process_group_backend, ...).
 
     Raises:
-        ValueError: here for an option that is wrong; at set-up, before any worker talks, where the topology can't serve
-            the number of workers or the rule can't work with it, weights and delay (with the largest stable rate).
+        ValueError: here for a wrong option; at set-up, before any worker communicates, if the topology can't serve the
+            number of workers, or the rule doesn't fit topology, weights and delay (names the largest stable rate).
 
     Source: Wang et al. 2410.11998.
     """
 
     drifts: ClassVar[bool] = True
     island: Island
-    member: IslandMember  # this device's part in its island; alone until `arrange`
+    member: IslandMember  # this device as a member of its island; a single device until `arrange`
 
     def __init__(
         self,
@@ -99,7 +98,7 @@ class GossipStrategy(ReplicaStrategy, metaclass=StrategyType):
         **ddp: Any,
     ) -> None:
         super().__init__(timeout=timeout, **ddp)
-        if elastic is not None:  # it has been asked for the class, unless a subclass or a name gives it
+        if elastic is not None:  # the metaclass has chosen the elastic class by now, unless a subclass was constructed
             raise ValueError(
                 f"elastic chooses another class than {type(self).__name__}: give Elastic(...) to GossipStrategy, "
                 "or subclass ElasticGossipStrategy"
@@ -145,7 +144,7 @@ class GossipStrategy(ReplicaStrategy, metaclass=StrategyType):
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        # Before any worker talks, and with the nodes, which the topology may ask for.
+        # Before any worker communicates; the topology may depend on the number of nodes.
         place(self, self.workers_per_node, self.workers)
         super().setup_environment()
 
@@ -165,7 +164,7 @@ class GossipStrategy(ReplicaStrategy, metaclass=StrategyType):
         self._mixers.mixed.watch(self._module.named_parameters, self._group.layouts)
 
     def mixed(self) -> list[Mixed]:
-        return [(of.mixer.steps, [p for bucket in of.buckets for p in bucket.parameters]) for of in self._mixers]
+        return [(each.mixer.steps, [p for bucket in each.buckets for p in bucket.parameters]) for each in self._mixers]
 
     def replaced(self) -> None:
         self.island.refuse(self.optimizers)
@@ -198,10 +197,10 @@ class GossipStrategy(ReplicaStrategy, metaclass=StrategyType):
         self._mixers[index].step()
 
     def rounds(self) -> list[int]:
-        return [of.mixer.steps for of in self._mixers]
+        return [each.mixer.steps for each in self._mixers]
 
     def wanted(self) -> list[int]:
-        return [max(of.mixer.steps, of.mixer.wanted) for of in self._mixers]
+        return [max(each.mixer.steps, each.mixer.wanted) for each in self._mixers]
 
     def settle(self) -> None:
         self._mixers.end()
@@ -215,7 +214,7 @@ class GossipStrategy(ReplicaStrategy, metaclass=StrategyType):
     def release(self) -> None:
         self._mixers.release()
         self._matrices.close()
-        self.member.close(self.alone)
+        self.member.close(self.cut_off)
         self.member = IslandMember(None, 1, self.meet)
 
     # ---- the mean model and checkpoints -----------------------------------------------------------------------------
@@ -224,7 +223,7 @@ class GossipStrategy(ReplicaStrategy, metaclass=StrategyType):
         return self.member.mean(tensors, super().mean_of)
 
     def shown(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The rule's anchors, where it has some; of shards it shows the parameters themselves."""
+        """Replace parameters by the rule's anchors, where the rule has any and the parameters aren't sharded."""
         anchors = self._mixers.shown(self.mean_model.shows) if self.member.shards == 1 else {}
         return [anchors.get(tensor.data_ptr(), tensor) for tensor in tensors] if anchors else tensors
 
@@ -238,13 +237,13 @@ class GossipStrategy(ReplicaStrategy, metaclass=StrategyType):
 
     def plan(self) -> dict[str, str]:
         fixed = {"combine": repr(self.combine), "codec": repr(self.codec), "delay": str(self.delay)}
-        # As Lightning states: a module is converted after its file is read. Under a mixed one parameters are float32.
+        # From Lightning's precision: it converts a module after loading. Under mixed precision parameters are float32.
         precision, true, _ = str(self.precision_plugin.precision).partition("-true")
         fixed |= {PRECISION: precision if true else "32"}
         fixed |= {"states": repr(self.states)} if self.states else {}
         fixed |= {"exact steps": f"{self.exact_steps:g}"} if self.exact_steps else {}
         fixed |= {"fragments": str(n)} if (n := len(self.topology.fragments)) > 1 else {}
-        # An estimate, or a relayed sum, is about one link; anything else goes on over other ones.
+        # A codec's estimate, or a relayed sum, belongs to one link; any other state continues on another topology.
         return {**fixed, **self.changeable()} if self.codec.remembers or self.combine.recovery.of_links else fixed
 
     def changeable(self) -> dict[str, str]:
@@ -256,22 +255,22 @@ class GossipStrategy(ReplicaStrategy, metaclass=StrategyType):
 
     @property
     def buckets(self) -> list[Bucket]:
-        """Flat tensors that are mixed, of all optimizers."""
-        return [bucket for of in self._mixers for bucket in of.buckets]
+        """Flat tensors that are mixed, over all optimizers."""
+        return [bucket for each in self._mixers for bucket in each.buckets]
 
     def traffic(self) -> Traffic:
-        """This worker's rounds, bytes sent, seconds waited and in flight since fit began. No communication."""
+        """Counts of this device's rounds, bytes sent, seconds waited and in flight since fit began; no messages."""
         return self._mixers.traffic() + Traffic(left_out=self.health.left_out)
 
     def mixing(self) -> dict[str, float]:
-        """Mixing values of this worker, by its first optimizer. No communication."""
-        ruled = next((of.mixer.mixing() for of in self._mixers), {})
-        errors = [error for of in self._mixers for error in of.mixer.codec_errors()]
+        """Mixing values (rate, delay, codec error) of this worker's first optimizer; no communication."""
+        ruled = next((each.mixer.mixing() for each in self._mixers), {})
+        errors = [error for each in self._mixers for error in each.mixer.codec_errors()]
         return {**ruled, "delay": float(self.delay), **({"codec_error": max(errors)} if errors else {})}
 
     @torch.no_grad()
     def consensus(self) -> Consensus:
-        """Workers' distance from their mean. Collective: one all-reduce of the trained parameters, at the same step."""
+        """Consensus error: the workers' distance from their mean. Collective: all-reduces the trained parameters."""
         if self.wire is None:
             return Consensus(0.0, 0.0)
         own = [bucket.flat for bucket in self.buckets]

@@ -1,4 +1,4 @@
-"""The plan of a gossip run as text: topology, order, codec, bytes per step, bytes through a node's network card."""
+"""Settings of a gossip run as text: topology, order, codec, bytes per step, bytes through a node's network card."""
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from torch import view_as_real
 
 from lightning_decentral.gossip.compute.link import cliques_of
-from lightning_decentral.gossip.plan.traffic import all_reduce_copies, copies_sent, copies_through_card
+from lightning_decentral.gossip.plan.planned_traffic import all_reduce_copies, copies_sent, copies_through_card
 from lightning_decentral.gossip.plan.weights import consensus_steps, describe
 from lightning_decentral.gossip.wire.consensus import Consensus
 from lightning_decentral.gossip.wire.exchange import Traffic
@@ -24,26 +24,26 @@ class Monitored(Protocol):
     """Interface of a strategy for the callbacks that watch it."""
 
     def traffic(self) -> Traffic:
-        """Counters of this worker since fit began; no communication."""
+        """This worker's counters (bytes, seconds, rounds) since fit began; no communication."""
 
     def consensus(self) -> Consensus:
         """Consensus error: the workers' distance from their mean; collective."""
 
     def summary(self) -> dict[str, str]:
-        """Description of the plan: {topic: text}."""
+        """Describe the settings: {topic: text}."""
 
     def hyperparameters(self) -> dict[str, float | str]:
-        """The plan for trackers: names with numbers, or with names of classes."""
+        """Settings for experiment loggers: {name: a number, or the name of a class}."""
 
     def rounds(self) -> list[int]:
-        """Rounds taken, one number for each optimizer."""
+        """Numbers of rounds taken, one number for each optimizer."""
 
     def mixing(self) -> dict[str, float]:
-        """Mixing values of this worker by name, only those that its rule and codec have; no communication."""
+        """Mixing values of this worker (rate, delay, ...), those that its rule and codec have; no communication."""
 
 
 def described(plan: "gossip.GossipStrategy", mixers: Iterable[OptimizerMixer]) -> dict[str, str]:
-    """Describe the plan: {topic: text}."""
+    """Describe the settings of a gossip run: {topic: text}."""
     mixers, size = list(mixers), plan.workers
     steps = consensus_steps(plan.topology, size, plan.weights)
     model_bytes, message_bytes = _bytes(plan, mixers)
@@ -67,7 +67,7 @@ def described(plan: "gossip.GossipStrategy", mixers: Iterable[OptimizerMixer]) -
 
 
 def hyperparameters(plan: "gossip.GossipStrategy", mixers: Iterable[OptimizerMixer]) -> dict[str, float | str]:
-    """Describe the plan for trackers, which sort and group by it: numbers, and names of classes."""
+    """Describe the settings for experiment loggers, which sort and group runs: numbers, and names of classes."""
     size, steps = plan.workers, consensus_steps(plan.topology, plan.workers, plan.weights)
     model_bytes, message_bytes = _bytes(plan, list(mixers))
     return {
@@ -82,16 +82,16 @@ def hyperparameters(plan: "gossip.GossipStrategy", mixers: Iterable[OptimizerMix
 
 
 def rules(plan: Any) -> dict[str, float | str]:
-    """Names and numbers of what a worker does in a round, however workers meet."""
+    """Settings of a worker's round for loggers: names of codec, rule and weights, delay, evaluate, heals."""
     names = {name: type(getattr(plan, name)).__name__ for name in ("codec", "combine", "weights")}
     return {**names, "delay": plan.delay, "evaluate": plan.evaluate, "heals": plan.heals}
 
 
 def introduced(plan: Any, mixers: Iterable[OptimizerMixer], evaluated: str = "") -> list[str]:
-    """The plan in a line, and the hint where there is one; nothing where a worker is alone.
+    """Describe the settings in a line, and a hint on Adam where it helps; nothing for a single worker.
 
     Args:
-        evaluated: the model that is, where `plan` is no Trainer's.
+        evaluated: which model is evaluated, for a strategy of Fabric.
     """
     mixers, size = list(mixers), plan.workers
     if size == 1:
@@ -111,18 +111,18 @@ def _workers(plan: "gossip.GossipStrategy") -> str:
 
 
 def _evaluated(plan: "gossip.GossipStrategy", mixers: Sequence[OptimizerMixer]) -> str:
-    anchors = "' anchors" if plan.island.shards == 1 and any(of.mixer.shown() for of in mixers) else ""
+    anchors = "' anchors" if plan.island.shards == 1 and any(each.mixer.shown() for each in mixers) else ""
     return f"the mean of the workers{anchors}" if plan.evaluate == "mean" else "each worker's own model"
 
 
 def _bytes(plan: "gossip.GossipStrategy", mixers: Sequence[OptimizerMixer]) -> tuple[int, int]:
-    """Bytes of the parameters, and of a worker's message to another one."""
-    # Of the parameters: each device packs all of them, or one of so many shards.
-    model_bytes = sum(bucket.bytes for of in mixers for bucket in of.buckets) * plan.island.shards
-    # Of a message, a part of it from each device. A talk carries one fragment, about as many bytes as any other; states
-    # travel, too, from the first update on.
+    """Bytes of the parameters, and bytes of a worker's message to another worker."""
+    # Of the parameters: each device packs all of them, or one of the island's shards.
+    model_bytes = sum(bucket.bytes for each in mixers for bucket in each.buckets) * plan.island.shards
+    # Of a message, a part of it from each device. A round sends one fragment, about as many bytes as any other;
+    # optimizer states are sent, too, from the first update on.
     fragments = len(plan.topology.fragments)
-    of_device = sum(of.mixer.exchange.coder.bytes for of in mixers) * plan.combine.form.copies // fragments
+    of_device = sum(each.mixer.exchange.coder.bytes for each in mixers) * plan.combine.form.copies // fragments
     return model_bytes, of_device * plan.island.devices
 
 
@@ -132,10 +132,10 @@ def _copies(plan: "gossip.GossipStrategy") -> float:
 
 
 def _beside(plan: "gossip.GossipStrategy", name: str, mixers: Sequence[OptimizerMixer]) -> str:
-    """One state that travels, and what a worker sends of it in a step where all parameters have it."""
+    """Describe a mixed optimizer state, and the bytes that a worker sends per step if all parameters have the state."""
     travel = plan.states[name]
-    flats = [view_as_real(b.flat).view(-1) if b.flat.is_complex() else b.flat for of in mixers for b in of.buckets]
-    # Of an island the devices send a part each.
+    flats = [view_as_real(b.flat).view(-1) if b.flat.is_complex() else b.flat for each in mixers for b in each.buckets]
+    # Each device of an island sends a part.
     message = sum(travel.codec.bytes(flat.numel(), flat.dtype) for flat in flats)
     along = travel.along(plan.topology)
     cliques = cliques_of(travel.codec, travel.combine, along, plan.weights, plan.workers)
@@ -144,15 +144,15 @@ def _beside(plan: "gossip.GossipStrategy", name: str, mixers: Sequence[Optimizer
 
 
 def healing(plan: "gossip.GossipStrategy") -> str:
-    """Description of what becomes of a worker whose parameters aren't finite."""
+    """Describe what happens to a worker whose parameters contain NaN or infinity."""
     reason = "heals=0" if plan.heals == 0 else plan.combine.recovery.incurable
     if not plan.member.heals:
-        reason = f"by NCCL the devices of {plan.island!r} don't ask each other"
+        reason = f"under NCCL the devices of {plan.island!r} don't check each other"
     return f"ends the training: {reason}" if reason else f"takes its neighbours' parameters, {plan.heals} times at most"
 
 
 def through_card(plan: "gossip.GossipStrategy", message_bytes: float, model_bytes: float) -> str:
-    """Description of the bytes that leave the busiest node by the plan, and by a ring all-reduce of the gradients."""
+    """Describe the bytes that leave the busiest node by these settings, and by a ring all-reduce of the gradients."""
     if plan.num_nodes == 1:
         return "none, there is one node"
     shape = plan.topology, plan.weights, plan.workers, plan.workers_per_node

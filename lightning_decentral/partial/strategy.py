@@ -32,7 +32,7 @@ from lightning_decentral.partial.wire.depth_controller import CutSteps, DepthCon
 from lightning_decentral.partial.wire.reducer import Rank
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.plan.arguments import checked
-from lightning_decentral.shared.replica import ReplicaStrategy
+from lightning_decentral.shared.replica_strategy import ReplicaStrategy
 from lightning_decentral.shared.updates import GradientCheck, NonFinite, Unfollowed
 from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas, of_all
 from lightning_decentral.shared.wire.transport import Wire

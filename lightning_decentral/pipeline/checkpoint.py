@@ -15,8 +15,8 @@ from lightning.fabric.utilities.optimizer import _optimizer_to_device
 
 from lightning_decentral.pipeline.wire import ownership
 from lightning_decentral.pipeline.wire.ownership import Ownership
+from lightning_decentral.shared.checkpoint.checkpoints import Checkpoints
 from lightning_decentral.shared.checkpoint.reading import refuse_other_number, report_mean
-from lightning_decentral.shared.checkpoint.worker import Checkpoints
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.worker_state import KEY
 from lightning_decentral.shared.wire.mean import MeanModel
@@ -54,7 +54,7 @@ class PipelineCheckpoints(Checkpoints):
         if self.layout is None:
             self._saving.write_alone(checkpoint, filepath, storage_options)
             return
-        if self._worker.alone:
+        if self._worker.cut_off:
             self._saving.leave_out(filepath, "the stages")
             return
         self.layout.refuse_changed(together=True)

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_decentral.pipeline.compute.adapters import depth
 from lightning_decentral.pipeline.plan.partition import NOTHING, Partition
-from lightning_decentral.pipeline.stage_training import Staged
+from lightning_decentral.pipeline.stage_gradients import Staged
 from lightning_decentral.shared.evaluation import callbacks_of
 
 COPIES = "copies the whole model, but a stage has only a part of the model: average checkpoints after the fit"

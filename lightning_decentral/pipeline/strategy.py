@@ -19,10 +19,10 @@ from lightning_decentral.pipeline.plan.partition import Even, Partition
 from lightning_decentral.pipeline.plan.schedule import OneForwardOneBackward, Schedule, ScheduleForecast
 from lightning_decentral.pipeline.plan.slicing import Slicing
 from lightning_decentral.pipeline.refusals import check_depth, nothing_to_train, refuse_replaced, refuse_unserved
+from lightning_decentral.pipeline.stage_gradients import StageEvaluation, StageTraining, evaluated, pipelined
 from lightning_decentral.pipeline.stage_layout import StageGroups, StageLayout, introduced
-from lightning_decentral.pipeline.stage_training import StageEvaluation, StageTraining, evaluated, pipelined
 from lightning_decentral.pipeline.totals import StageTotals
-from lightning_decentral.pipeline.training_step import moved
+from lightning_decentral.pipeline.users_step import moved
 from lightning_decentral.pipeline.wire.executor import Boundary, ExactActivations
 from lightning_decentral.pipeline.wire.ownership import Ownership
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
@@ -30,12 +30,12 @@ from lightning_decentral.pipeline.wire.stage_runner import StageRunner
 from lightning_decentral.shared.introduction import adam_hint
 from lightning_decentral.shared.plan.arguments import StrategyType, at_least, checked
 from lightning_decentral.shared.plan.timeline import Span
+from lightning_decentral.shared.setup_and_step import WorkersStrategy
 from lightning_decentral.shared.updates import GradientCheck, NonFinite, Unfollowed
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
 from lightning_decentral.shared.wire.mean import mean
 from lightning_decentral.shared.wire.pipeline_replicas import AverageGradients, Bond, Replicas
 from lightning_decentral.shared.wire.transport import Transport, Wire
-from lightning_decentral.shared.workers import WorkersStrategy
 
 
 @checked
@@ -254,7 +254,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
             self._totals.close()
         self.bond.release()
         self.bond, self.mean_model.diverged = Bond(), False
-        if self._stage is not None and not self.alone:
+        if self._stage is not None and not self.cut_off:
             self._module.zero_grad()
             self._stage.holdings.give_back(self.root_device)
         self._stage, self._totals, self._groups = None, None, None

@@ -7,8 +7,7 @@ overrides can join the comparison. `forecasts` makes forecasts of them.
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.codec.deterministic import BFloat16
+from lightning_decentral.shared.compute.codec.codec import BFloat16, Codec
 from lightning_decentral.shared.compute.codec.quantize import Int4, Int8
 from lightning_decentral.shared.plan.forecast import Cluster
 from lightning_decentral.shared.plan.known_losses import KnownLosses

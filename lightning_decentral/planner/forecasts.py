@@ -17,6 +17,7 @@ from lightning_decentral.gossip.compute.combine.consensus_control import Consens
 from lightning_decentral.gossip.compute.link import cliques_of
 from lightning_decentral.gossip.island import AllReduce, FullyShard, Island
 from lightning_decentral.gossip.plan.forecast import GossipForecast
+from lightning_decentral.gossip.plan.planned_traffic import Cliques
 from lightning_decentral.gossip.plan.step_costs import (
     PLAIN,
     Alone,
@@ -27,7 +28,6 @@ from lightning_decentral.gossip.plan.step_costs import (
     Within,
 )
 from lightning_decentral.gossip.plan.topology.topology import Topology, audiences, step_graph
-from lightning_decentral.gossip.plan.traffic import Cliques
 from lightning_decentral.gossip.plan.warm_start import WarmStarted
 from lightning_decentral.gossip.strategy import GossipStrategy
 from lightning_decentral.partial.plan.forecast import PartialForecast
@@ -37,9 +37,9 @@ from lightning_decentral.pipeline.plan.forecast import Pipelining
 from lightning_decentral.pipeline.plan.slicing import Balanced, Planned, Uniform
 from lightning_decentral.pipeline.strategy import TokenPipelineStrategy
 from lightning_decentral.pipeline.wire.executor import ExactActivations
-from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.codec.deterministic import BFloat16, DifferenceCompression, Float16, Plain
+from lightning_decentral.shared.compute.codec.codec import BFloat16, Codec, Float16, Float32, Plain
 from lightning_decentral.shared.compute.codec.quantize import Int2, Int4, Int8
+from lightning_decentral.shared.compute.codec.topk import DifferenceCompression
 from lightning_decentral.shared.plan.data_parallel import BUCKET_BYTES, DataParallel, ShardedForecast
 from lightning_decentral.shared.plan.forecast import Cluster, Method
 from lightning_decentral.shared.plan.profile import RoundWork
@@ -222,9 +222,9 @@ def within_of(island: Island) -> Within:
     return Alone(island.devices)
 
 
-def encoding_of(codec: Codec, copies: float = 1, cliques: Cliques = Cliques.TOLD) -> Encoding:
+def encoding_of(codec: Codec, copies: float = 1, cliques: Cliques = Cliques.PEERS) -> Encoding:
     """Bytes by the codec's own formula for float32. Where the profile has no seconds of its own for the codec: those
-    measured on a CPU, on top of what messages as they are take, else none.
+    measured on a CPU, on top of what messages as they are take; of an unknown codec those of the slowest.
 
     Args:
         cliques: `link.cliques_of`.
@@ -240,6 +240,10 @@ def encoding_of(codec: Codec, copies: float = 1, cliques: Cliques = Cliques.TOLD
 
 
 def seconds_per_byte(codec: Codec) -> tuple[float, float]:
-    """(send, receive) as assumed of a codec; of one with other blocks those of its kind, of an unknown one none."""
+    """(send, receive) as assumed of a codec; of one with other blocks those of its kind, of an unknown one the most of
+    any, so that none is free before it is measured."""
+    if isinstance(codec, Float32):  # of float32 parameters it is a copy, as messages are
+        return 0.0, 0.0
     alike = (found for known, found in CODEC_SECONDS_PER_BYTE.items() if type(known) is type(codec))
-    return CODEC_SECONDS_PER_BYTE.get(codec) or next(alike, (0.0, 0.0))
+    own, received = zip(*CODEC_SECONDS_PER_BYTE.values(), strict=True)
+    return CODEC_SECONDS_PER_BYTE.get(codec) or next(alike, (max(own), max(received)))

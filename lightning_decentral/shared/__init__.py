@@ -1,12 +1,13 @@
 """Parts that the methods share: strategy base, checkpoints, the mean model, refusals, loggers; and lazy exports.
 
-A wrong error at set-up: `refusals` (every method), `wire.meeting.comparison` (workers that differ), `plan.kinds`
-(options), then the `refusals` or `checks` of a method. `docs/how-it-works.md` has the order in which they ask.
+A wrong error at set-up: `setup_and_step` has the order (`WorkersStrategy.setup_distributed`, `setup`). It asks
+`refusals` (every method), `wire.meeting.comparison` (workers that differ), `plan.kinds` (options), then the `refusals`
+or `checks` of a method. `docs/how-it-works.md` has the table.
 
-Below: `plan` (timeline, forecasts), `compute` (buckets, devices), `wire` (transport, agreement, averages). Public: all
-names below. `lazy_exports` makes the faces with public names: an `if TYPE_CHECKING:` block lists where each name lives,
-asking for one loads it. So a process reads what it uses (`from lightning_decentral.gossip import GossipStrategy`
-doesn't read the report, the simulation and the rules that nobody asked for); type checkers and readers see imports.
+Subfolders: `plan` (timeline, forecasts), `compute` (buckets, devices), `wire` (transport, agreement, averages). Public:
+all names below. `lazy_exports` reads from the `if TYPE_CHECKING:` block of an `__init__.py` where each name lives, and
+imports a module when one of its names is first used: `from lightning_decentral.gossip import GossipStrategy` doesn't
+import the report, the simulation and the rules. Type checkers and readers see ordinary imports.
 """
 
 import ast
@@ -33,10 +34,10 @@ if TYPE_CHECKING:
 
 
 def lazy_exports(package: str) -> tuple[Callable[[str], Any], list[str]]:
-    """(`__getattr__`, `__all__`) of a package (PEP 562), whose face imports as `from MODULE import NAME as NAME`."""
+    """Return PEP 562's (`__getattr__`, `__all__`) of a package whose imports are `from MODULE import NAME as NAME`."""
     spec = sys.modules[package].__spec__
     assert spec is not None
-    # From its loader: a mirrored face names the mirror's modules, which its file doesn't.
+    # From the loader: a mirrored package names the mirror's modules, which the file doesn't.
     tree = ast.parse(cast(SourceFileLoader, spec.loader).get_source(package) or "")
     blocks = [node.body for node in tree.body if isinstance(node, ast.If)]
     imports = [node for block in blocks for node in block if isinstance(node, ast.ImportFrom)]
@@ -53,7 +54,7 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], list[str]]:
             top, _, inner = package.partition(".")
             mirrored = f"{top}.pytorch_lightning.{inner.partition('.')[0]}"
             raise ModuleNotFoundError(
-                f"{name} binds to the lightning package, which isn't installed: install it, "
+                f"{name} needs the package lightning, which isn't installed: pip install lightning, "
                 f"or for pytorch_lightning write `from {mirrored} import {name}`",
                 name=error.name,
             ) from error
@@ -74,15 +75,15 @@ MOVED = {
     "gossip.wire.island": "gossip.island",
     "partial.plan.depth_order": "partial.plan.depth",
     "pipeline.compute.activation_codec": "pipeline.wire.executor",
-    "shared.compute.codec.difference": "shared.compute.codec.deterministic",
+    "shared.compute.codec.difference": "shared.compute.codec.topk",
     "shared.compute.codec.packed": "shared.compute.codec.quantize",
 }
-"""{module of 0.2.0 with public classes: the one that has them now}, for values in pickles of that version."""
+"""{module of version 0.2.0: module that has its public classes now}, so that pickles of 0.2.0 load."""
 PACKAGE = __name__.partition(".")[0]
 
 
 class Moved(MetaPathFinder, Loader):
-    """Finder of modules that were merged: a module of the old name has what the new one has."""
+    """Import hook for merged modules: a module imported by its old name has the names of the new module."""
 
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         return ModuleSpec(fullname, self) if fullname.removeprefix(f"{PACKAGE}.") in MOVED else None

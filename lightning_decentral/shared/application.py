@@ -1,6 +1,6 @@
-"""The application that commands and schedules train: its Hydra configuration and its functions, handed in as one value.
+"""Hydra application that commands and sweeps train: its configuration and its functions, passed as one value.
 
-A module of its own, however short: sweeps and commands both take the value, and neither may import the recipes.
+This module stands alone because sweeps and commands both take the value, and neither may import the recipes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class Application:
     """A Hydra application that trains.
 
     Args:
-        module: of its configuration files, by its dotted name.
-        name: of the configuration.
-        train: runs a configuration.
-        build_model: the module of a configuration and of the sizes that the data decide.
-        unlogged: overrides of a run that nobody wants in a log.
+        module: dotted name of the package with the configuration files.
+        name: name of the configuration.
+        train: function that trains a configuration.
+        build_model: function that makes the LightningModule from a configuration and from sizes that the data decide.
+        unlogged: overrides of a run that are left out of logs.
     """
 
     module: str
@@ -34,7 +34,7 @@ class Application:
     unlogged: tuple[str, ...] = ()
 
     def compose(self, overrides: Sequence[str]) -> DictConfig:
-        """The configuration that these overrides on the command line make."""
+        """Compose the configuration from these overrides of the command line."""
         # Read here: a command's help needs neither Hydra nor what Lightning reads.
         from lightning_decentral.shared.errors import refuse_mistyped
 
@@ -43,7 +43,7 @@ class Application:
         return cfg
 
     def choice(self, overrides: Sequence[str], group: str) -> str:
-        """Name of the group's file that these overrides take; empty where there is no such group."""
+        """Return the name of the group's file that these overrides choose; empty where there is no such group."""
         return str(self._composed(overrides, return_hydra_config=True).hydra.runtime.choices.get(group) or "")
 
     def _composed(self, overrides: Sequence[str], **options: bool) -> DictConfig:

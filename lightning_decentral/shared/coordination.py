@@ -1,4 +1,4 @@
-"""Stopping and ending epochs together (SIGTERM, Ctrl-C, unequal batches) though no step waits for all workers.
+"""Stops all workers and ends their epochs together (SIGTERM, Ctrl-C, unequal batches), though no step waits for all.
 
 Where Lightning's own loops would make the workers wait for each other, or leave one behind, their methods are replaced
 on the instance for the time of one fit (`LoopPatches`). A version of Lightning without such a method gets a warning
@@ -28,16 +28,16 @@ from lightning_decentral.shared.wire.pending import raise_lost
 from lightning_decentral.shared.wire.transport import Wire, abort_nccl
 
 if TYPE_CHECKING:
-    import lightning_decentral.shared.workers as strategies
+    import lightning_decentral.shared.setup_and_step as strategies
 
 Result = TypeVar("Result")
 
 
 class Uncoordinated:
-    """Fit of a single worker: there is nobody to wait for.
+    """Coordination of a single worker's fit, which waits for nobody.
 
     Attributes:
-        waiting: context for whatever may wait for other workers without being a call of Lightning's.
+        waiting: context for code that may wait for other workers without being a call of Lightning's.
         updating: context for the optimizer steps that the strategy takes.
     """
 
@@ -46,47 +46,46 @@ class Uncoordinated:
 
     @property
     def agreed(self) -> bool:
-        """True where all workers know that they stop."""
+        """Return whether all workers have agreed to stop."""
         return False
 
     @property
     def rests(self) -> bool:
-        """True where this worker's epoch is over while others train on."""
+        """Return whether this worker's epoch is over while others still train."""
         return False
 
     def meet(self, call: Callable[[], Result]) -> Result:
-        """Run a collective call of Lightning's: counted, so that a worker that waits in one alone is found."""
+        """Run a collective call of Lightning's and count it, so that a worker that waits alone in a call is found."""
         return call()
 
     def tick(self) -> None:
-        """Count a round; called once in each."""
+        """Count a round; the strategy calls this once in each round."""
 
     def close(self) -> None:
         """End the coordination with the fit."""
 
 
 class FitCoordinator(Uncoordinated):
-    """One fit's stop agreement, roll call and patched loops; a context for what may wait for other workers."""
+    """Coordinates one fit: agreement to stop, roll call at epoch ends, patched loops; a context for code that waits."""
 
     def __init__(
         self,
         wire: Wire,
         trainer: Trainer,
-        of: "strategies.WorkersStrategy",  # whose rounds they are
+        strategy: "strategies.WorkersStrategy",  # whose rounds are coordinated
         stop: StopAgreement,  # of this fit
-        heartbeat: Heartbeat,  # whose thread looks after it
-        name: str,  # of this fit, another one for each
+        heartbeat: Heartbeat,  # whose thread polls the agreement
+        name: str,  # of this fit, a different one for each fit
     ) -> None:
-        self._of, self._met, self._open, self._calling = of, 0, True, False
+        self._strategy, self._met, self._open, self._calling = strategy, 0, True, False
         self._stop, self._heartbeat, self._rank = stop, heartbeat, wire.roll.rank
         self._since: float | None = None  # by the monotonic clock, a wait for others; None: this host waits for nobody
         self.waiting = self
-        self._roll = RollCall(
-            wire.roll, wire.store, of.rounds, of.wanted, self._take_part, lambda: self._met, name, stop.left_after
-        )
+        given = wire.roll, wire.store, strategy.rounds, strategy.wanted
+        self._roll = RollCall(*given, self._take_part, lambda: self._met, name, stop.left_after)
         self._queued, self._backlog = wire.world.queued, Backlog(wire.world.queued)
         self._rescue = Rescue(heartbeat, self._backlog.since, abort_nccl, stop.patience_seconds)
-        self.updating = self._updates = Updates(of)
+        self.updating = self._updates = Updates(strategy)
         self._loops = LoopPatches(trainer, stop, self._roll, self._updates)
         self._waits = Waits(heartbeat.board, self._wait)
         heartbeat.listen(stop.look)
@@ -128,11 +127,11 @@ class FitCoordinator(Uncoordinated):
         self._stop.tick()
 
     def _take_part(self, index: int) -> None:
-        self._of.take_part(index)
+        self._strategy.take_part(index)
         self.tick()  # as after an update
 
     def close(self) -> None:
-        """Lightning's own methods again. `agreed` stays: how the fit ended decides who may still meet."""
+        """Restore Lightning's own methods. `agreed` stays: how the fit ended decides who may still communicate."""
         if self._open:
             self._open = False
             self._heartbeat.forget(self._stop.look)
@@ -152,8 +151,8 @@ LOST = {
 
 
 class LoopPatches:
-    """Puts an agreement that nobody waits for in place of Lightning's broadcast from worker 0 before every batch. A
-    SIGTERM or a first Ctrl-C asks for it; the roll is called where an epoch ends.
+    """Replaces Lightning's broadcast from worker 0 before every batch by an agreement that no worker waits for. A
+    SIGTERM or a first Ctrl-C asks all workers to stop; the roll is called where an epoch ends.
     """
 
     def __init__(self, trainer: Trainer, stop: StopAgreement, roll: RollCall, updates: Updates) -> None:
@@ -251,7 +250,7 @@ class LoopPatches:
         inner()
 
     def _call_roll(self, validates: Callable[[], bool] = bool) -> None:
-        """Agree at an epoch's end: all stop if one does, and validate if one does."""
+        """Agree at an epoch's end: all workers stop if one worker stops, and all validate if one validates."""
         if self._epoch_ended:
             return
         try:
@@ -274,7 +273,7 @@ class LoopPatches:
         self._epoch_ended = True
 
     def _validate(self) -> None:
-        """Validate as Lightning does after a batch, where this worker's epoch ended in another way than another's."""
+        """Validate as Lightning does after a batch, where another worker validates and this one wouldn't."""
         trainer = self._trainer
         first = trainer._logger_connector._first_loop_iter
         trainer.validating = True

@@ -1,4 +1,4 @@
-"""Error messages of a command line: which exceptions are the user's to mend, and each as one line with its remedy."""
+"""Error messages of a command line: which exceptions the user can fix, and each as one line with its remedy."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ FROM_EXTRAS: dict[str | None, str] = {"hydra/launcher/submitit_slurm": "slurm"}
 
 
 def mendable(error: BaseException) -> bool:
-    """Return whether its user can mend the error; one that Hydra wrapped counts as what it was."""
+    """Return whether the user can fix the error; an error that Hydra wrapped counts as the original error."""
     original = unwrapped(error)
     # What Hydra wrapped came from constructing what a configuration names: there these two are the user's.
     return isinstance(original, MENDABLE) or (original is not error and isinstance(original, (TypeError, ImportError)))
 
 
 def one_line(error: BaseException) -> str:
-    """The message without line breaks; for an unknown name, the known ones."""
+    """Return the error's message without line breaks; for an unknown name, with the known names."""
     for cause in chain_of_causes(error):
         if isinstance(cause, MissingConfigException) and cause.missing_cfg_file in FROM_EXTRAS:
             extra = FROM_EXTRAS[cause.missing_cfg_file]
@@ -62,12 +62,12 @@ def one_line(error: BaseException) -> str:
 
 
 def unwrapped(error: BaseException) -> BaseException:
-    """The first error below those that Hydra puts around the errors of constructors."""
+    """Return the original error below those that Hydra wraps around errors of constructors."""
     return next((cause for cause in chain_of_causes(error) if not isinstance(cause, InstantiationException)), error)
 
 
 def chain_of_causes(error: BaseException) -> Iterator[BaseException]:
-    """The error, what it was raised from, and so on."""
+    """Yield the error, then the cause that it was raised from, and so on."""
     current: BaseException | None = error
     while current is not None:
         yield current
@@ -75,7 +75,7 @@ def chain_of_causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def refuse_unowned(group: str, node: DictConfig) -> None:
-    """ValueError for an option that the node's target does not take; a partial object finds out only when called."""
+    """Raise ValueError for an option that the node's target doesn't take; a partial would find out only when called."""
     target = str(node.get("_target_"))
     names = _parameters(target)
     unknown = [str(key) for key in node if not str(key).startswith("_") and key not in names]
@@ -84,8 +84,8 @@ def refuse_unowned(group: str, node: DictConfig) -> None:
 
 
 def refuse_missing(cfg: DictConfig) -> None:
-    """ValueError for values that must be given, each by the override that gives it."""
-    # Asked before all work: an error in instantiating names the place of a node that is handed to another one.
+    """Raise ValueError for values that must be given, with the override that gives each."""
+    # Checked before all work: an error in instantiating names the place of a node that is passed to another node.
     if missing := list(_missing(cfg)):
         overrides = " ".join(f"{key}=..." for key in missing)
         raise ValueError(f"{' and '.join(missing)} must be given: add {overrides} to the command")
@@ -96,15 +96,15 @@ def _missing(node: Any, place: str = "") -> Iterator[str]:
         where = f"{place}.{key}" if place else str(key)
         if OmegaConf.is_missing(node, key):
             yield where
-        # What is referred to is asked where it stands.
+        # A node that is referred to is checked where it stands.
         elif not OmegaConf.is_interpolation(node, key) and isinstance(node[key], DictConfig):
             yield from _missing(node[key], where)
 
 
 def refuse_mistyped(node: Any, place: str = "") -> None:
-    """ValueError for a value in a configuration, or below, that its target's annotations don't have: before all work.
+    """Raise ValueError, before all work, for a value in the node whose type its target's annotations don't allow.
 
-    Interpolations and None are left to the targets.
+    Interpolations and None are checked by the targets themselves.
     """
     target, constructor = node.get("_target_"), None
     with suppress(ImportError, ValueError, TypeError):  # not there, or not readable: instantiating it raises that
@@ -122,7 +122,7 @@ def refuse_mistyped(node: Any, place: str = "") -> None:
 
 
 def _unknown_key(error: OmegaConfBaseException) -> str:
-    """Key 'x' is not in 'node': it has a, b; its class also takes +c, +d."""
+    """Message for an unknown key x of a node: no 'x' in node: it has a, b; add others as +c, +d."""
     node: Any = error.parent_node
     if not isinstance(node, DictConfig):
         return _flat(str(error))
@@ -134,7 +134,7 @@ def _unknown_key(error: OmegaConfBaseException) -> str:
 
 
 def _parameters(target: str | None) -> list[str]:
-    """Names of the arguments of the class or function at this dotted path; none if it can't be found."""
+    """Return the argument names of the class or function at this dotted path; none where nothing is found."""
     try:
         parameters = inspect.signature(get_object(target)).parameters.values() if target else ()
     except (ImportError, ValueError, TypeError):

@@ -1,12 +1,11 @@
-"""Mean of the workers, shown in evaluations or taken at the end of training. Callbacks that meet it there are
-`ModelPruning`, and whatever swaps parameters in where an evaluation begins.
+"""Evaluation of the mean model: the workers' mean is swapped in for evaluations, or taken at the end of training.
 
-The mean of the workers is pruned, by one mask for all, and stays pruned where training ends. By itself each worker
-would choose a mask from its own parameters, and a mean of different masks prunes less than each.
+`ModelPruning` prunes the mean model, with one mask for all workers, and it stays pruned when training ends. Alone, each
+worker would choose a mask from its own parameters, and a mean of models with different masks has fewer zeros than each.
 
-The mean is put in place before any other callback sees that an evaluation begins. Lightning asks a strategy last, when
-it begins and when it ends: what a callback changes and takes back (adapters merged, averages swapped in) would be
-changed in a worker's own parameters then, and taken back in the mean.
+The mean is swapped in before any other callback sees that an evaluation begins. Lightning calls a strategy's hooks
+last, so a callback that changes parameters and restores them (merges adapters, swaps averages in) would change a
+worker's own parameters, and restore the mean's.
 """
 
 import functools
@@ -21,21 +20,21 @@ from torch import Tensor, nn
 from lightning_decentral.shared.wire.mean import MeanModel, Swap, of_mean
 
 if TYPE_CHECKING:
-    import lightning_decentral.shared.workers as strategies
+    import lightning_decentral.shared.setup_and_step as strategies
 
 
 def callbacks_of(trainer: Trainer) -> list[Callback]:
-    """Callbacks of a trainer in their order: the list itself."""
+    """Return the Trainer's own list of callbacks, not a copy, in order."""
     found: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return found
 
 
 class PrunedTogether:
-    """Pruning on all workers alike, in place of what a trainer's ModelPruning callbacks do, for the time of one fit.
+    """Prunes alike on all workers, in place of the Trainer's `ModelPruning` callbacks, for the time of one fit.
 
     Args:
-        from_worker_0: every worker gets worker 0's values of these tensors; collective.
-        arrive: land what is in flight and meet where training ends; collective.
+        from_worker_0: gives every worker worker 0's values of these tensors; collective.
+        arrive: receives messages in flight and waits for the other workers where training ends; collective.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class PrunedTogether:
         self._undo = []
 
     def _prune(self, inner: Callable[[int], None], epoch: int) -> None:
-        """Prune: what this writes stays, on all workers alike; what it leaves is each worker's own again."""
+        """Prune the mean: parameters that change stay pruned on all workers; each worker gets its others back."""
         with self._mean_model.standing(*of_mean([self._module])) as keep:
             parameters = list(self._module.parameters())
             before = [parameter.detach().clone() for parameter in parameters]
@@ -77,28 +76,28 @@ class PrunedTogether:
 
 
 class Evaluation(Callback):
-    """Evaluation of one strategy: all that Lightning does once for all workers sees their mean, or equal replicas.
+    """Callback that evaluates the workers' mean, or equal replicas, wherever Lightning evaluates once for all workers.
 
-    A trainer's first callback for one run: what is due where an evaluation begins, at its batches and where the last
-    is over is done before any other callback does anything.
+    It is the Trainer's first callback for one run, so it acts before any other callback when an evaluation begins, at
+    its batches and after the last batch.
     """
 
-    def __init__(self, of: "strategies.WorkersStrategy") -> None:
-        self._strategy = of  # by another name than the argument: `settings` would compare the whole strategy
+    def __init__(self, owner: "strategies.WorkersStrategy") -> None:
+        self._strategy = owner  # by another name than the argument: `settings` would compare the whole strategy
         self._callbacks: list[Callback] = []
         self._loop: Any = None
         self._awaited = False  # whether the first batch is still to come
         self._swapped_in: Swap | None = None
 
     def watch(self, trainer: Trainer) -> None:
-        """Watch the trainer from now on, until `close`."""
+        """Watch the Trainer's evaluations from now on, until `close`."""
         self._callbacks = callbacks_of(trainer)
         self._callbacks.insert(0, self)
         self._loop = loop = trainer.fit_loop.epoch_loop.val_loop
         loop.setup_data = functools.partial(self._set_up_loaders, loop.setup_data)  # type: ignore[method-assign]
 
     def _set_up_loaders(self, inner: Callable[[], None]) -> None:
-        """See that all workers of a fit have as many validation loaders, for each of which Lightning lets them meet."""
+        """Check that all workers have equally many validation loaders: Lightning makes workers wait at each of them."""
         before = self._loop._combined_loader
         inner()
         if self._loop._combined_loader is not before:
@@ -111,9 +110,9 @@ class Evaluation(Callback):
             self._awaited = True
 
     def _evaluate(self) -> None:
-        """Evaluate the mean of what hooks have put in the mean's place, where workers made it of states of their own.
+        """Evaluate the mean over workers of parameters that hooks swapped in, where each worker swapped in its own.
 
-        At the first batch, behind all those hooks; an average in an optimizer is such a state. Collective."""
+        At the first batch, after all hooks; an optimizer's average of parameters is an example. Collective."""
         if not self._awaited:
             return
         self._awaited = False
@@ -123,14 +122,14 @@ class Evaluation(Callback):
             self._swapped_in = Swap(tensors, mean_model.mean_of(tensors))
 
     def _end(self) -> None:
-        """Restore swapped-in parameters, bit for bit, before the callback that swapped them in takes them back."""
+        """Restore swapped-in parameters, bit for bit, before the callback that swapped them in restores its own."""
         self._evaluate()  # a worker without a batch takes part
         if self._swapped_in is not None:
             self._swapped_in.undo()
             self._swapped_in = None
 
     def arrive(self) -> None:
-        """Land what is in flight; the mean of the workers for all where training ends at it. Collective."""
+        """Receive messages in flight; give all workers the mean model where training ends with it. Collective."""
         self._strategy.health.check_equal()
         if self._strategy.mean_model.diverged:
             self._strategy.settle()
@@ -138,10 +137,10 @@ class Evaluation(Callback):
                 self._strategy.mean_model.take(*of_mean([self._strategy._module]))
 
     def close(self) -> None:
-        """The tensors are their owners' again."""
+        """Stop watching the Trainer, and forget the mean."""
         self._strategy.mean_model.forget()
         self._awaited, self._swapped_in = False, None
-        # The trainer may train again with another strategy.
+        # The Trainer may train again with another strategy.
         self._callbacks[:] = [callback for callback in self._callbacks if callback is not self]
         self._callbacks = []
         if self._loop is not None:

@@ -1,4 +1,4 @@
-"""Lines that a strategy prints when training with several workers starts: its plan; a hint at what replaces Adam."""
+"""Lines printed when training with several workers starts: the strategy's settings; optimizers better than Adam."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -18,15 +18,15 @@ USUAL_DECAY = 0.01  # AccumAdamW's
 
 
 class StartTable(Callback, ABC):
-    """A callback that shows a run's plan in full when it starts: the strategy then prints no line of its own."""
+    """Callback that shows all settings of a run when it starts; the strategy then prints no lines."""
 
     @abstractmethod
     def shows(self, strategy: Any) -> bool:
-        """Return whether this callback shows the plan of a run under this strategy."""
+        """Return whether this callback shows the settings of a run under this strategy."""
 
 
 def introduce(lines: Sequence[str], trainer: Trainer) -> None:
-    """Print the lines on worker 0, unless a callback of this Trainer has shown the same as a table."""
+    """Print the lines on worker 0, unless a callback of this Trainer has shown the settings as a table."""
     if not any(isinstance(c, StartTable) and c.shows(trainer.strategy) for c in trainer.callbacks):  # type: ignore[attr-defined]
         show(lines)
 
@@ -38,13 +38,13 @@ def show(lines: Sequence[str]) -> None:
 
 
 def coded_bytes(codec: Codec, tensors: Iterable[Tensor]) -> int:
-    """Bytes of one message with these tensors' numbers."""
-    # Of a complex number both parts travel.
+    """Return the bytes of one encoded message with all elements of these tensors."""
+    # A complex number is sent as its two parts.
     return sum(codec.bytes(t.numel() * (1 + t.is_complex()), t.dtype.to_real()) for t in tensors)
 
 
 def traffic(sent_bytes: float, model_bytes: float, size: int) -> str:
-    """Bytes that a worker sends in a step, and those of an all-reduce of all gradients."""
+    """Text with the bytes that a worker sends in a step, and with those of an all-reduce of all gradients."""
     from lightning_decentral.shared.plan.units import (
         shown_bytes,  # a worker alone reads neither this nor the table below
     )
@@ -53,12 +53,12 @@ def traffic(sent_bytes: float, model_bytes: float, size: int) -> str:
 
 
 def of_all_reduce(sent_bytes: float, size: int) -> float:
-    """2 (n - 1) / n: what each of n workers sends in an all-reduce of so many bytes."""
+    """Return the bytes that each of n workers sends in an all-reduce of `sent_bytes`: 2 (n - 1) / n times as many."""
     return 2 * (size - 1) / size * sent_bytes
 
 
 def adam_hint(optimizers: Sequence[Optimizer], workers: int) -> str:
-    """Name optimizers to take in place of Adam, whose steps are shorter where each worker updates by its own gradient.
+    """Name optimizers to use instead of Adam, whose steps are shorter where each worker updates by its own gradient.
 
     Returns: code with the settings in use, of Muon alone where groups differ in weight decay; names alone with several
         optimizers, or groups that differ in more; "" without Adam or with one worker.
@@ -91,7 +91,7 @@ def adam_hint(optimizers: Sequence[Optimizer], workers: int) -> str:
 
 
 def _settings(group: dict[str, Any]) -> tuple[float, ...]:
-    """Rate (before a scheduler changed it), betas and weight decay."""
+    """Return learning rate (before a scheduler changed it), betas and weight decay."""
     rate = group.get("max_lr", group.get("initial_lr", group["lr"]))
     return tuple(float(one) for one in (rate, *group.get("betas", ()), group.get("weight_decay", 0.0)))
 

@@ -1,4 +1,4 @@
-"""Logger in addition to Lightning's own: a Weights & Biases run per worker."""
+"""Logger in addition to Lightning's own: one Weights & Biases run for each worker."""
 
 from argparse import Namespace
 from collections.abc import Mapping
@@ -19,23 +19,23 @@ SHARES = TorchVersion("0.19.9")  # The first W&B with a shared mode.
 
 
 class WandbPerWorker(OfWorkers):
-    """One W&B run for every worker, together in one group: each shows that worker's own losses, waiting and bytes.
+    """Logs every worker to a W&B run of its own, all in one group: that worker's losses, waiting time and bytes sent.
 
-    `lightning.pytorch.loggers.WandbLogger` makes one run, of worker 0; choose this one to see every worker's machine.
-    A training that is resumed goes on in its runs.
+    `lightning.pytorch.loggers.WandbLogger` logs worker 0 alone; choose `WandbPerWorker` to see every worker's machine.
+    A resumed training continues its runs.
 
     Args:
-        project: of all the runs.
-        group: what the runs have in common; by default the name of `save_dir`, then each training needs its own.
-        save_dir: where W&B keeps its files.
+        project: W&B project of all the runs.
+        group: W&B group of all the runs; by default the name of `save_dir`, which then must differ between trainings.
+        save_dir: folder of W&B's files.
         offline: write files only; `wandb sync` sends them later.
-        id: of the shared run, and the beginning of each worker's id; the same on all workers. By default worker 0's
-            choice under this package's strategies.
-        shared: one run for all workers, by W&B's shared mode: worker k's keys begin with `worker_k/`, but worker 0's
-            are as they are, and hosts' system metrics are labelled.
+        id: id of the shared run, and the beginning of each worker's run id; equal on all workers. By default worker 0
+            chooses it under this package's strategies.
+        shared: log all workers to one run, by W&B's shared mode: worker k's keys begin with `worker_k/`, worker 0's
+            have no prefix, and hosts' system metrics are labelled.
 
     Raises:
-        ValueError: `shared` offline or with a W&B older than 0.19.9, which can't.
+        ValueError: `shared` together with `offline`, or with a W&B older than 0.19.9, which has no shared mode.
     """
 
     def __init__(
@@ -49,9 +49,7 @@ class WandbPerWorker(OfWorkers):
         shared: bool = False,
     ) -> None:
         if shared and offline:
-            raise ValueError(
-                "shared=True needs a connection, got offline=True: give one of them, or sync runs per worker"
-            )
+            raise ValueError("shared=True needs a connection to W&B, got offline=True: give one of the two, not both")
         if shared and TorchVersion(wandb.__version__) < SHARES:
             raise ValueError(f"shared=True needs wandb {SHARES}, got {wandb.__version__}: pip install -U wandb")
         super().__init__(project, group or Path(save_dir).resolve().name, id)
@@ -114,7 +112,7 @@ class WandbPerWorker(OfWorkers):
 
 
 def shared_by(rank: int) -> wandb.Settings:
-    """Settings of a worker in a run that all write to: worker 0 describes and ends it."""
+    """Return a worker's settings in a W&B run that all workers write to: worker 0 describes and ends the run."""
     first = rank == 0
     label = f"worker {rank}"
     return wandb.Settings(mode="shared", x_primary=first, x_label=label, x_update_finish_state=first)

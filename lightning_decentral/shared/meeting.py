@@ -1,7 +1,7 @@
-"""Workers that find, watch and leave each other: one worker's `WorkerGroup`, a part of every strategy with several.
+"""Process groups of a fixed number of workers: `WorkerGroup` connects them, sends heartbeats, and disconnects them.
 
-It has the groups over which they communicate. Knows no method. What a worker waits for in a fit is counted and named by
-`FitCoordinator`.
+Every strategy with several workers has one `WorkerGroup`, which knows no method. `FitCoordinator` counts and names what
+a worker waits for in a fit.
 """
 
 import os
@@ -28,7 +28,7 @@ from lightning_decentral.shared.wire.transport import STORES, Wire, abort_nccl, 
 
 if TYPE_CHECKING:
     import lightning_decentral.shared.fabric.strategy as fabric
-    import lightning_decentral.shared.workers as strategies
+    import lightning_decentral.shared.setup_and_step as strategies
 
 GOODBYE_SECONDS = 10.0  # Time that worker 0, and the store with it, stays for the others to end, too.
 
@@ -42,18 +42,18 @@ STAGES = {
 
 TIMEOUT = timedelta(minutes=5)
 BLOCKS = {"NCCL_MAX_P2P_NCHANNELS": "8"}
-"""NCCL's setting where the user has none: for each send it would make up to 32 blocks, which have a multiprocessor
-of the device each, also while a neighbour is late (nccl#1656, nccl#1598)."""
+"""NCCL's setting where the user gave none: NCCL would make up to 32 blocks for each send, and each block occupies a
+multiprocessor of the device, also while a neighbour is late (nccl#1656, nccl#1598)."""
 
 
 class WatchedDevice(Uncoordinated):
-    """Coordination where nobody stops or ends together: in set-up, and in a validation or test by itself.
+    """Coordination outside of a fit (set-up, a validation or test by itself), without an agreement to stop.
 
     A device that waits for a lost worker is freed, as in a fit.
 
     Args:
-        queued: whether waits are the device's.
-        seconds: that a worker waits for another.
+        queued: whether the device waits, and not the host.
+        seconds: how long a worker waits for another.
     """
 
     def __init__(self, queued: bool, heartbeat: Heartbeat, seconds: float) -> None:
@@ -72,24 +72,24 @@ class WatchedDevice(Uncoordinated):
 
 
 class WorkerGroup:
-    """One worker's, of one strategy; a new meeting for each fit, validation, test.
+    """Connects one worker of a strategy to the others; anew for each fit, validation and test.
 
     Args:
-        of: whose it is.
+        strategy: the strategy that the worker runs.
         timeout: how long a worker waits for another, in set-up, in a step or anywhere, before it ends.
 
     Attributes:
-        coordination: of what waits for other workers, now.
-        ready: set-up is over.
+        coordination: runs calls that wait for other workers; another object in a fit than outside.
+        ready: whether set-up is over.
 
     Raises:
-        ValueError: no time to wait.
+        ValueError: timeout is not positive.
     """
 
-    def __init__(self, of: "strategies.WorkersStrategy | fabric.FabricWorkers", timeout: timedelta) -> None:
+    def __init__(self, strategy: "strategies.WorkersStrategy | fabric.FabricWorkers", timeout: timedelta) -> None:
         if timeout <= timedelta(0):
             raise ValueError(f"timeout must be positive, got {timeout}: {TIMEOUT} is the default")
-        self._of, self.timeout = of, timeout
+        self._strategy, self.timeout = strategy, timeout
         self.ready = self._saving = False
         self.coordination = Uncoordinated()
         self._heartbeat: Heartbeat | None = None
@@ -99,10 +99,10 @@ class WorkerGroup:
 
     @property
     def _trainer(self) -> Any:
-        return getattr(self._of.lightning_module, "_trainer", None)
+        return getattr(self._strategy.lightning_module, "_trainer", None)
 
     def phase(self) -> str:
-        """Text on what this worker does right now."""
+        """Return text on what this worker does right now."""
         trainer = self._trainer
         if trainer is None or not self.ready:
             return "set-up"
@@ -111,30 +111,30 @@ class WorkerGroup:
         return STAGES.get(trainer.state.stage, f"step {trainer.global_step + 1}")
 
     def come(self) -> None:
-        """Start the world as Lightning does, at a store that names who is missing. From now on the others see that this
-        worker lives.
+        """Create the process group as Lightning does, through a store that names missing workers; start the heartbeat,
+        by which the others see that this worker is alive.
 
         Raises:
-            ValueError: this device, backend or place can't be used.
+            ValueError: workers can't communicate by this device, backend or address.
         """
-        of, environment = self._of, self._of.cluster_environment
+        strategy, environment = self._strategy, self._strategy.cluster_environment
         assert environment is not None
-        assert of.process_group_backend is not None
-        refuse_backend(of.process_group_backend, of.root_device)
+        assert strategy.process_group_backend is not None
+        refuse_backend(strategy.process_group_backend, strategy.root_device)
         rank, size = environment.global_rank(), environment.world_size()
-        if size > 1 and of.root_device.type == "mps":
+        if size > 1 and strategy.root_device.type == "mps":
             # Headers of messages, weights and norms: in float32 a sum over many workers wouldn't be exact.
-            raise ValueError("workers count in float64, which mps devices don't have: train with accelerator='cpu'")
-        if of.root_device.type == "cuda":
+            raise ValueError("workers need float64, which mps devices don't have: train with accelerator='cpu'")
+        if strategy.root_device.type == "cuda":
             os.environ.update({name: value for name, value in BLOCKS.items() if name not in os.environ})
         if size > 1 and not connected():
             try:
                 place = environment.main_address, environment.main_port, rank, size
             except ValueError as error:
                 raise ValueError(f"MASTER_PORT must be a number ({error}): set it alike on all workers") from error
-            self._make_world(Meeting(*place, self.timeout, _hosted(), (of.num_nodes, of.num_processes)))
+            self._make_world(Meeting(*place, self.timeout, _hosted(), (strategy.num_nodes, strategy.num_processes)))
         else:
-            _init_dist_connection(environment, of.process_group_backend, **self._settings)
+            _init_dist_connection(environment, strategy.process_group_backend, **self._settings)
         if connected():
             connection = own_connection("notices")
             # The store counts its meetings, not the process, which may have met others before (a pool's, an actor's).
@@ -144,11 +144,11 @@ class WorkerGroup:
 
     @property
     def _settings(self) -> dict[str, Any]:
-        device = self._of.root_device
+        device = self._strategy.root_device
         return {"timeout": self.timeout, "device_id": None if device.type == "cpu" else device}
 
     def _make_world(self, meeting: Meeting) -> None:
-        environment, backend = self._of.cluster_environment, self._of.process_group_backend
+        environment, backend = self._strategy.cluster_environment, self._strategy.process_group_backend
         assert environment is not None
         assert backend is not None
         met = meeting.store()
@@ -160,36 +160,36 @@ class WorkerGroup:
             raise group_failed(met, meeting.rank, error) from error
 
     def join_groups(self) -> Wire | None:
-        """The strategy's `wire`, made where there is none. Collective."""
-        if self._of.wire is None and connected():
+        """Return the strategy's `wire`, its process groups, created where there are none. Collective."""
+        if self._strategy.wire is None and connected():
             # After the last fit there is no board.
             agree = bool if self._board is None else partial(self._board.agree, timeout=self.timeout)
-            self._of.wire = connect(self._of.root_device, self.timeout, agree=agree)
+            self._strategy.wire = connect(self._strategy.root_device, self.timeout, agree=agree)
             if self._heartbeat is not None:
-                queued, seconds = self._of.wire.world.queued, self.timeout.total_seconds()
+                queued, seconds = self._strategy.wire.world.queued, self.timeout.total_seconds()
                 self.coordination = WatchedDevice(queued, self._heartbeat, seconds)
-        return self._of.wire
+        return self._strategy.wire
 
-    def leave_groups(self, alone: bool) -> None:
-        """Give them back; where an exception may have left messages under way, without waiting for them."""
-        if self._of.wire is not None:
-            (self._of.wire.abandon if alone else self._of.wire.close)()
-        self._of.wire = None
+    def leave_groups(self, cut_off: bool) -> None:
+        """Close the process groups; after an exception, without waiting for messages that may be in flight."""
+        if self._strategy.wire is not None:
+            (self._strategy.wire.abandon if cut_off else self._strategy.wire.close)()
+        self._strategy.wire = None
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Context for the writing of a checkpoint, which all do together."""
-        between, self._saving = self._of.wire is None, True
+        """Context for writing a checkpoint, which all workers do together."""
+        between, self._saving = self._strategy.wire is None, True
         yield
         self._saving = False  # after an error it stays: that is where this worker ends
         if between:  # two fits, or after the last: groups made for this checkpoint alone
-            self.leave_groups(self.alone)
+            self.leave_groups(self.cut_off)
 
     # ---- a fit: what waits is counted and named, all stop together --------------------------------------------------
 
-    def coordinate(self, trainer: Trainer, of: "strategies.WorkersStrategy") -> None:
+    def coordinate(self, trainer: Trainer, strategy: "strategies.WorkersStrategy") -> None:
         """Coordinate the fit with the other workers from now on, until `coordination.close`."""
-        if self._of.wire is None:
+        if self._strategy.wire is None:
             return
         assert self._board is not None
         assert self._heartbeat is not None
@@ -197,11 +197,11 @@ class WorkerGroup:
         stop = StopAgreement(board, self.timeout.total_seconds(), heartbeat.wake)
         self.coordination.close()  # set-up was watched
         name = f"fit-{self._fits}"  # the store still has what earlier fits wrote
-        self.coordination = FitCoordinator(self._of.wire, trainer, of, stop, heartbeat, name)
+        self.coordination = FitCoordinator(self._strategy.wire, trainer, strategy, stop, heartbeat, name)
         self._fits += 1
 
     def layouts(self, layout: Callable[[], Layout], peers: Sequence[int] = ()) -> TrainingComparison:
-        """Comparison of what workers train, with these ranks, or all. Every worker makes as many, in one order."""
+        """Return a comparison of what these ranks, or all, train. Every worker must make as many, in the same order."""
         if self._board is None or self._heartbeat is None:
             return TrainingComparison()
         peers = peers or range(self._board.size)
@@ -209,25 +209,25 @@ class WorkerGroup:
         return Layouts(self._board, self._heartbeat, peers, name, layout, self.timeout, lambda: self.coordination.rests)
 
     @property
-    def alone(self) -> bool:
-        """An exception has taken this worker off the others' path: nothing collective may be called any more."""
+    def cut_off(self) -> bool:
+        """Return whether an exception has cut this worker off the others, so that it may call nothing collective."""
         trainer = self._trainer
         return trainer is not None and trainer.interrupted and not self.coordination.agreed and connected()
 
     # ---- the end ----------------------------------------------------------------------------------------------------
 
     def leave(self, error: BaseException) -> None:
-        """Report to the others why this worker ends, unless all have agreed to; a bare report of a lost peer gets the
-        reason in place."""
+        """Report to the others why this worker ends, unless all have agreed to stop. An error about a lost peer gets
+        the peer's own reason in its text."""
         if self._heartbeat is not None and not self.coordination.agreed:
             self._heartbeat.leave(error)
 
-    def close(self, alone: bool) -> None:
-        """The end of the meeting; unless an exception has taken this worker away, worker 0 waits for the others."""
+    def close(self, cut_off: bool) -> None:
+        """Disconnect this worker; unless an exception has cut it off, worker 0 first waits for the others."""
         self.coordination.close()
         if self._heartbeat is not None and self._board is not None:
             self._heartbeat.close()
-            if not alone:
+            if not cut_off:
                 rank, keys = self._board.rank, [f"gone/{other}" for other in range(self._board.size)]
                 with suppress(RuntimeError):  # the store is gone, as is whom there would be to wait for
                     self._store.set(keys[rank], "yes")

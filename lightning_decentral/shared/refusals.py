@@ -1,4 +1,4 @@
-"""Refusals: the Trainers that strategies are for, their options and devices, and what no method with workers serves."""
+"""Checks that every strategy makes: its Trainer's package, its options, device and backend, and layers to refuse."""
 
 import inspect
 from collections.abc import Iterable
@@ -17,32 +17,32 @@ OTHER = {
     "lightning.pytorch.strategies.strategy": ("pytorch_lightning", "lightning_decentral.pytorch_lightning"),
     "pytorch_lightning.strategies.strategy": ("lightning.pytorch", "lightning_decentral"),
 }
-"""{where Strategy is from: (the other package, where its strategies are)}"""
+"""{module of Lightning's Strategy: (the other Lightning package, module of our strategies for that package)}"""
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
 def own_device(strategy: Any) -> torch.device:
-    """The strategy's device at this process's local rank; ValueError where the process has a rank without a device."""
+    """Return the strategy's device at this process's local rank. ValueError: there is no device of that rank."""
     devices, place = strategy.parallel_devices or [], strategy.local_rank
     if not 0 <= place < len(devices):
         raise ValueError(
             f"this process has local rank {place} (LOCAL_RANK, or SLURM_LOCALID under SLURM) and was given "
-            f"devices={len(devices)}: start as many processes as devices on each host, with ranks from 0"
+            f"devices={len(devices)}: start as many processes as devices on each host, with local ranks from 0"
         )
     device: torch.device = devices[place]
     return device
 
 
 def named(strategy: Strategy) -> str:
-    """Text of whose package's Trainer takes the strategy: a Trainer of the other refuses it, and prints what it got."""
+    """Return the strategy's repr with the package whose Trainer takes it: other Trainers print it in their error."""
     package, other = Strategy.__module__.removesuffix(".strategies.strategy"), OTHER[Strategy.__module__]
     name = type(strategy).__name__
     return f"<{name} for {package}.Trainer; {other[0]}.Trainer takes {other[1]}.{name}>"
 
 
 def refuse_unknown(strategy: type, options: Iterable[str]) -> None:
-    """ValueError for an option that neither the strategy nor a base below DDPStrategy names: nothing would read it."""
+    """Raise ValueError for an option that no constructor below DDPStrategy names, so that nothing would read it."""
     unknown = sorted(options)
     if unknown:
         constructors = [vars(cls)["__init__"] for cls in own_bases(strategy) if "__init__" in vars(cls)]
@@ -52,25 +52,25 @@ def refuse_unknown(strategy: type, options: Iterable[str]) -> None:
 
 
 def own_bases(strategy: type) -> tuple[type, ...]:
-    """The class and its bases below DDPStrategy: ours."""
+    """Return the class and its bases below DDPStrategy: those of this package."""
     mro = strategy.__mro__
     return mro[: [cls.__name__ for cls in mro].index("DDPStrategy")]  # Trainers' or Fabric's
 
 
 def refuse_backend(name: str, device: torch.device) -> None:
-    """ValueError for a process group backend that can't serve workers on this device: before torch looks for it."""
+    """Raise ValueError, before torch looks for the backend, for a process group backend that can't serve the device."""
     given = dict(part.rpartition(":")[::2] for part in name.split(","))  # "gloo", or "cpu:gloo,cuda:nccl"
     used = given.get(device.type, given.get("", ""))
     if used not in ("gloo", "nccl") or (used == "nccl" and device.type != "cuda"):
         served = "'nccl' or 'gloo'" if device.type == "cuda" else "'gloo'"
         raise ValueError(
-            f"process_group_backend={name!r} is none by which workers talk on {device.type}: take {served}, or leave "
+            f"workers can't communicate by process_group_backend={name!r} on {device.type}: choose {served}, or leave "
             "it out"
         )
 
 
 def refuse_sync_batch_norm(strategy: type, module: nn.Module, asked: bool) -> None:
-    """ValueError where BatchNorm would gather its statistics over the workers, which would wait for each other."""
+    """Raise ValueError where BatchNorm would gather statistics over the workers, which would wait for each other."""
     if asked or any(isinstance(m, nn.SyncBatchNorm) for m in module.modules()):
         raise ValueError(
             "SyncBatchNorm makes all workers wait for each other in every layer, "

@@ -1,7 +1,7 @@
-"""Names of strategies in the registries of `lightning` and of `pytorch_lightning`, whichever is imported, and when.
+"""Registers the strategies' names in `lightning` and in `pytorch_lightning`, once the user imports that package.
 
-Neither is imported for the sake of its registry: a name is entered when the user's own import has made that. The same
-for jsonargparse, LightningCLI's, which looks for classes by their own names alone: `spell` adds those of Hydra's files.
+Neither package is imported for the sake of its registry, nor is jsonargparse, the parser of LightningCLI. jsonargparse
+finds classes by their own names alone: `spell` adds the names of Hydra's files.
 """
 
 import functools
@@ -15,14 +15,14 @@ from typing import Any
 
 START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 WRAPPED = ("", "_find_unused_parameters_false", "_find_unused_parameters_true")
-"""Endings that ddp's names have. They choose something of its wrapper: without one all mean the same."""
+"""Endings that ddp's names have. They choose an option of DDP's wrapper: without a wrapper all mean the same."""
 
 Then = Callable[[ModuleType], None]
 
 
 def register(registry: Any, name: str, strategy: Callable[..., Any], what: str) -> None:
-    """`name`, `name_spawn`, `name_fork`, `name_notebook`, and each as ddp's longer names have it; a second call
-    changes nothing."""
+    """Register `name`, `name_spawn`, `name_fork`, `name_notebook`, and each with the endings of ddp's longer names.
+    A second call changes nothing."""
     for ending, start_method in START_METHODS.items():
         description = f"{what}, processes by {start_method}"
         for choice in WRAPPED:
@@ -32,7 +32,7 @@ def register(registry: Any, name: str, strategy: Callable[..., Any], what: str) 
 
 
 def hint(names: Sequence[str], served: Sequence[str], connectors: ModuleType) -> None:
-    """Answer a strategy that is nearly one of `names` by that one and those that are served, in one line.
+    """Make the error for a misspelt strategy name the nearest of `names`, and the names in `served`, in one line.
 
     Trainer's and Fabric's own errors show none of this package's names.
     """
@@ -60,10 +60,10 @@ def hint(names: Sequence[str], served: Sequence[str], connectors: ModuleType) ->
 
 
 def spell(strategies: Mapping[str, Callable[[str], str]], typehints: ModuleType) -> None:
-    """Names as in Hydra's files for jsonargparse: `--trainer.strategy=gossip --trainer.strategy.topology=ring`.
+    """Let jsonargparse take the names of Hydra's files: `--trainer.strategy=gossip --trainer.strategy.topology=ring`.
 
     Args:
-        strategies: {name: path of its class, given the module of the base that an annotation asks for}.
+        strategies: {name: function from the module of the annotated base class to the path of the strategy's class}.
         typehints: jsonargparse's module that finds a class by its name.
     """
     find = getattr(typehints, "resolve_class_path_by_name", None)
@@ -85,7 +85,7 @@ def spell(strategies: Mapping[str, Callable[[str], str]], typehints: ModuleType)
 
 
 def when_imported(modules: dict[str, Then]) -> None:
-    """then(module) for each of these: now where it is imported, otherwise right after it will be."""
+    """Call then(module) for each of these modules: now if the module is imported, otherwise right after its import."""
     for name in modules.keys() & sys.modules.keys():
         modules[name](sys.modules[name])
     for finder in [f for f in sys.meta_path if isinstance(f, AfterImport)]:
@@ -94,7 +94,7 @@ def when_imported(modules: dict[str, Then]) -> None:
 
 
 class AfterImport(MetaPathFinder):
-    """Leaves finding to the others, and calls `then` where a module of that name has run."""
+    """Import hook that lets the other finders find a module, and calls `then` once the module has run."""
 
     def __init__(self, modules: dict[str, Then]) -> None:
         self._modules = modules

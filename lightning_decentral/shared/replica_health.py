@@ -1,7 +1,7 @@
-"""Health of replicas where they are shown or saved: a mean without those that are sick, a named error for unequal ones.
+"""Checks of replicas before validation and saving: the mean leaves out workers with NaN; unequal replicas are an error.
 
-Whether replicas drift or take the same updates, a number that one of them alone holds (NaN, infinity, 1e30) reaches
-neither a validation nor a checkpoint.
+Whether replicas differ or take the same updates, a NaN, infinity or 1e30 that one replica alone holds reaches neither a
+validation nor a checkpoint.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,78 +29,78 @@ from lightning_decentral.shared.wire.transport import everyone
 
 if TYPE_CHECKING:
     import lightning_decentral.shared.fabric.strategy as fabric
-    import lightning_decentral.shared.workers as strategies
+    import lightning_decentral.shared.setup_and_step as strategies
 
 WHY = {
-    "parameters": "They should be the same bit for bit: workers of different hardware round differently; among equal "
-    "ones look for a learning rate of one worker alone, for what writes to its parameters, and at its memory",
-    "buffers": "After each update they are worker 0's, which are saved: something has changed them since, on each "
-    "worker by itself (a validation that updates them, say) or on one alone",
+    "parameters": "They should be equal bit for bit. Different hardware rounds differently; on equal hardware look for "
+    "a learning rate that one worker alone has, for code that writes to its parameters, and for faulty memory",
+    "buffers": "After each update all workers get worker 0's buffers, which are saved: something has changed them "
+    "since, on each worker by itself (a validation that updates them, say) or on one alone",
 }
 
 ROUNDING = 1e-4  # Part of a tensor's largest magnitude: workers that average exactly in every step differ by less.
 OTHER_MODELS = (
-    "all_gather(sync_grads=True) while the workers' models differ: the others' rows (negatives, say) are of other "
-    "models than this worker's, and only near its own. For the loss of one model train by compressed or "
+    "all_gather(sync_grads=True) is called while the workers' models differ: the others' rows (negatives, say) come "
+    "from models that are only near this worker's. For the loss of one model train by compressed or "
     "partial_backprop, or by GossipStrategy(topology=Complete(), delay=0)"
 )
 
 
 class ReplicaHealth:
-    """Health of one strategy's replicas.
+    """Checks one strategy's replicas for NaN, infinity, far too large numbers, and differences where none should be.
 
     Args:
-        of: the strategy.
+        strategy: the strategy whose replicas are checked.
 
     Attributes:
-        left_out: workers, once for each mean that was taken without them.
+        left_out: number of workers left out of a mean, summed over all means.
     """
 
-    def __init__(self, of: "strategies.WorkersStrategy | fabric.FabricWorkers") -> None:
+    def __init__(self, strategy: "strategies.WorkersStrategy | fabric.FabricWorkers") -> None:
         self.left_out = 0
-        self._of = of
+        self._strategy = strategy
         self._gathered = False  # whether a gather with gradients was looked at
         self._reported: dict[str, float] = {}  # the largest difference that was reported
         self._constants: dict[int, Tensor] = {}
 
     def look(self, buffers: Iterable[Tensor]) -> None:
-        """Note before training, where buffers are equal on all workers, which elements aren't finite, so are sound."""
+        """Record before training which buffer elements aren't finite (on all workers alike): they count as healthy."""
         self._constants |= constants(buffers)
 
     def mean(self, tensors: Sequence[Tensor], carried: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Means as the strategy's `mean_of`, bit for bit, if all are sound; else the mean of the others, and worker 0
-        reports it. Behind it what is carried, which the first sound worker has. Collective.
+        """Return the strategy's `mean_of`, bit for bit, if all workers are healthy; else the mean of the healthy ones,
+        and worker 0 reports it. The first healthy worker's `carried` tensors follow the means. Collective.
 
         Raises:
-            FloatingPointError: nobody is sound; on all workers.
+            FloatingPointError: no worker is healthy; on all workers.
         """
-        over, devices = self._of.replica_group(), self._of.devices_per_worker
+        over, devices = self._strategy.replica_group(), self._strategy.devices_per_worker
         assert over is not None
         every = [*tensors, *carried]
         self._check_same_tensors(every)
-        sick: dict[int, Ailment] = self._of.meet(lambda: ailing(every, over, devices, self._constants.values()))
-        stride = self._of.world_size // over.size  # between two replicas there may be workers of other stages
-        by_worker = {r * stride + self._of.global_rank % stride: ailment for r, ailment in sick.items()}
+        sick: dict[int, Ailment] = self._strategy.meet(lambda: ailing(every, over, devices, self._constants.values()))
+        stride = self._strategy.world_size // over.size  # between two replicas there may be workers of other stages
+        by_worker = {r * stride + self._strategy.global_rank % stride: ailment for r, ailment in sick.items()}
         self._agree(every, by_worker, over.size // devices)
         source = devices * next(worker for worker in range(over.size // devices) if worker not in sick)
-        values: list[Tensor] = self._of.meet(lambda: of_worker(source, carried, over)) if carried else []
+        values: list[Tensor] = self._strategy.meet(lambda: of_worker(source, carried, over)) if carried else []
         if not sick:
-            return [*self._of.mean_of(tensors), *values]
+            return [*self._strategy.mean_of(tensors), *values]
         left_out = over.rank // devices in sick
-        means = mean_of_others(tensors, self._of.mean_of, left_out)
-        if left_out and self._of.heals:
+        means = mean_of_others(tensors, self._strategy.mean_of, left_out)
+        if left_out and self._strategy.heals:
             mend(tensors, means)
             mend_together(carried, values)
         return [*means, *values]
 
     def _check_same_tensors(self, tensors: Sequence[Tensor]) -> None:
-        """Parameters and buffers may have come or gone on one worker alone since the models were compared."""
+        """Raise RuntimeError where one worker alone has new or removed tensors since the models were compared."""
         forms = [f"{tuple(t.shape)} {t.dtype}" for t in tensors]
-        groups = self._by(self._same_stage(), self._of.gather(digest(forms)))
+        groups = self._by(self._same_stage(), self._strategy.gather(digest(forms)))
         if all(len(set(rows.values())) == 1 for rows in groups):
             return
         name = self._names(tensors)
-        named = self._of.gather({name(number): form for number, form in enumerate(forms)})
+        named = self._strategy.gather({name(number): form for number, form in enumerate(forms)})
         found = _difference(self._by(self._same_stage(), named))
         raise RuntimeError(
             f"the workers' models have diverged: {found}: register, prune and convert parameters and buffers alike on "
@@ -108,7 +108,7 @@ class ReplicaHealth:
         )
 
     def _agree(self, tensors: Sequence[Tensor], sick: Mapping[int, Ailment], workers: int) -> None:
-        """Every worker knows what any found: a stage of a pipeline sees its own replicas alone."""
+        """Share what each worker found, as a pipeline's stage sees its own replicas alone; all warn or raise alike."""
         self.left_out += len(sick)
         names = self._names(tensors)
         # Where nobody is left, all end alike.
@@ -116,40 +116,40 @@ class ReplicaHealth:
             f"worker {worker} is left out of the mean model: its {names(ailment.tensor)} {ailment}"
             for worker, ailment in sick.items()
         ]
-        reports = self._of.gather([none_sound(sick, workers, names), mine])
+        reports = self._strategy.gather([none_sound(sick, workers, names), mine])
         if problems := [problem for problem, _ in reports if problem]:
             raise FloatingPointError(problems[0])
         for line in dict.fromkeys(line for _, lines in reports for line in lines):
             rank_zero_warn(line)
 
     def check_met(self, what: str) -> None:
-        """See that all workers have made the same collective calls, as often, where this is over. Collective: who made
-        fewer would wait for a round of who waits in it.
+        """Check that all workers have made the same collective calls, as often, up to here. Collective: a worker that
+        made fewer calls would wait for a round of a worker that waits in this check.
 
         Raises:
-            RuntimeError: they haven't; on all workers.
+            RuntimeError: the calls differ; on all workers.
         """
-        if self._of.wire is not None and not self._of.alone:
-            self._of.meet(lambda: check_same_call(everyone(), f"the end of the {what}"))
+        if self._strategy.wire is not None and not self._strategy.cut_off:
+            self._strategy.meet(lambda: check_same_call(everyone(), f"the end of the {what}"))
 
     def check_equal(self) -> None:
-        """See that what should be the same on several workers is. Replicas that take the same updates, with their
-        buffers, and the parameters of the devices of an island that hold them whole. Collective.
+        """Check that replicas that take the same updates are equal, with their buffers. So are whole parameters on the
+        devices of an island (a worker of several devices). Collective.
 
         A bit that differs is a warning, repeated where the difference has doubled: workers of different hardware
         may honestly differ by rounding.
 
         Raises:
             FloatingPointError: a parameter differs by over `TOLERANCE`, by worker and values; on all workers.
-            RuntimeError: one has tensors that others don't have, or another learning rate; on all workers.
+            RuntimeError: a worker has tensors that others don't have, or another learning rate; on all workers.
         """
-        if self._of.wire is None or self._of.alone or not self._of.rounds():
+        if self._strategy.wire is None or self._strategy.cut_off or not self._strategy.rounds():
             return
         of_group = self._together()
         if of_group is None:
             return
         named = self._alike()
-        reports = self._of.gather([bits(named), rates(self._of.optimizers)])
+        reports = self._strategy.gather([bits(named), rates(self._strategy.optimizers)])
         if found := _difference(self._by(of_group, [own for _, own in reports])):
             raise RuntimeError(
                 f"{found}, and all must take the same updates: set it alike on all workers (for ReduceLROnPlateau log "
@@ -162,9 +162,9 @@ class ReplicaHealth:
         self._judge(sorted(differing, key=lambda one: -one.deviation))
 
     def gathers(self, gradients: bool) -> bool:
-        """`gradients`; a warning, once, where rows of other models come with them. Collective, as what follows is."""
-        of, module = self._of, self._of.lightning_module
-        if gradients and of.drifts and not self._gathered and module is not None and any(of.rounds()):
+        """Return `gradients`; warn once if rows gathered with gradients come from models that differ. Collective."""
+        strategy, module = self._strategy, self._strategy.lightning_module
+        if gradients and strategy.drifts and not self._gathered and module is not None and any(strategy.rounds()):
             self._gathered = True
             every = self._grouped(self._same_stage(), looks(self._alike()))
             if any(one.deviation > ROUNDING for rows in every for one in unequal(rows)):
@@ -175,41 +175,41 @@ class ReplicaHealth:
         """Return whether all workers evaluate the same numbers, bit for bit. Collective.
 
         Args:
-            changed: whether this worker does other ones than the mean that it was shown.
+            changed: whether this worker evaluates other numbers than the mean that it was given.
         """
-        over = self._of.replica_group()
+        over = self._strategy.replica_group()
         # Devices that follow each other hold as many parts of a model: stages, or shards.
-        stages = self._of.world_size // (1 if over is None else over.size)
+        stages = self._strategy.world_size // (1 if over is None else over.size)
         parts = stages * max(map(shards, named.values()), default=1)
-        rows = self._of.gather([parts, bits({name: local(tensor) for name, tensor in named.items()}), changed])
-        if any(of != parts for of, _, _ in rows):  # elastic workers of one device and of shards
+        rows = self._strategy.gather([parts, bits({name: local(tensor) for name, tensor in named.items()}), changed])
+        if any(count != parts for count, _, _ in rows):  # elastic workers of one device and of shards
             return not any(wrote for _, _, wrote in rows)
         return all(len({digest for _, digest, _ in rows[part::parts]}) == 1 for part in range(parts))
 
     def _together(self) -> Callable[[int], int] | None:
-        """A number for every worker, the same for those that hold the same; None: there are no two."""
-        if self._of.drifts:
-            devices = self._of.devices_per_worker
+        """Return a function from a rank to the number of its group of equal replicas; None: no two replicas are."""
+        if self._strategy.drifts:
+            devices = self._strategy.devices_per_worker
             return (lambda rank: rank // devices) if devices > 1 else None
-        over = self._of.replica_group()
+        over = self._strategy.replica_group()
         return self._same_stage() if over is not None and over.size > 1 else None
 
     def _same_stage(self) -> Callable[[int], int]:
-        over = self._of.replica_group()
+        over = self._strategy.replica_group()
         assert over is not None
-        stride = self._of.world_size // over.size
+        stride = self._strategy.world_size // over.size
         return lambda rank: rank % stride
 
     def _alike(self) -> dict[str, Tensor]:
-        module = self._of.lightning_module
+        module = self._strategy.lightning_module
         assert module is not None
         found: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if not is_sharded(p)}
         # Statistics of a drifting worker's devices are each device's own, as those of workers are.
-        return found if self._of.drifts else {**found, **dict(module.named_buffers())}
+        return found if self._strategy.drifts else {**found, **dict(module.named_buffers())}
 
     def _grouped(self, of_group: Callable[[int], int], value: Any) -> list[dict[int, Any]]:
-        """{worker: its value} of each group of workers that hold the same. Collective."""
-        return self._by(of_group, self._of.gather(value))
+        """Return {worker: its value} for each group of equal replicas. Collective."""
+        return self._by(of_group, self._strategy.gather(value))
 
     @staticmethod
     def _by(of_group: Callable[[int], int], every: Sequence[Any]) -> list[dict[int, Any]]:
@@ -219,18 +219,18 @@ class ReplicaHealth:
         return list(groups.values())
 
     def _judge(self, found: Sequence[Unequal]) -> None:
-        """The same on all workers."""
-        module = self._of.lightning_module
+        """Warn of tensors that differ, or raise FloatingPointError; alike on all workers."""
+        module = self._strategy.lightning_module
         assert module is not None
         trained = {name for name, _ in module.named_parameters()}
         parameters = [one for one in found if one.name in trained]
         buffer = next((f" (the buffer {one.name} differs, too)" for one in found if one.name not in trained), "")
         for one in parameters:
             # What is absurd on a device of an island is left out of the mean, with its island.
-            if one.deviation > TOLERANCE and not (self._of.drifts and one.absurd):
+            if one.deviation > TOLERANCE and not (self._strategy.drifts and one.absurd):
                 raise FloatingPointError(
                     f"{one}{buffer}, and they must be equal: nothing is validated or saved, earlier checkpoints stay. "
-                    "Resume from the last one, and look at the worker's memory and at what writes to its parameters"
+                    "Resume from the last one, and look for faulty memory and for code that writes to parameters"
                 )
         kinds = {"parameters": parameters, "buffers": [one for one in found if one.name not in trained]}
         for kind, rows in kinds.items():
@@ -239,7 +239,7 @@ class ReplicaHealth:
                 rank_zero_warn(f"{rows[0]}, one of {len(rows)} {kind} that differ between workers. {WHY[kind]}")
 
     def _names(self, tensors: Sequence[Tensor]) -> Callable[[int], str]:
-        module = self._of.lightning_module
+        module = self._strategy.lightning_module
         assert module is not None
 
         def name(number: int) -> str:
@@ -254,7 +254,7 @@ class ReplicaHealth:
 
 
 def _difference(groups: Iterable[Mapping[int, Mapping[str, str]]]) -> str:
-    """The first difference of a worker from the first one of its group; empty: there is none."""
+    """Return text on the first difference of a worker from the first worker of its group; empty without one."""
     for rows in groups:
         first = min(rows)
         for rank, row in rows.items():

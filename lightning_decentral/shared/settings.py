@@ -1,7 +1,7 @@
-"""Settings that all workers must share, collected from strategy, trainer and callbacks, and when they are compared.
+"""Settings that all workers must share: collected from strategy, Trainer and callbacks, and compared before training.
 
-Nothing is listed that has to be the same: every argument of a constructor is, but for what is named here. One place for
-all who compare: Trainers of a fixed number of workers (`SameSettings`), Fabric, elastic workers as they join.
+Every argument of a constructor must be equal on all workers, but for those named here. Trainers of a fixed number of
+workers (`SameSettings`), Fabric, and elastic workers as they join compare by this module.
 """
 
 from collections import Counter
@@ -29,24 +29,24 @@ from lightning_decentral.shared.wire.meeting.comparison import check_same_settin
 from lightning_decentral.shared.wire.transport import connected, everyone
 
 if TYPE_CHECKING:
-    import lightning_decentral.shared.workers as strategies
+    import lightning_decentral.shared.setup_and_step as strategies
 
 OF_ONE_WORKER = (
     *("logger", "callbacks", "default_root_dir", "enable_progress_bar", "enable_model_summary", "log_every_n_steps"),
     *("profiler", "deterministic", "benchmark", "num_nodes", "strategy"),
 )
-"""Arguments of a Trainer that may differ: nobody waits for another because of them. Nodes are counted as workers."""
+"""Arguments of a Trainer that may differ: no worker waits for another because of them. Nodes are counted as workers."""
 OF_LIGHTNING = (
     *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
     *("process_group_backend", "start_method", "precision"),
 )
-"""Arguments of a strategy from its Trainer, or how processes start; where it matters, what came of them is compared."""
+"""Arguments of a strategy that its Trainer gives, or that choose how processes start; their effects are compared."""
 PLACES = ("dirpath", "filename", "verbose", "auto_insert_metric_name", "enable_version_counter", "log_rank_zero_only")
-"""Arguments of callbacks that may differ; worker 0's decide."""
+"""Arguments of callbacks that may differ between workers; worker 0's are used."""
 MEETING = (
     *(Checkpoint, EarlyStopping, GradientAccumulationScheduler, StochasticWeightAveraging, Timer, WeightAveraging),
 )
-"""Lightning's callbacks that make workers meet, or end or accumulate steps."""
+"""Lightning's callbacks that make workers wait for each other, end training, or accumulate gradients."""
 PLAIN = (type(None), bool, int, float, str, timedelta)
 PATIENCE = timedelta(minutes=30)
 
@@ -54,10 +54,10 @@ describe_by_repr(torch.dtype, torch.device, torch.Size)
 
 
 class SameSettings:
-    """Compares what the workers of one strategy were given, three times before they train; a single worker never.
+    """Compares the settings of one strategy's workers, three times before they train; a single worker compares nothing.
 
     Raises:
-        ValueError: at each of them, on every worker, the same line with the first difference.
+        ValueError: settings differ; every worker raises the same line with the first difference.
     """
 
     def __init__(self, worker: "strategies.WorkersStrategy") -> None:
@@ -65,7 +65,7 @@ class SameSettings:
         self._asked = True
 
     def plan(self) -> None:
-        """Compare versions, strategy, trainer and callbacks, as soon as there is a world."""
+        """Compare versions, strategy, Trainer and callbacks, as soon as the process group exists."""
         self._asked = False
         if connected():
             trainer = self._worker._module.trainer
@@ -74,16 +74,16 @@ class SameSettings:
             )
 
     def resuming(self, given: bool) -> None:
-        """Compare before a checkpoint is read, or where it's known that none is: once after each `plan`."""
+        """Compare whether a checkpoint is given, before any worker reads it: once after each `plan`."""
         if not self._asked:
             self._asked = True
             self._compare({"ckpt_path": "given" if given else "None"}, "the checkpoint")
 
     def optimizers(self) -> None:
-        """Compare the optimizers when they exist, and data are attached."""
+        """Compare the optimizers once they exist and the data are attached."""
         trainer: Any = self._worker._module.trainer
         source = trainer.fit_loop.epoch_loop.val_loop._data_source.instance
-        # In a validation all wait for each other. A loader's truth is its length; it may have none.
+        # In a validation all workers wait for each other. A loader's truth is its length; it may have none.
         validates = trainer.enable_validation and not (isinstance(source, list | tuple | dict) and not source)
         validated = {"val_dataloaders": "given" if validates else "None"}
         self._compare({**validated, **of_optimizers(self._worker.optimizers, self._worker.own)}, "the optimizers")
@@ -93,14 +93,14 @@ class SameSettings:
 
 
 def compare(mine: dict[str, str], timeout: timedelta, when: str) -> None:
-    """Compare with the others of a fixed number of workers; errors as `check_same_settings`. Collective."""
+    """Compare settings among a fixed number of workers; errors as `check_same_settings`. Collective."""
     if connected():
         over = everyone()
         check_same_settings(mine, over.store, over.rank, over.size, timeout, when)
 
 
 def versions() -> dict[str, str]:
-    """Versions of what decides how workers communicate; how torch was built doesn't."""
+    """Return the versions of packages that decide how workers communicate; torch's without its build."""
     return {
         "lightning_decentral": lightning_decentral.__version__,
         "torch": torch.__version__.split("+")[0],
@@ -114,7 +114,7 @@ def of_strategy(strategy: Any) -> dict[str, str]:
 
 
 def of_method(strategy: Any, precision: Any) -> dict[str, str]:
-    """{argument: what it is, argument.part: ...}, wherever the worker runs; of Fabric's strategies, too."""
+    """Settings of a Trainer's or Fabric's strategy, as text: {argument: class or value, argument.part: ...}."""
     parts = constructed(strategy, own_bases(type(strategy)), skip=(*strategy.own, *OF_LIGHTNING))
     found = {"strategy": type(strategy).__qualname__}
     for name, part in parts.items():
@@ -123,7 +123,7 @@ def of_method(strategy: Any, precision: Any) -> dict[str, str]:
 
 
 def of_optimizers(optimizers: Sequence[Optimizer], own: Sequence[str] = ()) -> dict[str, str]:
-    """Settings of the optimizers, without those that are each worker's own."""
+    """Settings of the optimizers, without those in `own`, which may differ between workers."""
     found = {
         "optimizers": f"[{', '.join(type(optimizer).__qualname__ for optimizer in optimizers)}]",
         "parameters of the optimizers": str([sum(len(g["params"]) for g in o.param_groups) for o in optimizers]),
@@ -132,14 +132,14 @@ def of_optimizers(optimizers: Sequence[Optimizer], own: Sequence[str] = ()) -> d
 
 
 def of_place(strategy: Any) -> dict[str, str]:
-    """Settings of the place where one of a fixed number of workers runs."""
+    """Numbers of devices, nodes and workers, process group backend and type of device, as text."""
     layout = {"devices": strategy.num_processes, "nodes": strategy.num_nodes, "workers": strategy.world_size}
     backend = {"process_group_backend": strategy.process_group_backend, "device": strategy.root_device.type}
     return {name: str(value) for name, value in (layout | backend).items()}
 
 
 def of_trainer(trainer: Trainer) -> dict[str, str]:
-    """Every plain argument of its constructor but those of one worker."""
+    """Plain arguments of the Trainer's constructor, but for those that may differ (`OF_ONE_WORKER`)."""
     found = {"entry": str(trainer.state.fn and trainer.state.fn.value)}
     for name, value in constructed(trainer, [Trainer], skip=OF_ONE_WORKER).items():
         if isinstance(value, PLAIN):
@@ -149,7 +149,7 @@ def of_trainer(trainer: Trainer) -> dict[str, str]:
 
 
 def of_callbacks(trainer: Any) -> dict[str, str]:
-    """Settings of the callbacks that make workers meet: Lightning's own and this package's."""
+    """Settings of the callbacks that make workers wait for each other: Lightning's own and this package's."""
     met = [
         c for c in trainer.callbacks if isinstance(c, MEETING) or type(c).__module__.startswith("lightning_decentral")
     ]

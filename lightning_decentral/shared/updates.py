@@ -1,10 +1,10 @@
-"""Updates of the optimizers: their gradients before, whatever moves parameters past the strategy afterwards.
+"""Checks of optimizer steps: gradients with NaN before a step, and parameters that change without the strategy.
 
-Gradients that hold NaN or infinity are judged before the update, where all workers take the same ones.
+Gradients are checked for NaN and infinity before the update where all workers have the same gradients.
 
-What a method does after an update (a round, say) follows `optimizer_step`. Whatever else moves parameters is found: a
-step by a hook of torch's optimizers, at once; everything else where an epoch ends, or after `LOOK_BATCHES`, by numbers
-of each parameter that have changed while no round was counted.
+A method's work after an update (a round, say) follows `optimizer_step`. Other changes of parameters are found: an
+optimizer's step at once, by a hook of torch's optimizers; any other change when an epoch ends, or after `LOOK_BATCHES`,
+by a parameter's sum and norm, which have changed while no round was counted.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,22 +25,22 @@ NonFinite = Literal["stop", "skip"]
 
 
 class Unchecked:
-    """Gradients are each worker's own affair, or a loss scaler's.
+    """Leaves gradients unchecked: they differ between workers, or a loss scaler checks them.
 
     Attributes:
-        nonfinite: what becomes of a step whose gradients hold NaN or infinity.
-        skipped: steps taken without an update so far.
+        nonfinite: what happens in a step whose gradients hold NaN or infinity.
+        skipped: number of steps without an update so far.
     """
 
     nonfinite: str = "stop"
     skipped = 0
 
     def after(self, closure: Callable[[], Any], optimizer: Optimizer, precision: Precision) -> Callable[[], Any]:
-        """The closure, and behind it a judgement of its gradients, before the update."""
+        """Return a closure that runs the given one, then checks its gradients, before the update."""
         return closure
 
     def of_step(self, given: dict[str, Any], optimizer: Optimizer, precision: Precision) -> dict[str, Any]:
-        """Arguments that a user's loop gives `optimizer.step`: gradients are there already, or come by its closure."""
+        """Return the arguments of `optimizer.step` in a user's loop; check gradients now, or behind its closure."""
         if given.get("closure") is not None:
             return {**given, "closure": self.after(given["closure"], optimizer, precision)}
         self.after(lambda: None, optimizer, precision)()
@@ -48,9 +48,9 @@ class Unchecked:
 
 
 class BeforeUpdate(Unchecked):
-    """Nothing is judged; `call` is given the optimizer once its gradients are there, before the update.
+    """Calls `call` with the optimizer once its gradients exist, before the update; checks nothing.
 
-    What is thawed within the step is known by then, and no parameter has moved yet.
+    Parameters that were thawed within the step are known by then, and no parameter has changed yet.
     """
 
     def __init__(self, call: Callable[[Optimizer], None]) -> None:
@@ -69,16 +69,16 @@ class BeforeUpdate(Unchecked):
 
 
 class GradientCheck(BeforeUpdate):
-    """Gradients that are equal on all workers are judged alike on all of them: nobody has to be asked, none waits.
+    """Checks gradients that are equal on all workers for NaN and infinity: all decide alike, without communication.
 
     Args:
         nonfinite: "stop" raises a FloatingPointError on all workers: at once on the host, one step later on a device,
-            which nobody waits for. "skip" takes the step without an update, and worker 0 reports it; a device is waited
-            for.
-        settle: given the optimizer once its gradients are there, before they are judged.
+            so that the host doesn't wait for it. "skip" leaves the update out, and worker 0 reports that; the host
+            waits for the device.
+        settle: called with the optimizer once its gradients exist, before they are checked.
 
     Raises:
-        ValueError: another value.
+        ValueError: `nonfinite` is neither "stop" nor "skip".
     """
 
     def __init__(self, nonfinite: NonFinite, settle: Callable[[Optimizer], None] | None = None) -> None:
@@ -119,17 +119,17 @@ Mixed = tuple[int, Sequence[nn.Parameter]]  # Number of rounds that were counted
 
 
 class Follows(Protocol):
-    """Method whose work on optimizers goes beyond their steps."""
+    """Method that must know when optimizers are replaced, and that mixes parameters in rounds."""
 
     def replaced(self) -> None:
-        """The optimizers are others than before, on all workers in the same step; before the first of their updates."""
+        """Take in new optimizers, on all workers in the same step, before the first update by one of them."""
 
     def mixed(self) -> Sequence[Mixed]:
-        """Parameters that move by rounds, and the number of rounds."""
+        """Return the number of rounds so far, with the parameters that rounds change."""
 
 
 class Unfollowed:
-    """Nothing moves by rounds; `replaced` is called where optimizers are others than before, if it matters whose."""
+    """Method without rounds; calls `replaced`, if given, when the optimizers are replaced."""
 
     def __init__(self, replaced: Callable[[], None] | None = None) -> None:
         self._replaced = replaced
@@ -143,7 +143,7 @@ class Unfollowed:
 
 
 class FollowedStrategy(Protocol):
-    """Strategy whose updates are followed."""
+    """Strategy whose optimizer steps `Updates` follows."""
 
     @property
     def followed(self) -> Follows: ...
@@ -157,30 +157,30 @@ class FollowedStrategy(Protocol):
 
 IN_TRAINER = ("what self.optimizers() returns", "self.optimizers(use_pl_optimizer=False)")
 IN_LOOP = ("what fabric.setup returned", "the optimizer that it was given")
-"""(what to step, what not), where the loop is the user's."""
+"""(object to call step() on, object not to), where the loop is the user's."""
 
 
 class Updates:
-    """Updates of one fit. Use it as a context around the steps that the strategy takes; `moved` is asked each batch.
+    """Follows the optimizer steps of one fit: a context around the strategy's own steps; call `moved` in each batch.
 
     Args:
-        steps: (what to step, what not).
+        steps: (object to call step() on, object not to), for error texts.
 
     Raises:
-        RuntimeError: where an optimizer, or a part of one, steps past the strategy.
+        RuntimeError: an optimizer, or a part of one, steps past the strategy.
     """
 
-    def __init__(self, of: FollowedStrategy, steps: tuple[str, str] = IN_TRAINER) -> None:
-        self._of, self._inside, self._steps = of, False, steps
-        self._known = list(of.optimizers)
-        self.moved = Moved(of)
+    def __init__(self, strategy: FollowedStrategy, steps: tuple[str, str] = IN_TRAINER) -> None:
+        self._strategy, self._inside, self._steps = strategy, False, steps
+        self._known = list(strategy.optimizers)
+        self.moved = Moved(strategy)
         # Of all optimizers of the process: what steps may be a part of another, or nobody's.
         self._hook = register_optimizer_step_post_hook(self._stepped)
 
     def __enter__(self) -> None:
-        if self._known != self._of.optimizers:  # other objects: an optimizer equals itself alone
-            self._known = list(self._of.optimizers)
-            self._of.followed.replaced()
+        if self._known != self._strategy.optimizers:  # other objects: an optimizer equals itself alone
+            self._known = list(self._strategy.optimizers)
+            self._strategy.followed.replaced()
         self._inside = True
 
     def __exit__(self, *_: object) -> None:
@@ -193,40 +193,40 @@ class Updates:
         if self._inside:
             return
         name, (step, bare) = type(optimizer).__name__, self._steps
-        if any(optimizer is known for known in self._of.optimizers):
+        if any(optimizer is known for known in self._strategy.optimizers):
             raise RuntimeError(
-                f"{name} stepped past the strategy, so that its parameters are never averaged: step {step}, not {bare}"
+                f"{name} stepped past the strategy, so its parameters are never averaged: step {step}, not {bare}"
             )
         own = {id(group) for group in optimizer.param_groups}
-        sharing = (o for o in self._of.optimizers if any(id(group) in own for group in o.param_groups))
+        sharing = (o for o in self._strategy.optimizers if any(id(group) in own for group in o.param_groups))
         # Where replicas take the same updates gradients have been averaged: they stay equal.
-        if self._of.drifts and (whole := next((type(o).__name__ for o in sharing), "")):
+        if self._strategy.drifts and (whole := next((type(o).__name__ for o in sharing), "")):
             raise RuntimeError(
-                f"{name} stepped past the strategy as a part of {whole}, so that its parameters are never averaged: "
+                f"{name} stepped past the strategy as a part of {whole}, so its parameters are never averaged: "
                 f"make it one update, step(closure) of {step}, in which {whole} calls its parts"
             )
         self.moved.past = name
 
 
 class Moved:
-    """Finds parameters that have moved since the last look while no round was counted.
+    """Finds parameters that have changed since the last look while no round was counted.
 
     Attributes:
-        past: an optimizer, none of the trainer's, that has stepped since the last look.
+        past: name of an optimizer, none of the Trainer's, that has stepped since the last look; or "".
 
     Raises:
-        RuntimeError: in `batch`, where an optimizer has moved them, or where it's the second look; at the first a
-            warning.
+        RuntimeError: in `batch`, where such an optimizer has changed parameters, or where parameters have changed in
+            two looks running; after one look a warning.
     """
 
-    def __init__(self, of: FollowedStrategy) -> None:
-        self._of, self.past = of, ""
+    def __init__(self, strategy: FollowedStrategy) -> None:
+        self._strategy, self.past = strategy, ""
         self._batches, self._looks = 0, 0
         self._reported: set[str] = set()
         self._before = self._now()
 
     def batch(self, last: bool) -> None:
-        """Check after each batch; `last` of its epoch."""
+        """Count a batch, and look at the parameters after the `last` of an epoch, or after `LOOK_BATCHES`."""
         self._batches += 1
         if last or self._batches >= LOOK_BATCHES:
             self._look()
@@ -237,12 +237,12 @@ class Moved:
         moved = {p: now for p, now in self._before.items() if p in before and before[p][1] != now[1]}
         unseen = [p for p, (rounds, _) in moved.items() if rounds >= 0 and rounds == before[p][0]]
         self._looks = self._looks + 1 if unseen else 0
-        names = {p: name for name, p in self._of.lightning_module.named_parameters()}
+        names = {p: name for name, p in self._strategy.lightning_module.named_parameters()}
         if unseen:
             line = (
-                f"{names[unseen[0]]} moved in the last {self._batches} batches while no round was counted, so "
-                "that the workers diverge: update it by step() of what self.optimizers() returns, once after "
-                "whatever else writes to it"
+                f"{names[unseen[0]]} changed in the last {self._batches} batches while no round was counted, so "
+                "the workers diverge: call step() of what self.optimizers() returns, once after whatever else "
+                "writes to this parameter"
             )
             if self.past or self._looks > 1:
                 raise RuntimeError(f"{self.past} stepped past the strategy: {line}" if self.past else line)
@@ -251,15 +251,15 @@ class Moved:
         if never and never[0] not in self._reported:
             self._reported.add(never[0])
             rank_zero_warn(
-                f"{never[0]}, one of {len(never)}, moves and no optimizer of the trainer has it, so that it's each "
-                "worker's own until the mean is taken: give it to an optimizer, or average it where you write to it"
+                f"{never[0]}, one of {len(never)} parameters, changes but belongs to no optimizer of the Trainer, so "
+                "the workers diverge: give this parameter to an optimizer, or average it where you write to it"
             )
 
     @torch.no_grad()
     def _now(self) -> Mapping[nn.Parameter, tuple[int, tuple[int, ...]]]:
-        """{parameter: (rounds counted, or -1: it isn't mixed; numbers that change where it moves)}."""
-        rounds = {p: counted for counted, mixed in self._of.followed.mixed() for p in mixed}
-        parameters = [p for p in self._of.lightning_module.parameters() if rounds and p.numel()]
+        """Return {parameter: (number of rounds, -1 where rounds don't mix it; bits of its sum and norm)}."""
+        rounds = {p: counted for counted, mixed in self._strategy.followed.mixed() for p in mixed}
+        parameters = [p for p in self._strategy.lightning_module.parameters() if rounds and p.numel()]
         if not parameters:
             return {}
         rows = []  # (sum, norm), float64

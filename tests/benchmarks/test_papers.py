@@ -4,9 +4,11 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
+from lightning_decentral.gossip.plan.topology.topology import step_graph
 from pages import papers as page
-from papers import dtfm, karma, rannc, ravnest, seq1f1b, swarm, terapipe
+from papers import dtfm, gossip, karma, onepeer, pushsum, rannc, ravnest, seq1f1b, serverless, swarm, terapipe
 from papers.rows import computed
 from tests.docs.numbers import RESULTS
 
@@ -125,3 +127,49 @@ def test_ravnest_is_linear_within_a_hundredth_and_uneven_clusters_gain_less() ->
     even, uneven = numbers(found).values(), numbers(found, "further").values()
     # More than waiting for the slowest would.
     assert all(n / ravnest.SLOWEST < u < e for n, u, e in zip(ravnest.CLUSTERS, uneven, even, strict=True))
+
+
+def test_gossip_two_numbers_of_all_reduce_are_met_and_the_others_are_not_used() -> None:
+    models = gossip.calibrated()
+    for model in models:
+        table = model.cluster.table
+        for workers in (min(table), max(table)):
+            assert model.all_reduce(workers) == pytest.approx(table[workers][0], rel=1e-3)
+    assert len(gossip.held_out(models)) == 30
+
+
+def test_gossip_the_order_of_methods_needs_trees_and_flows_of_their_own() -> None:
+    found = numbers(committed("gossip"), "further")
+    assert found["order of three methods right, of 9"] == 9
+    assert found["the same by bytes of rings that share the card"] < 9
+    assert found["median error of the numbers held out"] < found["median error if all took as long as all-reduce"]
+
+
+def test_gossip_four_flows_leave_no_time_to_compute() -> None:
+    """Of three steps of 8 A40's exponential graph one crosses nodes, with four messages through each card."""
+    crossing = 1e3 * 4 * gossip.PARAMETER_BYTES / (25e9 / 8)
+    computing = (3 * gossip.CLUSTERS[-1].table[8][2] - crossing) / 2
+    assert computing == pytest.approx(18, abs=0.5)
+
+
+def test_one_peer_graphs_are_exact_after_log2_n_rounds_and_static_ones_are_not() -> None:
+    assert all(onepeer.rounds(onepeer.OnePeerExponential(), n) == n.bit_length() - 1 for n in onepeer.WORKERS)
+    assert onepeer.rounds(onepeer.Exponential(), 8) > 8
+
+
+def test_pushsum_a_code_changes_no_rate_and_the_graph_is_directed() -> None:
+    found = numbers(committed("pushsum"))
+    assert found["error with codes over error without, 800 steps"] == pytest.approx(1, abs=0.01)
+    assert -0.6 < found["exponent of T, 4-bit codes of differences"] < -0.5
+    degrees = {len(step_graph(pushsum.directed(8), 8, 0).targets[rank]) for rank in range(8)}
+    assert len(degrees) > 1
+
+
+def test_serverless_the_direction_is_adams() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    optimizer, ours, sum_of_ours = torch.optim.Adam([parameter], lr=1.0), serverless.Adam(), torch.zeros(3)
+    for _ in range(5):
+        parameter.grad = torch.randn(3)
+        sum_of_ours += ours(parameter.grad) / serverless.NOISE
+        optimizer.step()
+    assert torch.allclose(parameter.detach(), -sum_of_ours, atol=1e-5)

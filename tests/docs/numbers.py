@@ -203,7 +203,7 @@ def rehearse() -> Iterator[str]:
     long = found["long"]
     yield f"where a step takes 25 ms or more in {long['step_seconds_within']} of {long['values']}"
     whole = foretold["whole"]
-    yield f"takes {whole['minutes']:.1f} minutes"
+    yield f"took {whole['minutes']:.1f} minutes"
     yield f"The whole command takes {whole['processor_seconds'] / whole['gradient_seconds']:.2f} times"
     yield f"would take {whole['minutes_of_gradients_alone']:.1f} minutes of the {whole['minutes']:.1f}"
 

@@ -49,7 +49,7 @@ SETTINGS = {
         "with rehearsals, within 15 %",
         "Such steps take 10 to 30 ms",
         "a sleep of 0.1 s",
-        "here of a target of 2.2",
+        "here for a target of 2.2",
     ],
     "docs/scheduling.md": ["of some 35 ms, two of them 1.5 s late", "the makespan is within 10 %", "6/5 = 1.2"],
     "docs/spilled.md": ["takes 0.9 of the memory"],

@@ -60,7 +60,7 @@ def test_a_slow_trainer_holds_up_nobody(tmp_path: Path) -> None:
 def test_only_what_can_be_mixed_whenever_it_comes() -> None:
     elastic = Elastic(lobby="127.0.0.1:29400", asynchronous=Asynchronous())
     assert GossipStrategy(elastic=elastic).elastic == elastic
-    with pytest.raises(ValueError, match=r"QuasiGlobalMomentum.* doesn't go with asynchronous rounds"):
+    with pytest.raises(ValueError, match=r"QuasiGlobalMomentum.* isn't compatible with asynchronous rounds"):
         GossipStrategy(elastic=elastic, combine=QuasiGlobalMomentum())
-    with pytest.raises(ValueError, match="delay=2 doesn't go with asynchronous rounds"):
+    with pytest.raises(ValueError, match="delay=2 isn't compatible with asynchronous rounds"):
         GossipStrategy(elastic=elastic, delay=2)

@@ -245,5 +245,5 @@ def are_passes(together: list[list[int]], each: int) -> bool:
 
 def test_islands_without_a_lobby_are_told_to_meet_at_one() -> None:
     strategy: Any = GossipStrategy(elastic=Elastic(), island=AllReduce(devices=2))
-    with pytest.raises(ValueError, match=r"workers of 2 devices meet at a lobby: run `lightning"):
+    with pytest.raises(ValueError, match=r"workers of 2 devices need a lobby: run `lightning"):
         Trainer(accelerator="cpu", logger=False, strategy=strategy, devices=2)

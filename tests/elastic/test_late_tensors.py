@@ -123,7 +123,10 @@ def test_masks_of_one_content_are_taken_and_others_named(way: str) -> None:
             assert len(told) == 2
             assert [bool(text) for text in told] == [wanted] * 2
             for text in told:
-                assert not text or "has come while training: register it on all elastic workers in one step" in text
+                assert (
+                    not text
+                    or "was registered during training: register it on all elastic workers in the same step" in text
+                )
 
 
 @pytest.mark.parametrize("way", OWN)
@@ -131,7 +134,7 @@ def test_every_way_of_torchs_that_looks_at_own_numbers_is_named(way: str) -> Non
     with two_members() as members:
         for module, _ in members:
             OWN[way](module[0], EYE)
-        assert all("0.weight_mask has come while training" in text for text in asked(members))
+        assert all("0.weight_mask was registered during training" in text for text in asked(members))
 
 
 def test_a_mask_from_before_may_be_replaced_alike() -> None:
@@ -140,14 +143,14 @@ def test_a_mask_from_before_may_be_replaced_alike() -> None:
             for (module, _), mask in zip(members, masks, strict=True):
                 prune.custom_from_mask(module[0], "weight", mask)
             told = asked(members)
-            assert told == wanted if wanted else all("0.weight_mask has come" in text for text in told)
+            assert told == wanted if wanted else all("0.weight_mask was registered" in text for text in told)
 
 
 def test_one_alone_is_told_so_and_a_statistic_is_no_news() -> None:
     with two_members() as members:
         prune.custom_from_mask(members[0][0][0], "weight", EYE)
         (text,) = asked(members[:1])
-        assert text.endswith("came on this worker alone")
+        assert text.endswith("only this worker registered it")
     with two_members(lambda layer: layer.register_buffer("level", torch.zeros(3))) as members:
         module, late = members[0]
         module[0].level = module[0].level + 1
@@ -206,7 +209,7 @@ def test_masks_of_the_workers_own_end_them_by_name() -> None:
     with LobbyProcess(least=2, most=2) as lobby:
         for outcome in crew(2, fit, lobby.place, "own"):
             assert "RuntimeError: layer.weight" in outcome.error
-            assert "and it isn't alike on all members" in outcome.error
+            assert "it differs among the members" in outcome.error
 
 
 class Lonely(Pruned):
@@ -237,5 +240,5 @@ def test_who_prunes_alone_ends_by_name_and_the_other_goes_on(delay: int) -> None
     with LobbyProcess(least=1, most=2) as lobby:
         pruner, other = crew(2, fit_lonely, lobby.place, delay)
     assert "RuntimeError: layer.weight" in pruner.error
-    assert "and came on this worker alone" in pruner.error
+    assert "only this worker registered it" in pruner.error
     assert other.value == 2, other.error

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from lightning_decentral.elastic.joining import Joining, refuse_combined
+from lightning_decentral.elastic.dealt_loaders import Joining, refuse_combined
 from lightning_decentral.elastic.loops import agreed_states, restored
 from lightning_decentral.elastic.plan.dealing import Calendar
 from lightning_decentral.shared.wire.plain import pack
@@ -62,12 +62,12 @@ def joins(*batches: int, calendar: Calendar | None = None) -> Any:
 
 def test_loaders_of_several_lengths_are_refused_by_name() -> None:
     assert joins(20, 20).calendar == Calendar(20, weights=2)
-    with pytest.raises(ValueError, match="loaders of 20 and of 40 batches don't go together"):
+    with pytest.raises(ValueError, match="loaders of 20 and of 40 batches can't be combined"):
         joins(20, 40)
     calendar = Calendar(20)
     loop = SimpleNamespace(_combined_loader=SimpleNamespace(flattened=[1, 2]), max_batches=40)
     trainer: Any = SimpleNamespace(fit_loop=loop)
-    with pytest.raises(ValueError, match="2 loaders make an epoch of 40 batches, and an elastic run's has 20"):
+    with pytest.raises(ValueError, match="2 loaders make an epoch of 40 batches, but this elastic run's epoch has 20"):
         refuse_combined(trainer, calendar)
     loop.max_batches = 20
     refuse_combined(trainer, calendar)

@@ -80,7 +80,7 @@ def test_weights_and_delays() -> None:
 
 def test_numbers_that_suit_a_number_of_workers_are_asked_for() -> None:
     every = {"topology": Every(20, Auto()), "delay": 0}
-    with pytest.raises(ValueError, match=r"Outer\(lr=None, momentum=0.5\) would be another rule.*give its numbers"):
+    with pytest.raises(ValueError, match=r"Outer\(lr=None, momentum=0.5\) differs from the rule for.*give its numbers"):
         GossipStrategy(elastic=Elastic(lobby="127.0.0.1:1", workers=(2, 9)), combine=Outer(lr=None), **every)
     made: Any = GossipStrategy(elastic=ELASTIC, combine=Outer(momentum=None), **every)
     assert made.combine == Outer(momentum=None).placed(Every(20, Auto()), 6)

@@ -163,14 +163,14 @@ def test_a_pipeline_one_of_whose_stages_is_killed_joins_whole(dies: str, device:
 def test_pipelines_that_are_cut_otherwise_are_refused(parts: int) -> None:
     strategy: Any = SimpleNamespace(stage=0, devices=2, _module=Deep())
     given = {"stages": [{"state_dict": {"net.2.bias": torch.zeros(1)}}] * parts}
-    with pytest.raises(ValueError, match=rf"has 2 stages, the run's have {parts}, or other blocks on them: give every"):
+    with pytest.raises(ValueError, match=rf"has 2 stages, the run's pipelines have {parts}, or other blocks"):
         ElasticPipeline._take(strategy, None, given)  # type: ignore[arg-type]
 
 
 def test_parameters_that_are_unfrozen_later_are_refused() -> None:
     stages = object.__new__(StagesHolding)
     stages._packed = True
-    with pytest.raises(ValueError, match="unfrozen while training, and elastic pipelines mix the same ones"):
+    with pytest.raises(ValueError, match="unfrozen during training, but elastic pipelines mix the same parameters"):
         stages.pack(list(Deep().parameters()), None)
 
 
@@ -206,5 +206,5 @@ def test_a_trainer_is_one_pipeline() -> None:
 
 def test_pipelines_without_a_lobby_are_told_to_meet_at_one() -> None:
     strategy: Any = TokenPipelineStrategy(replicas=GossipReplicas(elastic=Elastic()))
-    with pytest.raises(ValueError, match=r"workers of 2 devices meet at a lobby: run `lightning"):
+    with pytest.raises(ValueError, match=r"workers of 2 devices need a lobby: run `lightning"):
         Trainer(**QUIET, strategy=strategy, devices=2)

@@ -62,5 +62,5 @@ def test_a_logger_whose_version_cannot_be_given_is_named() -> None:
 
         def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
 
-    with pytest.warns(UserWarning, match="Own can't go on in the oldest worker's run 'theirs'"):
+    with pytest.warns(UserWarning, match="Own can't continue the oldest worker's run 'theirs'"):
         go_on([Own()], ["theirs"])

@@ -86,6 +86,6 @@ def test_each_worker_ends_with_its_own_error(
 def test_a_second_fit_at_a_lobby_is_refused_at_once() -> None:
     with (
         LobbyProcess(least=1, most=2) as lobby,
-        pytest.raises(ValueError, match=r"all members of the run at this lobby have ended, .* start another one for"),
+        pytest.raises(ValueError, match=r"all members of the run at this lobby have ended, .* start another lobby for"),
     ):
         fit(lobby.place, Small(), times=2, least=1)

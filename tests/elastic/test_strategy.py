@@ -153,12 +153,12 @@ def assert_resumed(folder: Path, saved: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"combine": PushSum()}, r"PushSum doesn't go with elastic: what it keeps \(last, weight\)"),
-        ({"codec": DifferenceCompression(Int8())}, r"Compression\(.*\) doesn't go with elastic: it sends differences"),
-        ({"states": {"momentum_buffer": Travel()}}, "states=.* doesn't go with elastic"),
-        ({"exact_steps": 3}, "exact_steps=3 doesn't go with elastic"),
-        ({"topology": Hypercube()}, "any number of workers up to 16, and of 3: "),
-        ({"topology": Stream(steps=4, inner=Ring(), parts=2)}, "its fragments have rounds of their own"),
+        ({"combine": PushSum()}, r"PushSum isn't compatible with elastic: what it keeps \(last, weight\)"),
+        ({"codec": DifferenceCompression(Int8())}, r"Compression\(.*\) isn't compatible with elastic: it sends"),
+        ({"states": {"momentum_buffer": Travel()}}, "states=.* isn't supported with elastic"),
+        ({"exact_steps": 3}, "exact_steps=3 isn't supported with elastic"),
+        ({"topology": Hypercube()}, "any number of workers up to 16; with 3: "),
+        ({"topology": Stream(steps=4, inner=Ring(), parts=2)}, "as each fragment has its own rounds"),
     ],
     ids=str,
 )
@@ -263,7 +263,7 @@ def test_schedules_may_ask_for_the_steps_before_anybody_knows_who_trains(hook: s
 @pytest.mark.parametrize(
     ("options", "environment", "said"),
     [
-        ({"devices": 3}, {}, "devices=3 starts as many workers, and workers=\\(4, 16\\)"),
+        ({"devices": 3}, {}, "devices=3 workers would start, outside of workers=\\(4, 16\\)"),
         ({"devices": 4, "num_nodes": 2}, {}, "without a lobby is for one machine"),
         ({"devices": 1}, {"LOCAL_RANK": "1"}, "without a lobby is for one machine"),
         ({"devices": 1}, TORCHRUN_OF_TWO, "this torchrun has 2 workers and restarts all of them"),
@@ -292,7 +292,7 @@ def test_one_trainer_is_one_device(tmp_path: Path) -> None:
     strategy.connect(module := Net(1))
     module.trainer = trainer
     with pytest.raises(
-        ValueError, match=r"is Solo\(.*\), this Trainer has 2 devices: start a process with Trainer\(devices=1\)"
+        ValueError, match=r"is Solo\(.*\), but this Trainer has 2 devices: start a process with Trainer\(devices=1\)"
     ):
         strategy.refuse(Net(1), fitting=True)
     assert trainer.strategy is strategy

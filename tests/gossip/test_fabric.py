@@ -120,7 +120,7 @@ def shown(fabric: Fabric, model: nn.Module) -> dict[str, Any]:
         rows["within"] = _copy(model)
         parameter = next(iter(model.parameters()))
         stepped = torch.optim.SGD([parameter], lr=1.0)
-        with pytest.raises(RuntimeError, match=r"step behind `with strategy.mean"):
+        with pytest.raises(RuntimeError, match=r"after the block `with strategy.mean"):
             fabric.strategy.optimizer_step(stepped)
         with pytest.raises(RuntimeError, match="in the model's place already"), fabric.strategy.mean():
             pass

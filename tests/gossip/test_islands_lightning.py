@@ -17,7 +17,7 @@ from torchmetrics import MeanMetric
 
 from lightning_decentral import GossipStrategy
 from lightning_decentral.gossip import AllReduce, Auto, FullyShard, Gossip, Hypercube, Island, simulate
-from lightning_decentral.gossip.rounds import place
+from lightning_decentral.gossip.mixer_builder import place
 from lightning_decentral.gossip.summary import through_card
 from lightning_decentral.shared.wire.fsdp import full_tensor
 from tests.tiny import QUIET, Batches, Net, Record, SizedBatches, in_processes, recorded
@@ -116,7 +116,7 @@ class Complex(Net):
 
 def test_what_shards_can_not_do_is_refused(tmp_path: Path) -> None:
     options = {"island": FullyShard(2)}
-    with pytest.raises(RuntimeError, match=r"ValueError: FullyShard.* cuts complex parameters .*: make them of pairs"):
+    with pytest.raises(RuntimeError, match=r"ValueError: FullyShard.* shards complex parameters, .*: keep real pairs"):
         in_processes(run, tmp_path, Complex(), options, {}, [])
     with pytest.raises(RuntimeError, match=r"EMAWeightAveraging copies whole models.*: use AllReduce"):
         in_processes(run, tmp_path, Net(), options, {}, [EMAWeightAveraging(decay=0.5)])
@@ -142,7 +142,7 @@ class Parametrized(Callback):
 
 
 def test_a_parameter_that_comes_while_training_is_refused_under_shards(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"head.parametrizations.bias.original has come while training.*AllReduce"):
+    with pytest.raises(RuntimeError, match=r"head.parametrizations.bias.original was added during training.*AllReduce"):
         in_processes(run, tmp_path, Net(), {"island": FullyShard(2)}, {}, [Parametrized()])
 
 
@@ -372,7 +372,7 @@ def test_a_save_on_the_way_out_of_shards_hides_no_error(tmp_path: Path) -> None:
             {"enable_checkpointing": True},
             [OnExceptionCheckpoint(tmp_path, "last")],
         )
-    assert "after an exception the devices of a worker can't meet any more" in str(found.value)
+    assert "after an exception the devices of a worker can't communicate any more" in str(found.value)
     assert not (tmp_path / "last.ckpt").exists()
 
 
@@ -398,5 +398,5 @@ class Masked(Net):
 def test_a_mask_by_hand_over_shards_ends_with_the_remedy_that_helps(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor") as found:
         in_processes(run, tmp_path, Masked(brought=False), {"island": FullyShard(2)}, {"max_steps": 2}, [], None, 2)
-    assert "bring a mask by torch.distributed.tensor.distribute_tensor(mask" in str(found.value)
+    assert "convert a mask by torch.distributed.tensor.distribute_tensor(mask" in str(found.value)
     in_processes(run, tmp_path, Masked(brought=True), {"island": FullyShard(2)}, {"max_steps": 2}, [], None, 2)

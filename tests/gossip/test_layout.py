@@ -194,7 +194,8 @@ def test_a_run_is_not_resumed_in_another_memory_order() -> None:
         conv = nn.Conv2d(3, 4, 2).to(memory_format=LAST if last else torch.contiguous_format)
         optimizer = SGD(conv.parameters(), lr=0.1)
         alone = partial(Mixer, [], combine, MatrixExchange(Ring(), Own(), 1), 0)
-        mixers = Mixers(lambda: MixerFactory(lambda: [alone()], pack))
+        layout = ModelLayout(conv.parameters())
+        mixers = Mixers(lambda: MixerFactory(lambda: [alone()], pack, known=layout))
         mixers.adopt(optimizer)
         return optimizer, mixers
 

@@ -436,7 +436,7 @@ def test_parameters_of_another_type_start_from_the_mean(
 def test_another_topology_goes_on_where_no_state_is_of_a_link(tmp_path: Path, capfd: Any) -> None:
     difference = {"codec": DifferenceCompression(Int8()), "combine": Gossip(rate=0.5)}
     for number, (options, said) in enumerate((
-        ({}, "this run goes on with OnePeerExponential()"),
+        ({}, "this run continues with OnePeerExponential()"),
         (difference, "this run has OnePeerExponential(); all workers start from the mean"),
     )):  # fmt: skip
         folder = tmp_path / str(number)

@@ -166,8 +166,8 @@ def constant(x0: Tensor, travel: Travel, transport: Transport) -> Tensor:
 
 
 @pytest.mark.parametrize(("make", "said"), [
-    (lambda p: SGD(p, lr=0.1), "SGD keeps no state 'momentum_buffer' that could travel: leave it out of states"),
-    (lambda p: torch.optim.AdamW(p), "AdamW keeps no state 'momentum_buffer' that could travel: name one of exp_avg, "),
+    (lambda p: SGD(p, lr=0.1), "SGD has no state 'momentum_buffer' that could be mixed: leave it out of states"),
+    (lambda p: torch.optim.AdamW(p), "AdamW has no state 'momentum_buffer' that could be mixed: name one of exp_avg, "),
 ], ids=["SGD", "AdamW"])  # fmt: skip
 def test_a_state_that_an_optimizer_lacks_is_one_line(make: Any, said: str) -> None:
     parameter = nn.Parameter(torch.ones(3))

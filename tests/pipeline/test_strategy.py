@@ -24,7 +24,7 @@ from lightning_decentral.pipeline import (
     Uniform,
     ZeroBubble,
     blocks_of,
-    stage_training,
+    stage_gradients,
 )
 from lightning_decentral.pipeline.compute.causal import trial
 from tests.pipeline.training import Language, alone, ddp, distance, fit, forked, pipeline
@@ -397,7 +397,7 @@ def test_a_plan_that_is_no_faster_than_one_device_says_so(tmp_path, monkeypatch,
         with (tmp_path / "lines").open("a") as stream:
             stream.write(f"{text}\n")
 
-    monkeypatch.setattr(stage_training, "rank_zero_info", info)
+    monkeypatch.setattr(stage_gradients, "rank_zero_info", info)
     options = {"slicing": Uniform(slices), "microbatches": microbatches}
     forked(Language(), pipeline(2, **options), tmp_path / "p", max_steps=2)
     found = (tmp_path / "lines").read_text()

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from lightning_decentral import CompressedStrategy, GossipStrategy
 from lightning_decentral.gossip import ConsensusControl, Gossip, Int4, Int8, Outer, PushSum
 from lightning_decentral.gossip.compute.error_feedback import Coded
+from lightning_decentral.gossip.mixer_builder import MixerBuilder
 from lightning_decentral.gossip.plan.forecast import GossipForecast
 from lightning_decentral.gossip.plan.warm_start import WarmStarted
-from lightning_decentral.gossip.rounds import MixerBuilder
 from lightning_decentral.gossip.summary import described
 from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.optimizers import Mixers
@@ -29,7 +29,8 @@ from lightning_decentral.planner.forecasts import (
     method_of,
     strategy_of,
 )
-from lightning_decentral.shared.compute.codec.deterministic import DifferenceCompression
+from lightning_decentral.shared.compute.codec.codec import Float32
+from lightning_decentral.shared.compute.codec.topk import DifferenceCompression, TopK
 from lightning_decentral.shared.plan.forecast import Cluster, Setting, even
 from lightning_decentral.shared.plan.profile import BlockCost, Model
 from lightning_decentral.shared.wire.compressed_mean import mean_by
@@ -282,6 +283,14 @@ def test_assumed_seconds_are_the_committed_ones() -> None:
 def test_codecs_of_one_kind_are_assumed_to_take_the_same() -> None:
     assert encoding_of(Int4(block=64)).assumed.own_seconds_per_byte == CODEC_SECONDS_PER_BYTE[Int4()][0]
     assert encoding_of(Int8(block=64)).assumed.heard_seconds_per_byte == CODEC_SECONDS_PER_BYTE[Int8()][1]
+
+
+def test_a_codec_that_nobody_measured_is_not_free() -> None:
+    """It counts as the slowest one; what copies float32 takes what messages take."""
+    own, received = zip(*CODEC_SECONDS_PER_BYTE.values(), strict=True)
+    assumed = encoding_of(TopK()).assumed
+    assert (assumed.own_seconds_per_byte, assumed.heard_seconds_per_byte) == (max(own), max(received))
+    assert encoding_of(Float32()).assumed.own_seconds_per_byte == 0
 
 
 @pytest.mark.parametrize(

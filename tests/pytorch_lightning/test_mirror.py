@@ -33,7 +33,7 @@ TRAINERS = {"lightning_decentral": lightning.pytorch.Trainer, HERE: pytorch_ligh
     ("lightning_decentral.optim", "lightning_decentral.optim"),
     ("lightning_decentral.gossip", f"{HERE}.gossip"),
     ("lightning_decentral.gossip.strategy", f"{HERE}.gossip.strategy"),
-    ("lightning_decentral.shared.checkpoint.worker", f"{HERE}.shared.checkpoint.worker"),
+    ("lightning_decentral.shared.checkpoint.checkpoints", f"{HERE}.shared.checkpoint.checkpoints"),
     ("lightning_decentral.gossip.wire.mixer", "lightning_decentral.gossip.wire.mixer"),
     ("lightning_decentral.shared.plan.kinds", "lightning_decentral.shared.plan.kinds"),
 ])  # fmt: skip

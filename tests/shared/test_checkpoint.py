@@ -15,10 +15,10 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
-from lightning_decentral.shared.checkpoint import replica as module
+from lightning_decentral.shared.checkpoint import resuming_replicas as module
 from lightning_decentral.shared.checkpoint import store
 from lightning_decentral.shared.checkpoint.reading import PRECISION
-from lightning_decentral.shared.checkpoint.replica import ReplicaCheckpoints, WholeModel
+from lightning_decentral.shared.checkpoint.resuming_replicas import ReplicaCheckpoints, WholeModel
 from lightning_decentral.shared.compute.worker_state import KEY, digest, sealed
 from lightning_decentral.shared.wire.mean import MeanModel
 
@@ -29,7 +29,7 @@ class Worker:
     global_rank = local_rank = 0
     world_size = 2
     is_global_zero = True
-    alone = False
+    cut_off = False
     drifts = keeps = True
 
     def __init__(self, left: int = 0) -> None:
@@ -325,7 +325,7 @@ def test_a_url_of_the_local_file_system_is_that_place(
     again.load(url, None)
     assert again.resuming
     again.remove(url)
-    worker.alone = True
+    worker.cut_off = True
     checkpoints(worker).save({"state_dict": {}}, url, None)  # worker 0 by itself, as after an exception
     assert list(there.iterdir()) == [there / "last.ckpt"]
     assert list(here.iterdir()) == []

@@ -19,7 +19,7 @@ ALIKE: dict[str, Callable[..., Any]] = {
     "gossip, exact": EXACT,
     "compressed": partial(CompressedStrategy, codec=Plain()),
 }
-SAID = "all_gather(sync_grads=True) while the workers' models differ"
+SAID = "all_gather(sync_grads=True) is called while the workers' models differ"
 
 
 class Contrastive(Net):

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_decentral import CompressedStrategy, GossipStrategy, PartialBackpropStrategy, TokenPipelineStrategy
 from lightning_decentral.pipeline import Uniform
 from lightning_decentral.pipeline.wire.executor import Executor
-from lightning_decentral.shared import replica
+from lightning_decentral.shared import replica_strategy
 from lightning_decentral.shared.wire import pipeline_replicas, transport
 from lightning_decentral.shared.wire.meeting import notices, rendezvous
 from tests.crew import crew
@@ -70,9 +70,9 @@ class Unlucky(Net):
 
 def meet_faults_in_set_up(module: Unlucky) -> None:
     """Between two groups that all make, and in the check that the models are equal."""
-    made, checked = transport.dist.new_group, replica.check_same_model
+    made, checked = transport.dist.new_group, replica_strategy.check_same_model
     transport.dist.new_group = lambda *a, **k: (made(*a, **k), module.come_to("groups"))[0]
-    replica.check_same_model = lambda *a: (module.come_to("model check"), checked(*a))[1]
+    replica_strategy.check_same_model = lambda *a: (module.come_to("model check"), checked(*a))[1]
 
 
 def meet_faults_in_a_stage(module: Language, where: str, kind: str, victim: int) -> None:

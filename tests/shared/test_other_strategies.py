@@ -95,6 +95,6 @@ def test_every_strategy_goes_on_from_the_file_of_every_other(
     printed = capfd.readouterr().err
     diverged = bool(torch.load(file).get(KEY, {}).get("id"))
     if writer == reader and diverged:
-        assert "every worker goes on from its own state" in printed
+        assert "every worker resumes from its own state" in printed
     elif reader not in LIGHTNINGS_OWN:
         assert ("start from the mean" in printed or "goes on from their mean" in printed) == diverged

@@ -23,7 +23,7 @@ from tests.tiny import QUIET, Net, SizedBatches
 
 LINE = (
     "ValueError: this process has local rank {} (LOCAL_RANK, or SLURM_LOCALID under SLURM) and was given devices=2: "
-    "start as many processes as devices on each host, with ranks from 0"
+    "start as many processes as devices on each host, with local ranks from 0"
 )
 
 
@@ -49,7 +49,7 @@ def test_a_local_rank_beyond_the_devices_is_named(run: Any, strategy: str) -> No
 
 
 BACKEND = (
-    "ValueError: process_group_backend='nonsense' is none by which workers talk on cpu: take 'gloo', or leave it out"
+    "ValueError: workers can't communicate by process_group_backend='nonsense' on cpu: choose 'gloo', or leave it out"
 )
 TRAINERS = [GossipStrategy, CompressedStrategy, PartialBackpropStrategy, TokenPipelineStrategy]
 FABRICS = [FabricGossipStrategy, FabricCompressedStrategy, FabricPartialBackpropStrategy]
@@ -82,7 +82,10 @@ def test_it_is_named_once_before_a_process_starts(
 
     for launcher in (_MultiProcessingLauncher, _SubprocessScriptLauncher):
         monkeypatch.setattr(launcher, "launch", never)
-    for backend, error, words in (("mpi2", ValueError, "='mpi2' is none by"), ("gloo", AssertionError, "would start")):
+    for backend, error, words in (
+        ("mpi2", ValueError, "='mpi2' on cpu: choose"),
+        ("gloo", AssertionError, "would start"),
+    ):
         given = strategy(process_group_backend=backend, start_method=start_method)
         with pytest.raises(error, match=words):
             Trainer(**QUIET, devices=2, strategy=given).fit(Net(), SizedBatches(1))
@@ -97,5 +100,5 @@ def test_backends_by_which_workers_talk(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("name", ["mpi", "nccl", "", "cuda:nccl", "cpu:mpi"])
 def test_backends_by_which_none_talks_on_the_host(name: str) -> None:
-    with pytest.raises(ValueError, match="take 'gloo', or leave it out"):
+    with pytest.raises(ValueError, match="choose 'gloo', or leave it out"):
         refuse_backend(name, torch.device("cpu"))

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_decentral.shared.checkpoint import replica as module
+from lightning_decentral.shared.checkpoint import resuming_replicas as module
 from lightning_decentral.shared.checkpoint import store
-from lightning_decentral.shared.checkpoint.replica import ReplicaCheckpoints, WholeModel
+from lightning_decentral.shared.checkpoint.resuming_replicas import ReplicaCheckpoints, WholeModel
 from lightning_decentral.shared.wire.mean import MeanModel
 from tests.shared import test_checkpoint
 

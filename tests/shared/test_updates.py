@@ -75,10 +75,10 @@ def test_what_moves_without_a_round_is_named_once_and_then_refused(
     assert not said
     watch.moved.batch(last=True)
     (line,) = said
-    assert line.startswith("mixed moved in the last 2 batches while no round was counted")
+    assert line.startswith("mixed changed in the last 2 batches while no round was counted")
     assert "\n" not in line
     move(party, "mixed", by)
-    with pytest.raises(RuntimeError, match="mixed moved in the last 1 batches"):
+    with pytest.raises(RuntimeError, match="mixed changed in the last 1 batches"):
         watch.moved.batch(last=True)
 
 
@@ -93,7 +93,7 @@ def test_an_optimizer_of_nobody_is_named(party: Party, watch: Updates) -> None:
     parameter = party.lightning_module["mixed"]
     parameter.grad = torch.ones(3)
     SGD([parameter], lr=0.1).step()
-    with pytest.raises(RuntimeError, match="SGD stepped past the strategy: mixed moved"):
+    with pytest.raises(RuntimeError, match="SGD stepped past the strategy: mixed changed"):
         watch.moved.batch(last=True)
 
 
@@ -114,7 +114,7 @@ def test_what_no_optimizer_has_and_moves_is_named_once(party: Party, watch: Upda
         move(party, "own")
         watch.moved.batch(last=True)
     assert len(said) == 1
-    assert said[0].startswith("own, one of 1, moves and no optimizer of the trainer has it")
+    assert said[0].startswith("own, one of 1 parameters, changes but belongs to no optimizer of the Trainer")
 
 
 def test_nan_that_stays_doesnt_move(party: Party, said: list[str]) -> None:
@@ -208,6 +208,6 @@ def fit_written() -> None:
 
 
 def test_an_update_by_hand_is_named_after_one_epoch_and_ends_the_second(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(RuntimeError, match="x moved in the last 3 batches while no round was counted"):
+    with pytest.raises(RuntimeError, match="x changed in the last 3 batches while no round was counted"):
         in_processes(fit_written)
-    assert "UserWarning: x moved" in capsys.readouterr().err
+    assert "UserWarning: x changed" in capsys.readouterr().err

@@ -133,10 +133,10 @@ def poisoned_moments_stay() -> None:
     class Deaf(Healing):
         forget = property(lambda self: lambda: None, lambda self, value: None)  # type: ignore[assignment]
 
-    from lightning_decentral.gossip import rounds
+    from lightning_decentral.gossip import mixer_builder
 
-    made = rounds.healing
-    _set(rounds, "healing", lambda most, module: Deaf(most, made(most, module)._poisoned))
+    made = mixer_builder.healing
+    _set(mixer_builder, "healing", lambda most, module: Deaf(most, made(most, module)._poisoned))
 
 
 def thawed_after_the_update() -> None:

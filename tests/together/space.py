@@ -35,7 +35,7 @@ from lightning_decentral.gossip import (
     Uniform,
 )
 from lightning_decentral.gossip.compute.combine.combine import refuse_lossy
-from lightning_decentral.gossip.rounds import check
+from lightning_decentral.gossip.mixer_builder import check
 from lightning_decentral.pipeline import AverageGradients
 from tests.gossip import codecs, rules, topologies
 

@@ -1,4 +1,4 @@
-"""Reductions over the members that take part, and how members find out that one of them asks for another reduction.
+"""Reductions over the members, and the check that all members ask for the same reduction.
 
 Public: none.
 """

@@ -1,8 +1,8 @@
-"""One result of what several workers have given: means, sums, the first one's. Without messages.
+"""Reductions of several workers' values in one process: means, sums, the first worker's value. No communication.
 
-Members may meet for unlike things: a hook or callback that decides by what a newcomer isn't given makes it call
-something else than the members do, or once more. Calls are matched by their order in a round, and a mean of what
-somebody meant as a decision would be nonsense: who isn't as most are ends with why, and the others go on (`of_alike`).
+Members may call different collectives: a hook or callback whose decision depends on state that a newcomer lacks makes
+the newcomer call another collective, or one more. Calls are matched by their order in a round, and the mean of a
+decision would be nonsense. So a worker whose call differs from most ends with an error; others continue (`of_alike`).
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 
 def means_of(given: Sequence[Sequence[Tensor]]) -> list[Tensor]:  # [workers][places] -> [places]
-    """Means by place, in float32 at least; what isn't floating point is the oldest's."""
+    """Return the means by position, summed in float32 at least; of integers, the oldest worker's."""
     return [mean_of_place(rows) for rows in zip(*given, strict=True)]
 
 
@@ -36,7 +36,7 @@ first_of: Callable[[Sequence[Any]], Any] = itemgetter(0)
 
 
 def reduced(operation: str, given: Sequence[Tensor]) -> Tensor:
-    """ValueError for an operation that isn't known."""
+    """Reduce the workers' tensors by an operation's name. ValueError for an unknown operation."""
     rows = torch.stack(list(given))  # [workers, ...]
     mean = partial(torch.mean, dtype=None if rows.is_floating_point() else torch.float32)
     known: dict[str, Callable[..., Tensor]] = {"sum": torch.sum, "mean": mean, "avg": mean}
@@ -47,7 +47,7 @@ def reduced(operation: str, given: Sequence[Tensor]) -> Tensor:
 
 
 def of_each(made: Callable[[Sequence[Any]], Any]) -> Callable[[Sequence[Sequence[Any]]], Any]:
-    """Make a function of rows, one for each worker, from one of what all devices have given."""
+    """Turn a reduction over all devices' values into one over rows, one row of devices per worker."""
 
     def of_rows(rows: Sequence[Sequence[Any]]) -> Any:
         return made([own for row in rows for own in row])
@@ -56,7 +56,7 @@ def of_each(made: Callable[[Sequence[Any]], Any]) -> Callable[[Sequence[Sequence
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """The same, its tensors there."""
+    """Return the value with its tensors on that device."""
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
 
 
@@ -64,17 +64,17 @@ NAMES: dict[Any, str] = {means_of: "means", first_of: "the oldest's value", redu
 
 
 class Unlike(RuntimeError):
-    """This worker meets for something else than most members."""
+    """Raised where this worker calls another collective than most members."""
 
     def __init__(self, mine: str, theirs: str) -> None:
         super().__init__(
-            f"this worker asks the members for {mine}, and most of them ask for {theirs}: a hook or a callback decides "
-            "by what a newcomer isn't given. Keep it in its state_dict; started again this worker joins as a new one"
+            f"this worker asks the members for {mine}, but most ask for {theirs}: a hook or a callback depends on "
+            "state that a newcomer lacks. Keep that state in its state_dict, and start this worker again"
         )
 
 
 def named(value: Any, made: Callable[[Sequence[Any]], Any]) -> str:
-    """Name of the operation that a member asks for: `made` of the values of all its devices, or of the first one's."""
+    """Return the name of the operation that a member asks for, of its devices' values or its first device's."""
     each = getattr(made, "__wrapped__", None)
     call, own = (made, value) if each is None else (each, value[0])
     kind = call.func if isinstance(call, partial) else call
@@ -84,8 +84,8 @@ def named(value: Any, made: Callable[[Sequence[Any]], Any]) -> str:
 
 
 def of_alike(name: str, made: Callable[[Sequence[Any]], Any]) -> Callable[[Sequence[Any]], Any]:
-    """(name, `made`) of those that meet for what most meet for; of as many the oldest's. From (name, value) of each.
-    Unlike where this worker, which would make it, meets for something else."""
+    """Make the reduction of the values whose name is the most frequent (in a tie, the oldest's), from (name, value) of
+    each member. Unlike if this worker, which computes it, asks for another name."""
 
     def of(given: Sequence[Any]) -> Any:
         ((most, _),) = Counter(mine for mine, _ in given).most_common(1)  # of as many the first counted: the oldest's

@@ -1,7 +1,7 @@
-"""The elastic protocol as values: numbered views, the lobby and a member as pure functions of time.
+"""The elastic protocol as pure functions of state, message and time, for the lobby and for a member.
 
     state, message received, now -> state, actions
 
-No sockets, no clock, no torch: `wire` runs these on real ones, the tests on virtual ones. A `view` is who trains
-together; `lobby_state` and `member_state` are the two machines, `messages` what they send each other. Public: none.
+No sockets, no clock, no torch: `wire` adds real sockets and clocks, tests add virtual ones. A `view` is a numbered
+membership; `lobby_state` and `member_state` are state machines, which exchange `messages`. Public: none.
 """

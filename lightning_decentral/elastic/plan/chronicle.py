@@ -1,7 +1,7 @@
-"""Memory of a member: its last rounds (how long they took, who took part), and the run's views.
+"""A member's history of its last rounds (their seconds, the share of workers) and of the run's memberships (views).
 
-Of the views it keeps the newest, and of the others how many members came and went: a run of a thousand views keeps
-what one of a hundred keeps.
+The newest views are kept, and of older ones the numbers of members that joined and left. So memory doesn't grow with
+the number of views.
 """
 
 from collections import deque
@@ -16,31 +16,31 @@ REMEMBERED, PACED = 100, 7
 
 
 class Watch:
-    """Rounds of one member, the last `REMEMBERED`."""
+    """Statistics of one member's last `REMEMBERED` rounds."""
 
     def __init__(self) -> None:
         self._seconds: deque[float] = deque(maxlen=REMEMBERED)
         self._shares: deque[float] = deque(maxlen=REMEMBERED)
 
     def took(self, seconds: float) -> None:
-        """The round before, from its beginning to the next one's."""
+        """Record the seconds of a round, from its beginning to the beginning of the next round."""
         self._seconds.append(seconds)
 
     def began(self, present: int, most: int) -> None:
-        """A round begins with so many of so many workers."""
+        """Record that a round begins with `present` of `most` workers."""
         self._shares.append(present / most)
 
     @property
     def pace(self) -> float:
-        """Seconds that a round takes now, whatever a single one waited for; 0: unknown, as there were too few."""
-        # No median: on slow links some rounds wait for several, and most take next to nothing. A view that begins as
-        # many of these later would seem far ahead to everybody.
+        """Mean seconds of the last rounds, without the longest one; 0 (unknown) after fewer than `PACED` rounds."""
+        # No median: on slow links a few rounds wait for several others, and most take almost no time. A view planned by
+        # the median would begin far too many rounds ahead.
         last = sorted(islice(reversed(self._seconds), PACED))
         return fmean(last[:-1]) if len(last) == PACED else 0.0
 
     @property
     def stall(self) -> float:
-        """Seconds by which the longest round was longer than is usual: what a death cost, or a validation."""
+        """Seconds by which the longest round exceeded the median round: the cost of a death or of a validation."""
         return max(self._seconds) - median(self._seconds) if self._seconds else 0.0
 
     @property
@@ -50,13 +50,13 @@ class Watch:
 
 
 KEPT_VIEWS = 32
-HISTORY = 4  # Views that have begun and that a member remembers: more than change while a message is under way.
+HISTORY = 4  # Begun views that a member remembers: more than can begin while a message is under way.
 
 
 @dataclass(frozen=True)
 class ViewCounts:
-    """Members that joined the first ones, that died or fell silent, and that left, up to the last of some views; the
-    most members of one of them."""
+    """Counts over views so far: members that joined later, that were lost (died or silent), and that left; the largest
+    number of members of a view."""
 
     came: int = 0
     lost: int = 0
@@ -73,16 +73,16 @@ class ViewCounts:
 
 
 class Missed(RuntimeError):
-    """Views came and went that this worker missed."""
+    """Raised if views have begun and ended of which this worker never learnt."""
 
 
 def new(views: Mapping[int, View], view: View, firsts: Callable[[int], list[int]], complete: bool = True) -> list[View]:
-    """The view, where it is new, with the one before it, where that wasn't known and has begun. Missed where it isn't
-    enough to know who was in the view before.
+    """Return the view if it is new, after the view before it if that one has begun and wasn't known. Missed if the
+    members before this view can't be known.
 
-    A view that no member has begun made no difference: who joins and ends at once leaves some. `views` are those that
-    are remembered, by number; `firsts` returns a view's first rounds, as members remember them; `complete`: whether all
-    of them have sent what they remember.
+    A view that no member has begun makes no difference (a worker that joins and ends at once leaves such views).
+    `views` are the remembered ones, by number; `firsts` returns a view's first rounds as members remember them;
+    `complete` is True if all members have sent their history.
     """
     before = max((number for number in views if number < view.number), default=None)
     if view.number in views or (before is None and views):
@@ -96,8 +96,8 @@ def new(views: Mapping[int, View], view: View, firsts: Callable[[int], list[int]
         return [view]
     if set(begun) != {view.number - 1} or (len(between) > 1 and not complete):
         raise Missed(
-            f"this worker knows view {before}, is in view {view.number}, and doesn't know who trained between "
-            "them: start it again, it joins as a new one"
+            f"this worker knows memberships {before} and {view.number}, but not those between them: start it again, "
+            "and it joins as a new worker"
         )
     missed = View(
         view.number - 1, view.before, min(begun[view.number - 1]), views[before].members, view.origin, view.founders
@@ -106,7 +106,7 @@ def new(views: Mapping[int, View], view: View, firsts: Callable[[int], list[int]
 
 
 def kept(views: Mapping[int, View], tally: ViewCounts) -> tuple[dict[int, View], ViewCounts]:
-    """The newest of them, and the tally with the others."""
+    """Return the newest views, and the tally with the older views counted."""
     numbers = sorted(views)
     for number in numbers[:-KEPT_VIEWS]:
         tally += views[number]

@@ -1,22 +1,22 @@
-"""Dealing of examples to members, where members come and go: passes over all of them, dealt tick by tick.
+"""Dealing of training examples to members that join and leave: passes over all examples, dealt tick by tick.
 
-Which epoch and batch a round is (`Calendar`), is the same for all members, whenever they came.
+`Calendar` maps a round to its epoch and batch, the same for all members whenever they joined.
 
     epoch, batch = (before + round) // r, (before + round) % r * accumulated,   r = ceil(batches / accumulated)
 
-An epoch has as many batches as the first members needed for all examples, and keeps them: so all validate after the
-same rounds. Members that come or go change how fast examples are gone through, not how long an epoch is.
+An epoch has as many batches as the first members need for all examples, for the whole run: so all validate after the
+same rounds. Members that join or leave change how fast the examples are used, not the length of an epoch.
 
     a pass     a permutation of the examples, by (seed, number of the pass)
-    a tick     every member of the view in force takes the next `batch` of what is left, times its weight
-    a change   what those that are lost were dealt in this pass is dealt again, behind what is left
+    a tick     every member takes the next `batch` of the remaining examples, times its weight
+    a change   examples of this pass that lost members were dealt are dealt again, after the remaining ones
 
-So every example of a pass is dealt to exactly one of those that are there when it ends, but for the last tick's: it is
-filled up with examples of the same pass, as a DistributedSampler does. All of it follows from the views and their first
-ticks; a member that learns of one late has dealt some ticks by the view before, and goes on as the others.
+So every example of a pass is dealt to exactly one of the members at its end. Only the last tick is filled up with
+examples of the same pass, as a DistributedSampler does. All follows from the views (memberships) and their first
+ticks. A member that learns of a view late has dealt some ticks by the view before, and then continues as the others.
 
-What is kept, and what a newcomer is given, is the `floor`, a pass from which all are dealt, and the views since: not
-more in a long run than in a short one.
+The state that is kept, and sent to a newcomer, is the `floor` (a pass from which all later passes follow) and the
+views since then: no more in a long run than in a short one.
 """
 
 from collections.abc import Sequence
@@ -36,50 +36,50 @@ UNBOUNDED = 2**40  # Batches of an epoch that has no end.
 
 @dataclass(frozen=True)
 class Calendar:
-    """The run's."""
+    """Position of rounds in epochs, one for the whole run."""
 
     batches: int  # of an epoch
     accumulated: int = 1  # batches of a round
-    before: int = 0  # rounds' worth of epochs that were over when the run began, as a checkpoint states
-    steps: int = 0  # that were over then
-    weights: int = 0  # of those that began the run, together; 0: nobody knows
+    before: int = 0  # rounds that were complete when the run began, by a checkpoint
+    steps: int = 0  # optimizer steps that were complete then
+    weights: int = 0  # sum of the first members' weights; 0: unknown
 
     def place(self, round: int) -> tuple[int, int]:
-        """(epoch, batches of it that are over) where this round begins."""
+        """Return (epoch, number of its batches that are complete) at the beginning of this round."""
         epochs, rounds = divmod(self.before + round, -(-self.batches // self.accumulated))
         return epochs, rounds * self.accumulated
 
     def tick(self, round: int) -> int:
-        """Batches that are over where this round begins."""
+        """Return the number of batches that are complete at the beginning of this round."""
         epochs, batches = self.place(round)
         return epochs * self.batches + batches
 
     def step(self, round: int) -> int:
-        """Number of optimizer steps that are over where this round begins."""
+        """Return the number of optimizer steps that are complete at the beginning of this round."""
         return self.steps + round
 
 
 @dataclass
 class Pass:
-    """One pass, as far as it is dealt."""
+    """State of one pass over the examples."""
 
     number: int
-    start: int  # its first tick
+    start: int  # first tick of the pass
     since: int
-    left: Indices | None = None  # what wasn't dealt before `since`, in order; None: all, as the permutation has it
-    dealt: dict[str, list[Indices]] = field(default_factory=dict)  # before `since`, to whom
+    left: Indices | None = None  # examples not dealt before `since`, in order; None: all, in the permutation's order
+    dealt: dict[str, list[Indices]] = field(default_factory=dict)  # {member: examples dealt before `since`}
 
 
 @dataclass
 class Dealing:
-    """The same for all members."""
+    """Deals the training examples; all members compute the same dealing."""
 
-    examples: int  # how many there are
-    batch: int  # that a member of weight 1 takes in a tick
-    shuffle: bool = True  # whether a pass is a permutation; otherwise it is in order
+    examples: int  # number of examples
+    batch: int  # examples that a member of weight 1 takes in a tick
+    shuffle: bool = True  # whether a pass is a random permutation; otherwise in order
     seed: int = 0
     views: dict[int, tuple[str, ...]] = field(default_factory=dict)  # {first tick: members}; none before the first
-    floor: Pass | None = None  # a value, which nobody changes
+    floor: Pass | None = None  # never changed in place
     _passes: list[Pass] = field(default_factory=list, init=False)
     _starts: list[Pass] = field(default_factory=list, init=False)
 
@@ -89,28 +89,28 @@ class Dealing:
         return self.examples, self.batch, self.shuffle
 
     def enter(self, tick: int, members: Sequence[str]) -> None:
-        """Enter the members from this tick on, which may be over."""
+        """Record the members from this tick on; the tick may be in the past."""
         if self.floor is not None:
             tick = max(tick, self.floor.since)
         if self.views.get(tick) != tuple(members):
             self.views[tick] = tuple(members)
-            # Those that it changes are dealt anew; the one before the last stays, to begin there.
+            # Passes that the change affects are dealt again; the pass before the last stays as the start.
             self._starts = [p for p in self._starts if p.start <= tick]
             self._passes = [self._begun(p) for p in self._starts[-2:]]
 
     def copy(self) -> "Dealing":
-        """One for a newcomer, as it is now: passes are dealt anew from the floor."""
+        """Copy the present state for a newcomer, which deals the passes again from the floor."""
         return replace(self, views=dict(self.views))
 
     def begin(self, before: "Dealing", tick: int) -> None:
-        """Go on from another one, of other examples, by a new pass at this tick."""
+        """Continue after another dealing, of other examples, by a new pass at this tick."""
         self.floor = Pass(before._pass_of(tick).number + 1, tick, tick)
         later = {first: members for first, members in before.views.items() if first > tick}
         self.views = {tick: before._members(tick), **later}
 
     def share(self, tick: int, name: str) -> Indices:
-        """[batch * weight]: what this member takes; fewer examples are repeated. Ticks from the first view on. KeyError
-        where it is no member then."""
+        """Return the indices [batch * weight] that this member takes in a tick; few examples repeat. KeyError if the
+        name isn't a member in that tick."""
         now, members = self._pass_of(tick), self._members(tick)
         if name not in members:
             raise KeyError(name)
@@ -121,7 +121,7 @@ class Dealing:
         return found
 
     def _all(self, members: Sequence[str]) -> int:
-        """Number of examples that these members take in a tick."""
+        """Return the number of examples that these members take in a tick."""
         return self.batch * sum(map(weight_of, members))
 
     def _members(self, tick: int) -> tuple[str, ...]:
@@ -139,8 +139,8 @@ class Dealing:
     def _first(self) -> Pass:
         return Pass(0, min(self.views), min(self.views))
 
-    def _begun(self, of: Pass) -> Pass:
-        begun = replace(of, dealt={name: [*parts] for name, parts in of.dealt.items()})
+    def _begun(self, start: Pass) -> Pass:
+        begun = replace(start, dealt={name: [*parts] for name, parts in start.dealt.items()})
         if begun.left is None:
             begun.left = np.arange(self.examples)
             if self.shuffle:
@@ -148,7 +148,7 @@ class Dealing:
         return begun
 
     def _settle(self, tick: int) -> None:
-        """No view begins before this tick any more: what was before isn't needed."""
+        """Drop what isn't needed any more: no later view begins before this tick."""
         over = [p for p in self._starts if p.since <= tick]
         if not over:
             return
@@ -163,10 +163,10 @@ class Dealing:
             self.floor = floor
             self._starts = [floor, *self._starts[len(over) :]]
             last = max(first for first in self.views if first <= floor.since)
-            self.views = {first: of for first, of in self.views.items() if first >= last}
+            self.views = {first: names for first, names in self.views.items() if first >= last}
 
     def _end(self, now: Pass, tick: int) -> int | None:
-        """The tick after its last one; None: it goes on at `tick`, and stands where the last view before that began."""
+        """Return the tick after the pass's last one; None if it still goes on at `tick`. Applies views until then."""
         for change in sorted(first for first in self.views if now.since < first <= tick):
             if (end := self._last(now)) <= change:
                 return end
@@ -182,8 +182,8 @@ class Dealing:
         before, after = self._members(now.since), self._members(tick)
         taken, now.left = np.split(now.left, [(tick - now.since) * self._all(before)])
         rows = np.split(taken.reshape(-1, self._all(before)), np.cumsum([self._all([n]) for n in before])[:-1], axis=1)
-        for name, of in zip(before, rows, strict=True):
-            now.dealt.setdefault(name, []).append(of.ravel())
+        for name, part in zip(before, rows, strict=True):
+            now.dealt.setdefault(name, []).append(part.ravel())
         lost = [now.dealt.pop(name) for name in list(now.dealt) if name not in after]
         now.left = np.concatenate([now.left, *(part for parts in lost for part in parts)])
         now.since = tick

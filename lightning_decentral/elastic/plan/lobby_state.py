@@ -1,9 +1,9 @@
-"""The lobby: who lives, who may train together, who heals whom. It is in no step's way, and may end at any moment.
+"""State of the lobby: which workers live, may train together, and send their state to newcomers. Steps don't need it.
 
     received(beat, now), ticked(now) -> the next state, and a message for each of these workers
 
-It remembers nothing that its workers don't send it: one that is started again waits until it has met the members of
-the highest view, or `dead_after`, and goes on from there.
+The lobby may end at any moment, as its workers send it all that it knows. A lobby that is started again waits until it
+has heartbeats of all members of the highest view, or for `dead_after` seconds, and continues from there.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ Outgoing = list[tuple[str, LobbyUpdate]]
 
 
 class Guest(NamedTuple):
-    """A worker, as of its last beat."""
+    """A worker's last heartbeat, and the time at which it came."""
 
     beat: Heartbeat
     at: float
@@ -26,25 +26,25 @@ class Guest(NamedTuple):
 
 @dataclass(frozen=True)
 class LobbyState:
-    """The state."""
+    """The lobby's state, a value: its methods return the next state."""
 
     bounds: Bounds
     times: Times
     began: float  # when it was started
     guests: Mapping[str, Guest] = field(default_factory=dict)  # by name, in the order in which they came
-    view: View | None = None  # the highest
-    agreed: int = 0  # the number of the highest that may be in force
-    seen: int = 0  # the highest number of a view that anybody knew of
-    # Members of earlier views that aren't of this one: they come back under other names.
+    view: View | None = None  # the highest view (numbered membership) made so far
+    agreed: int = 0  # number of the highest view that may be in force
+    seen: int = 0  # the highest number of a view that any worker knew
+    # Members of earlier views only: they may return under new names.
     dismissed: frozenset[str] = frozenset()
-    origin: str = ""  # of the run; empty: nobody has begun it
-    came: float = 0.0  # when the last guest came
-    doubted: float = float("-inf")  # when it last had beats of half of the members or fewer
-    settled: bool = False  # it has met all members of the highest view, or waited for them
-    ended: frozenset[str] = frozenset()  # guests whose connection has ended, and who haven't come back
+    origin: str = ""  # name of the worker that founded the run; empty: none yet
+    came: float = 0.0  # when the last new guest came
+    doubted: float = float("-inf")  # when the lobby last had heartbeats of half of the members or fewer
+    settled: bool = False  # whether it has met all members of the highest view, or waited for them
+    ended: frozenset[str] = frozenset()  # guests whose connection has ended and hasn't come back
 
     def received(self, beat: Heartbeat, now: float) -> tuple["LobbyState", Outgoing]:
-        """State after a beat, and a `LobbyUpdate` to its sender, or to all guests where the view changed."""
+        """Take a heartbeat: return the next state, and a `LobbyUpdate` for the sender, or for all after a new view."""
         known = self.guests.get(beat.sender)
         if known and known.beat.count >= beat.count:
             return self, []
@@ -55,23 +55,23 @@ class LobbyState:
         return state, [(name, state.update_for(name, now)) for name in receivers]
 
     def hung_up(self, name: str) -> "LobbyState":
-        """State after its connection has ended: its process, too, unless it comes back soon."""
+        """Record that a guest's connection has ended; its process probably, too, unless it connects again soon."""
         return replace(self, ended=self.ended | {name}) if name in self.guests else self
 
     def ticked(self, now: float) -> tuple["LobbyState", Outgoing]:
-        """State after time alone has passed. Call it every `times.beat`."""
+        """Advance the time without a message. Call this every `times.beat` seconds."""
         state = self._doubting(now)._forgotten(now)._decided(now)
         changed = (state.view, state.agreed) != (self.view, self.agreed)
         return state, [(name, state.update_for(name, now)) for name in state.guests if changed]
 
     def _doubting(self, now: float) -> "LobbyState":
-        """Note when half of the members or more are silent: it may be the lobby that slept or was cut off. Then
-        those who come back first don't go on without the others."""
+        """Record when half of the members or more are silent: the lobby itself may have slept or been cut off. Then the
+        first members to return don't continue without the others."""
         stay, size = self._counted(now)
         return replace(self, doubted=now) if 2 * stay <= size else self
 
     def _learnt(self, beat: Heartbeat) -> "LobbyState":
-        """The highest view and the origin, as a lobby that was started again finds them."""
+        """Learn the highest view and the run's founder from a heartbeat, as a restarted lobby must."""
         view = self.view
         for other in (beat.view, beat.coming):
             if other and (view is None or other.number > view.number):
@@ -82,17 +82,17 @@ class LobbyState:
         return replace(self, view=view, agreed=agreed, seen=seen, origin=origin)
 
     def _forgotten(self, now: float) -> "LobbyState":
-        """State without guests that are silent and no members: their names don't come back."""
+        """Forget silent guests that aren't members: their names are never used again."""
         members = self.members
         kept = {n: g for n, g in self.guests.items() if n in members or self._silent(n, now) <= self.times.dead_after}
-        # Who was to begin the run may have died before anybody had its parameters.
+        # The founder may have died before another worker had its parameters.
         origins = [guest.beat.origin for name, guest in kept.items() if guest.beat.origin and not self._left(name)]
         origin = self.origin if self.seen or self.origin in origins else next(iter(origins), "")
         ended, dismissed = self.ended.intersection(kept), self.dismissed.intersection(kept)
         return replace(self, guests=kept, origin=origin, ended=ended, dismissed=dismissed)
 
     def _decided(self, now: float) -> "LobbyState":
-        """Settled, agreed, and a next view: in this order, as far as it comes."""
+        """Update whether the lobby is settled, then which view is agreed, then make a next view if needed."""
         known = self.view is not None and self.guests.keys() >= set(self.members)
         settled = self.settled or known or now - self.began > self.times.dead_after
         state = replace(self, settled=settled)._confirmed(now)
@@ -102,8 +102,8 @@ class LobbyState:
         return replace(state, view=following)._confirmed(now) if following else state
 
     def _confirmed(self, now: float) -> "LobbyState":
-        """The highest view may come into force when enough members of the one before know it: who comes later,
-        another lobby too, learns of it from them."""
+        """Let the highest view come into force once enough members of the view before know it: later workers, and a
+        restarted lobby, learn of it from them."""
         if self.view is None:
             return self
         before = [name for name in self.view.before if not self._left(name)]
@@ -116,14 +116,14 @@ class LobbyState:
         return replace(self, agreed=self.view.number, dismissed=self.dismissed | gone)
 
     def _following(self, now: float) -> View | None:
-        """The next view; None: the present one stays."""
+        """Return the next view; None if the present one stays."""
         wanted = (self.alive(now) + self.ready(now))[: self.bounds.most]
         if self.view is None:
             waited = now - self.came > self.times.dead_after and len(wanted) >= self.bounds.least
-            # Where one was seen its members may be training: who healed at one of them doesn't begin another run.
+            # If a view was seen, its members may still train: their newcomers must not found another run.
             begins = not self.seen and (waited or len(wanted) == self.bounds.most)
             return View(1, wanted, 0, wanted, self.origin, len(wanted)) if begins else None
-        # More than half of the last one may follow at once, fewer when the missing have long been silent.
+        # More than half of the last view may follow at once, fewer once the missing have long been silent.
         stay, size = self._counted(now)
         certain = stay > 0 and all(self._dead(name, now) for name in self.members if name not in wanted)
         if wanted == self.members or not certain or not self.bounds.may_follow(stay, size, len(wanted)):
@@ -132,9 +132,9 @@ class LobbyState:
         return View(last.number + 1, wanted, self._first_round(now), last.members, self.origin, last.founders, left)
 
     def _first_round(self, now: float) -> int:
-        """Round in which a next view begins: so far ahead that all, who went on since their beats, know it by then."""
+        """Return the round in which a next view begins, so far ahead that all members know of the view by then."""
         guests = [guest for name, guest in self.guests.items() if name in self.members]
-        # Of all: they wait for each other, and one that thinks a moment's pace its own would be far ahead.
+        # The median of all: members wait for each other, and a single outlier would be far ahead.
         pace = median([guest.beat.pace for guest in guests if guest.beat.pace] or [0.0])
         ahead, times = [self.view.first_round + 1 if self.view else 1], self.times
         for guest in guests:
@@ -143,7 +143,7 @@ class LobbyState:
         return max(ahead)
 
     def _counted(self, now: float) -> tuple[int, int]:
-        """(members that live, members that haven't left) of the last view that is agreed."""
+        """Return (number of live members, number of members that haven't left) of the last agreed view."""
         last = self.members if self.view is None or self.agreed == self.view.number else self.view.before
         members = [name for name in last if not self._left(name)]
         return sum(self._lives(name, now) for name in members), len(members)
@@ -155,15 +155,15 @@ class LobbyState:
 
     @property
     def stayed(self) -> tuple[str, ...]:
-        """The members that haven't left, silent ones, too."""
+        """Members that haven't left, including silent ones."""
         return tuple(name for name in self.members if not self._left(name))
 
     def alive(self, now: float) -> tuple[str, ...]:
-        """The members that live."""
+        """Return the members that live."""
         return tuple(name for name in self.members if self._lives(name, now))
 
     def ready(self, now: float) -> tuple[str, ...]:
-        """Guests that have the run's parameters and wait to be members."""
+        """Return the guests that have the run's parameters and wait to become members."""
         waiting = (name for name in self._newcomers(now) if self.guests[name].beat.origin)
         return tuple(name for name in waiting if not self.out(name))
 
@@ -171,12 +171,12 @@ class LobbyState:
         return [name for name in self.guests if name not in self.members and self._lives(name, now)]
 
     def _silent(self, name: str, now: float) -> float:
-        """Seconds since its last beat."""
+        """Return the seconds since a worker's last heartbeat."""
         guest = self.guests.get(name)
         return now - (guest.at if guest else self.began)
 
     def _dead(self, name: str, now: float) -> bool:
-        """Return whether it left, or was silent so long that the lobby doesn't take itself for the one cut off."""
+        """Return whether a worker left, or was silent so long that the lobby itself can't be the one cut off."""
         certain = now - self.doubted > self.times.dead_after
         limit = self._patience(name) if certain else self.times.minority
         return self._left(name) or self._silent(name, now) > limit
@@ -192,7 +192,7 @@ class LobbyState:
         return self.times.ended if name in self.ended else self.times.dead_after
 
     def out(self, name: str) -> bool:
-        """Return whether the run went on without this worker, or it has parameters of another one."""
+        """Return whether the run continued without this worker, or the worker has another run's parameters."""
         beat = self.guests[name].beat
         other_run = bool(beat.origin) and bool(self.origin) and beat.origin != self.origin
         if name in self.dismissed:
@@ -203,15 +203,15 @@ class LobbyState:
         return other_run or behind or (beat.view.number == self.view.number and beat.view != self.view)
 
     def founder(self, now: float) -> str:
-        """Name of the worker whose parameters the run begins with: the oldest. Empty: known, or not settled."""
-        # As soon as one is there: each sets itself up, and finds what is wrong with itself, without the others.
+        """Return the worker whose parameters the run begins with, the oldest one; empty if there is one or none yet."""
+        # At once, without the others: each worker sets itself up and finds its own errors first.
         known = self.origin or self.seen or not self.settled
         return "" if known else next(iter(self._newcomers(now)), "")
 
     def donor(self, name: str, now: float) -> str:
-        """Whom a newcomer fetches from: as before while that one lives, else the member that serves the fewest."""
+        """Return the member that sends its state to a newcomer: its present donor if alive, else the least busy."""
         beat = self.guests[name].beat
-        # The places of the silent ones may be free soon: who would take one heals meanwhile.
+        # Silent members may soon be lost: newcomers that could replace them fetch the state meanwhile.
         alive = [n for n in self.alive(now) if n not in self.ended and self._silent(n, now) <= self.times.ended]
         members = alive if self.view else self.ready(now)
         healing = [n for n in self._newcomers(now) if not self.guests[n].beat.origin]
@@ -225,7 +225,7 @@ class LobbyState:
         return min(others, key=serves.count, default="")
 
     def paused(self, now: float) -> str:
-        """Return why the members wait, or those of whom a run is made; empty: they go on."""
+        """Return why the members (or the workers before a run begins) wait; empty if they don't."""
         if self.view is None and not self.seen and (there := len(self._newcomers(now))) < self.bounds.least:
             return f"waiting for {self.bounds.least} workers, {there} {'is' if there == 1 else 'are'} here"
         if self.view is None and not self.seen:
@@ -244,7 +244,7 @@ class LobbyState:
         return f"{stay} of {size} members are reached, and {needed} are needed: {remedy}"
 
     def update_for(self, name: str, now: float) -> LobbyUpdate:
-        """Make the message to this guest."""
+        """Make the `LobbyUpdate` for this guest."""
         donor = self.donor(name, now)
         return LobbyUpdate(
             acknowledged=self.guests[name].beat.count,

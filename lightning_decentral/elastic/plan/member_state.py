@@ -1,6 +1,6 @@
-"""A worker between the lobby and its rounds: newcomer, healing, healed, member; and whether it may begin a round.
+"""State of a worker towards the lobby: newcomer, fetching, ready, member; and whether it may begin a round.
 
-notified(update, now), met(beat, now), ticked(now), begins(round, now), ... -> the next state, and what is to be done
+notified(update, now), met(beat, now), ticked(now), begins(round, now), ... -> the next state, and the actions to take
 """
 
 from collections.abc import Mapping
@@ -13,14 +13,14 @@ from lightning_decentral.elastic.plan.view import Bounds, Times, View
 
 
 class Send(NamedTuple):
-    """A beat, to the lobby (an empty name) or to a member."""
+    """Action: send a heartbeat to the lobby (an empty name) or to a member."""
 
     to: str
     beat: Heartbeat
 
 
 class Fetch(NamedTuple):
-    """Everything from this member; an earlier fetch ends."""
+    """Action: fetch the training state from this member, and end an earlier fetch."""
 
     donor: str
     place: str
@@ -36,46 +36,46 @@ def _number(view: View | None) -> int:
 
 
 def _number_in(history: History, round: int) -> int:
-    """Number of the view in force in a round; 0: none that is remembered."""
+    """Return the number of the view in force in a round; 0 if none is remembered."""
     return next((number for number, first in reversed(history) if first <= round), 0)
 
 
 @dataclass(frozen=True)
 class MemberState:
-    """The state."""
+    """A worker's state, a value: its methods return the next state."""
 
-    mine: Heartbeat  # the next beat, but for its count
+    mine: Heartbeat  # the next heartbeat, except for its count
     times: Times
     least: int = 1
     agreed: int = 0  # the number of the highest view that may come into force
-    reached: int = 0  # the newest round that a member is known to have come to
-    # Those of `mine.entered` that are or will be in force, by number.
+    reached: int = 0  # the newest round that a member is known to have reached
+    # Views of `mine.entered` that are or will be in force, by number.
     views: Mapping[int, View] = field(default_factory=dict)
-    # When the last beat was sent that the lobby has answered: it takes this worker for alive from then on, however late
-    # its answer came.
+    # When the last heartbeat that the lobby has answered was sent: since then the lobby counts this worker as alive,
+    # however late the answer came.
     acknowledged_at: float = float("-inf")
-    asked: Mapping[int, float] = field(default_factory=dict)  # {count: when that beat was sent}
-    sent_at: float = float("-inf")  # when it last sent beats
-    met_at: Mapping[str, float] = field(default_factory=dict)  # when beats of other members last came directly
-    woke: float = float("-inf")  # when it last went on after a sleep
+    asked: Mapping[int, float] = field(default_factory=dict)  # {count: when that heartbeat was sent}
+    sent_at: float = float("-inf")  # when this worker last sent heartbeats
+    met_at: Mapping[str, float] = field(default_factory=dict)  # when heartbeats of other members last came directly
+    woke: float = float("-inf")  # when this worker last continued after a sleep
     # {member: which views came into force for it in which rounds}.
     entered: Mapping[str, History] = field(default_factory=dict)
     gone: frozenset[str] = frozenset()  # members that are silent to the lobby
     ended: frozenset[str] = frozenset()  # members of these views whose connection to the lobby has ended
-    paused: str = ""  # why the lobby lets nobody go on
-    # Why it comes back as a newcomer with another name: what this one sends is refused. Empty: it needn't.
+    paused: str = ""  # why the lobby lets the members wait
+    # Why this worker must join anew under another name; empty: it needn't.
     out: str = ""
 
     def notified(self, update: LobbyUpdate, now: float) -> tuple["MemberState", list[Act]]:
-        """Take a `LobbyUpdate` of the lobby."""
+        """Take a `LobbyUpdate` from the lobby."""
         if self.out:
             return self, []
         if update.out:
-            why = "the run went on without this worker, which was silent or has another run's parameters"
+            why = "the run continued without this worker, which was silent or has another run's parameters"
             return replace(self, out=why), []
         if update.over and not self.mine.view:
             why = (
-                "all members of the run at this lobby have ended, and a lobby is for one run: start another one for "
+                "all members of the run at this lobby have ended, and a lobby serves one run: start another lobby for "
                 "another fit"
             )
             return replace(self, out=why), []
@@ -97,7 +97,7 @@ class MemberState:
         return state, [*acts, *beats]
 
     def met(self, beat: Heartbeat, now: float) -> tuple["MemberState", list[Act]]:
-        """Take another member's beat: it lives, and may know a later view. One with a lobby answers one that asks."""
+        """Take another member's heartbeat, which may bring a later view; answer if it can't reach the lobby."""
         if self.out:
             return self, []
         theirs, state = beat.view, replace(self._awake(now), reached=max(self.reached, beat.round))
@@ -113,59 +113,59 @@ class MemberState:
         return state._counted([beat.sender], state.sent_at)
 
     def ticked(self, now: float) -> tuple["MemberState", list[Act]]:
-        """Beats that are due."""
+        """Send a heartbeat if one is due."""
         if self.out or now - self.sent_at < self.times.beat:
             return self, []
         return self._awake(now)._beat(now)
 
     def _awake(self, now: float) -> "MemberState":
-        """Note a sleep: connections then hold what others sent meanwhile, which for a beat isn't a sign of life."""
+        """Record a sleep of this host: heartbeats that arrived meanwhile don't show that their senders live."""
         return replace(self, woke=now) if self.times.alone < now - self.sent_at < float("inf") else self
 
     def fetched(self, donor: str, origin: str, round: int, now: float) -> tuple["MemberState", list[Act]]:
-        """Everything has come from its donor, which was in this round: the lobby learns of it at once."""
+        """Record that the donor's state of this round has arrived; the lobby learns of it at once."""
         if self.mine.donor != donor or self.mine.origin:
             return self, []
         return replace(self, mine=replace(self.mine, origin=origin, round=round, donor="", failed=""))._beat(now)
 
     def failed(self, donor: str, now: float) -> tuple["MemberState", list[Act]]:
-        """The donor didn't serve."""
+        """Record that the donor didn't send its state."""
         if self.mine.donor != donor or self.mine.origin:
             return self, []
         return replace(self, mine=replace(self.mine, donor="", failed=donor))._beat(now)
 
     def leaving(self, now: float) -> tuple["MemberState", list[Act]]:
-        """Announce that it ends."""
+        """Announce to the lobby that this worker ends."""
         return replace(self, mine=replace(self.mine, leaving=True))._beat(now)
 
     @property
     def serves(self) -> bool:
-        """True where it may be a donor: a newcomer that isn't healed never is."""
+        """True if this worker may be a donor, which needs the run's parameters."""
         return bool(self.mine.origin) and not self.out
 
     def waits(self, now: float) -> str:
-        """Return why no round may begin; empty: the next one may."""
+        """Return why the next round may not begin; empty if it may."""
         if not self.out and (self.mine.view is None or self.mine.sender not in self.mine.view.members):
             return self.paused or "waiting for the next view"
         return self.out or self.paused or self.doubts(now)
 
     def begins(self, round: int, pace: float) -> "MemberState":
-        """A round begins, which `waits` allowed."""
+        """Record that a round begins, which `waits` allowed."""
         return replace(self, mine=replace(self.mine, round=max(self.mine.round, round + 1), pace=pace))
 
     def view_of(self, round: int) -> View | None:
-        """The view that is in force here in this round."""
+        """Return the view that is in force for this worker in this round."""
         number = _number_in(self.mine.entered, round)
         return self.views.get(number) if number else None
 
     def without(self, view: View, peer: str) -> bool:
-        """Return whether this member of a view is known to be lost: silent to the lobby, or not in a later view."""
+        """Return whether a peer of this view is known to be lost: silent to the lobby, or not in a later view."""
         mine = self.mine.view
         return peer in self.gone or bool(mine and mine.number > view.number and peer not in mine.members)
 
     def expects(self, view: View, round: int, peer: str) -> bool:
-        """Return whether this member's message of a round may still come: it lives, and is in the same view in that
-        round, as far as is known."""
+        """Return whether a peer's message of a round may still come: the peer lives, and is in the same view in that
+        round, as far as this worker knows."""
         history = self.entered.get(peer, ())
         if self.without(view, peer):
             return False
@@ -177,8 +177,8 @@ class MemberState:
         return now - self.acknowledged_at > self.times.alone
 
     def doubts(self, now: float) -> str:
-        """Return why what it does may be none of the run's: a worker that the lobby doesn't reach, or that slept, can't
-        know whether the others went on without it. Empty: nothing suggests that."""
+        """Return why the run may have continued without this worker, which slept or can't reach the lobby; empty if
+        nothing suggests that."""
         if self.out:
             return self.out
         view = self.mine.view
@@ -193,12 +193,12 @@ class MemberState:
         return [name for name in view.members if name != self.mine.sender]
 
     def _knowing(self, view: View | None, agreed: int) -> "MemberState":
-        """A view is known first, and comes into force when it is agreed: at its first round, or at once where that is
+        """Learn of a view, which comes into force once it is agreed: at its first round, or at once if that round is
         over."""
         mine = replace(self.mine, seen=max(self.mine.seen, _number(view)))
         state, coming = replace(self, mine=mine, agreed=max(self.agreed, agreed)), mine.coming
         if coming and coming.number <= state.agreed and coming.number < _number(view) and mine.sender in coming.members:
-            state = state._entering(coming)  # this view follows it: others may train in it for some rounds
+            state = state._entering(coming)  # the new view follows `coming`, in which others may train for some rounds
         mine = state.mine
         if view is None or view.number <= _number(mine.view) or view.number < _number(mine.coming):
             return state
@@ -214,23 +214,23 @@ class MemberState:
         # A view that would have begun later than this one never does.
         before = tuple(pair for pair in mine.entered if pair[1] < first)
         over = sum(since <= mine.round for _, since in before)
-        # A newcomer begins where the others are by then; and who is far behind skips the rounds between: others were
-        # alone and ran ahead, who would have to wait for it. Those that are known to be there: a view that was planned
-        # while rounds were quick may be far ahead for all.
+        # A newcomer begins at the others' round, and a member that is far behind skips the rounds between, as others
+        # would have to wait. Only rounds that some member has reached count: a view that was planned while rounds were
+        # quick may begin far ahead of all members.
         behind = min(first, self.reached) - mine.round - APART
         skips = mine.view is None or behind * mine.pace > self.times.dead_after
         gap = ((0, mine.round),) if skips and mine.view else ()
         entered = (*before[max(0, over - HISTORY) :], *gap, (view.number, first))
-        views = {number: of for number, of in {**self.views, view.number: view}.items() if number >= entered[0][0]}
+        views = {n: known for n, known in {**self.views, view.number: view}.items() if n >= entered[0][0]}
         round = first if skips else mine.round
-        # Of those that aren't members any more nobody asks.
-        known = {name: history for name, history in self.entered.items() if name in view.members}
+        # Former members' histories aren't needed.
+        history_of = {name: history for name, history in self.entered.items() if name in view.members}
         met_at = {name: at for name, at in self.met_at.items() if name in view.members}
-        state = replace(self, views=views, entered=known, met_at=met_at)
+        state = replace(self, views=views, entered=history_of, met_at=met_at)
         return replace(state, mine=replace(mine, view=view, coming=None, entered=entered, round=round))
 
     def _entries(self, found: Mapping[str, History]) -> "MemberState":
-        """Learn which views others are in; what is older than what is known is ignored."""
+        """Learn which views the others are in; reports older than known ones are ignored."""
         newer = {name: history for name, history in found.items() if history[-1:] > self.entered.get(name, ())[-1:]}
         return replace(self, entered={**self.entered, **newer}) if newer else self
 
@@ -244,7 +244,7 @@ class MemberState:
         return replace(self, mine=replace(mine, donor=donor)), [Fetch(donor, place)]
 
     def _beat(self, now: float) -> tuple["MemberState", list[Act]]:
-        """Send a beat to the lobby; where that is silent, to all members, too."""
+        """Send a heartbeat to the lobby, and to all members if the lobby is silent."""
         others = self._others(self.mine.view) if self.mine.view and self.lonely(now) else []
         state, acts = self._counted(["", *others], now, asks=bool(others))
         recent = {count: at for count, at in self.asked.items() if now - at <= self.times.dead_after}

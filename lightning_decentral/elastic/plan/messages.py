@@ -1,9 +1,9 @@
-"""Messages between a worker and the lobby: each time all there is to know, so a lost one costs nothing.
+"""Messages between workers and the lobby. Each has the sender's full state, so a lost message costs nothing.
 
     worker -> lobby, and member -> member where no lobby answers:    Heartbeat
     lobby  -> worker:                                                LobbyUpdate
 
-As JSON they are lists and objects of their fields; what isn't is refused.
+They are sent as JSON objects of their fields; anything else is refused.
 """
 
 from collections.abc import Mapping
@@ -20,46 +20,46 @@ History = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A heartbeat of a worker: its sign of life."""
+    """Heartbeat of a worker: shows that the worker lives, and reports its state."""
 
-    sender: str  # the name of this start of this worker; one that starts again has another
-    count: int  # rises with every beat
-    place: str  # "host:port" where it is reached by other members
-    view: View | None = None  # the last one in force for it
-    coming: View | None = None  # one that it knows, but that isn't in force for it
-    round: int = 0  # the next that it begins
-    entered: History = ()  # (number, first round) of the last views that came into force for it
+    sender: str  # the worker's name, which is new at every start
+    count: int  # rises with every heartbeat
+    place: str  # "host:port" at which other members reach this worker
+    view: View | None = None  # the last view that came into force for this worker
+    coming: View | None = None  # a newer view that it knows, not yet in force
+    round: int = 0  # the next round that this worker begins
+    entered: History = ()  # (number, first round) of its last views in force
     pace: float = 0.0  # seconds that a round takes; 0: unknown
-    origin: str = ""  # of the parameters it has; empty: it has none yet
-    donor: str = ""  # whom it fetches them from
-    failed: str = ""  # a donor that didn't serve
-    seen: int = 0  # the highest number of a view that it knows of
-    leaving: bool = False  # it ends, and nobody needs to wait
-    asks: bool = False  # the lobby is silent to it: a member with a lobby answers. An answer doesn't ask, and has none
+    origin: str = ""  # founder whose parameters it has; empty: none yet
+    donor: str = ""  # member from which it fetches the parameters
+    failed: str = ""  # a donor that didn't send its state
+    seen: int = 0  # the highest number of a view that this worker knows
+    leaving: bool = False  # this worker ends, so others needn't wait
+    asks: bool = False  # it can't reach the lobby, so a member that does answers; answers don't ask
 
 
 @dataclass(frozen=True)
 class LobbyUpdate:
     """Message from the lobby to a worker."""
 
-    acknowledged: int  # the count of its last beat that the lobby knows
-    view: View | None  # the highest view
+    acknowledged: int  # count of the last heartbeat that the lobby received
+    view: View | None  # the highest view made
     agreed: int  # the number of the highest view that may come into force
     gone: tuple[str, ...]  # members that are silent, or have left
-    entered: Mapping[str, History]  # {member: the same of it}
-    round: int  # the newest that one of them has come to, as far as the lobby knows
-    donor: tuple[str, str] | None  # (name, place) to fetch from; empty: nobody
+    entered: Mapping[str, History]  # {member: its `Heartbeat.entered`}
+    round: int  # the newest round that a member has reached, as far as the lobby knows
+    donor: tuple[str, str] | None  # (name, address) of the member to fetch from
     founder: bool  # this worker's own parameters are those the run begins with
-    out: bool  # the run went on without it: it comes back as a newcomer
-    over: bool  # all members have ended: who comes now takes no part
-    paused: str  # why nobody goes on; empty: they do
-    least: int  # of the lobby's bounds
-    dead_after: float  # seconds, of the lobby's times
+    out: bool  # the run continued without this worker: it must join anew
+    over: bool  # all members have ended: no worker can join any more
+    paused: str  # why the members wait; empty: they don't
+    least: int  # the lobby's minimum number of workers
+    dead_after: float  # seconds of silence, by the lobby
     ended: tuple[str, ...] = ()  # members, of the view before too, whose connection to the lobby has ended
 
 
 def read_message(kind: type[T], found: Any) -> T:
-    """Read a `Heartbeat` or `LobbyUpdate` from JSON. ValueError unless it is what `asdict` makes of one."""
+    """Read a `Heartbeat` or `LobbyUpdate` from JSON. ValueError for anything but the fields that `asdict` returns."""
     types: dict[str, Any] = {field.name: field.type for field in fields(kind)}  # type: ignore[arg-type]
     if type(found) is not dict or set(found) != set(types):
         raise ValueError(f"a message has other fields than {', '.join(types)}: give every worker the same version")
@@ -67,7 +67,7 @@ def read_message(kind: type[T], found: Any) -> T:
 
 
 def _value(kind: Any, value: Any) -> Any:
-    """Read a field of this type; True is no number, nor is "1"."""
+    """Read a field's value of this type from JSON. ValueError for another type; True and "1" are no numbers."""
     origin, args = get_origin(kind) or kind, get_args(kind)
     if origin is UnionType:
         return None if value is None else _value(args[0], value)
@@ -75,12 +75,12 @@ def _value(kind: Any, value: Any) -> Any:
         return read_message(View, value)
     if origin is float:
         if type(value) not in (int, float) or not isfinite(value):
-            raise ValueError(f"a message has {value!r} where a number belongs")
+            raise ValueError(f"a message has {value!r} where a number belongs: give all the same version")
         return float(value)
     json_type = {tuple: list, Mapping: dict}.get(origin, origin)
     kinds = args[:1] * len(value) if args[1:] == (...,) and type(value) is list else args
     if type(value) is not json_type or (origin is tuple and len(value) != len(kinds)):
-        raise ValueError(f"a message has {value!r} where a {json_type.__name__} belongs")
+        raise ValueError(f"a message has {value!r} where a {json_type.__name__} belongs: give all the same version")
     if origin is Mapping:
         return {_value(args[0], name): _value(args[1], item) for name, item in value.items()}
     return tuple(map(_value, kinds, value)) if origin is tuple else value

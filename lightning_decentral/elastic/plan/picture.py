@@ -1,4 +1,4 @@
-"""Picture of an elastic run: who trained together, from which round to which. Short: only reports draw it."""
+"""Picture of an elastic run: which members trained together in which rounds. Only reports draw it."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,11 +12,11 @@ NARROW = 0.04  # Fraction of the picture's width: views that were in force for l
 LARGEST_INCHES = 40.0
 
 Stays = Mapping[str, Sequence[tuple[float, float, int]]]
-"""{member: [(from, to, number of the view)]}, in the order in which they came."""
+"""{member: [(from, to, number of the view)]}, in the order in which members joined."""
 
 
 def stays(views: Sequence[View], rounds: int) -> Stays:
-    """{member: [(first round, end, number of the view)]}, from views in order, the last until `rounds` rounds."""
+    """Return {member: [(first round, end, number of the view)]} of views in order; the last one ends at `rounds`."""
     found: dict[str, list[tuple[float, float, int]]] = {}
     ends = [*(view.first_round for view in views[1:]), rounds]
     for view, end in zip(views, ends, strict=True):
@@ -26,7 +26,7 @@ def stays(views: Sequence[View], rounds: int) -> Stays:
 
 
 def draw_bars(axes: Any, found: Stays) -> None:
-    """A row for each member, a bar for each view that it was in."""
+    """Draw a row for each member, with a bar for each view that includes the member."""
     width = max((end for each in found.values() for _, end, _ in each), default=0)
     for row, each in enumerate(found.values()):
         for begin, end, view in each:
@@ -39,7 +39,7 @@ def draw_bars(axes: Any, found: Stays) -> None:
 
 
 def draw_members(views: Sequence[View], rounds: int, file: Path) -> None:
-    """Draw who was a member when, over rounds. ValueError without matplotlib."""
+    """Draw the members over rounds into a file. ValueError without matplotlib."""
     found = stays(views, rounds)
     figure = new_figure(8, min(LARGEST_INCHES, 1.2 + 0.28 * len(found)))
     axes = figure.subplots()

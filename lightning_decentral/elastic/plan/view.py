@@ -1,12 +1,12 @@
-"""Views: the workers that train together, numbered; the quorum of the last view that a new one needs; all times from
-one; and the settings of one worker.
+"""Views (numbered memberships: the workers that train together), the quorum that a new view needs, the times of an
+elastic run, and the settings of one worker.
 
     number   1, 2, 3, ...: rises with every view
-    needed   min(n // 2 + 1, least) of the n members of the last view; of two, one
+    needed   min(n // 2 + 1, least) of the n members of the last view; one of two
 
-More than half can be on one side of a cut network only, so views on both sides can't be. The operator's `least` may
-allow a smaller side, too: then the lobby alone decides which side goes on, and a worker that doesn't reach the lobby
-goes on only while those it doesn't reach either are too few for a view of their own.
+Only one side of a cut network can have more than half of the members, so both sides can't make a view. The operator's
+minimum `least` may allow a smaller side: then the lobby alone decides which side continues. A worker that doesn't reach
+the lobby continues only while the members that it doesn't reach are too few for a view.
 """
 
 import re
@@ -19,24 +19,24 @@ from lightning_decentral.shared.plan.arguments import at_least, checked
 
 
 def name_of(title: str, token: str, weight: int, place: str) -> str:
-    """Name of one start of one worker: "title token *weight @place". From a view follows what its members take of the
-    examples, and how to reach them."""
+    """Make the name of one start of one worker, "title token *weight @host:port": names in a view contain the members'
+    weights and addresses."""
     return f"{title}{token}{f'*{weight}' if weight > 1 else ''}@{place}"
 
 
 def place_of(name: str) -> str:
-    """Address at which a member is reached."""
+    """Return a member's address (host:port), by its name."""
     return name.partition("@")[2]
 
 
 def weight_of(name: str) -> int:
-    """Weight of a member: how many times the examples of one of weight 1 it takes."""
+    """Return a member's weight, the multiple of the batch that it takes, by its name."""
     _, starred, weight = name.partition("@")[0].rpartition("*")
     return int(weight) if starred and weight.isdigit() else 1
 
 
 def shown(name: str) -> str:
-    """Name of a member for a reader: host:number of one that a starter started, else host:pid, or its place."""
+    """Return a member's name for messages: host:number if a starter started it, else host:pid, or its address."""
     title, _, place = name.partition("@")
     host = place.rpartition(":")[0]
     if number := re.match(r"w(\d+)-", title):
@@ -46,33 +46,33 @@ def shown(name: str) -> str:
 
 
 def waiting_at(place: str, why: str) -> str:
-    """A line on what a worker waits for at a lobby."""
+    """Make the line that names what a worker waits for at a lobby."""
     return f"waiting at {place}" + (why.removeprefix("waiting") if why.startswith("waiting ") else f": {why}")
 
 
 @dataclass(frozen=True)
 class View:
-    """The members from `first_round` on, the oldest first: a member's place is its rank."""
+    """Numbered membership: the members from `first_round` on, the oldest first. A member's index is its rank."""
 
     number: int
     members: tuple[str, ...]
     first_round: int
-    # The members of the view before, more than half of whom must know this one before it is in force.
+    # Members of the view before, more than half of which must know this view before it is in force.
     before: tuple[str, ...]
-    origin: str  # the worker whose parameters the run began with; who has others belongs to another run
-    # Members of the first view: how the run's examples and steps are counted, no matter who comes and goes.
+    origin: str  # founder, whose parameters the run began with; workers with another origin belong to another run
+    # Number of members of the first view, by which the run's examples and steps are counted.
     founders: int
-    left: tuple[str, ...] = ()  # of the view before, those who announced that they end; others that are gone were lost
+    left: tuple[str, ...] = ()  # members of the view before that announced their end; other missing ones were lost
 
     @property
     def key(self) -> int:
-        """number * 2^31 + a checksum of the rest: what messages carry. Below 2^63 for 2^32 views."""
+        """Key of this view in messages: number * 2^31 + a checksum of the rest. Below 2^63 for 2^32 views."""
         rest = f"{self.members} {self.first_round} {self.before} {self.origin} {self.left}"
         return self.number << 31 | zlib.crc32(rest.encode()) >> 1
 
     def line(self, ended: Collection[str], dead_after: float) -> str:
-        """A line for a reader: who joined, left, was lost and why: its connection to the lobby has `ended`, or it was
-        silent for `dead_after` seconds."""
+        """Make the line about this view: members that joined, left or were lost, and why (the lobby's connection has
+        `ended`, or the member was silent for `dead_after` seconds)."""
         why = {True: "connection ended", False: f"silent for {dead_after:g} s"}
         lost = [name for name in self.before if name not in (*self.members, *self.left)]
         joined = [name for name in self.members if self.number == 1 or name not in self.before]
@@ -94,36 +94,36 @@ class Bounds:
         ValueError: not 1 <= least <= most.
     """
 
-    least: int  # a run begins with; and what a lobby lets go on where it isn't more than half of the last view
-    most: int  # members of a view. Others wait
+    least: int  # minimum to begin a run, and to continue with less than half of the last view
+    most: int  # maximum of members of a view; other workers wait
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:
             raise ValueError(f"workers must be LEAST:MOST with 1 <= LEAST <= MOST, got {self.least}:{self.most}")
 
     def needed(self, size: int) -> int:
-        """Number of members of a view of this size that the next one has at least."""
+        """Return how many members of a view of this size the next view must keep."""
         return min(size // 2 + 1, self.least) if size > 2 else 1
 
     def may_follow(self, stay: int, size: int, wanted: int) -> bool:
-        """Return whether a view of `wanted` members, `stay` of them from the last one of `size`, may follow it."""
+        """Return whether a view of `wanted` members, `stay` of them from the last view's `size`, may follow."""
         return 2 * stay > size or (stay >= self.needed(size) and wanted >= self.least)
 
     def may_go_on_alone(self, reached: int, size: int) -> bool:
-        """Return whether members that reach each other, but no lobby, are sure that no view is made without them."""
+        """Return whether `reached` members without a lobby are sure that no view can be made without them."""
         return 2 * reached > size and size - reached < self.needed(size)
 
 
 @checked
 @dataclass(frozen=True)
 class Times:
-    """All times of an elastic run, in seconds, from one.
+    """Times of an elastic run in seconds, all derived from `dead_after`.
 
     Raises:
-        ValueError: it isn't positive.
+        ValueError: `dead_after` isn't positive.
     """
 
-    dead_after: float = 10.0  # of silence, a worker counts as dead
+    dead_after: float = 10.0  # seconds of silence after which a worker counts as dead
 
     def __post_init__(self) -> None:
         if not self.dead_after > 0:
@@ -131,39 +131,39 @@ class Times:
 
     @property
     def beat(self) -> float:
-        """Seconds between two signs of life: several may be late."""
+        """Seconds between two heartbeats; several may be late before a worker counts as dead."""
         return self.dead_after / 5
 
     @property
     def ended(self) -> float:
-        """Seconds of silence of a worker whose connection to the lobby has ended: one that lives makes another with its
-        next beat."""
+        """Seconds of silence after which a worker whose connection to the lobby has ended counts as dead: a live worker
+        connects again with its next heartbeat."""
         return 2 * self.beat
 
     @property
     def alone(self) -> float:
-        """Seconds without the lobby, until members ask each other."""
+        """Seconds without an answer of the lobby after which members ask each other."""
         return self.dead_after / 2
 
     @property
     def minority(self) -> float:
-        """Seconds of silence of those who are missing, until fewer than half go on: a lobby that was cut off gets their
-        beats again."""
+        """Seconds of silence of the missing members after which fewer than half continue: a lobby that was cut off gets
+        heartbeats again by then."""
         return 3 * self.dead_after
 
     def rounds_ahead(self, pace: float) -> int:
-        """Rounds until a view begins: every member should know it by then, and all get it at once. A round takes `pace`
-        seconds; 0: unknown."""
+        """Return the number of rounds until a view begins, when every member should know it. A round takes `pace`
+        seconds (0: unknown)."""
         return 2 + self.rounds_in(self.beat, pace)
 
     def rounds_in(self, seconds: float, pace: float) -> int:
-        """Whole rounds; 0 where nobody knows how long they take."""
+        """Return the whole rounds of `pace` seconds in a time; 0 if the pace is unknown."""
         return int(min(seconds / pace, 100_000)) if pace > 0 else 0
 
 
 @dataclass(frozen=True)
 class ElasticSettings:
-    """The value that `elastic.Elastic` is, for floors that know no strategies. Fields and errors: `Elastic`'s."""
+    """Fields of `elastic.Elastic`, for modules that import no strategies; documented there."""
 
     lobby: str = ""
     workers: tuple[int, int] = (2, 16)

@@ -1,13 +1,13 @@
-"""Collectives of members outside of their rounds: all give something to the oldest, one result comes back to all.
+"""Collectives of members outside their gossip rounds: all send a value to the oldest, which returns one result to all.
 
     result = assembly.meet((round, 0), value, mean, members, seconds)
 
-What one member keeps others ask it for: `begun`, decisions of the worker with whom the run began, while they are set
-up; what newcomers of a view take over (`keep`); results.
+A member also answers requests for values that it keeps: `begun` (the founder's decisions during set-up), the state for
+newcomers of a view (`keep`), and results.
 
-Who loses the oldest turns to the next one, who has that result too, or makes one of what it is given then: nobody waits
-for who has ended, and nobody needs a new view. The oldest holds what all have given. Members that are cut off from each
-other, and from no lobby, may get different results.
+A member that loses the oldest asks the next oldest, which has the result too, or makes one of the values it receives.
+So no member waits for one that has ended, and no new view (membership) is needed. The oldest stores all members'
+values. Members cut off from each other, but not from the lobby, may get different results.
 """
 
 import socket
@@ -28,16 +28,16 @@ from lightning_decentral.elastic.wire.sockets.frames import (
 from lightning_decentral.shared.wire.plain import NotPlain
 
 Key = tuple[int, int]  # (round, number in that round): it rises
-KEPT = 2  # results, for members that ask again: none can be further ahead of another
-LOOK_SECONDS = 0.1  # seconds between two looks at who is still there
-ASK_SECONDS = 0.5  # seconds until members that haven't given anything are asked whether they have a result
-ANSWER_SECONDS = 10.0  # seconds of silence, until a member is asked again for what it keeps
-KEPT_SECONDS = 0.05  # seconds between two questions for what is kept
+KEPT = 2  # results kept for members that ask again: no member is further ahead than this
+LOOK_SECONDS = 0.1  # seconds between two checks which members are left
+ASK_SECONDS = 0.5  # seconds until members that sent no value are asked for a result
+ANSWER_SECONDS = 10.0  # seconds of silence until a member is asked again for a kept value
+KEPT_SECONDS = 0.05  # seconds between two requests for a kept value
 LEAVE_SECONDS = 10.0
 
 
 class Collective:
-    """One member's part; `place` is where a member of a name is reached."""
+    """One member's part in the collectives; `place` maps a member's name to its address (host:port)."""
 
     def __init__(self, name: str, place: Callable[[str], str]) -> None:
         self.name = name
@@ -45,10 +45,10 @@ class Collective:
         self._changed = threading.Condition()
         self._given: dict[Key, dict[str, Any]] = {}
         self._results: dict[Key, Any] = {}
-        self._now: Key = (-1, 0)  # what this member meets for; what was before is over for it
+        self._now: Key = (-1, 0)  # the present collective of this member; earlier ones are over
         self._kept: tuple[int, Any] = (0, None)
-        self.begun: list[Any] = []  # what was decided so far while this worker is set up
-        self.set_up = False  # whether no more of that follows: who asks for more uses its own
+        self.begun: list[Any] = []  # the founder's decisions so far, during set-up
+        self.set_up = False  # whether `begun` is complete: a worker that asks for more uses its own values
         self._serving = 0
         self._closed = False
 
@@ -56,13 +56,13 @@ class Collective:
         self,
         key: Key,
         value: Any,  # tensors and plain values
-        made: Callable[[Sequence[Any]], Any],  # the result, of what members have given, the oldest's first
-        members: Callable[[], Sequence[str]],  # those that may still come, itself included, the oldest first
-        seconds: float,  # until the result is made without those that haven't come
+        made: Callable[[Sequence[Any]], Any],  # makes the result of the members' values, the oldest's first
+        members: Callable[[], Sequence[str]],  # members that may still call, this one too, the oldest first
+        seconds: float,  # after which the result is made without members that haven't called
     ) -> Any:
-        """The same for all members that call it with this key."""
+        """Return one result to all members that call this with the same key. Collective."""
         self.begins(key)
-        end, failed = time.monotonic() + seconds, set[str]()  # who has failed once isn't asked again
+        end, failed = time.monotonic() + seconds, set[str]()  # members that failed once aren't asked again
         while (first := next((n for n in members() if n not in failed), self.name)) != self.name:
             try:
                 result = self._ask(first, key, value, lambda first=first: first in members(), end + seconds)  # type: ignore[misc]
@@ -75,19 +75,19 @@ class Collective:
         return result
 
     def begins(self, key: Key) -> None:
-        """This member is there, and gives nothing any more to what was before."""
+        """Record that this member has reached the collective `key`, and sends no value to earlier ones."""
         with self._changed:
             self._now = max(self._now, key)
             self._changed.notify_all()
 
     def keep(self, view: int, value: Any) -> None:
-        """Keep a value for members whose first view this is."""
+        """Keep a value for newcomers whose first view has this number."""
         with self._changed:
             self._kept = view, value
 
     def kept(self, view: int, members: Callable[[], Sequence[str]], seconds: float) -> Any:
-        """Wait for what the first one of these members has kept for this view; None where none will. They may have it,
-        or will when they are there."""
+        """Wait for the value that one of these members keeps for newcomers of this view; None if no member is left that
+        could have it."""
         end = time.monotonic() + seconds
         while (asked := members()) and time.monotonic() < end:
             for name in asked:
@@ -98,7 +98,7 @@ class Collective:
         return None
 
     def close(self) -> None:
-        """Give out what was promised; who comes later turns to another member."""
+        """Send the results that others wait for; later requests must go to another member."""
         end = time.monotonic() + LEAVE_SECONDS
         with self._changed:
             self._closed = True
@@ -117,19 +117,19 @@ class Collective:
             with self._changed:
                 complete = self._changed.wait_for(lambda: all(name in given for name in missing), ASK_SECONDS)
             if not complete:
-                # An older member may have given it the result, and have ended before all had it.
+                # An older member may have sent it the result, and have ended before all had it.
                 for name in missing:
                     found, result, passed = self.found(name, key)
                     if found:
                         return result
-                    over |= {name} if passed else set()  # it is in a later round: it gives nothing any more
+                    over |= {name} if passed else set()  # it is in a later round: it sends no value any more
             if time.monotonic() > end:
                 break
-        oldest = [name for name in members() if name in given]  # in the order of ages; then who left after it gave
+        oldest = [name for name in members() if name in given]  # by age, then members that left after they sent a value
         return made([given[name] for name in (*oldest, *sorted(set(given) - set(oldest)))])
 
     def found(self, name: str, key: Sequence[Any]) -> tuple[bool, Any, bool]:
-        """Ask a member: (whether it has what is asked for, that, whether it won't have it any more)."""
+        """Ask a member for a kept value: return (whether it has the value, the value, whether it never will)."""
         with (
             suppress(OSError, ValueError, KeyError, TypeError),
             connected(self._place(name), "meet", 5.0) as connection,
@@ -143,27 +143,27 @@ class Collective:
     def _publish(self, key: Key, result: Any) -> None:
         with self._changed:
             self._results[key] = result
-            self._results = dict(sorted(self._results.items())[-KEPT:])  # who lost the oldest may still ask
+            self._results = dict(sorted(self._results.items())[-KEPT:])  # members that lost the oldest may still ask
             self._given = {other: given for other, given in self._given.items() if other > key}
             self._changed.notify_all()
 
     def _ask(self, first: str, key: Key, value: Any, there: Callable[[], bool], end: float) -> Any:
-        """OSError where it has ended, or has no result to give."""
+        """Send a value to the oldest and return its result. OSError if it has ended, or has no result."""
         with connected(self._place(first), "meet", 5.0) as connection:
             send_value(connection, {"key": list(key), "from": self.name}, value)
             connection.settimeout(LOOK_SECONDS)
             while True:
                 with suppress(TimeoutError):
-                    if not connection.recv(1, socket.MSG_PEEK):  # what comes stays to be read
+                    if not connection.recv(1, socket.MSG_PEEK):  # leaves the byte to be read
                         raise ConnectionResetError("the connection has ended")
                     break
                 if not there() or time.monotonic() > end:
                     raise ConnectionResetError(f"{shown(first)} has ended")
-            connection.settimeout(None)  # a large result may take long, and the oldest is there
+            connection.settimeout(None)  # a large result may take long, and the oldest lives
             return receive_value(connection)[1]
 
     def serve(self, connection: socket.socket) -> None:
-        """Take what a member gives, and answer it when there is a result; by nothing where there will be none."""
+        """Receive a member's value and send it the result when there is one; send nothing if there will be none."""
         header = receive(connection)
         connection.settimeout(UNREAD_SECONDS)  # the value may be large
         header, value = receive_value(connection, header)
@@ -171,7 +171,7 @@ class Collective:
             found, over, value = self._has(*header["asks"])
             try:
                 send_value(connection, {"found": found, "over": over}, value)
-            except NotPlain:  # it can't be sent: each has its own
+            except NotPlain:  # the value can't be sent: each worker uses its own
                 send_value(connection, {"found": False, "over": True}, None)
             return
         round, nth = header["key"]
@@ -194,9 +194,9 @@ class Collective:
                 self._changed.notify_all()
 
     def _has(self, what: Any, nth: int) -> tuple[bool, bool, Any]:
-        """(whether this member has what is asked for, whether it won't have it any more, that)."""
+        """Look up a kept value: return (whether this member has the value, whether it never will, the value)."""
         if what == "begun":
-            over, begun = self.set_up, self.begun[nth : nth + 1]  # in this order: none is added behind it
+            over, begun = self.set_up, self.begun[nth : nth + 1]  # `set_up` first, as nothing is added after it
             return bool(begun), over, begun[0] if begun else None
         if what == "view":
             view, kept = self._kept

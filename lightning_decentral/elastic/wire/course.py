@@ -1,6 +1,6 @@
-"""Course of a run as a member knows it: who trained together, which epoch a round is, which examples are whose.
+"""History of a run as a member knows it: its memberships (views), its calendar of rounds, and the dealing of examples.
 
-It is the run's, not this worker's: a newcomer has it from a member of the view in which it begins, as it is then.
+The history is the run's, not this worker's: a newcomer copies it from a member of its first view.
 """
 
 import time
@@ -12,31 +12,31 @@ from typing import Any
 from lightning_decentral.elastic.plan.chronicle import Missed, ViewCounts, kept, new
 from lightning_decentral.elastic.plan.dealing import Calendar, Dealing
 from lightning_decentral.elastic.plan.view import View
-from lightning_decentral.elastic.wire.endpoint import Endpoint
+from lightning_decentral.elastic.wire.joining import Endpoint
 from lightning_decentral.shared.wire.transport import Transport
 
-ASK_SECONDS, LOOK_SECONDS = 5.0, 0.05  # members send which views they have begun with each of their beats
+ASK_SECONDS, LOOK_SECONDS = 5.0, 0.05  # members send the views that they have begun with each heartbeat
 
 
 class Course:
-    """Course of a run as one member knows it. The devices of this worker take so many `batches` in a step, and all
-    call the same in the same order `over` their transport; None: it is the only one."""
+    """Keeps a run's history for one member. This worker's devices take `batches` batches in a step, and all call the
+    same methods in the same order `over` their transport (None: a single device)."""
 
     def __init__(self, worker: Endpoint, batches: int = 1, over: Transport | None = None) -> None:
         self.worker, self._batches, self._over = worker, batches, over
-        self.round, self.next_round = -1, 0  # that began last, -1: none; whose batches are drawn next
+        self.round, self.next_round = -1, 0  # begun last, -1: none; the round whose batches are drawn next
         self.view: View | None = None  # in force in `round`
         self.calendar: Calendar | None = None  # None before the first view
-        self.seed: int | None = None  # of the order of the examples, the same for all; None: this worker's own
+        self.seed: int | None = None  # seed of the examples' order, the same for all members; None: not set yet
         self._views: dict[int, View] = {}
         self._tally = ViewCounts()
         self._missed: View | None = None
         self._dealings: dict[int, Dealing] = {}
         self._given: Mapping[int, Dealing] = {}
-        self._given_until = 0  # views after this one aren't in the given dealings
+        self._given_until = 0  # number of the last view in the given dealings
 
     def given(self) -> dict[str, Any]:
-        """The history that a newcomer is given. Call `knows` before where it begins to take part."""
+        """Return the history for a newcomer. Call `knows` first if the newcomer begins to take part with it."""
         self._listen()
         return {
             "views": dict(self._views),
@@ -47,7 +47,7 @@ class Course:
         }
 
     def learn(self, given: Mapping[str, Any]) -> None:
-        """Take what a member has given, in the place of what this one knew."""
+        """Replace this worker's history by the one that a member has sent, and keep newer views."""
         newer = self._views.values()
         self._views, self._tally, self._missed = dict(given["views"]), given["tally"], None
         self.calendar, self.seed, self._given = given["calendar"], given["seed"], given["dealings"]
@@ -57,17 +57,17 @@ class Course:
                 self._learn_of(view)
 
     def so_far(self) -> list[View]:
-        """Views up to the one in force, by their numbers: the newest."""
+        """Return the kept views up to the one in force, by number."""
         assert self.view is not None
         return [self._views[number] for number in sorted(self._views) if number <= self.view.number]
 
     def counts(self) -> ViewCounts:
-        """Counts since the run began."""
+        """Return the counts of members that joined, were lost and left since the run began."""
         return reduce(add, self.so_far(), self._tally)
 
     def _listen(self) -> None:
-        """Views that are known by now, though not all are in force."""
-        if self._over is None:  # several devices are passed them before a round: so none knows more than another
+        """Learn the views that the lobby has sent so far, though not all are in force."""
+        if self._over is None:  # several devices get them before a round, so that all know the same
             for _, view in sorted(dict(self.worker.lobby_client.state.views).items()):
                 self._learn_of(view)
 
@@ -81,13 +81,13 @@ class Course:
             self._views, self._tally = kept(self._views, self._tally)
 
     def _new(self, view: View) -> list[View]:
-        """It, and what was missed before it. Missed where nobody has sent that."""
+        """Return the view after the views missed before it. Missed if no member has sent those yet."""
         before = {number: known for number, known in self._views.items() if number < view.number}
         known = self._views if view is not self._missed else before
         return new(known, view, *self._reported(view))
 
     def knows(self) -> None:
-        """Wait for what members send of views that were missed. Missed where they don't."""
+        """Wait until members have sent the views that this worker missed. Missed if they don't."""
         end = time.monotonic() + ASK_SECONDS
         while self._missed is not None:
             try:
@@ -107,11 +107,11 @@ class Course:
                 self._enter(dealing, view)
 
     def _reported(self, view: View) -> tuple[Callable[[int], list[int]], bool]:
-        """The first rounds of views that this worker wasn't sent, as members remember them; whether all others have
-        sent which they have begun, up to this one."""
+        """Return (map from a view's number to its first rounds as members remember them, whether all other members
+        have sent their history up to this view)."""
         entered, others = self.worker.lobby_client.state.entered, set(view.members) - {self.worker.name}
         complete = all(any(number >= view.number for number, _ in entered.get(name, ())) for name in others)
-        return lambda number: [first for of in entered.values() for n, first in of if n == number], complete
+        return lambda number: [first for begun in entered.values() for n, first in begun if n == number], complete
 
     def _enter(self, dealing: Dealing, view: View) -> None:
         assert self.calendar is not None
@@ -120,12 +120,12 @@ class Course:
     # ---- data -------------------------------------------------------------------------------------------------------
 
     def deals(self, dealing: Dealing, place: int = 0) -> Callable[[], Iterator[Any]]:
-        """Return what gives this worker's examples of the rest of an epoch, batch by batch: of the `place`-th of
-        the loaders that are combined. One that is loaded again goes on, with other examples by a new pass.
+        """Return the iterator function over this worker's examples of the rest of an epoch, batch by batch, for the
+        `place`-th combined loader. A loader that is loaded again continues; with other data it begins a new pass.
 
         Raises:
-            ValueError: the members have other data.
-            RuntimeError: nobody has sent this worker what was dealt before it came.
+            ValueError: the members' loaders have other data.
+            RuntimeError: no member has sent this worker the views before it joined.
         """
         before, given = self._dealings.get(place), self._given.get(place)
         if before is not None and before.kind == dealing.kind:
@@ -144,14 +144,14 @@ class Course:
             for number, view in self._views.items():
                 if given is None or number > self._given_until:
                     self._enter(dealing, view)
-        dealing.seed = self.seed or 0  # the run's: all deal alike
+        dealing.seed = self.seed or 0  # the run's seed, so that all deal alike
         self._dealings[place] = dealing
         return partial(self._shares, dealing)
 
     def _shares(self, dealing: Dealing) -> Iterator[Any]:
-        calendar, last = self.calendar, -1  # -1: nothing is drawn yet
+        calendar, last = self.calendar, -1  # tick drawn last; -1: none
         assert calendar is not None
-        part = 0 if self._over is None else self._over.rank % self._batches  # this device's of a batch
+        part = 0 if self._over is None else self._over.rank % self._batches  # this device's part of a batch
         while last < 0 or (last + 1) % calendar.batches:
             # Loaders with processes of their own draw ahead of the rounds.
             tick = max(last + 1, calendar.tick(self.next_round))

@@ -1,8 +1,8 @@
-"""An elastic member of several devices: the first one is the member, the others follow it.
+"""Participants of an elastic member with several devices: the first device communicates, the others follow it.
 
-What the first receives from the lobby and other members it passes to the others of its island where all ask: at
-set-up, before a round, and in what all members compute together. So they are in one round and view, and no device waits
-for another member by itself. Where one of them ends, all do, and the member joins anew as a whole.
+The first device passes what it receives from the lobby and other members to the devices of its island: at set-up,
+before a round, and in the members' collectives. So all devices are in the same round and view, and no other device
+waits for another member. If one device ends, all devices end, and the member joins anew as a whole.
 """
 
 import os
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from lightning_decentral.elastic.plan.view import ElasticSettings, Times, View
-from lightning_decentral.elastic.wire.endpoint import Endpoint, Refuses
+from lightning_decentral.elastic.wire.joining import Endpoint, Refuses
 from lightning_decentral.elastic.wire.participant import Participant
 from lightning_decentral.elastic.wire.rounds.exchange import ElasticExchange
 from lightning_decentral.elastic.wire.sockets.frames import own_address
@@ -24,8 +24,8 @@ from lightning_decentral.shared.wire.transport import Transport, Wire
 def member_of(
     elastic: ElasticSettings, seconds: float, wire: Wire | None, batches: int, refuses: Refuses
 ) -> Participant:
-    """This device's part of a member. Its devices take so many `batches` in a step (one each, or one for all)
-    and have a `wire` among them; None: it is the only one."""
+    """Make this device's participant. The member's devices take `batches` batches in a step (one each, or one for all)
+    and communicate over `wire` (None: a single device)."""
     if wire is not None and wire.roll.rank:
         return Following(elastic, seconds, wire.roll, batches)
     host, named = elastic.host or own_address(elastic.lobby), (title(os.environ), elastic.weight * batches, refuses)
@@ -37,33 +37,33 @@ def member_of(
 
 
 class Leading(Participant):
-    """Participant of the first device: the member, which passes what it knows to the others."""
+    """Participant of the first device, which passes what it receives to the member's other devices."""
 
-    _newest = 0  # number of the newest view that was passed on
+    _newest = 0  # number of the newest view passed on
 
     def _passed_on(self, call: Callable[[], Any]) -> Any:
         try:
             value = call()
         except Exception as error:
-            broadcast_world({"error": str(error)})  # else they would wait for it
+            broadcast_world({"error": str(error)})  # else the other devices would wait for the value
             raise
         broadcast_world({"value": value})
         return value
 
     def begin(self, copy: Callable[[], Any], until: int = 0) -> int:
         def copied() -> Any:
-            broadcast_world({"copy": True})  # the others give their parts
+            broadcast_world({"copy": True})  # the other devices send their parts
             return copy()
 
         def state(began: Callable[[], int]) -> dict[str, Any]:
             left_out = began()
             for _, view in sorted(dict(self.worker.lobby_client.state.views).items()):
                 self._learn_of(view)
-            self.knows()  # before the others are given it
+            self.knows()  # before the other devices get the views
             assert self.view is not None
             new = {number: view for number, view in self._views.items() if number > self._newest}
             self._newest = max(self._views)
-            # Of a newcomer that was away it sends more at once (`agreed`).
+            # A newcomer's devices get the rest in `agreed`.
             now = {"view": self.view.number, "round": self.round, "entered": self.entered is not None}
             return {**now, "views": new, "present": self.present(), "left_out": left_out}
 
@@ -71,18 +71,18 @@ class Leading(Participant):
 
     def of_first(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
         found = list[Any]()
-        self._passed_on(lambda: found.append(self._meet(value, made)))  # its error alone: the value is large
+        self._passed_on(lambda: found.append(self._meet(value, made)))  # an error alone: the value is large
         return found[0]
 
 
 class Following(Participant):
-    """Participant of another device: it knows what the first one passes on."""
+    """Participant of another device, which knows only what the first device passes on."""
 
     leads = False
 
     def __init__(self, elastic: ElasticSettings, seconds: float, over: Transport, batches: int) -> None:
         there = SimpleNamespace(name=self._received())
-        super().__init__(elastic, seconds, cast(Endpoint, there), batches, over)  # of which only its name is asked
+        super().__init__(elastic, seconds, cast(Endpoint, there), batches, over)  # only its name is used
         self._present: list[str] = []
 
     def _received(self, copy: Callable[[], Any] = lambda: None) -> Any:
@@ -119,7 +119,7 @@ class Following(Participant):
         return {}
 
     def enter(self, exchange: ElasticExchange) -> None:
-        """Enter no exchange: its parameters come from the first device."""
+        """Do nothing, as this device's parameters come from the first device."""
 
     def leave(self) -> None:
         self.live = False

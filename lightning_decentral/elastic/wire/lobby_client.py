@@ -1,6 +1,6 @@
-"""The lobby's client: a worker's thread that sends heartbeats, takes the lobby's updates, and lets rounds begin.
+"""Lobby client: a worker's thread that sends heartbeats, takes the lobby's updates, and lets rounds begin.
 
-The connection to the lobby is one of its own: beats wait behind nothing.
+Heartbeats have their own connection, so that they never wait behind other messages.
 """
 
 import socket
@@ -26,17 +26,17 @@ class LobbyClient:
 
     def __init__(
         self,
-        name: str,  # of this start of this worker, as no other has or had
-        place: str,  # "host:port" where other members reach it
+        name: str,  # name of this start of this worker, which no other start has
+        place: str,  # "host:port" at which other members reach this worker
         lobby: str,  # "host:port"
-        fetch: Callable[[str, str], None],  # begins to fetch from (donor, place), and ends an earlier fetch
+        fetch: Callable[[str, str], None],  # begins to fetch from (donor, address) and ends an earlier fetch
         ask: Callable[[str, Heartbeat], None],  # sends a beat to the member of this name
         times: Times | None = None,
-        changed: threading.Condition | None = None,  # notified when the state has changed; None: one of its own
-        say: Callable[[str], None] = warned,  # prints a line where the lobby isn't there, or refuses this worker
+        changed: threading.Condition | None = None,  # notified when the state changes; None: makes a new one
+        say: Callable[[str], None] = warned,  # prints a line if the lobby isn't reached or refuses this worker
     ) -> None:
-        self.refused = ""  # why the lobby doesn't let this worker in; empty: it does, or hasn't answered
-        self.trouble = ""  # why the lobby isn't reached; empty: it is
+        self.refused = ""  # why the lobby refuses this worker; empty: it doesn't, or hasn't answered
+        self.trouble = ""  # why the lobby isn't reached; empty: it is reached
         self._say = Once(say)
         self.changed = changed or threading.Condition()
         self.state = MemberState(Heartbeat(name, 0, place), times or Times())
@@ -50,9 +50,9 @@ class LobbyClient:
         self._thread.start()
 
     def step(self, step: Step) -> None:
-        """The next state is what `step` makes of this one and the time; what follows from it is done."""
+        """Replace the state by what `step` makes of it and the time, and carry out the resulting actions."""
         with self.changed:
-            self.state, acts = step(self.state, clock.now())  # pure: no lock is held while anything is sent
+            self.state, acts = step(self.state, clock.now())  # pure: nothing is sent under the lock
             self.changed.notify_all()
         for act in acts:
             match act:
@@ -64,13 +64,13 @@ class LobbyClient:
                     self._fetch(donor, place)
 
     def begin(self, pace: float, seconds: float, at_least: int = 0) -> tuple[View, int]:
-        """The next round and its view, as soon as a round may begin. TimeoutError with why it waits, after so many
-        seconds at most. `pace`: seconds since the last one began, 0: unknown. Rounds before `at_least` are left out."""
+        """Wait until a round may begin, and return (view, round). TimeoutError, with the reason, after `seconds`.
+        `pace`: the seconds that a round takes (0: unknown). Rounds before `at_least` are skipped."""
         end = clock.now() + seconds
         with self.changed:
             while True:
                 now, state = clock.now(), self.state
-                round = max(state.mine.round, at_least)  # late workers of asynchronous rounds leave some out
+                round = max(state.mine.round, at_least)  # late workers of asynchronous rounds skip some
                 view = state.view_of(round)
                 if view is not None and not state.waits(now):
                     self.state = state.begins(round, pace)  # under the lock: no update comes between
@@ -80,8 +80,8 @@ class LobbyClient:
                 self.changed.wait(min(state.times.beat, max(0.0, end - now)))
 
     def sure(self, seconds: float) -> None:
-        """Wait until nothing suggests that the others went on without this worker. TimeoutError where they did, or
-        where that is still in doubt after so many seconds."""
+        """Wait until it is sure that the run didn't continue without this worker. TimeoutError if it did, or if that is
+        still in doubt after `seconds`."""
         end = clock.now() + seconds
         with self.changed:
             while why := self.state.doubts(now := clock.now()):
@@ -90,7 +90,7 @@ class LobbyClient:
                 self.changed.wait(min(self.state.times.beat, max(0.0, end - now)))
 
     def leave(self) -> None:
-        """Announce that nobody needs to wait for this worker, and end."""
+        """Announce to the lobby that this worker leaves, and end the thread."""
         self._end()
         self.step(lambda state, now: state.leaving(now))
         if self._connection is not None:
@@ -101,7 +101,7 @@ class LobbyClient:
         self._hang_up()
 
     def close(self) -> None:
-        """End without notice."""
+        """End the thread without an announcement."""
         self._end()
         self._hang_up()
 
@@ -137,7 +137,7 @@ class LobbyClient:
     def _send(self, beat: Heartbeat) -> None:
         try:
             if self._connection is None:
-                self._frames = Frames()  # half a frame of the connection before is nothing
+                self._frames = Frames()  # an incomplete frame of the earlier connection is dropped
                 self._connection = connected(self.lobby, "lobby", self.state.times.beat)
             self._connection.settimeout(self.state.times.beat)
             self._connection.sendall(frame(asdict(beat)))
@@ -146,13 +146,13 @@ class LobbyClient:
             self._hang_up()
 
     def _is_amiss(self, error: Exception) -> None:
-        """No answer, or another one than a lobby's: those that wait are notified."""
+        """Record that the lobby gave no answer or a wrong one, and wake the waiting threads."""
         with self.changed:
             self.trouble = f"the lobby at {self.lobby} isn't reached: {error}"
             if type(error) is Refused:
                 self.refused = f"the lobby at {self.lobby} refuses this worker: {error}"
             elif isinstance(error, ValueError):
-                self.refused = f"what answers at {self.lobby} is no lobby of this version: {error}"
+                self.refused = f"the program at {self.lobby} is no lobby of this version: {error}"
             self.changed.notify_all()
         self._say(self.trouble.partition(": ")[0], f"{self.refused or self.trouble}; trying again")
 

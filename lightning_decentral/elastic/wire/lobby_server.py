@@ -1,4 +1,4 @@
-"""The lobby's server: it answers beats, on one connection for each worker; it keeps no file and may be killed."""
+"""Server of the lobby: answers heartbeats on one connection per worker. It writes no file, and may be killed."""
 
 import asyncio
 import platform
@@ -21,14 +21,14 @@ from lightning_decentral.elastic.wire.sockets.frames import (
 )
 
 READ_BYTES = 1 << 16
-SILENT_TIMES = 10  # times `dead_after`, until a guest that has greeted and sends nothing is let go
+SILENT_TIMES = 10  # multiple of `dead_after` after which a silent guest is disconnected
 UNREAD_BYTES = 1 << 18
-"""Bytes that a worker may leave unread until it gets no more: a later message has all that an earlier one had."""
+"""Bytes that a worker may leave unread before the lobby skips updates for it; later updates contain the earlier."""
 
 
 class LobbyServer:
-    """Serves a `LobbyState`. `say` is called with a line for each view, and once for each cause for which a host's
-    guests are refused. `settled`: no run can have begun at an earlier lobby, nobody needs to be waited for."""
+    """Serves a `LobbyState`. `say` is called with a line for each view, and once for each reason why a host's guests
+    are refused. `settled`: no run can have begun at an earlier lobby, so the lobby needn't wait for its members."""
 
     def __init__(self, bounds: Bounds, times: Times, say: Callable[[str], None], settled: bool = False) -> None:
         self._lobby, self._say = LobbyState(bounds, times, clock.now(), settled=settled), say
@@ -49,7 +49,7 @@ class LobbyServer:
                 self._next(*self._lobby.ticked(clock.now()))
 
     def members(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """(members of views so far that are there, those of the highest that haven't left). From any thread."""
+        """Return (known members of all views, members of the highest view that haven't left). Thread-safe."""
         return self._members, self._lobby.stayed
 
     async def _guest(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -60,16 +60,16 @@ class LobbyServer:
             self._say_once(f"{host} {error}", f"refused {host}: {error}")
             writer.write(frame({"refused": str(error)}))
         except OSError:
-            pass  # it comes again, or is silent
+            pass  # the guest connects again, or falls silent
         finally:
             for name in [name for name, other in self._guests.items() if other is writer]:
                 del self._guests[name]
-                self._lobby = self._lobby.hung_up(name)  # dead after `times.ended` from now on
+                self._lobby = self._lobby.hung_up(name)  # lost after `times.ended` seconds of silence from now on
             writer.close()
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        frames, greeted = Frames(GREETING_BYTES), False  # of a stranger no more is read
-        end = clock.now() + GREETING_SECONDS  # a connection that doesn't greet holds a descriptor
+        frames, greeted = Frames(GREETING_BYTES), False  # no more is read before the greeting
+        end = clock.now() + GREETING_SECONDS  # a connection without a greeting occupies a descriptor
         while more := await self._more(reader, end):
             for found in frames.feed(more):
                 if greeted:
@@ -98,12 +98,12 @@ class LobbyServer:
             writer = self._guests.get(name)
             if writer and writer.transport.get_write_buffer_size() < UNREAD_BYTES:
                 writer.write(frame(asdict(update)))
-            if update.paused not in ("", self._paused) and lobby.stayed:  # else all have ended, and nobody waits
+            if update.paused not in ("", self._paused) and lobby.stayed:  # else all have ended, and none waits
                 self._say(waiting_at(self._place, update.paused))
             self._paused = update.paused
 
 
 def serve(bounds: Bounds, times: Times, host: str, port: int, ready: Callable[[int], None]) -> None:
-    """Serve until Ctrl-C or SIGTERM. OSError where the port is another program's."""
+    """Run a lobby until Ctrl-C or SIGTERM. OSError if another program uses the port."""
     with suppress(KeyboardInterrupt):
         asyncio.run(LobbyServer(bounds, times, partial(print, flush=True)).serve(host, port, ready))

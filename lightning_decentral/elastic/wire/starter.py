@@ -1,12 +1,12 @@
-"""Starts the elastic workers of one machine, and the lobby where they meet; starts a lost one again.
+"""Starts the elastic workers of one machine and a lobby for them, and restarts lost workers.
 
-    lost before a view was made   by an error of its own: all are ended; by a signal: started again
-    lost while members train      started again, they heal it; who hardly lived, after a pause
-    ended by SIGTERM              left: somebody took it away, and nobody takes its place
-    no member is left             nobody is started again, and who waits to become one is ended
+    lost before training begins   by an error: all workers are ended; by a signal: started again
+    lost while members train      started again; a worker that was lost early only after a pause
+    ended by SIGTERM              counts as left: it isn't replaced
+    no member is left             no worker is started again, and waiting ones are ended
 
-A worker's environment holds where it meets the others, the number of its start, whose place it has among those
-of this machine, and by which process: its workers end with that.
+A worker's environment has the lobby's address, the number of its start, its seat among the workers of this machine, and
+the process id of the starter, with which the worker ends.
 """
 
 import asyncio
@@ -31,25 +31,25 @@ LOBBY, WORKER, SEAT, STARTER = (f"LIGHTNING_DECENTRAL_{name}" for name in ("LOBB
 LOOK_SECONDS, FOLLOW_SECONDS = 0.1, 1.0
 HASTY_SECONDS, LONGEST_PAUSE = 30.0, 60.0
 TERMINATED = -signal.SIGTERM, 128 + signal.SIGTERM
-"""Codes of a worker that SIGTERM ended: by itself, or as Lightning ends then."""
+"""Exit codes of a worker that SIGTERM ended: directly, or through Lightning's handler."""
 LEAVE_SECONDS = 20.0  # seconds after which a worker that was asked to end is killed
 
 
 Members = Callable[[], tuple[tuple[str, ...], tuple[str, ...]]]
-"""Returns the members of all views so far, and those of the present one without who left."""
+"""Returns the members of all views so far, and those of the present view that haven't left."""
 
 
 def own_lobby(bounds: Bounds, times: Times, say: Callable[[str], None]) -> tuple[str, Members]:
-    """Start a lobby on a thread of this process, which only this machine reaches; return its place and members."""
+    """Start a lobby on a thread of this process, reachable from this machine only; return its address and members."""
     server, ports = LobbyServer(bounds, times, say, settled=True), queue.SimpleQueue[int]()
     serve = partial(asyncio.run, server.serve("127.0.0.1", 0, ports.put))
     threading.Thread(target=serve, name="lightning_decentral-lobby", daemon=True).start()
-    return f"127.0.0.1:{ports.get()}", server.members  # there is a port when it listens
+    return f"127.0.0.1:{ports.get()}", server.members  # returns once the lobby listens
 
 
 @dataclass
 class WorkerProcess:
-    """Process of a worker."""
+    """Process of a worker that this starter has started."""
 
     process: "subprocess.Popen[bytes]"
     at: float
@@ -58,38 +58,38 @@ class WorkerProcess:
 
 
 def started_again(code: int, members: Collection[int] | None) -> bool:
-    """Return whether somebody takes the place of a worker whose process ended with this code, below 0 a signal's.
-    `members` of the present view are left; None: there was no view yet."""
+    """Return whether a worker whose process ended with this code (negative: a signal) is started again. `members` are
+    the remaining ones of the present view; None: there was no view yet."""
     if members is None:
         return code < 0 and code not in TERMINATED
     return code not in (0, *TERMINATED) and bool(members)
 
 
 class Starter:
-    """The workers of one run on this machine."""
+    """Starts and watches the workers of one run on this machine."""
 
     def __init__(
         self,
-        workers: int,  # how many train
-        command: Callable[[int], tuple[Sequence[str], str | None]],  # (line, folder) of the n-th that is started
-        members: Members,  # of its lobby
-        environment: Mapping[str, str],  # of all of them, in addition to this process's own
-        say: Callable[[str], None],  # called with a line for each worker that is lost
+        workers: int,  # number of workers that train at a time
+        command: Callable[[int], tuple[Sequence[str], str | None]],  # (command line, folder) of the n-th start
+        members: Members,  # returns the lobby's members
+        environment: Mapping[str, str],  # of all workers, in addition to this process's own
+        say: Callable[[str], None],  # called with a line for each lost worker
     ) -> None:
         self._command, self._members_of, self._environment, self._say = command, members, environment, say
         self._running: dict[int, WorkerProcess] = {}
-        self._due = [0.0] * workers  # when each seat without a worker gets one
+        self._due = [0.0] * workers  # when each seat without a worker gets a new one
         self._count = self._hasty = 0
         self._well, self._code = False, 1
 
     def run(self) -> int:
-        """Run until all have ended; return 0 where one of them has ended as it should, else the code of the last one.
-        KeyboardInterrupt by Ctrl-C, or SIGTERM, after all have ended."""
+        """Run until all workers have ended; return 0 if at least one finished, else the last exit code. Ctrl-C or
+        SIGTERM stops the workers, then raises KeyboardInterrupt."""
         try:
             with terminated_as_interrupted():
                 self._watch()
         finally:
-            self._due = []  # nobody takes a place any more
+            self._due = []  # no worker is started any more
             self._end(self._running)
             self._watch()
         return 0 if self._well else self._code
@@ -108,7 +108,7 @@ class Starter:
                 self._ended(number, worker, code, there & self._running.keys() if trained else None)
             elif now - worker.told_to_end > LEAVE_SECONDS:
                 worker.process.kill()
-        if trained and not there & self._running.keys():  # nobody is left to heal them
+        if trained and not there & self._running.keys():  # no member is left to send them its state
             self._due = []
             self._end(self._running.keys() - trained)
         for _ in [at for at in self._due if at <= now]:
@@ -119,7 +119,7 @@ class Starter:
         number, self._count = self._count, self._count + 1
         command, folder = self._command(number)
         taken = {worker.seat for worker in self._running.values()}
-        seat = min(set(range(len(taken) + 1)) - taken)  # a lost worker's place is the next one's
+        seat = min(set(range(len(taken) + 1)) - taken)  # a new worker gets the lost one's seat
         own = {WORKER: number, SEAT: seat, STARTER: os.getpid(), "LOCAL_RANK": number}  # Lightning reads the last
         names = {name: str(value) for name, value in own.items()}
         process = subprocess.Popen(command, env={**os.environ, **self._environment, **names}, cwd=folder)
@@ -151,13 +151,13 @@ class Starter:
 
 
 def number_of(name: str) -> int:
-    """Number in the order of starts, by a member's name; -1: another starter's, or nobody's."""
+    """Return the number of a member's start, by its name; -1 if this starter didn't start it."""
     found = re.match(r"w(\d+)-", name)
     return int(found[1]) if found else -1
 
 
 def title(environment: Mapping[str, str]) -> str:
-    """Beginning of the name of a worker with this environment: its number, or the host and process."""
+    """Return the prefix of a worker's name: the number of its start, or its host and process id."""
     if WORKER in environment:
         return f"w{environment[WORKER]}-"
     host = re.sub(r"[^\w-]", "", platform.node().partition(".")[0]) or "host"
@@ -175,6 +175,6 @@ def follow(environment: Mapping[str, str]) -> None:
                 time.sleep(FOLLOW_SECONDS)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(LEAVE_SECONDS)
-        os._exit(1)  # it hangs in something that SIGTERM doesn't end
+        os._exit(1)  # in case SIGTERM doesn't end it
 
     threading.Thread(target=watch, args=(int(environment[STARTER]),), daemon=True).start()

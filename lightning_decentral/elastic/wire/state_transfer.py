@@ -1,9 +1,9 @@
-"""State transfer: a newcomer takes everything from one member, as it was between two steps; a digest proves it.
+"""State transfer: a newcomer copies one member's training state, as of a moment between two steps; a digest checks it.
 
-donor     a copy, made by the training thread between two steps; sent during the training, in pieces
-newcomer  reads, compares the digest, hands it over
+donor     its training thread makes a copy between two steps; a server thread sends the copy during the training
+newcomer  receives the state and compares the digest
 
-While it prepares a copy the donor reports that it lives. It has one copy at a time, and none when nobody is served.
+While it prepares a copy the donor sends signs of life. It keeps one copy at a time, and none when no newcomer asks.
 """
 
 import socket
@@ -18,8 +18,8 @@ ALIVE_SECONDS = 0.2  # seconds between two signs of life
 
 
 class Donor:
-    """Serves copies that the training thread makes; `serves` returns (origin, round) of what may be given now, or None:
-    this worker isn't healed itself."""
+    """Sends newcomers copies that the training thread makes; `serves` returns (origin, round) of the present state,
+    None if this worker has no state of the run itself."""
 
     def __init__(self, serves: Callable[[], tuple[str, int] | None]) -> None:
         self._serves = serves
@@ -29,18 +29,18 @@ class Donor:
         self._turn = threading.Lock()  # one copy at a time: it may be as large as the model with its optimizer
 
     def between_steps(self, copy: Callable[[], Any]) -> None:
-        """The training thread calls this where its parameters, optimizer and counters belong together; nobody changes a
-        `copy` of all of it afterwards."""
+        """Make a `copy` for a newcomer that asked. Call this on the training thread, between two steps; the copy must
+        not change afterwards."""
         if self._asked.is_set():
             made = copy(), self._serves()  # outside of the lock: it takes long
             with self._made:
-                if self._asked.is_set():  # the one that asked may have gone meanwhile
+                if self._asked.is_set():  # the newcomer may have gone meanwhile
                     self._copy = made
                     self._asked.clear()
                     self._made.notify_all()
 
     def serve(self, connection: socket.socket) -> None:
-        """Answer one newcomer, in its turn; by nothing where there is nothing to give."""
+        """Send one newcomer the state, in its turn; send nothing if there is no state."""
         while self._serves() is not None:
             connection.sendall(frame(ALIVE))
             if self._turn.acquire(timeout=ALIVE_SECONDS):
@@ -54,7 +54,7 @@ class Donor:
                 connection.sendall(frame(ALIVE))
                 with self._made:
                     self._made.wait_for(lambda: self._copy is not None, ALIVE_SECONDS)
-                    made, self._copy = self._copy, None  # it is nobody else's
+                    made, self._copy = self._copy, None  # for this newcomer only
             value, given = made
             if given is not None:
                 send_value(connection, {"origin": given[0], "round": given[1]}, value)
@@ -64,8 +64,8 @@ class Donor:
 
 
 def fetched(place: str, seconds: float) -> tuple[Any, str, int]:
-    """(everything, origin, round) of the member there, which counts as dead after so many seconds of silence. OSError
-    where it isn't there, or ended while it served, ValueError where what came isn't what was sent."""
+    """Fetch (training state, origin, round) from the member at this address. OSError if it isn't reached, ended, or was
+    silent for `seconds`; ValueError if the state received differs from the state sent."""
     with connected(place, "heal", seconds) as connection:
         connection.settimeout(seconds)
         while (header := receive(connection)) == ALIVE:  # each resets the silence that counts as death

@@ -1,4 +1,4 @@
-"""The arithmetic of gossip on tensors, sends nothing: update rules (`combine`), what links remember, `integrity`.
+"""The arithmetic of gossip on tensors, without communication: update rules (`combine`), codec state, healing.
 
-Codecs are shared with other methods: `shared/compute/codec`. Public: the face of `combine`.
+Codecs are shared with other methods: `shared/compute/codec`. Public: the names of `combine`.
 """

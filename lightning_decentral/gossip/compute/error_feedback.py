@@ -1,4 +1,4 @@
-"""Error-feedback state of a codec: one worker's estimates by link, or residuals of means whose parts have owners."""
+"""Error-feedback state of a codec: a worker's estimates for each link, or residuals of a mean summed by parts."""
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 
 def coder_of(codec: Codec, topology: Topology, rank: int, size: int, pool: Pool) -> Coder:
-    """Make the coder of one worker, for its ends of its links."""
+    """Make the coder of one worker, for its ends of all its links."""
     if not codec.encodes:
         return Coder(pool)
-    # Targets that don't always receive in the same steps miss different messages: one estimate can't be that of both.
+    # Targets that don't always receive in the same steps miss different messages, so they can't share an estimate.
     return Coded(codec, rank, audiences(topology, rank, size) if codec.remembers else {}, pool)
 
 
 class BucketCodec:
-    """One bucket: the parts of its payload, and the estimates by link, which start at the `reference`, equal on all
-    workers. So many `exact` elements at a message's end aren't encoded."""
+    """Encodes and decodes one bucket, with an estimate for each link that starts at `reference`, equal on all workers.
+    The last `exact` elements of a message aren't encoded."""
 
     def __init__(self, codec: Codec, reference: Tensor, exact: int) -> None:
         self.estimates: dict[str, Tensor] = {}
@@ -41,12 +41,12 @@ class BucketCodec:
         self.bytes = sum(part.bytes for part in self._coded(self._reference)) + exact_bytes
 
     def parts(self, message: Tensor) -> list[PayloadPart]:
-        """The payload's, and the exact tail."""
+        """Parts of the message's payload, with the exact tail as the last part."""
         coded, tail = self._split(message)
         return [*self._coded(coded), *([PayloadPart(tail.numel(), tail.dtype)] if self._exact else [])]
 
     def encode(self, message: Tensor, payload: Buffers, link: str, key: int, replaces: bool = False) -> None:
-        """Fill the payload; where it `replaces`, overwrite the message by what is decoded of it."""
+        """Encode the message into the payload; `replaces`: also overwrite the message by its decoded value."""
         coded, tail = self._split(message)
         code = self._codec.replace if replaces else self._codec.encode
         code(coded, payload[:-1] if self._exact else payload, self._frame(link, coded, key))
@@ -60,7 +60,7 @@ class BucketCodec:
             tail.copy_(payload[-1])
 
     def gap(self, message: Tensor, link: str) -> Tensor:
-        """||message - what is known of it||^2; 0 where that is rounding."""
+        """||message - estimate||^2, or 0 if no more than a rounding error."""
         coded = self._split(message)[0]
         estimate = self._frame(link, coded, 0).estimate
         rounding, whole = 16 * torch.finfo(coded.dtype).eps, squared_norm([coded])
@@ -68,21 +68,21 @@ class BucketCodec:
         return gap.where(gap > rounding**2 * whole, 0)
 
     def error(self, message: Tensor, decoded: Tensor) -> Tensor:
-        """||message - decoded||^2; the difference takes the message's place."""
+        """||message - decoded||^2; message <- message - decoded."""
         return squared_norm([self._split(message)[0].sub_(self._split(decoded)[0])])
 
     def remember(self, decoded: Tensor, link: str, healthy: Tensor) -> None:
         """estimate <- decoded where healthy."""
         estimate, coded = self.estimates[link], self._split(decoded)[0]
         if healthy.device.type == "cuda":
-            # A device decides by itself: to ask it would make the host wait.
+            # A GPU decides without the host, which would have to wait for the verdict.
             torch.where(healthy, coded, estimate, out=estimate)
         elif bool(healthy):
             estimate.copy_(coded)
 
     def spoil(self, message: Tensor, links: Sequence[str]) -> None:
-        """message <- NaN where it is not sound next to what is known of it: then all receivers refuse it, and
-        the estimates stay as they were on both ends."""
+        """message <- NaN if the message is far too large next to its estimates: then all receivers refuse the message,
+        and the estimates on both ends don't change."""
         coded = self._split(message)[0]
         known = [scale([e]) for link in links if (e := self._frame(link, coded, 0).estimate) is not None]
         good = sound(torch.stack([scale([coded]), *known]))[0]  # a bool on the device
@@ -106,18 +106,18 @@ class BucketCodec:
 
     def _frame(self, link: str, coded: Tensor, key: int) -> Frame:
         if self._codec.remembers and link not in self.estimates:
-            # What a message holds in addition to the parameters is assumed to be zero.
+            # What a message contains in addition to the parameters is assumed to be zero.
             self.estimates[link] = torch.zeros_like(coded)
             self.estimates[link][: len(self._reference)].copy_(self._reference)
         return Frame(key, self.estimates.get(link))
 
 
 SAMPLE = 2**16
-RULE_OF_THUMB = 0.9  # A rate may be over the share that arrives by a tenth.
+RULE_OF_THUMB = 0.9  # A mixing rate may exceed the share that arrives by a tenth.
 
 
 def share_that_arrives(codec: Codec, dtype: torch.dtype) -> float:
-    """1 - ||d - decoded||^2 / ||d||^2 of a difference d of normal numbers."""
+    """1 - ||d - decoded||^2 / ||d||^2 for a difference d of normal random numbers."""
     d = torch.randn(SAMPLE, generator=torch.Generator().manual_seed(0))  # (SAMPLE,), the same on all
     d = d.to(torch.promote_types(dtype, torch.float32))
     channel = BucketCodec(codec, torch.zeros_like(d), 0)
@@ -128,18 +128,18 @@ def share_that_arrives(codec: Codec, dtype: torch.dtype) -> float:
 
 
 def measured(step: int) -> bool:
-    """True in rounds 0, 1, 2, 4, 8 and so on, where the error is measured: it costs a copy of the message, which
-    encoding overwrites."""
+    """Return whether to measure the codec's error in this round: 0, 1, 2, 4, 8 and so on, as a measurement copies the
+    message, which encoding overwrites."""
     return step & (step - 1) == 0
 
 
 class Coded(Coder):
-    """Every link is encoded and decoded by a codec.
+    """Coder that encodes and decodes the messages of every link with a codec.
 
     Args:
-        rank: of this worker; its noise differs from the others'.
-        audiences: {target: its audience}; targets of one audience always receive from it in the same steps. Those
-            that aren't named are one.
+        rank: this worker's rank; the codec's noise differs between ranks.
+        audiences: {target: its audience}; the targets of one audience always receive in the same steps. Targets
+            that aren't named are one audience.
     """
 
     encodes = True
@@ -163,7 +163,7 @@ class Coded(Coder):
             shares[audience] = shares.get(audience, 0.0) + weight
         channel = self._channels[place]
         watched = message.clone() if shares and measured(step) else None
-        # Before encoding, which moves the estimates; one audience stands for all.
+        # Before encoding, which changes the estimates; one audience stands for all.
         gap = None if watched is None else channel.gap(watched, f"to {next(iter(shares))}")
         keys = {audience: key(self._rank, step, place, audience) for audience in shares}
         payloads = self._encode(channel, message, keys, shares)
@@ -175,12 +175,12 @@ class Coded(Coder):
         return {target: payloads[self._audiences.get(target, 0)] for target in targets}
 
     def _judge(self, lost: float, step: int) -> None:
-        """Warn, once, where the rate is over the share of a difference that arrives: the rest is stale."""
+        """Warn once if the mixing rate exceeds the share of a difference that the codec transmits."""
         arrived = 1 - lost**2
         if self._codec.remembers and self._rank == 0 and arrived < RULE_OF_THUMB * self._rate and not self._warned:
             self._warned = True
             warnings.warn(
-                f"{self._codec} passed on {arrived:.1%} of what a receiver lacked in round {step}: at rate "
+                f"{self._codec} transmitted {arrived:.1%} of what a receiver lacked in round {step}: at mixing rate "
                 f"{self._rate} the workers may diverge; use Gossip(rate={max(arrived, 0.01):.2g}) or a codec that "
                 "sends more",
                 stacklevel=2,
@@ -189,7 +189,7 @@ class Coded(Coder):
     def _encode(
         self, channel: BucketCodec, message: Tensor, keys: Mapping[int, int], shares: Mapping[int, float]
     ) -> dict[int, Buffers]:
-        """{audience: payload};  message <- sum over audiences of share * what it decodes."""
+        """Encode to {audience: payload};  message <- sum over audiences of share * decoded payload."""
         if self._codec.remembers:
             channel.spoil(message, [f"to {audience}" for audience in keys])
         payloads, total = self._taken(keys, message, channel), sum(shares.values()) or 1.0
@@ -200,7 +200,7 @@ class Coded(Coder):
             out = self._pool.take(message) if place else message
             if not in_place:
                 channel.decode(payload, out, f"to {audience}")
-            if self._codec.remembers:  # as its targets do, which refuse what isn't finite
+            if self._codec.remembers:  # as the targets do, which refuse what isn't finite
                 channel.remember(out, f"to {audience}", torch.isfinite(scale([out])))
             if place == 1:
                 message.mul_(shares[next(iter(shares))] / total)
@@ -210,7 +210,7 @@ class Coded(Coder):
         return payloads
 
     def _taken(self, ends: Iterable[int], message: Tensor, channel: BucketCodec) -> dict[int, Buffers]:
-        """{end of a link: buffers for a payload of the message}"""
+        """Take buffers for a payload of the message at each end of a link."""
         parts = [(torch.Size([part.elements]), part.dtype) for part in channel.parts(message)]
         return {end: [self._pool.take_new(*part, message.device) for part in parts] for end in ends}
 
@@ -239,11 +239,11 @@ class Coded(Coder):
 
 
 class CodedMean(Memory):
-    """State that a worker keeps for means in codes, by bucket: a `CodedParts`' residuals, and its codec's error."""
+    """Encodes buckets for a mean summed by parts, and keeps for each bucket the residuals and the codec's error."""
 
     def __init__(self, parts: "coded.CodedParts") -> None:
         self.parts, self.lost = parts, CodecError()
-        self.owned: list[Tensor] = []  # of each bucket, what the last mean of the own part was rounded by
+        self.owned: list[Tensor] = []  # for each bucket, the rounding error of the last mean of the own part
 
     def admit(self, buckets: Sequence[Tensor]) -> None:
         for bucket in map(real, buckets):
@@ -268,6 +268,6 @@ class CodedMean(Memory):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         check_codec(state, repr(self.parts.codec))
-        # None in a checkpoint from before means were coded.
+        # Missing in a checkpoint from before means were encoded.
         for owned, saved in zip(self.owned, state.get("owned", self.owned), strict=True):
             owned.copy_(saved)

@@ -1,7 +1,6 @@
-"""Ends of a link: the interface to encode, decode and forget what travels on it.
+"""Encoding at both ends of a link: the interface of coders, which turn a bucket's message into a payload and back.
 
-A coder turns messages, of one bucket each, into payloads and back. `Coder` sends them as they are;
-`error_feedback.Coded` holds a codec's error-feedback state.
+`Coder` sends messages unencoded; `error_feedback.Coded` keeps a codec's error-feedback state.
 """
 
 from abc import ABC, abstractmethod
@@ -12,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine, Rule
+from lightning_decentral.gossip.plan.planned_traffic import Cliques, partitions
 from lightning_decentral.gossip.plan.topology.topology import Topology
-from lightning_decentral.gossip.plan.traffic import Cliques, partitions
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.codec.codec import Codec
@@ -23,7 +22,7 @@ Buffers = list[Tensor]  # Tensors that a payload consists of.
 
 
 class CodecError:
-    """||message - decoded|| / ||message - estimate|| of measured rounds; `report` gets it and its round."""
+    """Measures ||message - decoded|| / ||message - estimate||; calls `report` with that codec error and its round."""
 
     def __init__(self, report: Callable[[float, int], None] = lambda lost, step: None) -> None:
         self._report, self._sums = report, list[Tensor]()
@@ -31,19 +30,19 @@ class CodecError:
         self._open: tuple[AsyncRead, int] | None = None
 
     def add(self, error: Tensor, gap: Tensor) -> None:
-        """Add the squares of one of a round's buckets."""
+        """Add the squared error and squared gap of one bucket of the round."""
         self._sums.append(torch.stack([error, gap]))  # (2,)
 
     def complete(self, step: int) -> None:
-        """All of the round's are there."""
+        """End a round: all of its buckets have been added."""
         self._read()
         self._open, self._sums = (AsyncRead(torch.stack(self._sums).sum(0)), step), []
-        # A device's are read when somebody asks, or at the next measurement.
+        # Sums on a GPU are read by `value`, or at the next measurement.
         if self._open[0].on_host:
             self._read()
 
     def value(self) -> float | None:
-        """Relative error as last measured; None before."""
+        """Relative codec error as last measured; None before the first measurement."""
         self._read()
         return self._last
 
@@ -57,27 +56,27 @@ class CodecError:
 
 
 class Memory(ABC):
-    """State of an exchange's coder, as others see and save it."""
+    """Interface to the state of an exchange's coder, for monitors and checkpoints."""
 
-    encodes: ClassVar[bool] = True  # True where messages travel otherwise than as they are.
+    encodes: ClassVar[bool] = True  # True where messages are encoded.
 
     bytes: int = 0  # Bytes of one message of all admitted buckets on the wire, without headers.
 
-    lost = CodecError()  # one that nobody measures, where nothing is encoded
+    lost = CodecError()  # stays empty where nothing is encoded
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """The codec, and what both ends of a link remember of each other."""
+        """State to save: the codec, and the estimates that both ends of a link keep."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned. ValueError: it was taken under another codec."""
+        """Restore what `state_dict` returned. ValueError: the state was saved under another codec."""
 
 
 class Coder(Memory):
-    """A worker's ends of all its links; here the buckets travel as they are, and no copy is made.
+    """Encodes and decodes messages at one worker's ends of its links; this base sends buckets unencoded, uncopied.
 
-    `place` is that of a message's bucket among those admitted.
+    `place` is the index of a message's bucket among the admitted buckets.
     """
 
     encodes = False
@@ -86,27 +85,27 @@ class Coder(Memory):
         self._pool = pool
 
     def admit(self, references: Sequence[Tensor], combine: Combine) -> None:
-        """Add buckets. `references` are as long, and where there are estimates equal on all workers; the rule sets how
-        much of a message is not encoded."""
+        """Add buckets. `references` are of their sizes; a codec's estimates start there, so they are then equal on all
+        workers. The rule sets how many elements of a message are not encoded."""
         self.bytes += sum(r.numel() * r.element_size() for r in references)
 
     def encode(self, message: Tensor, targets: Mapping[int, float], step: int, place: int) -> dict[int, Buffers]:
-        """{target: what it gets}, of the pool where it isn't the message itself; targets of one audience share it.
+        """Encode to {target: payload}, from the pool if not the message itself; targets of one audience share it.
 
-        The message is overwritten by what those targets decode: sum_k w_ki decoded_ik / sum_k w_ki where they differ.
+        message <- what the targets decode: sum_k w_ki decoded_ik / sum_k w_ki where the payloads differ.
         """
         return {target: [message] for target in targets}
 
     def buffers(self, sources: Iterable[int], message: Tensor, place: int) -> dict[int, Buffers]:
-        """{source: where what it sends is received}"""
+        """Take receive buffers for the payload of each source."""
         return {j: [self._pool.take(message)] for j in sources}
 
     def decode(self, received: Mapping[int, Buffers], message: Tensor, place: int) -> dict[int, Tensor]:
-        """{source: the bucket that it meant}; what was received is used up."""
-        return {j: whole for j, (whole,) in received.items()}  # (elements,) each: received as it is
+        """Decode to {source: its bucket}; the received payloads are consumed."""
+        return {j: whole for j, (whole,) in received.items()}  # (elements,) each: received unencoded
 
     def remember(self, decoded: Mapping[int, Tensor], healthy: Iterable[Tensor], place: int) -> None:
-        """Keep each source's bucket as the estimate of it if its flag in `healthy` is set, where there are any."""
+        """Keep each source's decoded bucket as the new estimate if its flag in `healthy` is set."""
         return
 
     def state_dict(self) -> dict[str, Any]:
@@ -117,10 +116,10 @@ class Coder(Memory):
 
 
 def cliques_of(codec: Codec, combine: Rule, topology: Topology, weights: Weights, size: int) -> Cliques:
-    """The way in which cliques exchange.
+    """Choose how workers of a clique exchange messages under this codec and rule.
 
-    Owners of parts add up codes where in each step with messages all workers receive all with equal weights, and there
-    are more than two; these are codes of differences: what their mean loses, encoded once more, is sent later
+    Each worker adds up the codes of the part that it owns where every step with messages averages all of more than two
+    workers with equal weights, and messages are differences: what their re-encoded mean loses is sent later
     (`shared.compute.codec.coded_parts`). Other codes go from each worker to all of its receivers.
     """
     if not codec.encodes:
@@ -128,11 +127,11 @@ def cliques_of(codec: Codec, combine: Rule, topology: Topology, weights: Weights
     cuts = not codec.remembers and combine.form.differences and combine.form.copies == 1
     steps = partitions(topology, weights, size) if cuts else None
     together = steps is not None and all(step is not None and len(step) in (1, size) for step in steps)
-    return Cliques.OWNERS if together else Cliques.TOLD
+    return Cliques.OWNERS if together else Cliques.PEERS
 
 
 class Everyone(Memory):
-    """The coders of all workers, as one."""
+    """State of the coders of all workers, for a simulation."""
 
     def __init__(self, codec: Codec, coders: Sequence[Memory]) -> None:
         self._codec, self._coders = repr(codec), coders
@@ -147,9 +146,9 @@ class Everyone(Memory):
 
 
 def check_codec(state: Mapping[str, Any], codec: str) -> None:
-    """ValueError unless the state was saved under this codec."""
+    """Raise ValueError unless the state was saved under this codec."""
     if state["codec"] != codec:
         raise ValueError(
-            f"the checkpoint's messages were encoded by {state['codec']}, this run has {codec}: resume with the same "
-            "codec, or delete the checkpoint's .workers folder to start from the mean"
+            f"the checkpoint's messages were encoded by {state['codec']}, this run has {codec}: resume with the "
+            "checkpoint's codec, or delete its .workers folder to start from the workers' mean"
         )

@@ -1,14 +1,14 @@
-"""Mixing of what a round brought: which messages are sound, their weighted mean, or the correction of x by it.
+"""Mixing of received messages: checks that they are sound, their weighted mean, or the correction of x by that mean.
 
-    Verdicts           right round, right size; NaN, infinity and absurd numbers are refused and counted
+    Verdicts           right round, right size; NaN, infinity and far too large numbers are refused and counted
     mix                mixed <- w_ii sent_i + sum_j w_ij received_j
     difference_        out <- sum_j w_j (received_j - sent)             2 passes, and one for each j
     correct_           x <- x + rate sum_j w_j (received_j - sent)      3 passes, and one for each j
     correct_and_state_                                                  the same, a copy of x and its header: one more
 
-The last three are over those j whose message is sound: the weight of the others stays with the receiver. Equal messages
-change no bit, in any type: each difference is exactly zero. Computed in float32 where numbers have fewer bits, rounded
-once.
+The last three sum over those j whose message is sound: the weight of the others stays with the receiver. Equal messages
+change no bit, in any type: each difference is exactly zero. Sums of numbers with fewer bits are computed in float32 and
+rounded once.
 """
 
 import warnings
@@ -24,19 +24,19 @@ from lightning_decentral.shared.compute.device import AsyncRead
 from lightning_decentral.shared.compute.fused import operator
 from lightning_decentral.shared.compute.health import FACTOR, scales_in, sound, state_
 
-# One would be too soon for a round that lands on a second stream, during the step.
+# A lag of 1 would be too short for a round that is mixed on a second stream, during the step.
 LAG = 2  # Rounds until the host reads a device's verdict.
 _ABSURD = f"numbers over {FACTOR:.0e} times its neighbours'"
 
 
 class Sick(FloatingPointError):
-    """This worker's own message was not sound.
+    """Raised when this worker's own message contained NaN, infinity or far too large numbers.
 
     Attributes:
-        sent: what counts in its place (`Recovery.stand_in` of the mean of its neighbours' sound messages).
-        mixed: the round's mixture with it; not finite where no sound message was received.
-        round: in which it left; on a device it is known `LAG` rounds later.
-        late: whether the message of the round that lands was sound: it is in the mixture.
+        sent: replacement of the message (`Recovery.stand_in` of the mean of its neighbours' sound messages).
+        mixed: the round's mixture with `sent`; not finite if no sound message was received.
+        round: round in which the message was sent; a device finds out `LAG` rounds later.
+        late: whether the message of the round that is mixed now was sound, and so is part of `mixed`.
     """
 
     def __init__(self, complaint: str, sent: Tensor, mixed: Tensor, round: int, late: bool = False) -> None:
@@ -48,10 +48,10 @@ class Sick(FloatingPointError):
 
 
 class Verdicts:
-    """Checks the rounds of one exchange.
+    """Checks the messages of one exchange, round by round.
 
-    On the host the verdict falls at once. On a device a message is accepted or refused by the device itself, and the
-    host reads it `LAG` rounds later: nobody waits. The codec is for the texts; empty where messages travel as they are.
+    On the CPU a message is checked at once. On a GPU the device itself accepts or refuses a message, and the host reads
+    the verdict `LAG` rounds later, without waiting. `codec` is named in errors; empty where messages aren't encoded.
     """
 
     def __init__(self, rank: int, codec: str = "") -> None:
@@ -64,12 +64,12 @@ class Verdicts:
         self._refused_in: dict[int, int] = {}
 
     def judge(self, round: int, workers: Sequence[int], headers: Tensor, sane: Tensor) -> None:
-        """Judge a round's headers; `complaint` becomes why this worker's own message isn't sound, as far as known.
+        """Check a round's headers; `complaint` then tells why this worker's own message isn't sound, as far as known.
         RuntimeError: a source is in another round, or its model has another size.
 
         Args:
-            headers: (round, elements of all buckets, scale) as `health.stated` makes them, of each of `workers`.
-            sane: whether each one's message is sound compared with the others', `health.sound(scales_in(headers))`.
+            headers: (round, elements of all buckets, scale) of each of `workers`, as `health.stated` makes them.
+            sane: whether each worker's message is sound next to the others, `health.sound(scales_in(headers))`.
         """
         if headers.device.type != "cuda":
             self._judge(workers, headers, sane)
@@ -82,7 +82,7 @@ class Verdicts:
         self._open.append((round, workers, AsyncRead(headers)))
 
     def refuse_own(self, sent: Tensor, mixed: Tensor, late: bool = False) -> None:
-        """Raise `Sick` after mixing, with what the neighbours sent: this worker's own message wasn't sound."""
+        """Raise `Sick` after mixing, with the neighbours' messages: this worker's own message wasn't sound."""
         complaint, self.complaint = self.complaint, ""
         raise Sick(complaint, sent, mixed, self._sick_round, late)
 
@@ -94,12 +94,12 @@ class Verdicts:
         for source, (other_step, other_elements, *healthy) in rows.items():
             if other_step != step:
                 raise RuntimeError(
-                    f"worker {self._rank} is in round {step} but received round {other_step} from worker {source}: "
+                    f"worker {self._rank} is in round {step}, but received round {other_step} from worker {source}: "
                     "every worker must take the same number of optimizer steps"
                 )
             if other_elements != elements:
                 raise RuntimeError(
-                    f"worker {self._rank} mixes {elements} elements but worker {source} sent {other_elements}: "
+                    f"worker {self._rank} mixes {elements} elements, but worker {source} sent {other_elements}: "
                     "every worker must train the same parameters in the same step"
                 )
             # A source's refused buckets of one round are one refused message.
@@ -107,7 +107,7 @@ class Verdicts:
                 self._refused_in[source] = step
                 self.refused += 1
                 warnings.warn(
-                    f"worker {self._rank} refused a message from worker {source} in round {step}: it holds "
+                    f"worker {self._rank} refused a message from worker {source} in round {step}, which contains "
                     f"{_ABSURD if healthy[0] else 'NaN or infinity'} ({self.refused} refused so far)",
                     stacklevel=2,
                 )
@@ -122,8 +122,8 @@ class Verdicts:
 
 
 def refuse(received: Tensor, instead: Tensor, healthy: Tensor) -> None:
-    """received <- instead unless `healthy` (bool []), in place; what is healthy costs no pass on the host."""
-    # A device decides by itself: to ask it would make the host wait.
+    """received <- instead, in place, unless `healthy` (bool []); a healthy message costs no pass on the CPU."""
+    # A GPU decides without the host, which would have to wait for the verdict.
     if healthy.device.type != "cuda" and bool(healthy):
         return
     # Overwritten: NaN times a weight of zero would still be NaN.
@@ -134,24 +134,24 @@ ROUNDING = 1e-12  # Rounding error of a sum of weights.
 
 
 def difference(sent: Tensor, received: Sequence[Tensor], weights: Sequence[float], sane: Tensor) -> Tensor:
-    """sum_j w_j (received_j - sent) over the sound j, in float32 at least. `sane`: bool [1 + sources], of this worker's
-    own message, then of each that was received."""
+    """sum_j w_j (received_j - sent) over the sound j, in float32 at least. `sane`: bool [1 + sources], for this
+    worker's own message, then for each received message."""
     out = torch.empty_like(sent, dtype=torch.promote_types(sent.dtype, torch.float32))  # (elements,)
     difference_(out, sent, received, weights, sane)
     return out
 
 
 def apply_difference(x: Tensor, d: Tensor, rate: float) -> None:
-    """x <- x + rate d: the bits of `correct_`."""
+    """x <- x + rate d, with the same bits as `correct_`."""
     x.add_(d if rate == 1 else d * rate)  # rounded once, to the type of x
 
 
 def mix(own: Tensor, received: Sequence[Tensor], weights: Sequence[float]) -> None:
     """received[0] <- w_0 own + sum_k w_k received[k - 1]
 
-    Step by step, each from the mean so far towards the next message: m <- m + w_k / (w_0 + ... + w_k) (received_k - m).
-    So equal messages give their very bits in any type, where products with 1/3 or 1/5 would each be rounded, and a
-    worker at consensus would move. Weights that don't sum to one (of columns, as push-sum's) multiply in the end.
+    Each step moves the mean so far towards the next message: m <- m + w_k / (w_0 + ... + w_k) (received_k - m).
+    So equal messages give exactly their own bits in any type, where products with 1/3 or 1/5 would each be rounded, and
+    a worker at consensus would move. Weights that don't sum to one (columns, as push-sum's) multiply the result.
 
     Args:
         weights: of `own` and each of `received`; none below 0.
@@ -166,7 +166,7 @@ def mix(own: Tensor, received: Sequence[Tensor], weights: Sequence[float]) -> No
 
 def _difference(out: Tensor, sent: Tensor, received: Sequence[Tensor], weights: Sequence[float], sane: Tensor) -> None:
     for place, (tensor, weight) in enumerate(zip(received, weights, strict=True), 1):
-        # A device decides by itself: to ask it would make the host wait.
+        # A GPU decides without the host, which would have to wait for the verdict.
         part = torch.where(sane[place], tensor, sent).to(out.dtype).sub_(sent)
         part = part if weight == 1 else part.mul_(weight)
         if place == 1:

@@ -1,4 +1,4 @@
-"""Checks of a plan before training: rows and columns of weights, connectivity, symmetry, one message at a time."""
+"""Checks of topology, weights and delay before training: sums of weights, connectivity, symmetry, delay."""
 
 import networkx as nx
 import numpy as np
@@ -8,8 +8,8 @@ from lightning_decentral.gossip.plan.weights import Dyadic, Own, Weights, mixing
 
 
 def check_columns(topology: Topology, size: int, weights: Weights, rows_too: bool = False) -> None:
-    """Check the columns of W for push-sum: nobody's share is lost, and the graph is strongly connected over time.
-    ValueError: a column doesn't sum to one, or nothing of some workers ever reaches some others."""
+    """Check for push-sum that W's columns sum to one, and that the graph is strongly connected over time.
+    ValueError: a column doesn't sum to one, or some workers' parameters never reach some others."""
     for step in range(min(topology.period(size), CHECKED_STEPS)):
         _check_sources(topology, size, step)
         rows = [weights.row(topology, rank, size, step) for rank in range(size)]
@@ -34,36 +34,36 @@ def check_symmetric(who: str, topology: Topology, size: int, weights: Weights, i
 
 
 def check_one_flight(rule: str, topology: Topology, size: int, delay: int) -> None:
-    """ValueError unless every message lands before the next one leaves."""
+    """Raise ValueError unless every message is mixed before the next is sent."""
     flights = most_in_flight(topology, size, delay)
     if flights > 1:
         raise ValueError(
-            f"{rule} needs each message landed before the next leaves, but with delay {delay} {flights} are in flight "
-            f"on {topology.label(size)}: use delay=1, or topology=Every({delay}, ...)"
+            f"{rule} must mix each message before the next is sent, but with delay {delay} {flights} are in flight on "
+            f"{topology.label(size)}: use delay=1, or topology=Every({delay}, ...)"
         )
 
 
 def check_equals(rule: str, topology: Topology, size: int, weights: Weights) -> None:
-    """ValueError unless in every step that talks everybody receives from all, with equal weights."""
+    """Raise ValueError unless in every step with messages all workers receive from all, with equal weights."""
     for step in talking_steps(topology, size):
         for rank in range(size):
             row = weights.row(topology, rank, size, step)
             if len(row) < size or max(row.values()) - min(row.values()) > 1e-9:
                 raise ValueError(
-                    f"{rule} needs all workers to hear all with equal weights, but on {topology.label(size)} worker "
-                    f"{rank} hears {len(row) - 1} of {size - 1}: use topology=Every(8, Complete()), or OuterNesterov()"
+                    f"{rule} averages all workers equally, but on {topology.label(size)} worker {rank} receives from "
+                    f"{len(row) - 1} of {size - 1}: use topology=Every(8, Complete()) or combine=OuterNesterov()"
                 )
 
 
 def check_tree(rule: str, topology: Topology, size: int, weights: Weights) -> None:
-    """ValueError unless all steps that talk have one graph, a tree on all workers, and the weights are `Dyadic`."""
+    """Raise ValueError unless all steps with messages have one graph, a tree on all workers, and `Dyadic` weights."""
     graphs = {step_graph(topology, size, step) for step in talking_steps(topology, size)}
-    tree = nx.Graph([(i, j) for graph in graphs for i, heard in enumerate(graph.sources) for j in heard])
+    tree = nx.Graph([(i, j) for graph in graphs for i, sources in enumerate(graph.sources) for j in sources])
     symmetric = all(graph.symmetric for graph in graphs)
     if size > 1 and not (len(graphs) == 1 and symmetric and len(tree) == size and nx.is_tree(tree)):
         raise ValueError(
-            f"{rule} needs one tree on all {size} workers, {topology.label(size)} isn't: use Tree(), Star() or "
-            "FromGraph(networkx.minimum_spanning_tree(...))"
+            f"{rule} needs one tree on all {size} workers, {topology.label(size)} isn't one: use topology=Tree(), "
+            "Star() or FromGraph(networkx.minimum_spanning_tree(...))"
         )
     for step in talking_steps(topology, size):
         for rank in range(size):
@@ -71,13 +71,13 @@ def check_tree(rule: str, topology: Topology, size: int, weights: Weights) -> No
                 raise ValueError(f"{rule} needs weights that are powers of two: use weights=Dyadic()")
 
 
-CHECKED_STEPS = 16  # whose rows are summed; a plan with a longer period makes all of them in one way
+CHECKED_STEPS = 16  # Steps whose weights are summed; later steps of a longer period are made in the same way.
 
 
 def check(topology: Topology, size: int, weights: Weights | None = None) -> None:
-    """See that a plan keeps the mean of the workers and lets news of every worker reach, in time, every other.
-    ValueError: the topology can't serve `size`; a row names others than the sources, is negative or doesn't sum to one;
-    a column doesn't sum to one; nothing of some workers reaches some others."""
+    """Check that mixing keeps the mean of the workers, and that every worker's parameters reach every other worker.
+    ValueError: the topology can't serve `size`; a row has other workers than the sources, a negative weight, or doesn't
+    sum to one; a column doesn't sum to one; some workers' parameters never reach some others."""
     check_columns(topology, size, weights or Own(), rows_too=True)
 
 
@@ -101,40 +101,40 @@ def _check_rows(topology: Topology, rows: list[dict[int, float]], step: int) -> 
             )
         if min(row.values()) < 0:
             raise ValueError(f"{where} include {min(row.values()):.6g}: weights must not be negative")
-        # Not `>=`: NaN is to be refused, too.
+        # Not `>=`: this refuses NaN, too.
         if not abs(sum(row.values()) - 1) < 1e-9:
             raise ValueError(
-                f"{where} sum to {sum(row.values()):.6g}: they must sum to 1, give the rest to itself "
+                f"{where} sum to {sum(row.values()):.6g}: they must sum to 1, give the rest to the worker itself "
                 "(combine=PushSum() needs no such rows)"
             )
 
 
 def _check_columns(topology: Topology, rows: list[dict[int, float]], step: int) -> None:
-    heard = [0.0] * len(rows)
+    sums = [0.0] * len(rows)
     for row in rows:
         for rank, weight in row.items():
-            heard[rank] += weight
-    worst = max(range(len(rows)), key=lambda rank: abs(heard[rank] - 1))
-    if abs(heard[worst] - 1) > 1e-9:
+            sums[rank] += weight
+    worst = max(range(len(rows)), key=lambda rank: abs(sums[rank] - 1))
+    if abs(sums[worst] - 1) > 1e-9:
         raise ValueError(
-            f"{topology.label(len(rows))}: the weights given to worker {worst} at step {step} sum to {heard[worst]:.6g}"
+            f"{topology.label(len(rows))}: the weights given to worker {worst} at step {step} sum to {sums[worst]:.6g}"
             ", so the mean would drift: use weights=MetropolisHastings() and a symmetric graph, "
             "or combine=PushSum() with weights=OutDegree()"
         )
 
 
 def _check_connected(topology: Topology, size: int) -> None:
-    everyone, news = set(range(size)), nx.DiGraph()  # an edge for each link by which news goes in a period
-    news.add_nodes_from(everyone)
+    everyone, links = set(range(size)), nx.DiGraph()  # an edge for each link that is used in a period
+    links.add_nodes_from(everyone)
     graphs = {step_graph(topology, size, step) for step in range(topology.period(size))}
-    news.add_edges_from((j, i) for graph in graphs for i, sources in enumerate(graph.sources) for j in sources)
-    # News of each reaches all iff worker 0's reaches all, and everyone's reaches worker 0.
-    below, above = {0, *nx.ancestors(news, 0)}, {0, *nx.descendants(news, 0)}
-    for deaf, unheard in ((below, everyone - below), (everyone - above, above)):
-        if deaf and unheard:
+    links.add_edges_from((j, i) for graph in graphs for i, sources in enumerate(graph.sources) for j in sources)
+    # The graph is strongly connected iff worker 0 reaches all workers, and all workers reach worker 0.
+    below, above = {0, *nx.ancestors(links, 0)}, {0, *nx.descendants(links, 0)}
+    for receivers, senders in ((below, everyone - below), (everyone - above, above)):
+        if receivers and senders:
             raise ValueError(
-                f"{topology.label(size)}: workers {_some(deaf)} never hear {_some(unheard)}: "
-                "add edges between them, or use Auto()"
+                f"{topology.label(size)}: workers {_some(receivers)} never receive from {_some(senders)}, directly or "
+                "through others: add edges between them, or use Auto()"
             )
 
 

@@ -1,16 +1,16 @@
-"""Forecast of a gossip step: a worker waits for its neighbours only, for what they launched `delay` steps ago.
+"""Forecast of a gossip step's seconds, where a worker waits only for messages that neighbours sent `delay` steps ago.
 
     update_i(k)   = ready_i(k-1) + compute_i(k)
     launch_i(k)   = max(update_i(k), finish_i(k - delay)) + work_i(k)
                                                              correct, copy or encode, decode, mix: all of it, though on
-                                                             a host most is done meanwhile, where processors are free
-    depart_i(k)   = max(launch_i(k), finish_i(k-1))          a round leaves when the one before has landed,
-                                                             but for a short last bucket, which is left out here
+                                                             a CPU most of it overlaps, if processors are free
+    depart_i(k)   = max(launch_i(k), finish_i(k-1))          a round is sent when the round before has arrived,
+                                                             except a short last bucket, which is ignored here
     finish_i(k)   = max(depart_j(k) for j = i and all sources of i) + exchange_i(k)
     ready_i(k)    = launch_i(k), with delay 0 finish_i(k)
 
-Of a model in fragments a round carries one of them, and states that travel come behind the parameters (`messages`).
-A max-plus recursion over steps: a straggler is felt by its neighbours `delay` steps later, by theirs after that.
+A round sends one fragment of the model, if it has several, and mixed optimizer states follow the parameters. By this
+max-plus recursion over steps a straggler delays its neighbours `delay` steps later, and their neighbours after that.
 
 Source: Wang et al. 2410.11998 (the recursion takes the place of the barrier).
 """
@@ -21,9 +21,16 @@ from math import lcm
 
 import numpy as np
 
+from lightning_decentral.gossip.plan.planned_traffic import (
+    Cliques,
+    Round,
+    RoundLoad,
+    mean_copies,
+    rounds,
+    rounds_of_part,
+)
 from lightning_decentral.gossip.plan.step_costs import PLAIN, Alone, Encoding, StateMessage, Talk, Within, joined
 from lightning_decentral.gossip.plan.topology.topology import Topology
-from lightning_decentral.gossip.plan.traffic import Cliques, Round, RoundLoad, mean_copies, rounds, rounds_of_part
 from lightning_decentral.gossip.plan.weights import Own, Weights, most_in_flight
 from lightning_decentral.shared.plan.arguments import at_least, checked
 from lightning_decentral.shared.plan.forecast import COUNTED_STEPS, Floats, Method, Setting, at_factors
@@ -36,8 +43,8 @@ NO_WORK = np.zeros(1)
 def ready(
     compute: Floats, exchange: Sequence[Floats], plan: Sequence[Round], delay: int, work: Sequence[Floats] = (NO_WORK,)
 ) -> Floats:
-    """[runs, steps, size]: when each worker is ready for its next step. Compute is [runs, steps, size] seconds,
-    exchange [size] seconds for each step of the period, and work the same or [1] for all."""
+    """Times at which each worker is ready for its next step, [runs, steps, size]. `compute` is [runs, steps, size]
+    seconds, `exchange` and `work` are [size] seconds for each step of the period; `work` may be [1] for all workers."""
     runs, steps, size = compute.shape
     now = link = np.zeros((runs, size))
     found = np.empty_like(compute)
@@ -58,8 +65,8 @@ def ready(
 def per_step(
     compute: Floats, exchange: Sequence[Floats], plan: Sequence[Round], delay: int, work: Sequence[Floats]
 ) -> Floats:
-    """[runs]: mean seconds per step by the last worker, over the last 64 or whole periods in them; as `ready`."""
-    # The first steps are left out: waiting for a straggler has to spread.
+    """Mean seconds per step of the slowest worker, [runs], over the last 64 steps or the whole periods among them."""
+    # Without the first steps, in which the delay by a straggler still spreads.
     counted = COUNTED_STEPS // len(plan) * len(plan) or COUNTED_STEPS
     last = ready(compute, exchange, plan, delay, work).max(axis=2)
     return np.asarray((last[:, -1] - last[:, -1 - counted]) / counted, dtype=np.float64)
@@ -68,28 +75,28 @@ def per_step(
 def sampled(
     compute: Floats, exchange: Sequence[Floats], plan: Sequence[Round], delay: int, work: Sequence[Floats]
 ) -> Floats:
-    """The same of a period longer than what is counted: a silent step, and what talks add to it. What those in the
-    counted steps add is taken as many times as there are talks in a period.
+    """Mean seconds per step, as `per_step`, for a period longer than the counted steps: seconds of a step without
+    messages, plus what steps with messages add, scaled from the counted steps to the period:
 
-    alone + (per_step - alone) counted talks of a period / (period talks that are counted)
+    alone + (per_step - alone) counted steps * messages per period / (period * messages in the counted steps)
     """
     steps, period, size = compute.shape[1], len(plan), compute.shape[2]
     talking = [step for step, one in enumerate(plan) if not one.silent]
     alone = per_step(compute, [np.zeros(size)], [Round(np.arange(size)[:, None], ())], delay, [NO_WORK])
     if not talking:
         return alone
-    # The first talk is the first step that counts, so that all of what it makes others wait for is in.
+    # The first step with messages is the first that counts, so that all the waiting that it causes is counted.
     places = [(talking[0] + step - (steps - COUNTED_STEPS)) % period for step in range(steps)]
-    heard = sum(place in set(talking) for place in places[-COUNTED_STEPS:])
+    sampled_talks = sum(place in set(talking) for place in places[-COUNTED_STEPS:])
     shown = [plan[place] for place in places], [work[place % len(work)] for place in places]
     found = per_step(compute, [exchange[place] for place in places], shown[0], delay, shown[1])
-    return alone + (found - alone) * COUNTED_STEPS * len(talking) / (heard * period)
+    return alone + (found - alone) * COUNTED_STEPS * len(talking) / (sampled_talks * period)
 
 
 def step_tasks(
     compute: Floats, exchange: Sequence[Floats], plan: Sequence[Round], delay: int, work: Sequence[Floats] = (NO_WORK,)
 ) -> list[Task[str]]:
-    """The same as tasks of every worker and of its link; compute [steps, size]."""
+    """Steps as tasks of every worker and its link, as `ready` times them; `compute` is [steps, size]."""
     found = []
 
     def landed(rank: int, step: int) -> tuple[str, ...]:
@@ -116,14 +123,14 @@ def step_tasks(
 @checked
 @dataclass(frozen=True)
 class GossipForecast(Method):
-    """x_i+ = sum_j w_ij x_j + u_i over islands of devices.
+    """Forecast of gossip, x_i+ = sum_j w_ij x_j + u_i over islands of devices.
 
     Args:
-        topology: over the islands, given the nodes (`placed`) where it asks.
-        delay: updates between launch and landing.
-        encoding: of messages.
-        within: what an island is.
-        beside: states of the optimizer that travel, too.
+        topology: communication graph over the islands, adapted to the nodes (`placed`).
+        delay: updates between sending and mixing.
+        encoding: costs of encoding messages.
+        within: costs inside an island.
+        beside: optimizer states that are mixed, too.
         kept: copies of the parameters that rule and codec keep from step to step.
     """
 
@@ -152,15 +159,15 @@ class GossipForecast(Method):
 
     def tasks(self, setting: Setting) -> list[Task[str]]:
         exchange, plan = self._plan(setting)
-        # Enough to see a period, and what lands after the delay.
+        # Enough steps for a period, and for messages to arrive after the delay.
         steps = min(COUNTED_STEPS, max(4, len(plan), 2 * self.delay))
         compute = self._compute(setting, np.ones((1, steps, setting.cluster.workers)))
         return step_tasks(compute[0], exchange, plan, self.delay, self._work(setting))
 
     def card_bytes(self, setting: Setting) -> float:
-        """Sum over talks of the copies that leave the busiest node, mean over a period, times the bytes on the wire."""
+        """Bytes that leave the busiest node per step: mean copies over a period times bytes, summed over messages."""
         size, per_node = self._size(setting), self._workers_per_node(setting)
-        # Of an island on one node, whatever its devices send each other stays inside.
+        # Communication between the devices of an island on one node stays inside.
         found = 0.0
         for t in self._talks(setting):
             plan = self._rounds(setting, t)
@@ -170,32 +177,32 @@ class GossipForecast(Method):
         return found
 
     def memory_bytes(self, setting: Setting) -> float:
-        """The island's own, messages in flight, what rule and codec keep."""
+        """Bytes on a device: those of training, messages in flight, and states of rule and codec."""
         flying = 0.0
         for talk in self._talks(setting):
             part, plan = talk.bytes / self.within.devices, self._rounds(setting, talk)
-            heard = max(1 if load.clique else one.sources.shape[1] - 1 + one.more for one in plan for load in one.loads)
+            most = max(1 if load.clique else one.sources.shape[1] - 1 + one.more for one in plan for load in one.loads)
             # One that is sent, and one from each source.
-            each = part + heard * talk.encoding.wire_bytes(part) if heard else 0.0
+            each = part + most * talk.encoding.wire_bytes(part) if most else 0.0
             flying += most_in_flight(talk.topology, self._size(setting), self.delay) * each
         return self.within.memory_bytes(setting) + flying + self.kept * self.within.kept_bytes(setting)
 
     def round_seconds(self, setting: Setting) -> float:
-        """Seconds of a step that a round takes the device, without the wire (correct, copy or encode, decode, mix), the
-        mean over workers and a period."""
+        """Compute seconds of a round per step (correct, copy or encode, decode, mix), without the network. The mean
+        over workers and a period."""
         return float(np.mean([work.mean() for work in self._work(setting)]))
 
     # ---- what a round takes -------------------------------------------------------------------------------------
 
     def _size(self, setting: Setting) -> int:
-        """Workers that are simulated."""
+        """Number of simulated workers."""
         return setting.cluster.simulated.workers // self.within.devices
 
     def _workers_per_node(self, setting: Setting) -> int:
         return max(1, setting.cluster.per_node // self.within.devices)
 
     def _talks(self, setting: Setting) -> list[Talk]:
-        """The parameters', then those of states."""
+        """Messages of a step: the parameters', then those of mixed optimizer states."""
         model, parts = setting.model, len(self.topology.fragments)
         states = [Talk(b.topology, b.encoding, model.bytes_of_state(b.name)) for b in self.beside]
         return [Talk(self.topology, self.encoding, model.parameter_bytes / parts), *states]
@@ -208,7 +215,7 @@ class GossipForecast(Method):
         return rounds_of_part(talk.topology, self.weights, size, whole, per_node, cliques)
 
     def _plan(self, setting: Setting) -> tuple[list[Floats], tuple[Round, ...]]:
-        """(exchange seconds of every worker, rounds) for each step of a period."""
+        """Compute (exchange seconds of every worker, rounds) for each step of a period."""
         plans = []
         for talk in self._talks(setting):
             plan = self._rounds(setting, talk)
@@ -227,7 +234,7 @@ class GossipForecast(Method):
         return joined(plans)
 
     def _exchanged(self, setting: Setting, talk: Talk, load: RoundLoad) -> list[tuple[Price, float]]:
-        """(price, messages) inside the node and between nodes; of one direction only where owners add up codes."""
+        """Compute (price, messages) inside the node and between nodes; one direction only if owners add up codes."""
         cluster = setting.cluster
         together = min(self.within.devices, cluster.per_node)
         flows = load.flows * together
@@ -236,7 +243,7 @@ class GossipForecast(Method):
             reach, group = ("between", cluster.nodes) if load.between else ("inside", cluster.per_node)
             shared = flows * load.per_node if load.between else 1
             return [(setting.network.price("exchange", reach, group, shared, 1, others), others / load.clique)]
-        # Of exchanges, one worker of each node, or the workers of one, were measured together.
+        # Exchanges were measured with one worker of each node, or with the workers of one node.
         sides = ("inside", load.inside, cluster.per_node, 1), ("between", load.between, cluster.nodes, flows)
         operation = "all_reduce" if load.clique else "exchange"
         return [
@@ -246,14 +253,14 @@ class GossipForecast(Method):
         ]
 
     def _compute(self, setting: Setting, factors: Floats) -> Floats:
-        """[runs, steps, islands] seconds."""
+        """Seconds of forward, backward and update, [runs, steps, islands]."""
         runs, steps, _ = factors.shape
         # The devices of an island wait for the slowest.
         slowest = factors.reshape(runs, steps, self._size(setting), self.within.devices).max(axis=3)
         return at_factors(lambda factor: makespan(run(self.within.step(setting, factor))), slowest)
 
     def _work(self, setting: Setting) -> list[Floats]:
-        """[size] seconds of a round's own work by step of the period."""
+        """Compute seconds of a round, [size], for each step of the period."""
         works = [self._work_of(setting, talk) for talk in self._talks(setting)]
         steps = range(lcm(*map(len, works)))
         return [np.asarray(sum(work[step % len(work)] for work in works), dtype=np.float64) for step in steps]
@@ -270,4 +277,4 @@ class GossipForecast(Method):
         owners = talk.encoding.cliques is Cliques.OWNERS
         clique = max(load.clique for one in plan for load in one.loads) if owners else 0
         each += bool(clique) * each + max(0, 2 * (clique - 2)) * work.message_seconds
-        return [np.where(one.heard > 0, own + one.heard * each, 0.0) for one in plan]
+        return [np.where(one.received > 0, own + one.received * each, 0.0) for one in plan]

@@ -1,4 +1,4 @@
-"""Stability of delayed mixing: eigenvalues of mixing matrices, the largest rate that a delay bears."""
+"""Stability of delayed mixing: the largest stable mixing rate for a delay, from eigenvalues of mixing matrices."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
@@ -18,11 +18,11 @@ from lightning_decentral.gossip.plan.weights import (
     without_mean,
 )
 
-CONTRACTS = 1 - 1e-9  # Below it a radius, or a share of the largest rate, is below 1, however it was rounded.
+CONTRACTS = 1 - 1e-9  # A spectral radius, or a share of the largest rate, below it is below 1 in spite of rounding.
 
 
 def stable_rate(matrix: Matrix, flights: int) -> float:
-    """The rate below which x(t+1) = x(t) + rate (W - I) x(t-k+1) contracts, k = flights >= 1 messages in flight.
+    """Mixing rate below which x(t+1) = x(t) + rate (W - I) x(t-k+1) contracts, k = flights >= 1 messages in flight.
 
     Along an eigenvector with eigenvalue lambda, mu = rate (1 - lambda), a solution z^t has z^k - z^(k-1) + mu = 0. At
     mu = 0 the roots are 1 and 0 (k - 1 times); for small mu the first moves inwards, as Re(1 - lambda) > 0. Stability
@@ -30,12 +30,12 @@ def stable_rate(matrix: Matrix, flights: int) -> float:
 
         mu = z^(k-1) (1 - z) = 2 sin(a/2) e^(i ((2k-1) a/2 - pi/2)),        0 < a < 2 pi,
 
-    so at |arg mu| = pi/2 - (2k-1) a/2 first (e^(-ia) belongs to the conjugate mu). Hence it is stable iff
+    so at |arg mu| = pi/2 - (2k-1) a/2 first (e^(-ia) belongs to the conjugate mu). Hence mixing is stable iff
 
         |mu| < 2 sin((pi/2 - |arg mu|) / (2k - 1))            for every lambda != 1,
 
     which for real lambda is rate (1 - lambda) < 2 sin(pi / (2 (2k - 1))): 2, 1, 0.618, 0.445 for k = 1, 2, 3, 4.
-    Infinite where nothing is mixed.
+    The rate is infinite if the matrix mixes nothing.
     """
     mu = 1 - spectrum(matrix)
     # Without the mean, which mixing keeps.
@@ -45,9 +45,10 @@ def stable_rate(matrix: Matrix, flights: int) -> float:
 
 
 def rate_for_any_order(matrix: Matrix, flights: int) -> float:
-    """1 / ((1 - w) (2k - 1)), w the smallest W[i, i]: stable below, whatever doubly stochastic matrices take turns.
+    """1 / ((1 - w) (2k - 1)), w the smallest W[i, i]: mixing rates below are stable for doubly stochastic matrices in
+    any order.
 
-    With L = I - W, |L y|^2 <= 2 (1 - w) y^T L y, since (W - w I) / (1 - w) is doubly stochastic too. Sum over t
+    Let L = I - W. |L y|^2 <= 2 (1 - w) y^T L y, since (W - w I) / (1 - w) is doubly stochastic, too. Sum over t
 
         |x(t+1)|^2 - |x(t)|^2 = -2 rate x(t)^T L x(t-k+1) + rate^2 |L x(t-k+1)|^2,
 
@@ -59,7 +60,7 @@ def rate_for_any_order(matrix: Matrix, flights: int) -> float:
 
 
 class RepeatedCorrection(NamedTuple):
-    """A rule that repeats a correction d: gain keep^j d is added in the j-th step after it landed, from j = 0 on."""
+    """Repetition of a correction d by a rule: gain keep^j d is added j steps after d, from j = 0 on."""
 
     gain: float
     keep: float
@@ -71,7 +72,7 @@ def growth(blocks: Sequence[Matrix], delay: int, rate: float, echo: RepeatedCorr
         e(t) = keep e(t-1) + gain d(t);  x(t+1) = x(t) + d(t) + e(t).
 
     `blocks`: B_t = W_t - I of all steps of the period, [m, m], without the mean. The state is the last k values of x,
-    and e where there is an echo: a matrix of k m rows, or (k + 1) m.
+    and e if there is an echo: k m rows, or (k + 1) m.
     """
     m, kept = len(blocks[0]), max(1, delay) * len(blocks[0])
     state = np.eye(kept + (m if echo else 0))
@@ -85,14 +86,14 @@ def growth(blocks: Sequence[Matrix], delay: int, rate: float, echo: RepeatedCorr
 
 
 def blocks_without_mean(matrices: Sequence[Matrix]) -> list[Matrix]:
-    """W - I of each, on what is orthogonal to the mean, which mixing keeps: [size - 1, size - 1]."""
+    """W - I of each matrix, restricted to the complement of the mean, which mixing keeps: [size - 1, size - 1]."""
     size = len(matrices[0])
     rows = np.linalg.svd(np.ones((1, size)))[2][1:]  # orthonormal, they span what is orthogonal to the mean
     return [rows @ (matrix - np.eye(size)) @ rows.T for matrix in matrices]
 
 
 def first_unstable(blocks: Sequence[Matrix], delay: int, below: float, above: float) -> float:
-    """The lowest rate from `below`, which is stable, to `above` without contraction; `above` if there is none."""
+    """Lowest unstable mixing rate from `below`, which is stable, to `above`; `above` if all are stable."""
     if below >= above:
         return above
     # A scan before the bisection: a period may grow, and contract again at larger rates; or not contract at 1 alone.
@@ -114,8 +115,8 @@ LARGEST_STATE = 1024  # rows; about a second for each rate that is tried
 def largest_rate_with_echo(
     topology: Topology, size: int, delay: int, weights: Weights, echo: RepeatedCorrection
 ) -> float:
-    """The largest rate up to 1 at which mixing contracts although each correction comes back; 2 if it does at 1.
-    ValueError: a sequence of matrices is too large to be judged."""
+    """Largest mixing rate up to 1 at which mixing with repeated corrections contracts; 2 if it contracts at 1.
+    ValueError: the sequence of matrices is too large to compute its stability."""
     periods = list(_periods(topology, size, delay, weights))
 
     def contracts(rate: float) -> bool:
@@ -131,7 +132,7 @@ def largest_rate_with_echo(
 
 
 def _periods(topology: Topology, size: int, delay: int, weights: Weights) -> Iterator[list[Matrix]]:
-    """W_t - I of a period's steps without the mean: one system for each eigenvalue, or all in one."""
+    """W_t - I of a period's steps without the mean: a scalar system for each eigenvalue, or one system of matrices."""
     talking = talking_steps(topology, size)
     steps = range(topology.period(size))
     # One matrix, perhaps in every k-th step only: each eigenvalue by itself.
@@ -154,10 +155,10 @@ LARGEST_PERIOD_STATE = 256  # rows; about 0.1 s for each rate that is tried
 
 
 def stable_at_one(topology: Topology, size: int, delay: int, weights: Weights) -> bool:
-    """True where doubly stochastic mixing is seen to contract at every rate up to 1, without eigenvalues.
+    """Return whether doubly stochastic mixing contracts at every rate up to 1 for a reason that needs no eigenvalues.
 
-    With one message in flight and every w_ii > 0 it does: |W x| < |x|, unless x is the same at all who exchange. So
-    over a period that connects all, x without its mean becomes shorter.
+    With one message in flight and every w_ii > 0 mixing contracts: |W x| < |x|, unless x is equal on all workers that
+    exchange messages. So over a period that connects all workers, x without its mean becomes shorter.
     """
     talking = talking_steps(topology, size)
     rows = ((weights.row(topology, rank, size, step), rank) for step in talking for rank in range(size))
@@ -165,10 +166,10 @@ def stable_at_one(topology: Topology, size: int, delay: int, weights: Weights) -
 
 
 def largest_stable_rate(topology: Topology, size: int, delay: int, weights: Weights | None = None) -> float:
-    """The rate below which mixing with this delay contracts.
+    """Mixing rate below which mixing with this delay contracts.
 
-    One matrix: `stable_rate`, which is exact. A sequence of matrices: where one period, taken as a whole, stops
-    contracting; periods too large for that get `rate_for_any_order`.
+    For one matrix the rate is `stable_rate`, which is exact. For a sequence of matrices it is the rate at which one
+    period as a whole stops contracting, or `rate_for_any_order` if the period is too large for that.
 
     k, messages in flight, is `most_in_flight`: Every(k, topology) with delay k has one. Infinite for one worker.
     """

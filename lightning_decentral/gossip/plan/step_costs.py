@@ -1,10 +1,10 @@
-"""Costs of a gossip step, as a forecast sees them: messages, and what the devices of an island do among themselves.
+"""Costs of a gossip step, for forecasts: messages, and communication among the devices of an island.
 
-talk(parameters) = bytes of the parameters / fragments of the topology        in each step in which anybody talks
-talk(state)      = bytes of the state                                         at its own cadence
-wire             = what the codec makes of a talk
+message(parameters) = bytes of the parameters / fragments of the topology     in each step with messages
+message(state)      = bytes of the state                                      in every n-th step
+wire                = bytes of the encoded message
 
-An island's devices all-reduce gradients and gather what was mixed, or gather and scatter shards (`Within`).
+An island's devices all-reduce gradients and gather mixed parameters, or gather and scatter shards (`Within`).
 """
 
 from abc import ABC, abstractmethod
@@ -14,8 +14,8 @@ from math import lcm
 
 import numpy as np
 
+from lightning_decentral.gossip.plan.planned_traffic import Cliques, Round
 from lightning_decentral.gossip.plan.topology.topology import Topology
-from lightning_decentral.gossip.plan.traffic import Cliques, Round
 from lightning_decentral.shared.plan import data_parallel
 from lightning_decentral.shared.plan.forecast import Floats, Setting, replica_bytes
 from lightning_decentral.shared.plan.network import FREE, Price
@@ -28,18 +28,18 @@ UNMEASURED = RoundWork(AS_THEY_ARE)
 
 @dataclass(frozen=True)
 class Encoding:
-    """Encoding of messages by a codec: bytes on the wire, and work."""
+    """Costs of encoding messages with a codec: bytes on the wire, and compute time."""
 
-    codec: str = AS_THEY_ARE  # its repr, by which the profile knows it
-    # Of the payload, by the bytes of what is encoded; padding (up to 128 bytes a parameter) and headers (16 bytes a
-    # bucket) aside.
+    codec: str = AS_THEY_ARE  # repr of the codec, its key in the profile
+    # Bytes of the payload, given the bytes to encode; without padding (up to 128 bytes a parameter) and headers (16
+    # bytes a bucket).
     wire_bytes: Callable[[float], float] = float
-    assumed: RoundWork = UNMEASURED  # what it takes more than `Plain()`, where the profile doesn't have the codec
-    copies: float = 1.0  # messages of the model's size that are encoded for one, as a rule may want
-    cliques: Cliques = Cliques.RING  # how workers exchange it where all of a group receive from all
+    assumed: RoundWork = UNMEASURED  # work in addition to that of `Plain()`, if the profile doesn't have the codec
+    copies: float = 1.0  # model-sized messages that are encoded for one message of the rule
+    cliques: Cliques = Cliques.RING  # how workers exchange messages if all of a group receive from all
 
     def work(self, model: Model) -> RoundWork:
-        """Work of a round as measured, or that of messages as they are plus what is assumed."""
+        """Measured work of a round with this codec, or that of unencoded messages plus the assumed work."""
         known = {work.codec: work for work in model.rounds}
         plain, more = known.get(AS_THEY_ARE, UNMEASURED), self.assumed
         own = plain.own_seconds_per_byte + more.own_seconds_per_byte
@@ -52,16 +52,16 @@ PLAIN = Encoding()
 
 @dataclass(frozen=True)
 class StateMessage:
-    """A state of the optimizer that travels with the parameters."""
+    """Optimizer state that is mixed with the parameters, for a forecast."""
 
-    name: str  # as the profile's `states` have it
-    topology: Topology  # when it travels, and to whom
+    name: str  # as in the profile's `states`
+    topology: Topology  # in which steps, and to which workers, it is sent
     encoding: Encoding = PLAIN
 
 
 @dataclass(frozen=True)
 class Talk:
-    """Message of one step: so many bytes before they are encoded, of a whole worker."""
+    """Message of one step: `bytes` before encoding, of all devices of a worker."""
 
     topology: Topology
     encoding: Encoding
@@ -73,8 +73,8 @@ class Talk:
 
 
 def joined(plans: Sequence[tuple[Sequence[Floats], Sequence[Round]]]) -> tuple[list[Floats], tuple[Round, ...]]:
-    """Several talks' (exchange seconds, rounds) as one plan: a worker waits for its sources in all of them, and
-    their messages share the links, one behind the other. Its period is their least common multiple."""
+    """Join the (exchange seconds, rounds) of several messages: a worker waits for its sources in all plans, whose
+    messages share the links, one after the other. The joint period is the least common multiple of the periods."""
     if len(plans) == 1:
         return list(plans[0][0]), tuple(plans[0][1])
     period = lcm(*(len(rounds) for _, rounds in plans))
@@ -88,28 +88,28 @@ def joined(plans: Sequence[tuple[Sequence[Floats], Sequence[Round]]]) -> tuple[l
 
 @dataclass(frozen=True)
 class Within(ABC):
-    """Devices that are one worker; each of them exchanges 1 / devices of the parameters."""
+    """Costs inside an island: the devices of one worker, each of which exchanges 1 / devices of the parameters."""
 
     devices: int = 1
 
     @abstractmethod
     def prices(self, setting: Setting) -> tuple[Price, ...]:
-        """Prices of what the devices send each other."""
+        """Prices of the communication between the island's devices."""
 
     @abstractmethod
     def step(self, setting: Setting, factor: float) -> list[Task[str]]:
-        """Tasks of a step: forward, backward, update."""
+        """Tasks of a training step: forward, backward, update."""
 
     @abstractmethod
     def memory_bytes(self, setting: Setting) -> float:
         """Bytes of memory on one device, without messages."""
 
     def gathering(self, setting: Setting) -> Price:
-        """Price of gathering all that was mixed, after every exchange."""
+        """Price of all-gathering the mixed parameters after every exchange."""
         return FREE
 
     def kept_bytes(self, setting: Setting) -> float:
-        """Bytes of the parameters that one device has, copies and corrects."""
+        """Bytes of the parameters that one device keeps, copies and corrects."""
         return setting.model.parameter_bytes
 
     def _price(self, operation: str, setting: Setting) -> Price:
@@ -119,7 +119,7 @@ class Within(ABC):
 
 @dataclass(frozen=True)
 class Alone(Within):
-    """Worker of one device."""
+    """Costs of a worker of one device: no communication inside."""
 
     def prices(self, setting: Setting) -> tuple[Price, ...]:
         return ()
@@ -133,7 +133,7 @@ class Alone(Within):
 
 @dataclass(frozen=True)
 class ReplicatedCost(Within):
-    """Equal parameters: gradients are all-reduced in buckets, what was mixed is gathered."""
+    """Costs of an island of replicas: gradients are all-reduced in buckets, mixed parameters are all-gathered."""
 
     def prices(self, setting: Setting) -> tuple[Price, ...]:
         return self._price("all_reduce", setting), self.gathering(setting)
@@ -142,17 +142,17 @@ class ReplicatedCost(Within):
         return data_parallel.step(setting.model.step_blocks, self.prices(setting)[0], factor)
 
     def memory_bytes(self, setting: Setting) -> float:
-        # And the buckets of gradients.
+        # Plus the buckets of gradients.
         return replica_bytes(setting.model) + setting.model.parameter_bytes
 
     def gathering(self, setting: Setting) -> Price:
-        # Every device has mixed its part only.
+        # Every device has mixed only its part.
         return self._price("all_gather", setting)
 
 
 @dataclass(frozen=True)
 class ShardedCost(Within):
-    """1 / devices of everything: parameters are gathered block by block, gradients scattered."""
+    """Costs of a sharded island (FSDP): parameters are gathered block by block, gradients reduce-scattered."""
 
     def prices(self, setting: Setting) -> tuple[Price, ...]:
         return self._price("all_gather", setting), self._price("reduce_scatter", setting)

@@ -1,8 +1,6 @@
-"""Forecast of a run that begins with exact averages: a share of its steps all-reduce the parameters, and wait.
+"""Forecast of a run with `exact_steps`: a share of its steps all-reduces the parameters, then the rule begins.
 
-    seconds, bytes = share of the exact steps + (1 - share) of the rule's
-
-A module of its own, however short: it is a method around that of `forecast`, not a part of it.
+seconds, bytes = share * those of an exact step + (1 - share) * those of the rule's step
 """
 
 from dataclasses import dataclass
@@ -16,14 +14,14 @@ from lightning_decentral.shared.plan.timeline import Task
 
 @dataclass(frozen=True)
 class WarmStarted(Method):
-    """`exact_steps` as a share of the run."""
+    """Forecast of gossip with `exact_steps` as a share of the run."""
 
-    share: float  # of the steps, in (0, 1)
-    rest: GossipForecast  # of the others
+    share: float  # share of exact steps, in (0, 1)
+    rest: GossipForecast  # forecast of the other steps
 
     @property
     def first(self) -> GossipForecast:
-        """All workers are averaged in every step, by an all-reduce of messages as they are."""
+        """Forecast of the exact steps: all workers are averaged in every step, by an unencoded all-reduce."""
         return GossipForecast(Complete(), 0, within=self.rest.within)
 
     def prices(self, setting: Setting) -> tuple[Price, ...]:

@@ -16,18 +16,18 @@ EXACT = 1e-12
 FAR = 1e-6
 
 
-@dataclass(frozen=True, eq=False)  # of a user's class without fields no two are equal, for what caches plans
+@dataclass(frozen=True, eq=False)  # no two instances of a user's class without fields are equal, for caches of plans
 class Weights(ABC):
-    """row(topology, rank, size, step) -> {j: w_ij}, i = rank included, summing to one."""
+    """Base of mixing weights: row(topology, rank, size, step) -> {j: w_ij}, i = rank included, summing to one."""
 
     @abstractmethod
     def row(self, topology: Topology, rank: int, size: int, step: int) -> dict[int, float]:
-        """The weights of what `rank` receives at `step`: exactly its sources and itself."""
+        """Weights of `rank`'s received messages at `step`: exactly one for each source, and its own."""
 
 
 @dataclass(frozen=True)
 class Own(Weights):
-    """Weights that the topology itself gives."""
+    """The topology's own weights, `Topology.row`."""
 
     def row(self, topology: Topology, rank: int, size: int, step: int) -> dict[int, float]:
         return topology.row(rank, size, step)
@@ -43,7 +43,7 @@ class MetropolisHastings(Weights):
 
 @dataclass(frozen=True)
 class Uniform(Weights):
-    """w_ij = 1 / (1 + d_i): the mean of what is received. Keeps the mean of all only where all degrees are equal."""
+    """w_ij = 1 / (1 + d_i): the mean of received messages. Keeps the mean of all workers only if degrees are equal."""
 
     def row(self, topology: Topology, rank: int, size: int, step: int) -> dict[int, float]:
         sources = step_graph(topology, size, step).sources[rank]
@@ -52,7 +52,7 @@ class Uniform(Weights):
 
 @dataclass(frozen=True)
 class Dyadic(Weights):
-    """w_ij = 2^-ceil(log2(1 + d_i)), powers of two for all sources: weighing rounds nothing. For `RelaySum`."""
+    """w_ij = 2^-ceil(log2(1 + d_i)), powers of two, so that products are exact. For `RelaySum`."""
 
     def row(self, topology: Topology, rank: int, size: int, step: int) -> dict[int, float]:
         sources = step_graph(topology, size, step).sources[rank]
@@ -72,15 +72,15 @@ Matrix = NDArray[np.float64]
 
 
 def mixing_matrix(topology: Topology, size: int, step: int, weights: Weights | None = None) -> Matrix:
-    """W with W[i, j] = w_ij, float64 [size, size]: mixed = W @ sent. The topology's own weights where None."""
+    """Mixing matrix W, W[i, j] = w_ij, float64 [size, size]: mixed = W @ sent. `weights` default to `Own()`."""
     return entries(topology, size, step, weights).dense()
 
 
 @dataclass(frozen=True)
 class Entries:
-    """W[i, columns[e]] = values[e] for starts[i] <= e < starts[i + 1]: compressed rows, [size + 1], [edges], [edges].
+    """Mixing matrix in compressed rows: W[i, columns[e]] = values[e] for starts[i] <= e < starts[i + 1].
 
-    Within a row the order of the columns is the row's own.
+    Shapes: starts [size + 1], columns [edges], values [edges]. Within a row columns keep the order of the dict.
     """
 
     starts: NDArray[np.int64]
@@ -93,7 +93,7 @@ class Entries:
 
     @property
     def mostly_zero(self) -> bool:
-        """True where so few values aren't zero that a sparse product pays."""
+        """Whether so few values aren't zero that a sparse product pays."""
         return len(self.values) < DENSE_FRACTION * self.size**2
 
     @property
@@ -134,28 +134,28 @@ class Entries:
 
 
 def entries(topology: Topology, size: int, step: int, weights: Weights | None = None) -> Entries:
-    """The same matrix by its entries."""
+    """Mixing matrix W in compressed rows, as `mixing_matrix` dense."""
     return compressed([(weights or Own()).row(topology, rank, size, step) for rank in range(size)])
 
 
 @dataclass(frozen=True)
 class Neighbours:
-    """One worker's neighbours at one step: row = {j: w_ij}, i = rank included; heard_by = {k: w_ki} of its
-    targets."""
+    """One worker's neighbours at one step: row = {j: w_ij}, i = rank included; targets = {k: w_ki} for the workers
+    that receive from it."""
 
     rank: int
     row: Mapping[int, float]
-    heard_by: Mapping[int, float]
+    targets: Mapping[int, float]
 
     @cached_property
     def sources(self) -> tuple[int, ...]:
-        """Ranks that it receives from, sorted."""
+        """Sorted ranks from which the worker receives."""
         return tuple(sorted(set(self.row) - {self.rank}))
 
     @cached_property
     def silent(self) -> bool:
-        """True where it neither sends nor receives anything."""
-        return not self.sources and not self.heard_by
+        """Whether the worker neither sends nor receives a message."""
+        return not self.sources and not self.targets
 
     @property
     def own(self) -> float:
@@ -163,18 +163,18 @@ class Neighbours:
 
     @property
     def degree(self) -> int:
-        """Number of its sources."""
+        """Number of sources of the worker."""
         return len(self.sources)
 
 
 def neighbours(topology: Topology, weights: Weights, rank: int, size: int, step: int) -> Neighbours:
-    heard_by = step_graph(topology, size, step).targets[rank]
+    targets = step_graph(topology, size, step).targets[rank]
     row = weights.row(topology, rank, size, step)
-    return Neighbours(rank, row, {k: weights.row(topology, k, size, step)[rank] for k in heard_by})
+    return Neighbours(rank, row, {k: weights.row(topology, k, size, step)[rank] for k in targets})
 
 
 def _products(topology: Topology, size: int, steps: int, weights: Weights | None) -> Iterator[Matrix]:
-    """W_t ... W_1 W_0 for t = 0, 1, ..., steps - 1."""
+    """Yield the products W_t ... W_1 W_0 for t = 0, 1, ..., steps - 1."""
     period = topology.period(size)
     matrices: list[Entries] = []
     product = np.eye(size)
@@ -187,21 +187,21 @@ def _products(topology: Topology, size: int, steps: int, weights: Weights | None
 
 @lru_cache(maxsize=64)
 def consensus_steps(topology: Topology, size: int, weights: Weights | None = None) -> int | None:
-    """Smallest m with W_(m-1) ... W_1 W_0 = 1 1^T / n to 1e-12; 0 for one worker; None if not within two periods."""
+    """Steps to exact consensus: smallest m with W_(m-1) ... W_1 W_0 = 1 1^T / n to 1e-12; None if over two periods."""
     if size == 1:
         return 0
     before = 1.0
     for steps, product in enumerate(_products(topology, size, 2 * topology.period(size), weights), 1):
         error = float(np.abs(product - 1 / size).max())
         if error < EXACT:
-            # What shrinks to 1e-12 bit by bit isn't exact consensus: the last step comes from far.
+            # An error that shrinks to 1e-12 gradually isn't exact consensus: the last step must start far away.
             return steps if before > FAR else None
         before = error
     return None
 
 
 def gap_per_step(topology: Topology, size: int, weights: Weights | None = None) -> float:
-    """1 - rho^(1/p), rho the second largest |eigenvalue| of the product of a period's p matrices."""
+    """Spectral gap per step: 1 - rho^(1/p), rho the second largest |eigenvalue| of the product of a period's p W_t."""
     period = topology.period(size)
     *_, product = _products(topology, size, period, weights)
     # Rounding may make the gap larger than 1.
@@ -210,25 +210,25 @@ def gap_per_step(topology: Topology, size: int, weights: Weights | None = None) 
 
 
 def talking_steps(topology: Topology, size: int) -> list[int]:
-    """Steps of a period in which anybody talks."""
+    """Steps of a period in which any worker sends a message."""
     return [step for step in range(topology.period(size)) if step_graph(topology, size, step).degree]
 
 
 def local_steps(topology: Topology, size: int) -> int:
-    """Steps of a period for each in which anybody talks, rounded; at least 1."""
+    """Mean number of training steps per step with messages, rounded; at least 1."""
     return max(1, round(topology.period(size) / max(1, len(talking_steps(topology, size)))))
 
 
 def most_in_flight(topology: Topology, size: int, delay: int) -> int:
-    """The largest number of steps in which anybody talks among `delay` consecutive ones; at least 1."""
+    """Largest number of steps with messages among `delay` consecutive steps; at least 1."""
     period, talking = topology.period(size), talking_steps(topology, size)
     return max(1, *(sum((start + i) % period in talking for i in range(delay)) for start in talking or [0]))
 
 
 def describe(topology: Topology, size: int, weights: Weights | None = None) -> str:
-    """One line for the start-up summary, e.g. "Auto -> Hypercube, exact consensus every 2 steps"."""
+    """Describe the topology for the start-up summary, e.g. "Auto -> Hypercube, exact consensus every 2 steps"."""
     if size == 1:
-        return f"{topology.label(size)}, one worker and nobody to hear"
+        return f"{topology.label(size)}, one worker without neighbours"
     steps = consensus_steps(topology, size, weights)
     if steps is not None:
         return f"{topology.label(size)}, exact consensus every {'step' if steps == 1 else f'{steps} steps'}"
@@ -240,7 +240,7 @@ DENSE_FRACTION = 0.25  # of entries; from there on a dense product is as fast as
 
 
 def compressed(rows: Sequence[Mapping[int, float]]) -> Entries:
-    """rows[i] = {j: w_ij}, the worker itself included."""
+    """Compress rows[i] = {j: w_ij}, j = i included, to `Entries`."""
     starts = [0, *accumulate(map(len, rows))]
     columns = [column for row in rows for column in row]
     values = [value for row in rows for value in row.values()]
@@ -252,8 +252,8 @@ def spectrum(matrix: Matrix) -> NDArray[np.complex128]:
     graph = nx.Graph()
     graph.add_nodes_from(range(len(matrix)))
     graph.add_edges_from(zip(*(axis.tolist() for axis in np.nonzero(matrix)), strict=True))
-    # Workers that aren't linked make separate blocks, and those of one size are solved together: a
-    # thousand workers that talk in pairs cost five hundred tiny problems, not one large one.
+    # Workers that aren't linked make separate blocks, and blocks of one size are solved together: a
+    # thousand workers that exchange in pairs cost five hundred tiny problems, not one large one.
     by_size: dict[int, list[list[int]]] = {}
     for component in nx.connected_components(graph):
         by_size.setdefault(len(component), []).append(sorted(component))
@@ -266,22 +266,22 @@ def _eigenvalues(blocks: Matrix) -> NDArray[np.complex128]:
     """Eigenvalues of matrices [count, size, size]."""
     place = np.arange(blocks.shape[-1])
     circulant = blocks[:, 0, (place[None, :] - place[:, None]) % len(place)]
-    # Where each row is the one above moved by one place, as on directed circulant graphs, they are the Fourier
-    # transform of the first row.
+    # Eigenvalues of a circulant matrix, where each row is the row above shifted by one, are the Fourier transform of
+    # its first row.
     found = np.fft.fft(blocks[:, 0]) if np.array_equal(blocks, circulant) else np.linalg.eigvals(blocks)
     return found.astype(np.complex128)
 
 
 def without_mean(matrix: Matrix) -> NDArray[np.complex128]:
-    """All eigenvalues but one eigenvalue 1, that of the mean, of a doubly stochastic matrix [size, size]."""
+    """Eigenvalues of a doubly stochastic matrix [size, size] except the eigenvalue 1 of the mean."""
     eigenvalues = spectrum(matrix)
     return np.delete(eigenvalues, np.argmin(np.abs(eigenvalues - 1)))
 
 
 def spectral_gap(matrix: Matrix) -> float:
-    """1 - max |lambda| over the eigenvalues `without_mean`.
+    """Spectral gap: 1 - max |lambda| over the eigenvalues `without_mean`.
 
-    One step of mixing shrinks the distance to the mean by at least the factor 1 - gap where the matrix is symmetric, in
-    the long run elsewhere. 0: the mean is never reached by this matrix alone. One worker has gap 1.
+    One step of mixing shrinks the distance to the mean by at least the factor 1 - gap if the matrix is symmetric, else
+    in the long run. With gap 0 this matrix alone never reaches the mean. One worker has gap 1.
     """
     return float(1 - np.abs(without_mean(matrix)).max(initial=0.0))

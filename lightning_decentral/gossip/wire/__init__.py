@@ -1,5 +1,7 @@
 """Communication between workers: exchanges (peer to peer, cliques, hierarchical, overlapped), the mixer, simulation.
 
-Public: `simulate` of `simulation`, the islands of `island` and `GossipReplicas` of `replicas`; all else serves the
-strategy.
+Bytes wrong: what is sent is counted where a message departs (`peer.Arrivals.depart`, `assembly`, `coded_clique`) and
+added up in `exchange.Traffic`, by device; what is planned is `plan/planned_traffic`, by worker.
+
+Public: `simulate` and `MatrixExchange` of `simulation`; the other modules are internal.
 """

@@ -1,6 +1,6 @@
-"""Assembly of a gossip step's exchange (peers, cliques, overlap, islands), with the drawing of a whole round.
+"""Makes the exchange of a gossip run from its parts (peers, cliques, overlap, islands), with a drawing of a round.
 
-`CliqueExchange` is the all-reduce where a step's graph is disjoint cliques of equal weights.
+`CliqueExchange` is the all-reduce for steps whose graph is disjoint cliques of equal weights.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,8 +13,8 @@ from torch import Tensor
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.link import Coder
 from lightning_decentral.gossip.compute.mixing import Verdicts, refuse
+from lightning_decentral.gossip.plan.planned_traffic import Cliques, Partition, partitions
 from lightning_decentral.gossip.plan.topology.topology import Topology
-from lightning_decentral.gossip.plan.traffic import Cliques, Partition, partitions
 from lightning_decentral.gossip.plan.weights import Neighbours, Weights
 from lightning_decentral.gossip.wire.exchange import Copied, Exchange, MessageInFlight, StepLinks, Traffic
 from lightning_decentral.gossip.wire.island_member import IslandMember
@@ -30,33 +30,33 @@ from lightning_decentral.shared.wire.transport import Transport
 
 @dataclass
 class CliqueMessage(MessageInFlight):
-    """One bucket that a clique sums up."""
+    """Message in flight: one bucket that a clique sums up."""
 
     exchange: "CliqueExchange"
     clique: tuple[int, ...]
     step: int
     sent: Tensor  # [elements]
     header: Tensor  # int64 [HEADER]
-    total: Tensor  # [elements], of this worker's part first
+    total: Tensor  # [elements]: this worker's term, then the sum
     headers: Sequence[Tensor] = ()
     pending: Sequence[Pending] = ()
 
     def land(self) -> Tensor:
-        """The mean of those whose messages were finite; this worker's own where one was absurd."""
+        """Return the mean over workers with finite messages, or the own message if one was far too large."""
         exchange, total = self.exchange, self.total
         exchange.waited.during(pending.wait for pending in self.pending)
         headers = torch.stack(list(self.headers))
         sane, finite = sound(scales_in(headers)), torch.isfinite(scales_in(headers))
         exchange.verdicts.judge(self.step, self.clique, headers, sane)
-        received = finite.sum()  # all, unless someone's message was refused
-        # A device isn't asked.
+        received = finite.sum()  # all workers, unless a message was refused
+        # On a GPU without asking, which would wait.
         if total.device.type != "cpu" or int(received) < len(self.clique):
             total.div_((received.clamp(min=1) / len(self.clique)).to(total.dtype))
-        # Nor where all were refused: a sum of nobody is no model.
+        # Nor if all messages were refused: an empty sum is no model.
         taken = (sane == finite).all() & finite.any()
         refuse(total, self.sent, taken)
         if exchange.verdicts.complaint:
-            # Nothing to be healed by: NaN instead, which the next round's sum leaves out.
+            # No message can heal this worker: NaN instead, which the next round's sum leaves out.
             mixed = total if bool(taken) else total.fill_(torch.nan)
             late = bool(taken) and bool(sane[self.clique.index(exchange.rank)])
             exchange.verdicts.refuse_own(mixed.clone(), mixed, late)
@@ -65,18 +65,18 @@ class CliqueMessage(MessageInFlight):
 
 @dataclass
 class CliqueExchange(Exchange[CliqueMessage]):
-    """All-reduce inside disjoint cliques: the mean of this worker's clique. It takes 2 (c - 1) / c of the parameters'
-    bytes for a clique of c workers, where sends and receives would take c - 1.
+    """All-reduces the mean inside disjoint cliques of workers. A clique of c workers sends 2 (c - 1) / c of the
+    parameters' bytes per worker, where sends and receives would take c - 1.
 
-    A message with NaN or infinity is left out of the mean and counted. One with numbers absurd next to the others' was
-    in the sum before anybody could know: all refuse the sum, and each keeps its own parameters in that round.
+    A message with NaN or infinity is left out of the mean and counted. A message with far too large numbers is in the
+    sum before any worker can know: all refuse the sum, and each keeps its own parameters in that round.
     """
 
     cliques: Sequence[Sequence[tuple[int, ...]]]  # one partition of the workers for each phase (`traffic.partitions`)
-    transports: Mapping[tuple[int, ...], Transport]  # one for each clique of more than one that this worker is in
+    transports: Mapping[tuple[int, ...], Transport]  # one for each clique of several workers with this worker
     rank: int
     device: torch.device
-    pool: Pool = field(default_factory=Pool)  # as of `PeerExchange`
+    pool: Pool = field(default_factory=Pool)  # as in `PeerExchange`
     coder: Coder = field(init=False)
 
     def __post_init__(self) -> None:
@@ -97,12 +97,12 @@ class CliqueExchange(Exchange[CliqueMessage]):
         return Neighbours(self.rank, row, {j: w for j, w in row.items() if j != self.rank})
 
     def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> CliqueMessage:
-        """Memory until landed: two copies of the message, one of which becomes the sum."""
+        """Launch a message. Memory until mixed: two copies of the message, one of which becomes the sum."""
         clique, sent = self._clique(step), self._copy(message, copied)
         header = stated([step, self._elements], [sent], self.device)
-        # Divided before the sum, which in half precision could overflow.
+        # Divided before the sum, which could overflow in half precision.
         total = torch.div(sent, len(clique), out=self.pool.take(sent))
-        # The sender itself leaves out a message with NaN: nobody could take it out of the sum.
+        # The sender leaves out its own message with NaN, which no worker could remove from the sum.
         nothing = torch.zeros((), dtype=sent.dtype, device=sent.device)
         refuse(total, nothing, torch.isfinite(scales_in(header)))
         return CliqueMessage(self, clique, step, sent, header, total)
@@ -141,15 +141,15 @@ def assembled(
     topology: Topology,
     weights: Weights,
     workers: int,
-    worker: int,  # the one that this device belongs to
-    member: IslandMember,  # this device's part in it
+    worker: int,  # worker of this device
+    member: IslandMember,  # this device as a member of its island
     device: torch.device,
     codec: Codec,
     delay: int,
     cliques: Cliques,  # `link.cliques_of`
 ) -> Exchange[Any]:
-    """The exchange of one mixer. Every device of every worker calls it at the same point: it makes groups."""
-    pool = Pool()  # what one exchange has landed serves the next one's round
+    """Make the exchange of one mixer and its process groups. Collective: every device of every worker calls it."""
+    pool = Pool()  # buffers of one exchange are used by the next round's exchange
 
     def of_all() -> Transport:
         over = member.peers([range(workers)])
@@ -159,17 +159,17 @@ def assembled(
     def among_peers() -> Exchange[Any]:
         return PeerExchange(topology, weights, of_all(), device, codec, pool)
 
-    steps = None if cliques is Cliques.TOLD else partitions(topology, weights, workers)
+    steps = None if cliques is Cliques.PEERS else partitions(topology, weights, workers)
     if steps is None:
         exchange = among_peers()
-    elif cliques is Cliques.OWNERS:  # the rule has seen to it that all receive from all
+    elif cliques is Cliques.OWNERS:  # the rule has checked that all receive from all
         from lightning_decentral.gossip.wire.coded_clique import CodedCliqueExchange  # no other run reads it
 
         exchange = CodedCliqueExchange(topology, weights, of_all(), device, codec, pool, back=of_all())
     elif all(steps):
         exchange = _by_cliques([step for step in steps if step], worker, member, device, pool)
     else:
-        # A step that peers take has no clique of two, so that no group is made for it.
+        # A step of peers has no cliques, so that no process group is made for it.
         alone = tuple((rank,) for rank in range(workers))
         reduced, sent = _by_cliques([step or alone for step in steps], worker, member, device, pool), among_peers()
         exchange = ExchangeByStep([reduced if step else sent for step in steps])
@@ -190,11 +190,11 @@ def _by_cliques(
 
 
 class ExchangeByStep(Exchange[MessageInFlight]):
-    """Step t is exchange t mod period's, all of one pool. None of them encodes."""
+    """Uses exchange t mod period in step t; all exchanges share a pool, and none encodes messages."""
 
     def __init__(self, steps: Sequence[Exchange[Any]]) -> None:
         self._steps = tuple(steps)
-        # One exchange may stand for several steps: it is admitted and counted once.
+        # An exchange may serve several steps: it is counted once.
         self._parts = tuple({id(exchange): exchange for exchange in steps}.values())
         self.pool, self.coder = steps[0].pool, steps[0].coder
         assert all(part.pool is self.pool for part in self._parts), "a buffer goes back to the pool it came from"

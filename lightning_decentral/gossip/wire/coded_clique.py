@@ -1,9 +1,9 @@
-"""All-reduce exchange of codes: all workers' mean by parts with owners, for rules that bear one which is rounded, too.
+"""All-reduce of codes: each worker owns a part of the mean, adds up the part's codes and sends its encoded mean to all.
 
-    launch      encode each part for its owner      depart    send it there, and a header to all
+    launch      encode each part for its owner      depart    send the codes, and a header to all
     land        wait, decode, add up, encode the own part's mean, send it to all, wait, decode
 
-The arithmetic, and what an owner keeps of what it rounded away, is `shared.compute.codec.coded_parts`'.
+The arithmetic, and the owner's residual of rounding, are in `shared.compute.codec.coded_parts`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ from lightning_decentral.shared.wire.transport import Message, Transport
 
 @dataclass
 class CodedMessage(EarlyArrival):
-    """One bucket on its way to the owners of its parts, and the owners' means on their way back."""
+    """Message in flight: a bucket's codes for the owners of its parts, and the owners' means coming back."""
 
     exchange: "CodedCliqueExchange"
     step: int
@@ -54,20 +54,20 @@ class CodedMessage(EarlyArrival):
         exchange = self.exchange
         mixed, sane = self.arrived or exchange.receive(self)
         exchange.verdicts.judge(self.step, [exchange.transport.rank, *exchange.others], self.headers, sane)
-        if exchange.verdicts.complaint:  # seldom, so that the host may wait for the device's verdict
+        if exchange.verdicts.complaint:  # rare, so that the host may wait for the device's verdict
             exchange.verdicts.refuse_own(torch.zeros_like(self.sent), mixed, late=bool(sane[0]))
         return mixed
 
 
 @dataclass
 class CodedCliqueExchange(Arrivals[CodedMessage]):
-    """mixed = Q((1/n) sum_j sent_j + f), the same bits on all, where all receive from all with equal weights.
+    """mixed = Q((1/n) sum_j sent_j + f), the same bits on all workers, where all receive from all with equal weights.
 
-    A message with NaN, infinity or absurd numbers counts as zero, for every owner alike, and is counted. `transport`
-    carries codes to their owners, the codec is one without estimates.
+    A message with NaN, infinity or far too large numbers counts as zero, for every owner alike, and is counted as
+    refused. `transport` sends codes to their owners; the codec must have no estimates.
     """
 
-    back: Transport = field(kw_only=True)  # carries the owners' codes, for this alone
+    back: Transport = field(kw_only=True)  # sends the owners' codes, for this exchange alone
     coder: CodedMean = field(init=False)
 
     def __post_init__(self) -> None:
@@ -82,16 +82,16 @@ class CodedCliqueExchange(Arrivals[CodedMessage]):
         self._elements += sum(bucket.numel() for bucket in buckets)
 
     def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> CodedMessage:
-        """Memory until landed: the codes of one message, and a worker's part of it from each other worker."""
+        """Launch a message. Memory until mixed: its codes, and the own part's codes from each other worker."""
         sent = self._copy(message, copied)
         codes = self.coder.encode(sent, step, place)
         headers = torch.empty(self._parts.size, HEADER, dtype=torch.int64, device=self.device)
-        # Of what was sent, which a codec may have made overflow: by this all judge it alike, whatever part they own.
+        # Of the decoded message, which may overflow: so all workers judge it alike, whatever part they own.
         headers[0].copy_(stated([step, self._elements], [sent], self.device))
         return CodedMessage(self, step, place, sent, headers, codes, self._parts.from_others(real(sent)))
 
     def receive(self, message: CodedMessage) -> tuple[Tensor, Tensor]:
-        """(the mean of all, bool [workers]: whose message is sound, this worker's own first); on the current stream."""
+        """Return (the mean of all, bool [workers]: whose message is sound, the own first), on the current stream."""
         self.waited.during(pending.wait for pending in message.incoming)
         sane = judged(message.headers)
         mean = self._mean(message, sane)
@@ -105,10 +105,10 @@ class CodedCliqueExchange(Arrivals[CodedMessage]):
         return mixed, sane
 
     def _mean(self, message: CodedMessage, sane: Tensor) -> Tensor:
-        """(1/n) sum_j sent_j of the own part, of what is sound, in one order always."""
+        """(1/n) sum_j sent_j of the own part over sound messages, always in the same order."""
         own = self._parts.of(self.transport.rank, real(message.sent))
         mean, decoded = self.pool.take(own).copy_(own), self.pool.take(own)
-        # A device isn't asked.
+        # On a GPU without asking, which would wait.
         nothing = torch.zeros_like(own) if self.device.type == "cuda" or not bool(sane.all()) else own
         refuse(mean, nothing, sane[0])
         mean.mul_(self._parts.share)
@@ -121,12 +121,12 @@ class CodedCliqueExchange(Arrivals[CodedMessage]):
         return mean
 
     def _gather(self, mixed: Tensor, mean: Tensor, codes: Buffers) -> None:
-        """mixed <- the means of all parts: the own one, and the others' of their codes."""
+        """mixed <- the means of all parts: the own, and the other owners' means decoded."""
         whole = real(mixed)
         buffers = self._parts.from_owners(whole)
         sends, receives = messages(dict.fromkeys(self.others, codes)), messages(buffers)
         outgoing, incoming = self.back.exchange(sends, receives)
-        self._sent_back += bytes_of(sends)  # counted without what leaves meanwhile, on another thread
+        self._sent_back += bytes_of(sends)  # apart from bytes that another thread sends meanwhile
         self.waited.during(pending.wait for pending in incoming)
         self._parts.of(self.transport.rank, whole).copy_(mean)
         for owner, received in buffers.items():

@@ -1,4 +1,4 @@
-"""Consensus distance measured over all workers, late and without waiting, and the mixer that counts rounds by it."""
+"""Consensus error of the workers: measured late, without waiting, by a mixer that counts rounds by it, or at once."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,8 +25,8 @@ Meeting = Callable[[], Transport | None]
 
 
 def mixer_of(combine: Rule, exchange: Exchange[Any], delay: int, meeting: Meeting) -> Mixer:
-    """Make the mixer of a rule, without buckets yet. `meeting` makes a group of all workers, for sums over them;
-    None where an exchange is all workers'."""
+    """Make the mixer of a rule, without buckets yet. `meeting` makes a process group of all workers, for sums over
+    workers; None in a simulation."""
     if isinstance(combine, Combine):
         return Mixer([], combine, exchange, delay)
     from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl  # few runs count rounds
@@ -37,21 +37,21 @@ def mixer_of(combine: Rule, exchange: Exchange[Any], delay: int, meeting: Meetin
 
 
 class ControlledMixer(Mixer):
-    """Mixer that takes as many rounds in a step as `ConsensusControl` wants; what lands is measured on the way."""
+    """Mixer that takes as many rounds per step as `ConsensusControl` decides, and measures theta when mixing."""
 
     def __init__(self, control: "ConsensusControl", exchange: Exchange[Any], delay: int, gauge: "Gauge") -> None:
         super().__init__([], control.inner, exchange, delay)
         self._control, self._gauge, self._idle = control, gauge, 0
         self._squares: list[Tensor] = []
-        self._correct, self._rate = self._measured, lambda turn: None  # what lands is measured: it takes the mixture
+        self._correct, self._rate = self._measured, lambda turn: None  # a measurement needs the mixture
 
     def step(self, learning_rate: float = 1.0, rounds: int = 1) -> None:
-        # By a distance that all workers share: they must take equally many rounds.
+        # By a distance that is equal on all workers, so that they take equally many rounds.
         rounds = self._control.rounds(self._gauge.distance, self._idle)
         super().step(learning_rate, rounds)
         self._idle = 0 if rounds else self._idle + 1
         if self.buckets:
-            # Zeros where nothing landed: the sums of all workers must pair, step by step.
+            # Zeros if nothing was mixed: the sums of all workers must pair, step by step.
             nothing = torch.zeros(2, dtype=torch.float64, device=self.buckets[0].flat.device)
             self._gauge.report(torch.stack([nothing, *self._squares]).sum(0))
             self._squares = []
@@ -74,13 +74,13 @@ class ControlledMixer(Mixer):
 
 
 class Gauge:
-    """The distance between the workers, known to all of them `lag` steps after it was measured, and nobody waits.
+    """Sums the measured distance over all workers, and reads the sum `lag` steps later, without waiting.
 
-    `total` starts to sum a tensor over the workers in place; None where it holds all workers'.
+    `total` starts the in-place sum of a tensor over the workers; None in a simulation.
     """
 
     def __init__(self, lag: int, total: Callable[[Tensor], Pending] | None) -> None:
-        self.distance = nan  # what was read last, equal on all workers; nan before
+        self.distance = nan  # last distance read, equal on all workers; nan before the first
         self._lag, self._total = lag, total
         self._reported: deque[Callable[[], Tensor]] = deque()
 
@@ -89,11 +89,11 @@ class Gauge:
         self._reported.append(partial(_summed, squares, self._total and self._total(squares)))
         if len(self._reported) > self._lag:
             distance, norm = self._reported.popleft()().tolist()
-            # No norm: nobody mixed in that step.
+            # A norm of 0: no worker mixed in that step.
             self.distance = sqrt(distance / norm) if norm else self.distance
 
     def state_dict(self) -> dict[str, Any]:
-        """State to save: the distance as last read, and the sums under way, waited for."""
+        """State to save: the distance as last read, and the results of the sums in flight."""
         sums = [summed() for summed in self._reported]
         self._reported = deque(partial(_summed, squares) for squares in sums)
         return {"distance": self.distance, "told": sums}
@@ -107,14 +107,14 @@ class Gauge:
 def _summed(squares: Tensor, pending: Pending | None = None) -> Tensor:
     if pending is None:
         return squares
-    with own_stream(squares.device):  # the host waits for this sum, not for what the device has to do since
+    with own_stream(squares.device):  # the host waits for this sum only, not for later work of the device
         pending.wait()
         return AsyncRead(squares).read()
 
 
 @dataclass(frozen=True)
 class Consensus:
-    """absolute = sqrt((1/n) sum_i ||x_i - xbar||^2);  relative = absolute / ||xbar||."""
+    """Consensus error: absolute = sqrt((1/n) sum_i ||x_i - xbar||^2), relative = absolute / ||xbar||."""
 
     absolute: float
     relative: float
@@ -123,8 +123,8 @@ class Consensus:
 def spread(
     own: Sequence[Tensor], means: Sequence[Tensor], mean_of: Callable[[Sequence[Tensor]], list[Tensor]], shards: int
 ) -> Consensus:
-    """Consensus error of the workers, from this one's tensors and their means. Collective. A mean is over devices, each
-    of which holds 1 / shards of its worker's tensors."""
+    """Consensus error of the workers, from this worker's tensors and their means. Collective. Means are over devices,
+    each of which has 1 / shards of its worker's tensors."""
     squares = [squared_norm([a - b for a, b in zip(own, means, strict=True)]), squared_norm(means)]
     distance, norm = (shards * square for square in mean_of(squares))
     return Consensus(float(distance.sqrt()), float((distance / norm.clamp(min=1e-300)).sqrt()))

@@ -1,9 +1,9 @@
-"""Exchange of messages: one of each bucket goes to the neighbours, a mixture of theirs comes back.
+"""Interface of exchanges: a message of each bucket goes to the neighbours, and a mixture of their messages comes back.
 
     launch        ->  MessageInFlight   depart          land, or correct
     copy, encode      .                 send, receive   wait, decode, mix
 
-What is in flight is one object: who launched it hands it to `depart`, lands it or saves it; nothing else remembers it.
+A message in flight is one object: the caller of `launch` passes it to `depart`, and lands it (mixes it) or saves it.
 """
 
 from abc import ABC, abstractmethod
@@ -27,66 +27,66 @@ from lightning_decentral.shared.wire.transport import Message
 
 Number = float | NDArray[np.float64]
 StepLinks = Neighbours | Entries
-"""Links of one step: a worker's, or all workers' matrix in a simulation, where numbers are columns [size, 1]."""
+"""Links of one step: a worker's neighbours, or the matrix of all workers in a simulation, with columns [size, 1]."""
 HEADER = 3  # Numbers before a message: its round, the elements of all buckets, its largest magnitude.
 
 
 @dataclass
 class Copied:
-    """A bucket's next message: its copy, and its header, both made where the bucket is corrected."""
+    """Buffers for a bucket's next message and its header, both written in the pass that corrects the bucket."""
 
     message: Tensor  # gets the values of the bucket
-    headers: Tensor | None = None  # int64 [rows, HEADER]; the first row gets the header. None: it is made later
+    headers: Tensor | None = None  # int64 [rows, HEADER]; the first row gets the header. None: made later
     step: int = 0
     elements: int = 0  # of all buckets
 
     def of(self, x: Tensor) -> "Copied":
-        """Make both of x, in one pass."""
+        """Write message and header from x, in one pass."""
         assert self.headers is not None
         state_(self.message, self.headers[0], x, self.step, self.elements)
         return self
 
 
 class MessageInFlight(ABC):
-    """One bucket's message of a round, and what comes back for it, between launch and landing."""
+    """One bucket's message of a round in flight, and the mixture that comes back for it."""
 
     sent: Tensor
-    """The message, which is the caller's again after the landing; from `settle` on what the others decode of it."""
+    """The message, which belongs to the caller again after `land`; from `settle` on the decoded message."""
 
     together: bool = False
-    """True where the others must land it while this worker does, and it isn't done during the training."""
+    """Whether the other workers must land the message at the same time, because no thread does so during training."""
 
-    corrects: bool = False  # True where `correct` may take the place of a landing.
+    corrects: bool = False  # Whether `correct` may be called instead of `land`.
 
     @abstractmethod
     def land(self) -> Tensor:
-        """Wait for what was sent to this worker, and return the mixture. Once."""
+        """Wait for the messages to this worker, and return the mixture. Call once."""
 
     def correct(self, x: Tensor, rate: float, copied: Copied | None = None) -> None:
-        """x <- x + rate (mixed - sent), and `copied` of it, too. In place of `land`, where it `corrects`."""
+        """x <- x + rate (mixed - sent), and fill `copied` from x. Called instead of `land` if `corrects` is true."""
         x.add_(self.land() - self.sent, alpha=rate)
         if copied:
             copied.of(x)
 
     def keep(self, corrects: bool) -> "Landed":
-        """Wait for what was sent to this worker; return what lands with the same bits later, and can be saved. Once.
-        Where it `corrects`, by `correct`, if it can."""
+        """Wait for the messages to this worker; return a message that can be saved and lands with the same bits later.
+        Call once. `corrects`: keep what `correct` needs, if possible."""
         return Landed(self.sent, self.land())
 
     def settle(self) -> Tensor:
-        """Wait until the message is ready to leave, and return it: from then on it is what the others decode of it."""
+        """Wait until the message is encoded, and return it: from then on its value is the decoded message."""
         return self.sent
 
 
 class EarlyArrival(MessageInFlight):
-    """A message that a device's second stream may receive before it lands on the training's."""
+    """Message that a GPU's second stream may receive before training's stream mixes it."""
 
-    outgoing: Sequence[Pending] = ()  # its transfers, from the departure on
+    outgoing: Sequence[Pending] = ()  # its transfers, once it is sent
     incoming: Sequence[Pending] = ()
 
     @abstractmethod
     def sends(self) -> list[Message]:
-        """Messages to other workers: a header, then the payload."""
+        """Messages to send to other workers: a header, then the payload."""
 
     @abstractmethod
     def receives(self) -> list[Message]:
@@ -95,21 +95,21 @@ class EarlyArrival(MessageInFlight):
 
     @abstractmethod
     def arrive(self) -> list[Tensor]:
-        """Wait for what was sent to this worker, decode and judge it, on the current stream. Before it lands, once.
+        """Wait for the messages to this worker, decode and check them, on the current stream. Call once, before `land`.
 
         Returns:
-            Tensors of that stream's memory, which the landing reads.
+            Tensors in that stream's memory, which `land` reads.
         """
 
 
 @dataclass
 class Landed(MessageInFlight):
-    """A message whose round was mixed already; where it `corrects`, mixed - sent."""
+    """Message whose mixture has arrived; if it `corrects`, keeps mixed - sent."""
 
     sent: Tensor
     mixed: Tensor | None
     corrects: bool = field(default=False, kw_only=True)
-    sick: Sick | None = field(default=None, kw_only=True)  # this worker's own message was refused: landing raises it
+    sick: Sick | None = field(default=None, kw_only=True)  # raised by `land`: this worker's own message was refused
 
     def land(self) -> Tensor:
         if self.sick:
@@ -130,16 +130,16 @@ class Landed(MessageInFlight):
 
 @dataclass
 class Flight:
-    """One round between launch and landing, bucket by bucket; saved with what has come of it, and restored."""
+    """One round in flight, bucket by bucket, which can be saved with its received mixtures, and restored."""
 
     round: int
     step: int
     messages: list[MessageInFlight] = field(default_factory=list)
-    departed: float = 0.0  # when it left, by `perf_counter`; 0 before, and where it was restored
+    departed: float = 0.0  # time of sending, by `perf_counter`; 0 before, and after a restore
 
     def state_dict(self, keep: Callable[[int], Landed]) -> dict[str, Any]:
-        """State to save, as tensors and primitives. What came for a bucket (`keep` of its place) stands in for what was
-        launched from then on: a round arrives once."""
+        """State to save, as tensors and primitives. The mixture received for a bucket (`keep` of its index) replaces
+        the launched message, as a round arrives once."""
         landed = [keep(place) for place in range(len(self.messages))]
         self.messages = [*landed]
         return {
@@ -153,9 +153,9 @@ class Flight:
 
     @classmethod
     def of(cls, state: Mapping[str, Any], like: Sequence[Tensor]) -> "Flight":
-        """Flight as it was saved, on the devices of the buckets."""
+        """Restore a saved round in flight, on the devices of the buckets."""
         mixed = state["mixed"]
-        # In checkpoints from before there were any, none.
+        # Missing in older checkpoints.
         differences = state.get("differences", [False] * len(mixed))
         refused = state.get("refused", [None] * len(mixed))
         landed = [
@@ -165,7 +165,7 @@ class Flight:
                 corrects=corrects,
                 sick=sick and Sick(**{**sick, **{k: sick[k][0].to(x.device, copy=True) for k in ("sent", "mixed")}}),
             )
-            # A flight may be older than the last buckets, and then shorter than `like`.
+            # A round in flight may be older than the last buckets, and then shorter than `like`.
             for sent, tensors, corrects, sick, x in zip(state["sent"], mixed, differences, refused, like, strict=False)
         ]
         return cls(state["round"], state["step"], [*landed])
@@ -175,48 +175,48 @@ M = TypeVar("M", bound=MessageInFlight)
 
 
 class Exchange(ABC, Generic[M]):
-    """One worker's share of every round (or all workers' at once, in a simulation)."""
+    """Base of exchanges: one worker's messages in every round (in a simulation all workers')."""
 
-    pool: Pool  # Buffers of messages; the user of what landed gives them back to it.
+    pool: Pool  # Buffers of messages; the user of a mixture returns its buffer.
 
-    coder: Memory  # Coder of messages: what both ends of a link remember of each other, and what of a message travels.
+    coder: Memory  # State of the coder: estimates of both ends of a link, bytes of a message.
 
     neighbours: Callable[[int], StepLinks]  # Links of a step.
 
     @abstractmethod
     def admit(self, buckets: Sequence[Tensor], combine: Combine) -> None:
-        """Add buckets, to be mixed from the next launch on. Every worker calls it at the same point. Their rule states
-        how much of a message no codec may touch."""
+        """Add buckets, to be mixed from the next launch on; every worker must call it at the same point. The rule sets
+        how many elements of a message no codec may round."""
 
     def copied(self, x: Tensor, step: int, place: int) -> Copied:
-        """Buffers for the next message of bucket `place`, which is x as a correction leaves it; then to be launched."""
+        """Take buffers for the next message of bucket `place`, the corrected x; pass them to `launch`."""
         return Copied(self.pool.take(x), torch.empty(1, HEADER, dtype=torch.int64, device=x.device), step)
 
     @abstractmethod
     def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> M:
-        """Make a copy of one bucket's message ready to leave. It becomes what the others decode of it, by the end of
-        `settle`, and belongs to the exchange until landed. `place` is the bucket's among the admitted; a round's are
-        launched in order. `copied`: the copy, where it was made already."""
+        """Copy and encode one bucket's message for sending. By the end of `settle` the copy has the decoded values; it
+        belongs to the exchange until `land`. `place` is the bucket's index among the admitted; the buckets of a round
+        are launched in order. `copied`: the copy, if made already."""
 
     def _copy(self, message: Tensor, copied: Copied | None) -> Tensor:
         return copied.message if copied else self.pool.take(message).copy_(message)
 
     def depart(self, launched: Sequence[M], step: int) -> None:
-        """The round is complete: send all of it that hasn't left, and begin to receive the others'. In a simulation
-        nothing travels."""
+        """Send all launched messages of a complete round that haven't been sent, and start to receive. In a simulation
+        nothing is sent."""
         return
 
     def traffic(self) -> "Traffic":
-        """Bytes, waits and refusals so far; rounds are counted by the mixer."""
+        """Bytes sent, seconds waited and messages refused so far; the mixer counts rounds."""
         return Traffic()
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Counters of one worker's exchange so far.
+    """Counters of one worker's communication; in an island those of one device, which sends a part of what is planned.
 
-    `wait_seconds` are the host's, or the device's where the device waits; `in_flight_seconds` lie between launch and
-    landing of a round's first bucket as the host sees them.
+    `wait_seconds` are the host's, or the GPU's if the GPU waits; `in_flight_seconds` are between sending and mixing
+    of a round's first bucket, as the host sees them.
     """
 
     rounds: int = 0

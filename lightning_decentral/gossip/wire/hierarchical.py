@@ -1,4 +1,4 @@
-"""Hierarchical all-gather exchange: each device of an island exchanges a part, then the island shares what came."""
+"""Hierarchical exchange: each device of an island exchanges a part of a bucket, then the island gathers the parts."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,36 +26,36 @@ from lightning_decentral.shared.wire.transport import Transport, Wire
 
 @dataclass
 class GatherExchange(Exchange["Parts"]):
-    """mixed[p] = sum_j w_ij sent_j[p] for this device's part p; then every device gets every part.
+    """mixed[p] = sum_j w_ij sent_j[p] for this device's part p; then the island's devices all-gather the parts.
 
     A bucket of n elements has L equal parts for L devices: every byte of a message crosses the network card of the
-    island's node once. Source: the two-level scheme of the parameters' exchange, Wang et al. 2410.11998, section 4.
+    island's node once. Source: two-level exchange of parameters, Wang et al. 2410.11998, section 4.
     """
 
-    inner: Exchange[Any]  # between the devices at this one's place in every island
-    inside: Transport  # the devices of this island, in order of place, for this alone
+    inner: Exchange[Any]  # between the devices with this device's place in every island
+    inside: Transport  # the devices of this island, in order of place, for this exchange alone
     device: torch.device
     pool: Pool = field(default_factory=Pool, init=False)
 
     def __post_init__(self) -> None:
         self.coder, self.neighbours = self.inner.coder, self.inner.neighbours
         self._waited = stopwatch(self.device)
-        # By NCCL the gather, too, is hidden behind the next step; by gloo it waits for the landing.
+        # Under NCCL the gather, too, overlaps the next step; under gloo it runs when the round is mixed.
         self._order = SideStream(self.device) if self.inside.queued else AtLanding()
 
     def admit(self, buckets: Sequence[Tensor], combine: Combine) -> None:
         self.inner.admit([self._part(bucket) for bucket in buckets], combine)
 
     def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> "Parts":
-        """Memory until landed: a copy, what the inner exchange takes for the part, and where the gather doesn't wait
-        for the landing another copy of the message."""
+        """Launch a message. Memory until mixed: a copy, that of the inner exchange for the part, and under NCCL another
+        copy of the message for the gather."""
         sent = self._copy(message, copied)
         return self._order.begin(lambda: self._begin(sent, step, place), self.inner, step)
 
     def _begin(self, sent: Tensor, step: int, place: int) -> "Parts":
         own = self._part(sent)
         launched = self.inner.launch(own, step, place, Copied(own))
-        if self.coder.encodes:  # what is sent isn't what was given: every device must hold what receivers decode
+        if self.coder.encodes:  # every device must have the decoded message, as receivers do
             launched.settle()
             # Cloned: the gather overwrites the message, of which the part is a view.
             self._share(sent, own.clone())
@@ -69,7 +69,7 @@ class GatherExchange(Exchange["Parts"]):
                 counted = torch.empty_like(sent)
                 self._share(counted, own if sick.sent is None else sick.sent)
                 for whole in (counted, mixed):
-                    if not self._split(whole):  # each device exchanged it for itself: all take the refused one's
+                    if not self._split(whole):  # each device exchanged all of it: all copy the refused device's
                         self.inside.broadcast(whole, sick.place).wait()
                 raise Sick(sick.complaint, counted, mixed, sick.round)
             return mixed
@@ -81,7 +81,7 @@ class GatherExchange(Exchange["Parts"]):
             self.inner.depart(waiting, step)
 
     def _share(self, whole: Tensor, part: Tensor) -> None:
-        """whole <- every device's part."""
+        """Gather every device's part: whole <- parts."""
         if self._split(whole):
             self._waited.during([self.inside.all_gather_into(whole, part).wait])
         else:
@@ -91,22 +91,22 @@ class GatherExchange(Exchange["Parts"]):
         return message.view(self.inside.size, -1)[self.inside.rank] if self._split(message) else message
 
     def _split(self, message: Tensor) -> bool:
-        # What can't be divided (a rule's own scalar) is exchanged whole by every device.
+        # A tensor that can't be divided (a rule's scalar) is exchanged whole by every device.
         return message.numel() % self.inside.size == 0
 
     def traffic(self) -> Traffic:
-        """The inner exchange's, and the seconds waited for the other parts: `bytes_sent` are those that left the
-        island."""
+        """Traffic of the inner exchange, plus the seconds waited for the other parts. `bytes_sent` are those that left
+        the island."""
         return self._order.traffic(self.inner.traffic() + Traffic(wait_seconds=self._waited.seconds()))
 
 
 @dataclass
 class Parts(MessageInFlight):
-    """This device's part of a message."""
+    """Message in flight whose part this device exchanges."""
 
-    sent: Tensor  # [elements], the whole
-    waiting: Sequence[MessageInFlight]  # what of it the inner exchange has launched and has not sent
-    finish: Callable[[], Tensor]  # waits for the whole
+    sent: Tensor  # [elements], the whole message
+    waiting: Sequence[MessageInFlight]  # parts that the inner exchange has launched and not yet sent
+    finish: Callable[[], Tensor]  # waits for the whole mixture
 
     @property
     def together(self) -> bool:  # type: ignore[override]
@@ -117,20 +117,20 @@ class Parts(MessageInFlight):
 
 
 class SickPart(NamedTuple):
-    """A part of this island's message was refused; all its devices know."""
+    """Refused part of this island's message, known to all devices of the island."""
 
     complaint: str
-    sent: Tensor | None  # what counts in the place of this device's part; None where it was accepted
+    sent: Tensor | None  # replacement of this device's part; None if its part was accepted
     round: int
-    place: int  # the first device whose part it was
+    place: int  # the first device whose part was refused
 
 
 class AtLanding:
-    """The gather happens where the round lands: the wait of its transport is the host's, so sooner would block."""
+    """Gathers parts when the round is mixed, for transports whose waits block the host (gloo)."""
 
     def land(self, launched: MessageInFlight, inside: Transport) -> tuple[Tensor, SickPart | None]:
-        """This device's part, and whether any device's message was refused: the devices of an island are healed, or
-        end, together. Collective inside."""
+        """Return this device's part, and the refused part if there is one: the devices of an island are healed, or end,
+        together. Collective inside the island."""
         try:
             part, sick = launched.land(), None
         except Sick as found:
@@ -142,12 +142,12 @@ class AtLanding:
         place = max(range(inside.size), key=rounds.__getitem__)
         if rounds[place] < 0:
             return part, None
-        others = f"another device of this island was refused by its neighbours in round {rounds[place]}; see its output"
+        others = f"another device of this island sent a refused message in round {rounds[place]}; see its output"
         complaint, sent = (others, None) if sick is None else (str(sick), sick.sent)
         return part, SickPart(complaint, sent, rounds[place], place)
 
     def begin(self, launch: Callable[[], Parts], inner: Exchange[Any], step: int) -> Parts:
-        """Launch it; it departs with the others."""
+        """Launch a message, which is sent with the rest of its round."""
         return launch()
 
     def traffic(self, counted: Traffic) -> Traffic:
@@ -155,26 +155,26 @@ class AtLanding:
 
 
 class SideStream:
-    """Second CUDA stream for rounds, as soon as they are launched; the caller's waits for the outcome where it lands.
+    """Runs rounds on a second CUDA stream from their launch on; the caller's stream waits when a round is mixed.
 
         caller   message |     forward, backward, update     | mixed
         aside            | send, wait, mix, gather |
 
-    The device is a CUDA one, its transfers by NCCL.
+    Needs a CUDA device and NCCL.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream, self._waited = cuda.Stream(device), DeviceStopwatch()
 
     def land(self, launched: MessageInFlight, inside: Transport) -> tuple[Tensor, SickPart | None]:
-        # To ask the others would make the host wait: a worker that is refused ends.
+        # Asking the other devices would make the host wait: a worker whose message is refused ends.
         return launched.land(), None
 
     def begin(self, launch: Callable[[], Parts], inner: Exchange[Any], step: int) -> Parts:
-        """Launch, send and land it on this stream."""
+        """Launch, send and mix a message on the second stream."""
         caller = cuda.current_stream(self._stream.device)
         self._stream.wait_stream(caller)  # for the message, and for readers of the buffers that went back to a pool
-        # All that the exchanges keep (pools, a codec's estimates) is touched on this stream alone.
+        # All memory of the exchanges (pools, a codec's estimates) is used on this stream alone.
         with cuda.on(self._stream):
             parts = launch()
             inner.depart(parts.waiting, step)
@@ -182,7 +182,7 @@ class SideStream:
                 caller.wait_stream(self._stream)
             mixed = parts.land()
             done = self._stream.record_event()
-        # The allocator mustn't give its memory away before this stream has read it.
+        # The allocator mustn't reuse the memory before this stream has read it.
         parts.sent.record_stream(self._stream)
 
         def land() -> Tensor:
@@ -194,12 +194,12 @@ class SideStream:
         return Parts(parts.sent, [], land)
 
     def traffic(self, counted: Traffic) -> Traffic:
-        # The waits that the exchanges counted were this stream's: hidden. Only the caller's cost time.
+        # The waits that the exchanges counted were this stream's, and overlap. Only the caller's waits cost time.
         return replace(counted, wait_seconds=self._waited.seconds())
 
 
 class Averaging(Several):
-    """One of several devices with equal parameters."""
+    """Device of an island of replicas, which average their gradients."""
 
     def __init__(
         self, wire: Wire, devices: int, device: torch.device, meet: Meet, bucket_bytes: int, codec: Codec
@@ -208,7 +208,7 @@ class Averaging(Several):
         size = wire.world.size
         self._device, self._gathering = device, inside(wire.group, size, devices)
         self.heals = not self._gathering.queued
-        # A group of their own: gradients mustn't queue behind a gather of parameters.
+        # A process group for gradients alone: they mustn't queue behind a gather of parameters.
         self._average = mean_by(codec, partial(inside, wire.group, size, devices), device)
         self._gradients = GradientAverage(self._average, inside(wire.hosts, size, devices), meet, bucket_bytes)
 
@@ -251,6 +251,6 @@ class Averaging(Several):
         with self._gradients.blocked():
             yield
 
-    def close(self, alone: bool) -> None:
-        super().close(alone)
+    def close(self, cut_off: bool) -> None:
+        super().close(cut_off)
         self._gradients.close()

@@ -1,4 +1,4 @@
-"""A device's part in its island: whom it exchanges with, what it does with its gradients, what it holds."""
+"""A device as a member of its island: its peers in other islands, its gradients, its part of the parameters."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -22,57 +22,58 @@ MakeComparison = Callable[[TrainedLayout, Sequence[int]], TrainingComparison]
 
 
 class IslandMember(DeviceSteps):
-    """One device's part in its island of `devices`; here it is alone. `meet` runs what waits for other devices."""
+    """Base of a device's role in an island of `devices`; here a single device. `meet` runs calls that wait for other
+    devices."""
 
-    shards = 1  # Devices that a worker's parameters are spread over.
+    shards = 1  # Number of devices over which a worker's parameters are sharded.
 
-    overlaps = True  # whether its exchange runs while the training goes on, where the delay allows it
+    overlaps = True  # whether the exchange overlaps training, if the delay allows it
 
     heals = True
-    """True where its devices know each other's refused messages, or have nothing in common that could be poisoned."""
+    """Whether a poisoned worker can be healed: its devices know each other's refused messages, or share nothing."""
 
     def __init__(self, wire: Wire | None, devices: int, meet: Meet) -> None:
         self._wire, self.devices, self._meet = wire, devices, meet
 
     def peers(self, groups: Disjoint) -> Transport | None:
-        """A new group of the devices at this one's place in the islands of its group, of several that share none; None
-        where it is in none. Every device calls it, once for all groups."""
+        """Make a process group of the devices with this device's place in a group of islands, given disjoint `groups`;
+        None if this island is in no group. Every device calls `peers`, once for all groups."""
         assert self._wire is not None
         places = range(self.devices)
         return self._wire.group([[w * self.devices + p for w in workers] for workers in groups for p in places])
 
     def exchange(self, peers: Exchange[Any]) -> Exchange[Any]:
-        """Exchange for a mixer of whole buckets, given an exchange between the peers."""
+        """Extend an exchange between peers to whole buckets, for a mixer."""
         return peers
 
     def pack(self, parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[Bucket]:
         return pack(parameters, bucket_bytes)
 
     def alike(self, parameters: Sequence[nn.Parameter], take: Callable[[Sequence[nn.Parameter]], None]) -> None:
-        """Parameters that come while training, the same for all workers; `take` gets them from the first one."""
+        """Make parameters that were added during training equal on all workers; `take` copies the first worker's."""
         take(parameters)
 
     def guard(self, scaler: Any) -> None:
-        """A loss scaler may skip updates."""
+        """Check the loss scaler, which may skip updates."""
 
     def arrange(self, module: nn.Module) -> None:
-        """Prepare the module before the optimizers exist."""
+        """Prepare the module, before the optimizers exist."""
 
     def compare(self, trained: TrainedLayout, make: MakeComparison) -> None:
-        """Check from now on that its devices go on training the same; `make` makes a comparison between some ranks."""
+        """Check from now on that the island's devices train the same parameters; `make` compares some ranks."""
 
     def replaced(self) -> None:
-        """The optimizers are others than before. RuntimeError where they aren't on another of its devices."""
+        """Note that the optimizers were replaced. RuntimeError: not on another device of the island."""
 
     def change(self, tensors: Sequence[Tensor], change: InPlace) -> None:
-        """Change whole tensors in place, such as a parameter's update; no more than once in an island of shards."""
+        """Change whole tensors in place, such as a parameter's update; an island of shards does so on one device."""
         change(tensors)
 
-    def close(self, alone: bool) -> None:
-        """Leave the module as it was; `alone`: without the other devices."""
+    def close(self, cut_off: bool) -> None:
+        """Restore the module to its form before `arrange`; `cut_off`: without the other devices."""
 
     def mean(self, tensors: Sequence[Tensor], of_all: Mean) -> list[Tensor]:
-        """Mean over the workers of what a module holds; `of_all` is over all devices."""
+        """Mean over the workers of a module's tensors; `of_all` is a mean over all devices."""
         return of_all(tensors)
 
     def mean_of_buckets(self, tensors: Sequence[Tensor], of_all: Mean) -> list[Tensor]:
@@ -80,23 +81,23 @@ class IslandMember(DeviceSteps):
         return of_all(tensors)
 
     def mean_of_sound(self, tensors: Sequence[Tensor], world: Transport) -> tuple[list[Tensor], str]:
-        """`mean_of_buckets` without what is poisoned; as `health.mean_of_sound`. Collective."""
+        """Mean over the workers without poisoned tensors, as `health.mean_of_sound`. Collective."""
         mean_of = partial(self.mean_of_buckets, of_all=partial(mean, over=world))
         return mean_of_sound(tensors, mean_of, world, self.devices, self.shards)
 
     def load(self, module: nn.Module, shards: Mapping[str, Tensor]) -> None:
-        """Put back this device's own part of a state_dict."""
+        """Load this device's own part of a state_dict into the module."""
 
     def progress_state(self) -> dict[str, Any]:
-        """State from which averages within the island go on, as tensors and primitives."""
+        """State of the averages within the island to save, as tensors and primitives."""
         return {}
 
     def load_progress_state(self, state: Mapping[str, Any]) -> None:
-        """Go on where `progress_state` was taken."""
+        """Restore the state that `progress_state` returned."""
 
 
 class Several(IslandMember):
-    """One of several devices that train the same."""
+    """Base of a device in an island of several devices, which train the same parameters."""
 
     layouts = TrainingComparison()
 
@@ -109,12 +110,12 @@ class Several(IslandMember):
         self.rest()
         self.layouts.changed()
 
-    def close(self, alone: bool) -> None:
+    def close(self, cut_off: bool) -> None:
         self.layouts.close()
 
 
 def inside(make: Group, size: int, devices: int) -> Transport:
-    """A new group of the devices of this one's island. Collective."""
+    """Make a process group of the devices of this device's island. Collective."""
     made = make([range(i, i + devices) for i in range(0, size, devices)])
     assert made is not None
     return made

@@ -1,4 +1,4 @@
-"""A device that holds a shard of its island's parameters: what FSDP gathers and reduces, and what all hold alike."""
+"""Device of a sharded island (FSDP2): shards of parameters, and zeros for gradients of unused parameters."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from lightning_decentral.shared.wire.transport import Wire
 
 
 class Sharding(Several):
-    """One of several devices with a shard of the parameters each."""
+    """Device of an island that keeps one shard of the parameters (FSDP2)."""
 
     def __init__(self, wire: Wire, devices: int, device: torch.device, meet: Meet, compute: torch.dtype | None) -> None:
         super().__init__(wire, devices, meet)
@@ -40,7 +40,7 @@ class Sharding(Several):
     def alike(self, parameters: Sequence[nn.Parameter], take: Callable[[Sequence[nn.Parameter]], None]) -> None:
         if not all(map(is_sharded, parameters)):
             raise RuntimeError(
-                "a parameter that came while training isn't in shards, which FullyShard lays out before the optimizers "
+                "a parameter added during training isn't sharded, as FullyShard shards modules before the optimizers "
                 "exist: make all modules in configure_model, or use AllReduce"
             )
 
@@ -48,15 +48,15 @@ class Sharding(Several):
         for name, parameter in module.named_parameters():
             if not is_row_major(parameter.shape, parameter.stride()):
                 raise ValueError(
-                    f"FullyShard cuts rows of contiguous parameters, {name} has strides {parameter.stride()}: give "
-                    "the model torch.contiguous_format, or use AllReduce"
+                    f"FullyShard shards contiguous parameters by rows, and {name} has strides {parameter.stride()}: "
+                    "convert the model to torch.contiguous_format, or use AllReduce"
                 )
         self._sharded = Sharded(module, self._inside, self._device, self._compute)
         self._used = Used(self._sharded.groups)
 
     def train(self, module: nn.Module, step: Callable[[], Any], redirect: Callable[[], Any]) -> Any:
         self.rest()
-        # FSDP reduces the gradients of what is trained, and so much of them on every device.
+        # FSDP reduces the gradients of trained parameters, and needs the same number on every device.
         self.layouts.done()
         before, now = self._trains, {name: p for name, p in module.named_parameters() if p.requires_grad}
         if before and not ([*before] == [*now] and same([*before.values()], [*now.values()])):
@@ -64,19 +64,19 @@ class Sharding(Several):
         self._trains = now
         self.layouts.begin()
         try:
-            # In the module's own call, where FSDP gathers parameters; that waits for the other devices.
+            # In the module's own call, where FSDP gathers parameters, which waits for the other devices.
             return self._meet(redirect)
         except RuntimeError as error:
             new = self._sharded.changed() if self._sharded is not None else ""
             if not new:
                 raise
             raise RuntimeError(
-                f"the parameter {new} has come while training, and FullyShard lays shards out before: prune, "
+                f"the parameter {new} was added during training, but FullyShard shards modules at the start: prune, "
                 "reparametrize and add modules before fit, or use AllReduce"
             ) from error
 
     def evaluate(self, step: Callable[[], Any], redirect: Callable[[], Any]) -> Any:
-        # No backward follows, which would give up what the forward gathered.
+        # No backward follows, which would free what the forward gathered.
         output = redirect()
         self.rest()
         return output
@@ -86,14 +86,14 @@ class Sharding(Several):
             self._meet(partial(self._used.settle, self._counted))
 
     def _counted(self, flags: Tensor) -> Callable[[], object]:
-        # Those that nobody waits for are kept: backends write into them.
+        # Sums that nobody waits for are kept: backends write into them.
         self._counts = [*self._counts[-31:], pending := self._hosts.all_reduce(flags)]
         return pending.wait
 
     @contextmanager
     def blocked(self) -> Iterator[None]:
         assert self._sharded is not None
-        # Whole gradients are kept meanwhile.
+        # Unsharded gradients are kept meanwhile.
         self._sharded.root.set_requires_gradient_sync(False)
         try:
             yield
@@ -106,17 +106,17 @@ class Sharding(Several):
         shapes = [tuple(tensor.shape) for tensor in tensors]
         self._meet(lambda: each_once(change, [local(tensor) for tensor in tensors], shapes, self._inside))
 
-    def close(self, alone: bool) -> None:
-        super().close(alone)
+    def close(self, cut_off: bool) -> None:
+        super().close(cut_off)
         if self._sharded is not None:
             # Whole parameters come from all devices of the island.
-            (self._sharded.abandon if alone else self._sharded.undo)()
+            (self._sharded.abandon if cut_off else self._sharded.undo)()
         self._sharded = self._used = None
 
     def explain(self, error: BaseException) -> None:
         if "mixed torch.Tensor and DTensor" in str(error):
             warnings.warn(
-                "under FullyShard a parameter and its gradient are shards (DTensors): bring a mask by "
+                "under FullyShard a parameter and its gradient are shards (DTensors): convert a mask by "
                 "torch.distributed.tensor.distribute_tensor(mask, p.device_mesh, p.placements), or use AllReduce",
                 stacklevel=2,
             )
@@ -126,7 +126,7 @@ class Sharding(Several):
             self._sharded.reshard()
 
     def mean(self, tensors: Sequence[Tensor], of_all: Mean) -> list[Tensor]:
-        # Shards over the devices that hold the same, all else over all devices.
+        # Shards over the devices with the same shards, all else over all devices.
         shards = iter(self.mean_of_buckets([local(t) for t in tensors if is_sharded(t)], of_all))
         whole = iter(of_all([t for t in tensors if not is_sharded(t)]))
         return [like(t, next(shards)) if is_sharded(t) else next(whole) for t in tensors]
@@ -143,10 +143,10 @@ class Sharding(Several):
 
 
 class Used:
-    """Parameters that only some devices of an island use in a step (experts), and those that none does.
+    """Adds zero gradients for parameters that only some devices of an island use in a step (experts).
 
-    FSDP reduces a module's gradients in one message, which has another size where a device lacks some. It gets zeros
-    for them here. One that no device used has no gradient, as under ddp with find_unused_parameters. `groups`: FSDP's,
+    FSDP reduces a module's gradients in one message, whose size would differ on a device without some gradients. A
+    parameter that no device used gets no gradient, as under ddp with find_unused_parameters. `groups`: FSDP's groups
     of parameters that are gathered and reduced together.
     """
 
@@ -157,30 +157,30 @@ class Used:
             group.post_backward = partial(self._fill, group, group.post_backward)
 
     def _fill(self, group: Any, post_backward: Callable[..., None], *args: Any) -> None:
-        """Add zeros for unused parameters, then reduce the module's gradients."""
+        """Add zero gradients for unused parameters, then reduce the module's gradients."""
         gathered = [p for p in group.fsdp_params if "_unsharded_param" in vars(p) and p._unsharded_param.requires_grad]
         for parameter in gathered:
             if parameter.unsharded_accumulated_grad is not None or parameter._unsharded_param.grad is not None:
                 self._used.add(parameter.sharded_param)
-            elif group.reduce_grads:  # not while gradients are only accumulated: the next backward may use it
+            elif group.reduce_grads:  # not while accumulating gradients: the next backward may use the parameter
                 parameter._unsharded_param.grad = torch.zeros_like(parameter._unsharded_param)
                 if parameter.sharded_param.grad is None:
                     self._filled.add(parameter.sharded_param)
         post_backward(*args)
 
     def settle(self, start: Callable[[Tensor], Callable[[], object]]) -> None:
-        """Take back, after a backward, the zeros of what nobody used.
+        """Remove, after a backward, the zero gradients of parameters that no device used.
 
-        Of two gloo devices on a busy host it takes 4% of a step of 33 ms (6% where all waited for the sum). Of a step
-        with 10 million parameters, 340 ms, it takes nothing that could be distinguished from noise. `start` begins a
-        host tensor's sum over the devices, in place, and returns what waits for it. Collective.
+        With two gloo devices on a busy host this takes 4% of a step of 33 ms (6% if all waited for the sum). In a step
+        of 340 ms, with 10 million parameters, its time can't be distinguished from noise. `start` begins an in-place
+        sum of a CPU tensor over the devices, and returns a function that waits for it. Collective.
         """
         if not all(group.reduce_grads for group in self._groups):
-            return  # gradients are only accumulated
+            return  # gradients are being accumulated
         every = [parameter.sharded_param for group in self._groups for parameter in group.fsdp_params]
         flags = torch.tensor([parameter in self._used for parameter in every], dtype=torch.int32)
         wait = start(flags)
-        if self._filled:  # else this device has nothing to take back
+        if self._filled:  # else this device has no zeros to remove
             wait()
             for parameter, devices in zip(every, flags.tolist(), strict=True):
                 if not devices and parameter in self._filled:

@@ -1,4 +1,4 @@
-"""Making of a run's mixers: what the mixers of its optimizers ask for, whatever its workers are; those of states."""
+"""Factories of a run's mixers, mixers of optimizer states, and the comparison of mixed parameters between workers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from lightning_decentral.shared.compute.buckets import Bucket, with_tail
 from lightning_decentral.shared.compute.layout import ModelLayout
 from lightning_decentral.shared.wire.meeting.comparison import Layout, MakeLayouts, Named, TrainingComparison
 
-Pack = Callable[[Sequence[nn.Parameter]], list[Bucket]]  # Parameters as buckets, as their island packs them.
+Pack = Callable[[Sequence[nn.Parameter]], list[Bucket]]  # Packs parameters into buckets, as their island does.
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -24,11 +24,11 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 PackState = Callable[[Optimizer, str, Mapping[nn.Parameter, int]], list[Bucket]]
-"""Packs one state of these parameters, as their island packs parameters, in the type that `travel.kinds` found."""
+"""Packs one optimizer state of these parameters into buckets, in the type that `travel.kinds` found."""
 
 
 class StateMixer:
-    """One state of an optimizer, mixed with the parameters; it is taken in when any worker's optimizer has it."""
+    """Mixes one optimizer state with the parameters, from when any worker's optimizer has the state."""
 
     def __init__(
         self,
@@ -40,23 +40,23 @@ class StateMixer:
     ) -> None:
         self.name, self.mixer = name, mixer
         self.buckets: list[Bucket] = []
-        self.packs: list[dict[int, int]] = []  # {place of a parameter: its state's kind}, packed at a time
+        self.packs: list[dict[int, int]] = []  # {index of a parameter: its state's kind}, packed at a time
         self._optimizer, self._pack, self._everyone = optimizer, pack, everyone
         self._known: set[nn.Parameter] = set()
         self._trained = self._looks = 0
-        self._stepped = stepped = [False]  # since the last look; not `self`: a hook outlives what made it
+        self._stepped = stepped = [False]  # since the last look; a list, as the hook outlives this object
         optimizer.register_step_post_hook(lambda *_: stepped.__setitem__(0, True))
 
     def adopt(self, trained: set[nn.Parameter]) -> None:
-        """Take in the states of these parameters that are new, the same on all workers. Collective. ValueError: as
-        `travel.kinds`; or no worker's optimizer keeps such a state."""
+        """Add new states of these parameters to the buckets, the same on all workers. Collective. ValueError: as
+        `travel.kinds`, or no worker's optimizer has a state of this name."""
         if trained <= self._known:
             return
         stepped, self._stepped[0] = self._stepped[0], False
         if len(trained) != self._trained:
             self._trained, self._looks = len(trained), 0
         self._looks += 1
-        if self._looks & (self._looks - 1):  # the 1st, 2nd, 4th, ... time: what is never updated stays unknown
+        if self._looks & (self._looks - 1):  # look the 1st, 2nd, 4th, ... time: a state may stay unknown for ever
             return
         parameters, groups = parameters_of(self._optimizer), self._optimizer.param_groups
         group_of = {p: number for number, group in enumerate(groups) for p in group["params"]}
@@ -68,7 +68,7 @@ class StateMixer:
             kept = sorted({key for p in parameters for key in self._optimizer.state.get(p, {})})
             remedy = f"name one of {', '.join(kept)}, or leave it out of states" if kept else "leave it out of states"
             raise ValueError(
-                f"{type(self._optimizer).__name__} keeps no state {self.name!r} that could travel: {remedy}"
+                f"{type(self._optimizer).__name__} has no state {self.name!r} that could be mixed: {remedy}"
             )
         self._known.update(parameters[place] for place, kind in zip(new, found, strict=True) if kind != UNKNOWN)
         self._take(chosen)
@@ -95,12 +95,12 @@ class StateMixer:
         return {"packs": packs[0], "kinds": packs[1], "looks": looks, "mixer": self.mixer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned; the optimizer has its states again."""
-        # Packed as they were: a message in flight has the layout of its buckets.
+        """Restore what `state_dict` returned, after the optimizer's states were loaded."""
+        # Packed as when saved: a message in flight has the layout of its buckets.
         for number, places in enumerate(state["packs"]):
             if "kinds" in state:
                 saved = state["kinds"][number]
-            else:  # 0.2 took in what each had
+            else:  # saved by version 0.2, where each worker mixed its own optimizer's states
                 parameters = parameters_of(self._optimizer)
                 saved = kinds(self._optimizer, self.name, [parameters[place] for place in places], stepped=False)
             self._take(dict(zip(places, saved, strict=True)))
@@ -109,46 +109,46 @@ class StateMixer:
 
 
 class Mixed:
-    """Parameters that one worker's rounds mix: compared with the others' where they grow or begin anew, no other time.
+    """Parameters that this worker's rounds mix, compared with the other workers' whenever the set changes.
 
-    Who trains what in a step is each worker's own: what was mixed once goes on being mixed where it's frozen.
+    Each worker may freeze parameters on its own: a parameter that was mixed once is mixed on while frozen.
     """
 
     def __init__(self) -> None:
-        self.layouts = TrainingComparison()  # to be informed of every round: `begin`, and `done` when it is launched
+        self.layouts = TrainingComparison()  # call `begin` at the start of every round, `done` at its launch
         self._named: Named = tuple
         self.close()
 
     def watch(self, named: Named, make: MakeLayouts) -> None:
-        """Ask the other workers, who have been compared, from now on, until `close`, about these named parameters."""
+        """Compare these named parameters with the other workers' from now on, until `close`."""
         self.layouts.close()
         self._named = named
         self.layouts = make(self._layout)
 
     def close(self) -> None:
-        """Forget all; nobody is asked any more."""
+        """Forget all parameters, and compare no more."""
         self.layouts.close()
         self.layouts = TrainingComparison()
-        self.by: dict[nn.Parameter, int] = {}  # {what is mixed: place of the optimizer after whose updates it is}
+        self.by: dict[nn.Parameter, int] = {}  # {mixed parameter: index of the optimizer after whose updates}
         self._since: dict[nn.Parameter, int] = {}
         self._optimizers = self._replaced = self._calls = 0
         self._asks = True
 
     def grow(self, new: Sequence[nn.Parameter], by: int) -> None:
-        """Mix these, too, from the next round of the optimizer with that place on. Collective where that is new.
-        RuntimeError: another worker doesn't, by name, on all."""
+        """Mix new parameters, too, from the next round of optimizer number `by` on. Collective if any is new.
+        RuntimeError, on all workers: another worker doesn't mix them, with their names."""
         if all(self.by.get(p) == by for p in new):
             return
         self.by |= dict.fromkeys(new, by)
         self._ask()
 
     def admit(self, optimizers: int) -> None:
-        """Expect so many optimizers from now on, each with rounds of its own. Collective; errors as `grow`."""
+        """Expect this number of optimizers from now on, each with its own rounds. Collective; errors as `grow`."""
         self._optimizers = optimizers
         self._ask()
 
     def begin_anew(self, by: Mapping[nn.Parameter, int], optimizers: int) -> None:
-        """Mix these and no others, by new rounds of so many optimizers. Collective; errors as `grow`."""
+        """Mix only these parameters, in new rounds of `optimizers` optimizers. Collective; errors as `grow`."""
         self.by, self._optimizers, self._replaced = dict(by), optimizers, self._replaced + 1
         self._ask()
 
@@ -158,7 +158,7 @@ class Mixed:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Take what is mixed from files that all workers read: nobody is asked."""
+        """Don't compare parameters meanwhile, which all workers load from files."""
         self.by, self._asks = {}, False
         yield
         self._asks = True
@@ -177,25 +177,25 @@ class Mixed:
 
 @dataclass(frozen=True)
 class MixerFactory:
-    """Factories of a run's mixers, and what these need of the run. Its functions are collective, but for `pack`."""
+    """Factories of a run's mixers, and the functions that these need. All functions except `pack` are collective."""
 
-    mixers: Callable[[], Sequence[Mixer]]  # new ones over groups of their own, one for each fragment of the model
+    mixers: Callable[[], Sequence[Mixer]]  # makes mixers over new process groups, one for each fragment of the model
     pack: Pack
-    states: Callable[[Optimizer], Sequence[StateMixer]] = lambda optimizer: ()  # those that travel
-    exact_steps: int = 0  # first steps, in which all workers are averaged instead
-    mean: MeanOfSound = lambda tensors: (tensors, "")  # (of the sound workers, why this one isn't sound or nothing)
-    known: ModelLayout = field(default_factory=ModelLayout)  # parameters that all workers began with, and how they lie
-    alike: Callable[[Sequence[nn.Parameter]], None] = lambda new: None  # they get worker 0's values, while training
+    states: Callable[[Optimizer], Sequence[StateMixer]] = lambda optimizer: ()  # makes mixers of optimizer states
+    exact_steps: int = 0  # number of first steps, which average all workers instead
+    mean: MeanOfSound = lambda tensors: (tensors, "")  # (mean of sound workers, why this worker isn't sound or "")
+    known: ModelLayout = field(default_factory=ModelLayout)  # parameters at the start, and their strides
+    alike: Callable[[Sequence[nn.Parameter]], None] = lambda new: None  # copies worker 0's values, while training
     meet: Callable[[Sequence[nn.Parameter]], None] = lambda parameters: None  # x <- the mean, as it is evaluated
-    mixed: Mixed = field(default_factory=Mixed)  # what all workers mix, compared where it changes
+    mixed: Mixed = field(default_factory=Mixed)  # parameters that all workers mix, compared when they change
 
     @torch.no_grad()
     def equalize(self, new: Sequence[nn.Parameter]) -> None:
-        """Parameters that are trained from now on become the same on all workers. Collective."""
-        # What was frozen is equal already, unless somebody wrote to it: then the mean stays what it was.
+        """Make newly trained parameters equal on all workers. Collective."""
+        # Frozen parameters are equal already, unless somebody wrote to them: then their mean stays.
         known = [p for p in new if p in self.known]
         means, _ = self.mean([p.detach().flatten() for p in known]) if known else ((), "")
         for parameter, value in zip(known, means, strict=True):
             parameter.copy_(value.view(parameter.shape))
         if drawn := [p for p in new if p not in self.known]:
-            self.alike(drawn)  # a module that came while training: each worker has drawn another, maybe
+            self.alike(drawn)  # a module added while training: workers may have drawn different values

@@ -1,4 +1,4 @@
-"""Mixer: when rounds of gossip are launched and landed, bucket by bucket: buckets x combine x exchange."""
+"""Mixer: launches gossip rounds and mixes their messages, bucket by bucket: buckets x update rule x exchange."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,24 +19,24 @@ MeanOfSound = Callable[[Sequence[Tensor]], tuple[Sequence[Tensor], str]]
 
 
 class Flat(Protocol):
-    """Bucket that a mixer mixes: `buckets.Bucket` on a worker, anything with a flat tensor in a simulation."""
+    """Interface of a bucket to mix: `buckets.Bucket` on a worker, any flat tensor in a simulation."""
 
     flat: Tensor
 
     def adopt(self) -> None:
-        """See that the parameters are views of `flat`."""
+        """Make the parameters views of `flat` again."""
 
 
 class Mixer:
     """Runs one exchange round per optimizer step.
 
-    After update t:   land the round launched after update t - delay;   launch round t.
+    After update t:   land (mix) the round launched after update t - delay;   launch (send) round t.
     delay 0 (ATC)     x(t+1) = W (x + u)            launched and landed after the same update
-    delay 1 (AWC)     x(t+1) = W x + u(x)           hidden behind a whole forward and backward
+    delay 1 (AWC)     x(t+1) = W x + u(x)           overlaps a whole forward and backward
     delay k           x(t+1) = x + u(x) + rate (W - I) x(t-k+1)
 
-    Memory beyond the model: one copy of the message for every one in flight, the sent one and each received; and the
-    rule's state. More buckets may be appended while training, by all workers in the same round.
+    Memory beyond the model: for every round in flight one copy of the sent message and of each received message, and
+    the rule's state. All workers may append buckets while training, in the same round.
 
     Source: the orders, Wang et al. 2410.11998, section 3; delayed mixing, `stability.largest_stable_rate`.
     """
@@ -44,15 +44,15 @@ class Mixer:
     def __init__(self, buckets: Sequence[Flat], combine: Combine, exchange: Exchange[Any], delay: int) -> None:
         self.buckets: list[Flat] = []
         self.round, self.steps = 0, 0  # taken so far
-        self.wanted = 0  # steps that the neighbours must have taken for the last landing
+        self.wanted = 0  # steps that the neighbours must have taken for the last round that was mixed
         self.exchange = exchange
-        self.healing = Healing()  # what happens where this worker's own message was refused
+        self.healing = Healing()  # handles a refused message of this worker
         self._learning_rate, self._peak = 0.0, 0.0
         self._combine, self._delay = combine, delay
         self._correct, self._rate = combine.apply, combine.rate_of
         rule = type(combine)
         self._adapts = rule.adapt is not Combine.adapt
-        # Whether x as it was corrected is what leaves next: then one pass corrects and copies.
+        # Whether the next message is the corrected x: then one pass corrects and copies.
         self._sends_x = not self._adapts and rule.message is Combine.message
         self._keeps_left = exchange.coder.encodes and rule.encoded is not Combine.encoded
         self._asks_sent = rule.launched is not Combine.launched
@@ -62,14 +62,14 @@ class Mixer:
         self.extend(buckets)
 
     def extend(self, buckets: Sequence[Flat]) -> None:
-        """Mix these too, from the next launch on."""
+        """Mix these buckets, too, from the next round on."""
         self.exchange.admit([b.flat for b in buckets], self._combine)
         self.buckets += buckets
         self._states += [self._combine.init(bucket.flat) for bucket in buckets]
 
     def step(self, learning_rate: float = 1.0, rounds: int = 1) -> None:
-        """Call after the user's update, whose learning rate it was, on every worker equally often. Rounds beyond the
-        first block, there is nothing to hide them behind."""
+        """Take rounds after the user's update, whose learning rate is given; call equally often on every worker. Rounds
+        beyond the first block, as no computation overlaps them."""
         self._learning_rate, self._peak = learning_rate, max(self._peak, learning_rate)
         for nth in range(max(1, rounds)):
             turn = self.turn(self.round)
@@ -77,11 +77,11 @@ class Mixer:
             # The user's code may have given a parameter another storage.
             for bucket in self.buckets:
                 bucket.adopt()
-            # Bucket by bucket: one is mixed and made ready to leave while the next is still on its way, so that
-            # the links rest for the last bucket's mixing at most and not for that of the whole model.
+            # Bucket by bucket: a bucket is mixed and encoded while the next is still received, so that the links idle
+            # only while the last bucket is mixed, instead of the whole model.
             for place, (bucket, state) in enumerate(zip(self.buckets, self._states, strict=True)):
                 copied = self._land(due, place, leaving)
-                if self._adapts and not nth:  # it corrects an update, of which there is one in a step
+                if self._adapts and not nth:  # `adapt` corrects an update, of which a step has one
                     self._combine.adapt(bucket.flat, state, turn)
                 if leaving:
                     self._launch(leaving, place, turn, copied)
@@ -92,15 +92,15 @@ class Mixer:
         self.steps += 1
 
     def drain(self) -> None:
-        """Land all that is in flight."""
+        """Wait for all rounds in flight, and mix them."""
         due = self._due(self.round)
         for place in range(len(self.buckets)):
             self._land(due, place)
 
     def restart(self, mean: MeanOfSound) -> None:
-        """A step without a round: every worker becomes the mean of all, and the rule begins anew from there.
-        `mean`: (of flat tensors over the sound workers, why this one isn't sound or nothing); collective.
-        FloatingPointError: this worker isn't sound, and has been healed as often as it may."""
+        """Set every worker to the mean of all instead of a round; the rule's state begins anew. `mean` returns (mean of
+        flat tensors over the sound workers, why this worker isn't sound or ""); collective.
+        FloatingPointError: this worker isn't sound, and has been healed as often as `heals` allows."""
         for bucket in self.buckets:
             bucket.adopt()
         self.wanted = self.steps + 1
@@ -114,19 +114,19 @@ class Mixer:
         self.round, self.steps = self.round + 1, self.steps + 1
 
     def shown(self) -> list[Tensor]:
-        """Tensors to evaluate in the place of each bucket; empty: the parameters themselves."""
+        """Tensors to evaluate instead of each bucket; empty for the parameters themselves."""
         return [tensor for tensor in map(self._combine.shown, self._states) if tensor is not None]
 
     def shares(self) -> list[Tensor]:
-        """The rule's weight of this worker in the mean, by bucket; empty: all workers are equal."""
+        """This worker's weight in the mean of the workers, by bucket; empty for equal weights."""
         return [share for share in map(self._combine.share, self._states) if share is not None]
 
     def mixing(self) -> dict[str, float]:
-        """Values of the last round for users to watch: only those that the rule has."""
+        """Values of the last round to log, those that the rule has."""
         return self._combine.mixing(self.turn(max(0, self.round - 1)))
 
     def codec_errors(self) -> list[float]:
-        """Relative errors of codecs, as last measured; empty where messages travel as they are."""
+        """Relative errors of codecs, as last measured; empty if messages aren't encoded."""
         coder = self.exchange.coder
         for flight in self._flights if coder.encodes else ():  # elsewhere nobody waits for that
             for message in flight.messages:
@@ -135,24 +135,24 @@ class Mixer:
         return [] if error is None else [error]
 
     def traffic(self) -> Traffic:
-        """Traffic of the exchange, with the rounds that have landed."""
+        """Traffic of the exchange, with the number of mixed rounds."""
         return self.exchange.traffic() + Traffic(self._landed, in_flight_seconds=self._in_flight_seconds)
 
     def turn(self, round: int) -> Turn:
-        """Facts of a round that the rule may use."""
-        at = partial(self.exchange.neighbours, round)  # asked by few rules
+        """Values of a round that the rule may use."""
+        at = partial(self.exchange.neighbours, round)  # few rules call it
         own, degree = lambda: self._number(at().own), lambda: self._number(at().degree)
         return Turn(round, self._learning_rate, self._peak, own, degree)
 
     def _number(self, value: Number) -> Tensor:
-        """A scalar on the buckets' device; in a simulation a column."""
+        """Make a scalar on the buckets' device, in a simulation a column."""
         if isinstance(value, np.ndarray):
             return torch.from_numpy(value)
-        # Filled there: copying a number to a device would make the host wait.
+        # Filled on the device: copying a number to a GPU would make the host wait.
         return torch.full((), value, dtype=torch.float64, device=self.buckets[0].flat.device)
 
     def _leaving(self) -> Flight | None:
-        """The round that is launched now, in flight from its first bucket on."""
+        """Add the round that is launched now to those in flight, and return it."""
         if not self.buckets or self.exchange.neighbours(self.round).silent:
             return None
         self._flights.append(Flight(self.round, self.steps))
@@ -165,8 +165,8 @@ class Mixer:
             self._combine.encoded(x, state)
         launched = self.exchange.launch(message, flight.round, place, copied)
         flight.messages.append(launched)
-        # By `depart` at the latest: what went to a new neighbour long before the old one's message is complete would
-        # take the half of its link.
+        # By `depart` at the latest: a message to a new neighbour, sent long before the old neighbour's message is
+        # complete, would take half of its link.
         if place == len(self.buckets) - 1:
             self.exchange.depart(flight.messages, flight.round)
             flight.departed = perf_counter()
@@ -174,20 +174,20 @@ class Mixer:
             self._combine.launched(x, launched.settle, state, turn)
 
     def _due(self, last: int) -> list[Flight]:
-        """Remove and return the flights launched in round `last` or before."""
+        """Remove and return the rounds in flight launched in round `last` or before."""
         due = []
         while self._flights and self._flights[0].round <= last:
             due.append(self._flights.popleft())
         return due
 
     def _land(self, due: Sequence[Flight], place: int, leaving: Flight | None = None) -> Copied | None:
-        """Correct a bucket by what is due; return the copy that leaves next, where the correction's pass made it."""
+        """Correct a bucket by the due rounds; return the next message's copy if the correction's pass made one."""
         copied: Copied | None = None
         for flight in due:
             if place >= len(flight.messages):
-                continue  # a bucket that was taken in after the launch
+                continue  # a bucket that was added after the launch
             message, turn, x = flight.messages[place], self.turn(flight.round), self.buckets[place].flat
-            # By then the others have launched it, or land it, too.
+            # By then the other workers have launched the round, or mix it, too.
             self.wanted = 1 + (self.steps if message.together else flight.step)
             rate = self._rate(turn) if message.corrects else None
             mixed, copied = None, None
@@ -203,28 +203,28 @@ class Mixer:
             if mixed is not None:
                 self._correct(x, message.sent, mixed, self._states[place], turn)
             self.exchange.pool.give([message.sent] if mixed is None else [message.sent, mixed])
-            if not place and flight.departed:  # a round counts once, with its first bucket
+            if not place and flight.departed:  # count a round once, with its first bucket
                 self._landed += 1
                 self._in_flight_seconds += perf_counter() - flight.departed
         return copied
 
     def _healed(self, sick: Sick, flight: Flight, place: int, turn: Turn) -> Tensor | None:
-        """Heal the bucket whose own message was refused; return what corrects it nevertheless."""
+        """Heal the bucket whose own message was refused; return a mixture if one corrects it nevertheless."""
         left = max(f.round for f in (flight, *self._flights) if len(f.messages) > place)
         x, state = self.buckets[place].flat, self._states[place]
         if not self.healing.heal(sick, place, left, self._combine, x, state, turn) and sick.late:
-            return sick.mixed  # a device's verdict is of an earlier one: this round is as any other
+            return sick.mixed  # a GPU's verdict is about an earlier round: this round is mixed as usual
         self.exchange.pool.give([sick.mixed])
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Round, rule states and every flight with what it brings. Waits for the wire, changes no parameter."""
+        """State to save: round, rule states and messages in flight. Waits for messages, changes no parameter."""
         flights = [flight.state_dict(partial(self._keep, flight)) for flight in self._flights]
         return {**self.kept(), "flights": flights, "healing": self.healing.state_dict()}
 
     def _keep(self, flight: Flight, place: int) -> Landed:
-        """Keep what came for a bucket. A refused one is healed where it lands, in a step: not in what is saved now, nor
-        in the mean that may stand in the parameters' place."""
+        """Wait for and keep what a bucket receives. A refused bucket is healed later, when a step mixes it: not in the
+        state that is saved now, nor in a mean that may replace the parameters."""
         message = flight.messages[place]
         try:
             return message.keep(self._rate(self.turn(flight.round)) is not None)
@@ -233,7 +233,7 @@ class Mixer:
             return Landed(message.sent, None, sick=sick)
 
     def kept(self) -> dict[str, Any]:
-        """`state_dict` without what is under way, which isn't a newcomer's: nobody waits for the wire."""
+        """`state_dict` without messages in flight, for a newcomer to copy; waits for no message."""
         return {
             "round": self.round,
             "steps": self.steps,
@@ -245,13 +245,13 @@ class Mixer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned. ValueError: it was taken with other buckets."""
+        """Restore what `state_dict` returned. ValueError: the state was saved with other buckets."""
         elements = [bucket.flat.numel() for bucket in self.buckets]
         if state["elements"] != elements:
             raise ValueError(
                 f"the checkpoint's messages have buckets of {state['elements']} elements, this run has {elements}: "
-                "resume with the same version, bucket_bytes and device, or delete its .workers folder to start "
-                "from the mean"
+                "resume with the checkpoint's version, bucket_bytes and device, or delete its .workers folder to start "
+                "from the workers' mean"
             )
         self.exchange.coder.load_state_dict(state["exchange"])
         like = [bucket.flat for bucket in self.buckets]

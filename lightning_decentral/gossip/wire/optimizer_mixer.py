@@ -1,4 +1,4 @@
-"""The mixer of one optimizer: which parameters and states it mixes, in which buckets."""
+"""Mixer of one optimizer's parameters and states, packed into buckets."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -24,9 +24,9 @@ def healing(most: int, module: nn.Module) -> Healing:
 
 
 class OptimizerMixer:
-    """Parameters of one optimizer, or of a fragment of it, and the mixer that mixes them.
+    """Mixes the parameters of one optimizer, or a fragment of them.
 
-    A parameter that several optimizers train is the first one's (`taken`), and is mixed after the updates of each.
+    A parameter that several optimizers train belongs to the first (`taken`), and is mixed after the updates of each.
     """
 
     def __init__(
@@ -34,30 +34,30 @@ class OptimizerMixer:
         optimizer: Optimizer,
         mixer: Mixer,
         making: MixerFactory,
-        taken: set[nn.Parameter],  # those that a mixer has already
-        fragment: tuple[int, int] = (0, 1),  # (which one, of how many)
-        states: Sequence[StateMixer] = (),  # of the optimizer, mixed in addition
-        others_sick: Callable[[], bool] = bool,  # whether any other mixer of the worker holds what isn't sound
-        place: Callable[[], int] = int,  # of the optimizer among those with mixers
+        taken: set[nn.Parameter],  # parameters that another mixer has
+        fragment: tuple[int, int] = (0, 1),  # (number of the fragment, how many fragments)
+        states: Sequence[StateMixer] = (),  # mixers of the optimizer's states
+        others_sick: Callable[[], bool] = bool,  # whether another mixer of the worker has poisoned parameters
+        place: Callable[[], int] = int,  # index of the optimizer among those with mixers
     ) -> None:
         self.optimizer, self.mixer, self.states = optimizer, mixer, tuple(states)
-        self.buckets, self.own = list[Bucket](), set[nn.Parameter]()  # what it mixes
-        self.looks, self.strayed = 0, False  # how often the optimizer had others; whether it lacks what is mixed
+        self.buckets, self.own = list[Bucket](), set[nn.Parameter]()  # mixed parameters
+        self.looks, self.strayed = 0, False  # times the optimizer had new parameters; whether it lacks a mixed one
         self._packs, self._seen = list[list[nn.Parameter]](), list[nn.Parameter]()
         self._making, self._taken, self._fragment = making, taken, fragment
         self._last, self._place = optimizer, place
         self.recovery, self.written = HealedBuckets(self.buckets, self._forget, others_sick), Written(self.buckets)
-        # Wherever a round lands: in a step, before training ends, before a mask is chosen.
+        # Wherever a round is mixed: in a step, before training ends, before a mask is chosen.
         mixer.healing.forget = self.recovery.healed
 
     def _forget(self) -> None:
-        """Begin anew what the optimizers that have updated these parameters last keep of a poison."""
+        """Reset the poisoned states of the optimizers that have updated these parameters last."""
         for optimizer in {self.optimizer, self._last}:
             forget_poison(optimizer, local, lambda: [state.name for state in self.states])
 
     def adopt(self) -> None:
-        """Take in what the optimizer got since the last look (gradual unfreezing adds groups)."""
-        # With a gradient, what was frozen again since the backward is updated, too.
+        """Add the optimizer's new parameters to the buckets (gradual unfreezing adds groups)."""
+        # A parameter with a gradient that was frozen again since the backward is updated, too.
         groups = self.optimizer.param_groups
         now = [p for group in groups for p in group["params"] if p.requires_grad or p.grad is not None]
         if len(now) == len(self._seen) and all(map(is_, now, self._seen)):
@@ -71,7 +71,7 @@ class OptimizerMixer:
         self._pack(new)
 
     def hand_over(self, optimizer: Optimizer, states: Sequence[StateMixer]) -> Traffic:
-        """Give this to another optimizer that trains the same; states begin anew. Return what the old states' sent."""
+        """Continue with another optimizer of these parameters, and new state mixers. Return the old mixers' traffic."""
         for state in self.states:
             state.drain()
             for bucket in state.buckets:
@@ -82,15 +82,15 @@ class OptimizerMixer:
 
     @property
     def packs(self) -> list[list[int]]:
-        """Places in the optimizer, as it is now, of the parameters that were packed at a time."""
+        """Indices in the present optimizer of the parameters that were packed at a time."""
         places = {p: place for place, p in enumerate(parameters_of(self.optimizer))}
         return [[places[p] for p in pack if p in places] for pack in self._packs]
 
     def adopt_pack(self, places: Sequence[int] | int) -> None:
-        """Pack what the run that is resumed had packed: a message in flight may hold what isn't unfrozen here yet."""
+        """Pack as the resumed run had: a message in flight may contain parameters that aren't unfrozen here yet."""
         every = parameters_of(self.optimizer)
         free = self._of_fragment([p for p in every if p not in self._taken])
-        # 0.2 saved how many: the first of those that weren't packed yet.
+        # Version 0.2 saved a number: that of the first parameters that weren't packed yet.
         new = free[:places] if isinstance(places, int) else [every[place] for place in places if place < len(every)]
         self._making.mixed.grow(new, self._place())
         self._pack(new)
@@ -99,7 +99,7 @@ class OptimizerMixer:
         which, count = self._fragment
         if count == 1:
             return new
-        # Of all that it has, frozen or not: so whose turn it is doesn't depend on when something is unfrozen.
+        # Of all its parameters, frozen or not: so a parameter's fragment doesn't depend on when it is unfrozen.
         mine = set(dealt(parameters_of(self.optimizer), count)[which])
         return [p for p in new if p in mine]
 
@@ -108,22 +108,22 @@ class OptimizerMixer:
             self._taken.update(new)
             self.own.update(new)
             self._packs.append(list(new))
-            self._making.known.restore(new)  # as all workers' lie: also those that are freed later
+            self._making.known.restore(new)  # with the strides of all workers, also for parameters unfrozen later
             buckets = self._making.pack(new)
             self.buckets += buckets
             self.mixer.extend(with_tail(buckets))
 
     def adopt_states(self) -> None:
-        """Take in the states that the optimizer has for them since its last update."""
+        """Add new states of the optimizer to their buckets."""
         for state in self.states:
             state.adopt(self.own)
 
     def step(self, by: Optimizer | None = None) -> None:
-        """One round after an update; `by` another optimizer, which trains some of the same parameters."""
+        """Take one round after an update; `by`: another optimizer that made the update, of shared parameters."""
         self._last = by or self.optimizer
-        # The largest: a group that is kept at 0 shows nothing of the others. Without an optimizer there is none.
+        # The largest learning rate: a group kept at 0 says nothing about the others. Without an optimizer none.
         learning_rate = max((float(group.get("lr", 1.0)) for group in self._last.param_groups), default=1.0)
-        layouts = self._making.mixed.layouts  # what is mixed in a round is settled where it begins
+        layouts = self._making.mixed.layouts  # a round's parameters are fixed when it begins
         if self.recovery.recovers:
             self.recovery.begin()
         layouts.begin()
@@ -153,8 +153,8 @@ class OptimizerMixer:
             bucket.store()
 
     def shown(self, standing: bool) -> Iterator[tuple[int, Tensor]]:
-        """(address of a parameter, what is evaluated in its place); what was written since the last step is itself.
-        `standing`: the mean stands in the parameters' place."""
+        """Yield (address of a parameter, tensor to evaluate instead), unless it was written to since the last step.
+        `standing`: the mean has replaced the parameters meanwhile."""
         if not (flats := self.mixer.shown()):
             return
         written = self.written.found if standing else self.written.look()
@@ -167,7 +167,7 @@ class OptimizerMixer:
             yield from ((place, view) for place, view in bucket.views(torch.cat(flat)) if place not in written)
 
     def traffic(self) -> Traffic:
-        """Traffic of the parameters and the states; the rounds are the parameters'."""
+        """Traffic of parameters and states; the number of rounds is that of the parameters."""
         return self.mixer.traffic() + self._of_states()
 
     def _of_states(self) -> Traffic:
@@ -189,13 +189,13 @@ class OptimizerMixer:
             own.load_state_dict(state["beside"][own.name])
 
 
-SAMPLES = 64  # Elements sampled of each parameter: a pass over all of it in each step would cost as much as a round.
+SAMPLES = 64  # Elements sampled of each parameter: a pass over all elements per step would cost as much as a round.
 
 
 class Written:
-    """Writes to the parameters of one mixer's buckets since its last step.
+    """Detects writes to the parameters of one mixer's buckets since its last step.
 
-    A parameter counts its own changes, but for those by `.data`: these show in a sample of its elements.
+    A parameter's version counts its changes, except those by `.data`, which a sample of its elements shows.
     """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
@@ -204,16 +204,16 @@ class Written:
         self._owners: list[list[int]] = []
         self._versions: list[list[int]] = []
         self._samples: list[Tensor] = []
-        self.found: set[int] = set()  # their addresses, as far as somebody has looked
+        self.found: set[int] = set()  # addresses of parameters that were written to, as found by `look`
 
     def stepped(self) -> None:
-        """Count what was written before as a part of the update."""
+        """Count earlier writes as part of the update."""
         self.found.clear()
         self.note()
 
     @torch.no_grad()
     def note(self, written: Iterable[Tensor] = ()) -> None:
-        """Compare from here on. What was found stays, and what was written while the mean stood in its place."""
+        """Compare from now on. Keeps what was found, and `written`: writes while the mean had replaced parameters."""
         own = {local(p).data_ptr() for bucket in self._buckets for p in bucket.parameters} if written else set()
         self.found.update(own.intersection(local(t).data_ptr() for t in written))
         for bucket in self._buckets[len(self._places) :]:
@@ -223,7 +223,7 @@ class Written:
 
     @torch.no_grad()
     def look(self) -> set[int]:
-        """Addresses of those that were. Waits for a device."""
+        """Return the addresses of parameters that were written to. Waits for a GPU."""
         for bucket in self._buckets:
             bucket.adopt()  # a parameter may have been given another storage
         found = zip(self._buckets, self._places, self._owners, self._versions, self._samples, strict=False)
@@ -237,7 +237,7 @@ class Written:
         return self.found
 
     def kept(self) -> list[tuple[Tensor, Tensor]]:
-        """(parameter, what was written to it)."""
+        """Return (parameter, written value) pairs."""
         found = self.look()
         every = [local(p) for bucket in self._buckets for p in bucket.parameters]
         return [(p, p.clone()) for p in every if p.data_ptr() in found]

@@ -1,7 +1,7 @@
-"""The mixers of all optimizers, saved and restored together; what becomes of them where optimizers are replaced.
+"""The mixers of all optimizers, saved and restored together, and kept or made anew when optimizers are replaced.
 
-An optimizer has a mixer for each fragment of the model that travels by itself (one, mostly), and the first of them has
-the mixers of states that travel, too.
+An optimizer has a mixer for each fragment of the model (mostly one); the first of them also has the mixers of optimizer
+states.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ from lightning_decentral.shared.wire.transport import Transport
 def heirs_of(
     mixers: Sequence[OptimizerMixer], before: Sequence[Optimizer], live: Sequence[Optimizer]
 ) -> dict[Optimizer, Optimizer] | None:
-    """{one that is gone: the new one that trains all that it did}; None: somebody's parameters are nobody's now."""
+    """Match {gone optimizer: new optimizer that trains all its parameters}; None if a parameter has no optimizer."""
     gone = [optimizer for optimizer in before if optimizer not in live]
     new = [optimizer for optimizer in live if optimizer not in before]
     heirs = {}
@@ -40,18 +40,18 @@ def heirs_of(
 
 
 class Mixers:
-    """Mixers of all optimizers, for each as many as the model has fragments.
+    """Mixers of all optimizers, for each optimizer as many as the model has fragments.
 
-    A parameter is mixed after each update of any optimizer that has it: what counts is what an optimizer trains, not
-    which object it is. `making` is asked when an optimizer's are made.
+    A parameter is mixed after each update of any optimizer that has it. The mixers depend on an optimizer's parameters,
+    not on its identity. `making` returns the factory when an optimizer's mixers are made.
     """
 
     def __init__(self, making: Callable[[], MixerFactory]) -> None:
-        self._making, self.mixed = making, Mixed()  # what all of them mix; `watch` makes it ask the other workers
+        self._making, self.mixed = making, Mixed()  # all mixed parameters; `watch` compares them between workers
         self._all: list[OptimizerMixer] = []
         self._live: list[Optimizer] = []
-        self.exact_steps: int | None = None  # of this run, once they are known
-        self._past = Traffic()  # of mixers that are gone
+        self.exact_steps: int | None = None  # of this run, once known
+        self._past = Traffic()  # of mixers that were replaced
         self._taken: set[nn.Parameter] = set()
         self._others: dict[Optimizer, tuple[tuple[int, int], list[OptimizerMixer]]] = {}
 
@@ -62,7 +62,7 @@ class Mixers:
         return self._all[index]
 
     def of(self, optimizer: Optimizer) -> list[OptimizerMixer]:
-        """Mixers of this optimizer; new ones for one that hasn't been met, on all workers in the same step."""
+        """Return an optimizer's mixers; makes them for a new optimizer, on all workers in the same step."""
         if found := [mixer for mixer in self._all if mixer.optimizer is optimizer]:
             return found
         self._live.append(optimizer)
@@ -89,28 +89,28 @@ class Mixers:
         return any(mixer.recovery.sick for mixer in self._all if mixer.mixer is not own)
 
     def traffic(self) -> Traffic:
-        """Traffic of all mixers; a fault that has poisoned several optimizers or fragments counts once."""
+        """Traffic of all mixers; a healing of several optimizers or fragments counts once."""
         healed = max((mixer.mixer.healing.healed for mixer in self._all), default=0)
         return replace(sum((mixer.traffic() for mixer in self._all), self._past), healed=healed)
 
     def _timed(self) -> MixerFactory:
-        """MixerFactory with the exact steps that the first one had, or those of the run that is resumed."""
-        # A share of a run that is made longer would grow, and a rule that has begun mustn't end.
+        """Return the factory with the exact steps of the first factory, or of the resumed run."""
+        # If a run is made longer, a share of it would grow, and a rule that has begun mustn't end.
         making = self._making()
         if self.exact_steps is None:
             self.exact_steps = making.exact_steps
         return replace(making, exact_steps=self.exact_steps, mixed=self.mixed)
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Take in what this optimizer trains."""
+        """Add this optimizer's trained parameters to its mixers."""
         for mixer in self.of(optimizer):
             mixer.adopt()
 
     def follow(self, live: Sequence[Optimizer]) -> None:
-        """Take these optimizers from now on, on all workers in the same step.
+        """Use these optimizers from now on, on all workers in the same step.
 
-        Where each still trains what one did before, that one's rounds, rules and messages in flight go on. Otherwise
-        workers meet in their mean, and rules begin anew from there.
+        If each new optimizer trains the parameters of an old one, the old one's rounds, rule states and messages in
+        flight continue. Otherwise all workers are set to their mean, and rules begin anew.
         """
         if same(live, self._live):
             return
@@ -132,12 +132,12 @@ class Mixers:
         self._live = live
 
     def _begin_anew(self, live: Sequence[Optimizer]) -> None:
-        # A parameter is mixed after the updates of the first optimizer that trains it now.
+        # A parameter is mixed after the updates of the first of the new optimizers that trains it.
         pairs = [(p, place) for place, optimizer in enumerate(live) for p in parameters_of(optimizer)]
         by = {p: place for p, place in reversed(pairs) if p.requires_grad or p.grad is not None}
         self.mixed.begin_anew(by, len(live))
         self.settle()
-        # A parameter that is mixed no more ends at the mean, too: it may come back.
+        # A parameter that is no longer mixed is set to the mean, too: it may be mixed again later.
         self._timed().meet([p for mixer in self._all for bucket in mixer.buckets for p in bucket.parameters])
         self._give_back()
         self._past = self.traffic()
@@ -146,12 +146,12 @@ class Mixers:
             counted = {key: old.mixer.kept()[key] for key in ("round", "steps", "peak")}
             new.mixer.load_state_dict({**new.mixer.state_dict(), **counted})
             new.mixer.healing.healed = old.mixer.healing.healed
-        self._all, self._live = made, [*live]  # at once: others may ask for the rounds meanwhile
+        self._all, self._live = made, [*live]  # at once: other threads may read the rounds meanwhile
         for optimizer in live:
             self.adopt(optimizer)
 
     def step(self, optimizer: Optimizer) -> None:
-        """One round after an update of this optimizer, of all that it trains."""
+        """Take one round after an update of this optimizer, for all its parameters."""
         own = self.of(optimizer)
         for mixer in own:
             mixer.adopt()
@@ -165,7 +165,7 @@ class Mixers:
             mixer.step(by=optimizer)
 
     def _sharing(self, optimizer: Optimizer, own: Sequence[OptimizerMixer]) -> list[OptimizerMixer]:
-        """Mixers of other optimizers that mix something that this one trains, too."""
+        """Mixers of other optimizers that mix a parameter that this optimizer trains, too."""
         seen = len(self._taken), own[0].looks
         if self._others.get(optimizer, ((), ()))[0] != seen:
             trained = set(parameters_of(optimizer))
@@ -174,21 +174,21 @@ class Mixers:
         return self._others[optimizer][1]
 
     def share(self, over: Transport, device: torch.device, meet: Callable[[Callable[[], Any]], Any]) -> float | None:
-        """w_i / sum_j w_j of push-sum (the first optimizer's where there are several); None: all equal. Collective."""
+        """This worker's weight in the mean: w_i / sum_j w_j of the first optimizer; None if equal. Collective."""
         if not (shares := [share for mixer in self._all[:1] for share in mixer.mixer.shares()[:1]]):
             return None
-        # A poisoned weight would poison all shares: its worker has none.
+        # A poisoned weight would poison all weights: its worker counts 0.
         own = shares[0].double().to(device).nan_to_num(0.0, 0.0, 0.0)
         total = own.clone()
         meet(lambda: over.all_reduce(total).wait())
         return float(own / total)
 
     def shown(self, standing: bool = False) -> Mapping[int, Tensor]:
-        """{address of a parameter: what is evaluated in its place}, where the rule has something else than its mean."""
+        """{address of a parameter: tensor to evaluate instead}, for rules that evaluate anchors."""
         return dict(pair for mixer in self._all for pair in mixer.shown(standing))
 
     def note(self, written: Sequence[Tensor]) -> None:
-        """The mean has left the parameters' place; these were written meanwhile."""
+        """Note that the parameters replaced the mean again, and which were written to meanwhile."""
         for mixer in self._all:
             mixer.written.note(written)
 
@@ -198,7 +198,7 @@ class Mixers:
 
     @torch.no_grad()
     def end(self) -> None:
-        """Land all that is in flight, where nothing follows: what somebody wrote since the last step stays."""
+        """Mix all messages in flight at the end of training; values written since the last step stay."""
         kept = [pair for mixer in self._all for pair in mixer.written.kept()]
         self.settle()
         for parameter, written in kept:
@@ -206,7 +206,7 @@ class Mixers:
         self.note([parameter for parameter, _ in kept])
 
     def release(self) -> None:
-        """Give every parameter and state a storage of its own again."""
+        """Give every parameter and state its own storage again, instead of a view of a bucket."""
         self._give_back()
         self._all, self._live = [], []
         self.mixed.close()
@@ -218,17 +218,17 @@ class Mixers:
         self._taken.clear()
         self._others.clear()
 
-    def state_dict(self, of: Callable[[OptimizerMixer], Any] = OptimizerMixer.state_dict) -> dict[str, Any]:
-        """The mixers' states, and the places in their optimizers of the parameters that were packed at a time."""
+    def state_dict(self, state_of: Callable[[OptimizerMixer], Any] = OptimizerMixer.state_dict) -> dict[str, Any]:
+        """State to save: the mixers' states, and the indices of the parameters that were packed at a time."""
         return {
-            "mixers": [of(mixer) for mixer in self._all],
+            "mixers": [state_of(mixer) for mixer in self._all],
             "packs": [mixer.packs for mixer in self._all],
             "exact_steps": self.exact_steps,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:
-        """Restore what `state_dict` returned. ValueError: it was taken with another number of optimizers, or with other
-        buckets."""
+        """Restore what `state_dict` returned. ValueError: the state was saved with another number of optimizers, or
+        other buckets."""
         with self.mixed.reading():
             self._give_back()
             self._all, self._live = [], []
@@ -239,9 +239,9 @@ class Mixers:
                 each = len(mixers) // max(1, len(optimizers))
                 raise ValueError(
                     f"the checkpoint has {len(state['mixers']) // each} optimizers, this run has {len(optimizers)}: "
-                    "resume with the same configure_optimizers and topology"
+                    "resume with the checkpoint's configure_optimizers and topology"
                 )
-            # Fragment by fragment, each packed as it was: a message in flight has the layout of its buckets.
+            # Fragment by fragment, packed as when saved: a message in flight has the layout of its buckets.
             for mixer, packs, saved in zip(mixers, state["packs"], state["mixers"], strict=True):
                 for pack in packs:
                     mixer.adopt_pack(pack)

@@ -1,6 +1,6 @@
-"""Communication overlap: a round is encoded, sent, awaited and decoded during training, and mixed on the host.
+"""Communication overlap: a round is encoded, sent, received and decoded while training computes.
 
-On the host by threads; on a device, which queues a round's work by itself, codes have a stream of their own.
+On the CPU threads do that; a GPU queues a round's work by itself, and encodes and decodes on a second stream.
 """
 
 from collections.abc import Sequence
@@ -23,9 +23,9 @@ Result = TypeVar("Result")
 
 
 def overlapped(exchange: Exchange[Any], device: torch.device, delay: int) -> Exchange[Any]:
-    """The same exchange, overlapped with the training where there is something to overlap with. At delay 0 a round
-    lands where it's launched. On a device messages as they are cost one kernel, in the training's way wherever it is
-    queued: it corrects, and copies what leaves next. By gloo the host waits for them, at the landing."""
+    """Overlap an exchange with training, where that helps: not at delay 0, where a round is mixed at once, nor for
+    unencoded messages on a GPU, which cost one kernel on any stream (it corrects x and copies the next message). Under
+    gloo the host waits for messages on a GPU, when they are mixed."""
     if not delay:
         return exchange
     if device.type == "cpu":
@@ -36,48 +36,48 @@ def overlapped(exchange: Exchange[Any], device: torch.device, delay: int) -> Exc
 
 
 class OverlapExchange(Exchange["Overlapped"]):
-    """Another exchange on two threads of the host: one makes messages ready and sends them, one receives and mixes.
+    """Runs another exchange on two threads of the host: one encodes and sends messages, one receives and mixes.
 
         training    copy |      forward, backward, update         | correct x
         leaving          | encode |  send |
         arriving         ... mix |        | wait, decode, mix |
 
-    The step pays for a copy of the parameters and for the correction that landed. The order of operations on every
-    bucket is the inner exchange's own, so are the bits. That is on the host, with nobody else on its transport.
+    A training step waits only for a copy of the parameters and for the correction. The order of operations on every
+    bucket, and so the bits, are those of the inner exchange, which must be on the CPU with a transport of its own.
     """
 
     def __init__(self, inner: Exchange[Any]) -> None:
         self.inner = inner
         self.pool, self.coder, self.neighbours = inner.pool, inner.coder, inner.neighbours
-        # Two threads, since a round is to be encoded while the one before is still awaited. That they are threads
-        # costs the training little: torch lets go of the interpreter within its operations.
+        # Two threads, so that a round can be encoded while the round before is still received. Threads cost training
+        # little: torch releases the interpreter lock within its operations.
         self._leaving, self._arriving = WorkerThread("gossip leaves"), WorkerThread("gossip arrives")
-        self._before: list[Future[Tensor]] = []  # the landings of the round before
-        self._round: list[Overlapped] = []  # what was launched of this one
+        self._before: list[Future[Tensor]] = []  # mixtures of the round before
+        self._round: list[Overlapped] = []  # messages launched in this round
         self._departed: Future[None] | None = None
         self._admitted: list[int] = []
         self._last_overlaps = False
         self._wait_seconds = 0.0
 
     def admit(self, buckets: Sequence[Tensor], combine: Combine) -> None:
-        if self._departed is not None:  # the inner exchange is the leaving thread's until that has sent what it has
+        if self._departed is not None:  # the leaving thread uses the inner exchange until it has sent its messages
             self._departed.result()
         self._admitted += [bucket.numel() * bucket.element_size() for bucket in buckets]
         self._last_overlaps = is_short(self._admitted[-1], sum(self._admitted)) if self._admitted else False
         self.inner.admit(buckets, combine)
 
     def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> "Overlapped":
-        """Memory until landed: a copy, the inner exchange's, and where messages are decoded what they become."""
-        # A copy leaves: what was sent is subtracted at the landing, and updates change the parameters until then.
+        """Launch a message. Memory until mixed: a copy, that of the inner exchange, and decoded messages."""
+        # A copy is sent: the correction subtracts the sent values, and updates change the parameters meanwhile.
         sent = copied.message if copied else self.pool.take(message).copy_(message)
         launched = self._leaving.send(partial(self.inner.launch, sent, step, place, Copied(sent)))
         part = Overlapped(self, sent, launched)
         self._round = [*self._round, part] if place else [part]
-        # Only the last bucket overlaps, where it is short (`buckets.with_tail`): all others leave when it alone is
-        # missing, so that the links don't rest while it is mixed and the next neighbours find each other.
+        # If the last bucket is short (`buckets.with_tail`), all others are sent before it, so that the links don't
+        # idle while the last bucket is mixed and the next neighbours connect.
         if self._last_overlaps and len(self._round) == len(self._admitted) - 1:
             before = self._before[:-1]
-            # Else the leaving thread would wait for those before it encodes the last bucket.
+            # Otherwise the leaving thread would wait for the earlier buckets before it encodes the last one.
             if all(landed.done() for landed in before):
                 self._leave(self._round, before, step)
         return part
@@ -87,18 +87,18 @@ class OverlapExchange(Exchange["Overlapped"]):
         if self._last_overlaps:
             self._leave(waiting[:-1], self._before[:-1], step)
             waiting = waiting[-1:]
-        # A round leaves when the one before has landed: rounds that go to different neighbours at once would meet on
-        # the links of hosts that still receive, and from then on no two hosts finish together. On a link that is
-        # what a step waits for they take longer than one after the other; elsewhere the round before has landed long
-        # ago. Encoding the next one waits with it, so a rule that asks what it sent (`PushSum`) waits until the last
-        # round but one has landed.
+        # A round is sent when the round before has arrived: two rounds to different neighbours at once would share
+        # the links of hosts that still receive, and from then on no two hosts would finish together. If a step waits
+        # for the link, two rounds at once take longer than one after the other; else the round before has arrived
+        # long ago. Encoding the next round waits, too, so a rule that reads what it sent (`PushSum`) waits until the
+        # last round but one has arrived.
         self._leave(waiting, self._before, step)
         self._before = [part.landed for part in launched if part.landed is not None]
 
     def _leave(self, parts: Sequence["Overlapped"], before: Sequence["Future[Tensor]"], step: int) -> None:
         if not parts:
             return
-        # Where something couldn't leave, nothing may leave after it: `send` asks the departure before, too.
+        # After a message that couldn't be sent, none may be sent: `send` checks the departure before, too.
         last = [] if self._departed is None else [self._departed]
         inner = [part.launched for part in parts]
         self._departed = self._leaving.send(partial(self._depart, before, step), *inner, *last)
@@ -111,20 +111,20 @@ class OverlapExchange(Exchange["Overlapped"]):
         self.inner.depart([message for message in launched if message is not None], step)
 
     def awaited(self, future: "Future[Result]") -> Result:
-        """Wait for a future, and return its result or raise its error; the training waits meanwhile."""
+        """Wait for a future, counted as training's wait, and return its result or raise its error."""
         began = perf_counter()
         future.exception()
         self._wait_seconds += perf_counter() - began
         return future.result()
 
     def traffic(self) -> Traffic:
-        # The inner exchange's waits are those of the threads: hidden. What counts is the training's.
+        # The inner exchange's waits are the threads', and overlap. Only training's waits count.
         return replace(self.inner.traffic(), wait_seconds=self._wait_seconds)
 
 
 @dataclass
 class Overlapped(MessageInFlight):
-    """A message between launch and landing: being made ready, then sent and received."""
+    """Message in flight on the two threads: being encoded, then sent and received."""
 
     exchange: OverlapExchange
     sent: Tensor
@@ -141,12 +141,12 @@ class Overlapped(MessageInFlight):
 
 
 class StreamExchange(Exchange["OnStream"]):
-    """A device's exchange of codes, on a second stream but for the copy of the parameters and the correction.
+    """Exchanges codes on a GPU's second stream; only the copy of the parameters and the correction are on the first.
 
         training  copy |        forward, backward, update        | correct x
         meanwhile      | encode, send, wait, decode, judge |
 
-    All that codes remember, and the buffers of messages, are touched on this stream alone: the inner exchange's waits
+    Estimates of codecs and buffers of messages are used on the second stream alone: the inner exchange's waits
     are those of the current stream.
     """
 
@@ -160,7 +160,7 @@ class StreamExchange(Exchange["OnStream"]):
 
     def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> "OnStream":
         sent = self._copy(message, copied)
-        # For the message, and for the last readers of the buffers that went back to the pool.
+        # For the message, and for the last readers of buffers that were returned to the pool.
         self._stream.wait_stream(self.caller())
         with cuda.on(self._stream):
             inner = self.inner.launch(sent, step, place, Copied(sent))
@@ -176,34 +176,34 @@ class StreamExchange(Exchange["OnStream"]):
                 message.arrived = self._stream.record_event()
 
     def caller(self) -> cuda.Stream:
-        """The current stream."""
+        """The current CUDA stream, on which training runs."""
         return cuda.current_stream(self._stream.device)
 
     def arrived(self, message: "OnStream") -> EarlyArrival:
-        """Have the caller's stream wait for a message."""
+        """Make the caller's stream wait for a message, and return it."""
         caller = self.caller()
         assert message.arrived is not None, "land only what has departed"
         self._waited.during([partial(caller.wait_event, message.arrived)])
-        # Not to be given away before the caller has read it.
+        # The allocator mustn't reuse the memory before the caller has read it.
         for tensor in message.memory:
             tensor.record_stream(caller)
         return message.inner
 
     def traffic(self) -> Traffic:
-        # The inner exchange's waits are this stream's: hidden.
+        # The inner exchange's waits are the second stream's, and overlap.
         return replace(self.inner.traffic(), wait_seconds=self._waited.seconds())
 
 
 @dataclass
 class OnStream(MessageInFlight):
-    """A message between launch and landing."""
+    """Message in flight on a GPU's second stream."""
 
     exchange: StreamExchange
     sent: Tensor
     inner: EarlyArrival
     encoded: cuda.Event
     arrived: cuda.Event | None = None
-    memory: Sequence[Tensor] = ()  # tensors of the second stream that the landing reads
+    memory: Sequence[Tensor] = ()  # tensors of the second stream that mixing reads
 
     @property
     def corrects(self) -> bool:  # type: ignore[override]

@@ -1,7 +1,7 @@
 """Peer-to-peer exchange: sends to this worker's targets, receives from its sources: mixed_i = sum_j w_ij sent_j.
 
-Messages may be encoded. An all-reduce in cliques (`clique`) and `W @ message` (`simulation`) give the same numbers up
-to rounding.
+Messages may be encoded. An all-reduce in cliques (`assembly`) and `W @ message` (`simulation`) give the same numbers
+up to rounding.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,8 +21,7 @@ from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Neighbours, Weights, neighbours
 from lightning_decentral.gossip.wire.exchange import HEADER, Copied, EarlyArrival, Exchange, Landed, Traffic
 from lightning_decentral.shared.compute.buckets import Pool
-from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.codec.deterministic import Plain
+from lightning_decentral.shared.compute.codec.codec import Codec, Plain
 from lightning_decentral.shared.compute.device import stopwatch
 from lightning_decentral.shared.compute.health import judged, scale, scales_in, stated
 from lightning_decentral.shared.wire.transport import Message, Transport
@@ -32,14 +31,14 @@ E = TypeVar("E", bound=EarlyArrival)
 
 @dataclass
 class Arrivals(Exchange[E]):
-    """Exchange that sends each message to certain workers, and receives theirs: of the kind `EarlyArrival`."""
+    """Base of exchanges that send messages to certain workers and receive theirs, as `EarlyArrival`."""
 
     topology: Topology
     weights: Weights
-    transport: Transport  # that its messages leave by, of this exchange alone
+    transport: Transport  # sends the messages, of this exchange alone
     device: torch.device
-    codec: Codec = Plain()  # noqa: RUF009 - a frozen value, of every message
-    pool: Pool = field(default_factory=Pool)  # one for all exchanges whose rounds alternate
+    codec: Codec = Plain()  # noqa: RUF009 - a frozen value, for every message
+    pool: Pool = field(default_factory=Pool)  # shared by all exchanges whose rounds alternate
 
     def __post_init__(self) -> None:
         plan = self.topology, self.weights, self.transport.rank, self.transport.size
@@ -52,7 +51,7 @@ class Arrivals(Exchange[E]):
 
     def depart(self, launched: Sequence[E], step: int) -> None:
         sends, receives = [message.sends() for message in launched], [message.receives() for message in launched]
-        # All buckets at once: on a device in one launch.
+        # All buckets at once: on a GPU in one launch.
         outgoing, incoming = self.transport.exchange([*chain(*sends)], [*chain(*receives)])
         self._bytes_sent += bytes_of(chain(*sends))
         for message, sent, received in zip(launched, sends, receives, strict=True):
@@ -69,18 +68,18 @@ def bytes_of(sends: Iterable[Message]) -> int:
 
 
 def messages(by_worker: Mapping[int, Sequence[Tensor]]) -> list[Message]:
-    """Numbered for each worker, as both ends do it."""
+    """Make the transport's messages, numbered for each worker as on both ends."""
     return [Message(j, tensor, tag) for j, tensors in by_worker.items() for tag, tensor in enumerate(tensors)]
 
 
 @dataclass
 class PeerMessage(EarlyArrival):
-    """One bucket on its way to and from the neighbours of one step."""
+    """Message in flight: one bucket to and from the neighbours of one step."""
 
     exchange: "PeerExchange"
     step: int
     place: int
-    row: Mapping[int, float]  # {j: w_ij} of what is mixed, this worker included
+    row: Mapping[int, float]  # {j: w_ij} of the mixture, this worker included
     sent: Tensor  # [elements]
     headers: Tensor  # int64 [1 + sources, HEADER]: this worker's, then each source's
     packets: Mapping[int, Buffers]  # {target: payload}
@@ -103,24 +102,24 @@ class PeerMessage(EarlyArrival):
     def land(self, judged: bool = False) -> Tensor:
         exchange, own, received = self.exchange, self.sent, self._arrived()
         if not judged:
-            # A worker that took another number of steps would pair rounds wrongly without a sign.
+            # A worker that took another number of steps would silently pair rounds wrongly.
             exchange.verdicts.judge(self.step, [exchange.transport.rank, *received], self.headers, self.sane)
         sane, complaint = self.sane[1:], exchange.verdicts.complaint
         instead = own
         if complaint:
-            # sum_j w_ij sent_j / sum_j w_ij over the sources j whose messages are sound; the own one where none is.
-            # Seldom, so that the host may wait for the device's verdicts.
+            # sum_j w_ij sent_j / sum_j w_ij over the sources j whose messages are sound; the own message if none is.
+            # Rare, so that the host may wait for the device's verdicts.
             sound = [j for j, healthy in zip(received, sane, strict=True) if bool(healthy)]
             total = sum(self.row[j] for j in sound)
             means = [received[j] * (self.row[j] / total) for j in sound]
             own = instead = exchange.stand_in(torch.stack(means).sum(dim=0) if sound else own)
         elif exchange.device.type != "cuda" and not bool(sane.all()):
-            # A device isn't asked: there the own message stands in, and a rule for which that's wrong ends when the
-            # sender does, whose state the message has spoiled by then.
+            # A GPU isn't asked: there the own message replaces a refused one. A rule for which that's wrong ends
+            # together with the sender, whose state is poisoned by then.
             instead = exchange.stand_in(own)
         for tensor, healthy in zip(received.values(), sane, strict=True):
             refuse(tensor, instead, healthy)
-        # w_ii sent_i + sum_j w_ij received_j, in the received buffers; in one order always, so that a resumed run
+        # w_ii sent_i + sum_j w_ij received_j, in the received buffers; always in the same order, so that a resumed run
         # rounds alike.
         mixed, *others = received.values() if received else [exchange.pool.take(own).copy_(own)]
         if received:
@@ -132,7 +131,7 @@ class PeerMessage(EarlyArrival):
         return mixed
 
     def correct(self, x: Tensor, rate: float, copied: Copied | None = None) -> None:
-        """x <- x + rate sum_j w_ij (received_j - sent) over what is accepted."""
+        """x <- x + rate sum_j w_ij (received_j - sent) over accepted messages."""
         received = self._arrived()
         terms = self._terms(received)
         if copied is None:
@@ -159,29 +158,29 @@ class PeerMessage(EarlyArrival):
         return self.received
 
     def _terms(self, received: Mapping[int, Tensor]) -> tuple[Tensor, list[Tensor], list[float], Tensor]:
-        """Terms of a correction: own message, received ones, weights, which are sound; `Sick` where the own isn't."""
+        """Terms of a correction: own message, received messages, weights, verdicts; raises `Sick` for a bad own one."""
         verdicts = self.exchange.verdicts
         verdicts.judge(self.step, [self.exchange.transport.rank, *received], self.headers, self.sane)
         if verdicts.complaint:
-            self.land(judged=True)  # mixes what heals, and raises
+            self.land(judged=True)  # mixes what heals this worker, and raises
         return self.sent, [*received.values()], [self.row[j] for j in received], self.sane
 
     def _release(self) -> None:
-        """Wait until what was sent has left, and give its buffers back."""
+        """Wait until the messages have been sent, and return their buffers to the pool."""
         for pending in self.outgoing:
             pending.wait()
         if self.exchange.coder.encodes:  # else the message itself was sent
-            # Each once: the targets of an audience share a payload.
+            # Each payload once: the targets of an audience share it.
             self.exchange.pool.give(chain(*{id(payload): payload for payload in self.packets.values()}.values()))
 
 
 @dataclass
 class PeerExchange(Arrivals[PeerMessage]):
-    """Send this worker's buckets to its targets, receive from its sources, and mix what is accepted.
+    """Sends this worker's buckets to its targets, receives from its sources, and mixes accepted messages.
 
-    Every message is preceded by a header (round, elements of all buckets), and that of another round is an error. A
-    message with NaN, infinity or numbers absurd next to the others' is refused: its weight falls to the receiver's own
-    parameters, and it is counted.
+    Every message is preceded by a header (round, elements of all buckets); a header of another round is an error. A
+    message with NaN, infinity or numbers far too large next to the others is refused and counted: its weight is added
+    to that of the receiver's own parameters.
     """
 
     coder: Coder = field(init=False)
@@ -192,7 +191,7 @@ class PeerExchange(Arrivals[PeerMessage]):
         self.coder = coder_of(self.codec, self.topology, self.transport.rank, self.transport.size, self.pool)
 
     def admit(self, buckets: Sequence[Tensor], combine: Combine) -> None:
-        # Both ends of a link begin with one estimate: worker 0's parameters, by one broadcast.
+        # Both ends of a link begin with the same estimate: worker 0's parameters, which are broadcast.
         references = [bucket.clone() for bucket in buckets] if self.codec.remembers else buckets
         for reference in references if self.codec.remembers else []:
             self.transport.broadcast(reference).wait()
@@ -201,7 +200,7 @@ class PeerExchange(Arrivals[PeerMessage]):
         self._elements += sum(bucket.numel() for bucket in buckets)
 
     def stand_in(self, message: Tensor) -> Tensor:
-        """Tensor that counts in the place of a message that was refused, by the rule."""
+        """Replacement of a refused message, by the rule's `Recovery.stand_in`."""
         assert self._combine is not None
         return self._combine.recovery.stand_in(message)
 
@@ -211,24 +210,24 @@ class PeerExchange(Arrivals[PeerMessage]):
         return Copied(self.pool.take(x), headers, step, self._elements)
 
     def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> PeerMessage:
-        """Memory until landed: one copy of the message for each source."""
+        """Launch a message. Memory until mixed: one copy of the message for each source."""
         at, cuda = self.neighbours(step), self.device.type == "cuda"
         if cuda and copied is None and not self.coder.encodes:
             copied = self.copied(message, step, place).of(message)  # the copy and its header, in one pass
         sent = copied.message if copied else self.pool.take(message).copy_(message)
         headers = copied.headers if copied and not self.coder.encodes else None
-        packets = self.coder.encode(sent, at.heard_by, step, place)
+        packets = self.coder.encode(sent, at.targets, step, place)
         buffers = self.coder.buffers(at.sources, sent, place)
         if headers is None:
             headers = torch.empty(1 + len(buffers), HEADER, dtype=torch.int64, device=self.device)
-            # Of what receivers decode, which may overflow; now, while it is in the processor's cache.
+            # Of the decoded message, which may overflow; now, while it is in the processor's cache.
             headers[0].copy_(stated([step, self._elements], [sent], self.device))
-        # On the host a thread mixes, during the training.
+        # On the CPU a thread mixes, during training.
         return PeerMessage(self, step, place, at.row, sent, headers, packets, buffers, cuda and bool(buffers))
 
     def receive(self, message: PeerMessage) -> tuple[Mapping[int, Tensor], Tensor]:
-        """Wait for what was sent to this worker, decode and judge it; on the current stream: ({source: its message},
-        bool [1 + sources]: what is sound, the own message first)."""
+        """Wait for the messages to this worker, decode and check them, on the current stream. Returns ({source: its
+        message}, bool [1 + sources]: whether each is sound, the own message first)."""
         self.waited.during(pending.wait for pending in message.incoming)
         received = self._decoded(message)
         if self.coder.encodes:  # decoded here, perhaps from another estimate

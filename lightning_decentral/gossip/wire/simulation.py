@@ -1,4 +1,4 @@
-"""Simulation: all workers in one process, the same rule and mixer over the matrix W_t instead of a wire."""
+"""Simulation of gossip: all workers in one process, with the real rule and mixer, over the matrix W_t."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -12,16 +12,15 @@ from torch import Tensor
 from lightning_decentral.gossip.compute.combine.combine import Combine, Rule
 from lightning_decentral.gossip.compute.error_feedback import CodedMean, coder_of
 from lightning_decentral.gossip.compute.link import Buffers, Coder, Everyone, cliques_of
+from lightning_decentral.gossip.plan.planned_traffic import Cliques
 from lightning_decentral.gossip.plan.topology.topology import Topology, at_least_one
-from lightning_decentral.gossip.plan.traffic import Cliques
 from lightning_decentral.gossip.plan.weights import Entries, Neighbours, Weights, compressed, entries, neighbours
 from lightning_decentral.gossip.wire.consensus import mixer_of
 from lightning_decentral.gossip.wire.exchange import Copied, Exchange, Landed, MessageInFlight
 from lightning_decentral.shared.compute.buckets import LooseBucket, Pool
 from lightning_decentral.shared.compute.codec.blocks import real
-from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.compute.codec.codec import Codec, Plain
 from lightning_decentral.shared.compute.codec.coded_parts import CodedParts
-from lightning_decentral.shared.compute.codec.deterministic import Plain
 from lightning_decentral.shared.plan.arguments import at_least, checked
 
 Gradient = Callable[[Tensor, int], Tensor]
@@ -44,14 +43,14 @@ def simulate(
 
     Args:
         gradient: (x [size, dim], step) -> [size, dim], row i the gradient of worker i at its own x_i.
-        x0: [size, dim], row i where worker i starts; of a `Stream` each fragment has a run of columns.
-        steps: updates to take.
-        learning_rate: a number, or of the step.
-        delay: updates between launch and landing, as in `Mixer`.
-        weights: the rule's where None.
-        codec: of every message; they travel as they are where None.
-        every: keep the parameters after every so many steps only; `every=steps` keeps the last alone.
-        exact_steps: first steps, in which the mean of the workers takes the place of a round.
+        x0: initial parameters [size, dim], row i of worker i; each fragment of a `Stream` has consecutive columns.
+        steps: number of updates.
+        learning_rate: a number, or a function of the step.
+        delay: updates between sending and mixing, as in `Mixer`.
+        weights: mixing weights; by default the rule's.
+        codec: codec of every message; by default messages aren't encoded.
+        every: steps between kept parameters; `every=steps` keeps only the last.
+        exact_steps: number of first steps that average all workers exactly instead of a round.
 
     Returns:
         [steps // every + 1, size, dim]: x0 and the parameters after each step, or after each `every`-th.
@@ -93,9 +92,9 @@ M = TypeVar("M", bound=MessageInFlight)
 
 @dataclass
 class Everyones(Exchange[M]):
-    """Exchange of all workers in one process: they are the first axis of every tensor, and W_t has their links.
+    """Exchange between all workers in one process, the first axis of every tensor, over the links of W_t.
 
-    Steps that differ by a period share one W_t, silent steps all share one.
+    Steps that differ by a period share a W_t, and all steps without messages share one.
     """
 
     topology: Topology
@@ -119,7 +118,7 @@ class Everyones(Exchange[M]):
 
 @dataclass
 class LinkExchange(Everyones["LinkMessage"]):
-    """Exchange of encoded messages, as `MatrixExchange` of plain ones: every link of every worker in turn."""
+    """Simulated exchange of encoded messages, link by link, as `MatrixExchange` for unencoded messages."""
 
     codec: Codec
 
@@ -137,13 +136,13 @@ class LinkExchange(Everyones["LinkMessage"]):
         sent = self._copy(message, copied)
         everyone = [neighbours(self.topology, self.weights, rank, self.size, step) for rank in range(self.size)]
         links = zip(self.coders, everyone, strict=True)
-        packets = [worker.encode(sent[at.rank], at.heard_by, step, place) for worker, at in links]
+        packets = [worker.encode(sent[at.rank], at.targets, step, place) for worker, at in links]
         return LinkMessage(self, place, sent, everyone, packets)
 
 
 @dataclass
 class LinkMessage(MessageInFlight):
-    """Messages of all workers on all links."""
+    """Messages of all workers on all links, in flight."""
 
     exchange: LinkExchange
     place: int
@@ -153,11 +152,11 @@ class LinkMessage(MessageInFlight):
 
     def land(self) -> Tensor:
         mixed = self.exchange.pool.take(self.sent)
-        # Nothing is refused here: a NaN shows in the trajectory.
+        # A simulation refuses no message: a NaN shows in the trajectory.
         healthy = torch.ones((), dtype=torch.bool)
         for at, worker in zip(self.everyone, self.exchange.coders, strict=True):
             own, total = self.sent[at.rank], mixed[at.rank]
-            # Cloned: decoding uses a payload up, and all targets of an audience share it.
+            # Cloned: decoding consumes a payload, and all targets of an audience share it.
             payloads = {j: [t.clone() for t in self.packets[j][at.rank]] for j in at.sources}
             received = worker.decode(payloads, own, self.place)
             worker.remember(received, [healthy] * len(received), self.place)
@@ -169,7 +168,7 @@ class LinkMessage(MessageInFlight):
 
 @dataclass
 class EveryonesParts(Everyones["EveryonesCodes"]):
-    """All-reduce of codes by owners of parts, as `CodedCliqueExchange`'s."""
+    """Simulated all-reduce of codes by owners of parts, as in `CodedCliqueExchange`."""
 
     codec: Codec
 
@@ -190,7 +189,7 @@ class EveryonesParts(Everyones["EveryonesCodes"]):
 
 @dataclass
 class EveryonesCodes(MessageInFlight):
-    """Codes of all workers for all owners."""
+    """Codes of all workers for all owners, in flight."""
 
     exchange: EveryonesParts
     step: int
@@ -219,7 +218,7 @@ HALVES = (torch.bfloat16, torch.float16)
 @checked
 @dataclass
 class MatrixExchange(Everyones[MessageInFlight]):
-    """mixed = W_t @ message, the workers as the first axis, in the message's type: the simulator's exchange."""
+    """The simulator's exchange: mixed = W_t @ message, with workers as the first axis, in the message's type."""
 
     def __post_init__(self) -> None:
         at_least(1, "give the number of workers", size=self.size)
@@ -232,7 +231,7 @@ class MatrixExchange(Everyones[MessageInFlight]):
 
     def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> MessageInFlight:
         sent = self._copy(message, copied)
-        # In float32 and rounded once: weights like 1/3, rounded before, would move the mean.
+        # In float32 and rounded once: rounded weights like 1/3 would move the mean.
         exact, mixed = torch.float32 if sent.dtype in HALVES else sent.dtype, self.pool.take(sent)
         matrix = self._matrix(step % self.topology.period(self.size), exact, sent.device)
         if exact == sent.dtype:
@@ -241,7 +240,7 @@ class MatrixExchange(Everyones[MessageInFlight]):
 
 
 def as_tensor(entries: Entries) -> Tensor:
-    """W [size, size]; compressed rows where it is mostly zero."""
+    """Convert W to a tensor [size, size], with compressed rows if W is mostly zero."""
     if not entries.mostly_zero:
         return torch.from_numpy(entries.dense())
     starts, columns, values = map(torch.from_numpy, (entries.starts, entries.columns, entries.values))

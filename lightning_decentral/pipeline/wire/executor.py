@@ -177,7 +177,7 @@ def _tag(action: Action) -> int:
     return 2 * (action.microbatch << 12 | action.slice) + (action.kind is Kind.BACKWARD)  # room for 4096 slices
 
 
-Close = Callable[[int, Tensor], Tensor]
+LossOf = Callable[[int, Tensor], Tensor]
 """(micro-batch, output of the last stage, all slices joined) -> the loss, a scalar."""
 
 Clock = Callable[[], float]  # Seconds since any moment.
@@ -188,12 +188,12 @@ class Executor:
     """Executes the actions of one stage in one step.
 
     Args:
-        close: computes the loss on the last stage; called for each micro-batch after its last slice's forward.
+        loss_of: computes the loss on the last stage; called for each micro-batch after its last slice's forward.
         own: clock of `own_seconds`; by default the processor time of this thread.
     """
 
-    def __init__(self, stage: Stage, channel: Channel, close: Close, own: Clock = time.thread_time) -> None:
-        self._stage, self._channel, self._close, self._own = stage, channel, close, own
+    def __init__(self, stage: Stage, channel: Channel, loss_of: LossOf, own: Clock = time.thread_time) -> None:
+        self._stage, self._channel, self._loss_of, self._own = stage, channel, loss_of, own
         self._grads: dict[int, list[Tensor]] = {}
         self._due: dict[int, list[int]] = defaultdict(list)  # slices that went forward, of each micro-batch
         self.spans: dict[Action, Span] = {}
@@ -244,7 +244,7 @@ class Executor:
         """Compute the loss over all slices, and its gradient with respect to each slice."""
         own, parts = self._own(), self._stage.outputs.pop(microbatch)
         whole = joined(parts).requires_grad_()  # a leaf: each slice's backward starts from its part of it
-        loss = self._close(microbatch, whole)
+        loss = self._loss_of(microbatch, whole)
         with _outside_autocast(whole.device):
             loss.backward()
         grad = torch.zeros_like(whole) if whole.grad is None else whole.grad

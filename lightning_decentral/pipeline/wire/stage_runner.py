@@ -13,7 +13,7 @@ from lightning_decentral.pipeline.compute.model import Call, Pipelined, Shape, S
 from lightning_decentral.pipeline.compute.stage import Activations, Stage, put_back, unchanged
 from lightning_decentral.pipeline.compute.weight_grad import SplitWeights
 from lightning_decentral.pipeline.plan.schedule import Action, Kind, Posts, Schedule, in_step, two_ahead
-from lightning_decentral.pipeline.wire.executor import Boundary, Channel, Clock, Close, Edges, Executor, joined
+from lightning_decentral.pipeline.wire.executor import Boundary, Channel, Clock, Edges, Executor, LossOf, joined
 from lightning_decentral.shared.compute.modules import evaluating
 from lightning_decentral.shared.wire.objects import gather_objects
 from lightning_decentral.shared.wire.transport import Message, Transport
@@ -57,10 +57,10 @@ class StageRunner:
         self.size = 1 if over is None else over.size
 
     def train(
-        self, calls: Sequence[Call], slices: Sequence[int], close: Close, own: Clock = time.thread_time
+        self, calls: Sequence[Call], slices: Sequence[int], loss_of: LossOf, own: Clock = time.thread_time
     ) -> Executor:
         """Run forward and backward of all micro-batches; gradients are added to `.grad`. Collective."""
-        return self._run(calls, slices, close, self.program(len(calls), len(slices)), own)[0]
+        return self._run(calls, slices, loss_of, self.program(len(calls), len(slices)), own)[0]
 
     def program(self, microbatches: int, slices: int) -> Program:
         """Actions and receives of a training step; the same object for the same numbers."""
@@ -111,13 +111,13 @@ class StageRunner:
         self,
         calls: Sequence[Call],
         slices: Sequence[int],
-        close: Close,
+        loss_of: LossOf,
         program: Program,
         own: Clock = time.thread_time,
     ) -> tuple[Executor, Stage]:
         weights = SplitWeights() if self.schedule.splits else None
         stage = Stage(self.model, self.place, calls, slices, self._activations, weights)
-        executor = Executor(stage, self.channel(calls, stage.bounds), close, own)
+        executor = Executor(stage, self.channel(calls, stage.bounds), loss_of, own)
         repeated = self._activations.repeats and torch.is_grad_enabled()
         if self._known_repeatable or not (len(slices) > 1 or repeated):
             executor.run(*program)

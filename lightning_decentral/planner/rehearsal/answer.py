@@ -39,7 +39,7 @@ class Reached:
         step_seconds_at: forecast, by bytes per second of a node's network card.
         noise: of the gradients, in batches of a worker; of methods whose workers stay equal.
         excess: mean loss of the workers' own models less that of their mean, in the end.
-        excess_predicted: the same, by the probe of the first method of gossip (`disagreement`); of gossip.
+        excess_predicted: the same, by the probe of the first method of gossip (`excess_loss`); of gossip.
         rates: how many were tried until time was over.
         trained: steps of the first seed, at the target or where time was over fewer than were asked for.
     """

@@ -23,9 +23,9 @@ from torch.autograd import Variable
 from torch.optim import LBFGS, Optimizer
 
 from lightning_decentral.optim.joined import ELEMENTWISE, JoinedUpdate
-from lightning_decentral.planner.rehearsal.loop import LoopSettings, loss_of, scale
+from lightning_decentral.planner.rehearsal.loop_settings import LoopSettings, loss_of, scale
 from lightning_decentral.planner.rehearsal.member import Member, MemberPlace
-from lightning_decentral.planner.rehearsal.strategies import member_of
+from lightning_decentral.planner.rehearsal.rehearsed_strategies import member_of
 from lightning_decentral.planner.rehearsal.turns import OwnTurn, Quota, Way, WorkersBarrier
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
 from lightning_decentral.shared.wire.in_process import InProcessTransport, Mailboxes

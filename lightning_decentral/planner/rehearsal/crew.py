@@ -25,7 +25,7 @@ from torch.optim import LBFGS
 
 from lightning_decentral.planner.noise import NoiseScale
 from lightning_decentral.planner.rehearsal.binding import Common
-from lightning_decentral.planner.rehearsal.loop import LoopSettings
+from lightning_decentral.planner.rehearsal.loop_settings import LoopSettings
 from lightning_decentral.planner.rehearsal.member import Member, MemberPlace
 from lightning_decentral.planner.rehearsal.turns import Abreast, OwnTurn, Quota, Way, WorkersBarrier
 from lightning_decentral.planner.rehearsal.worker import RehearsedWorker

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_decentral.planner.rehearsal.loop import loss_of
+from lightning_decentral.planner.rehearsal.loop_settings import loss_of
 from lightning_decentral.planner.rehearsal.turns import CPU, generators, map_on_threads, same, set_generators
 from lightning_decentral.planner.rehearsal.worker import quiet
 from lightning_decentral.shared.compute.carried import carried

@@ -18,10 +18,10 @@ from lightning_decentral.planner.forecasts import composed, method_of, strategy_
 from lightning_decentral.planner.plan.optimizer_cost import trained_with
 from lightning_decentral.planner.rehearsal.answer import Reached
 from lightning_decentral.planner.rehearsal.crew import Crew
-from lightning_decentral.planner.rehearsal.disagreement import Drift
-from lightning_decentral.planner.rehearsal.loop import LoopSettings
+from lightning_decentral.planner.rehearsal.excess_loss import Drift
+from lightning_decentral.planner.rehearsal.loop_settings import LoopSettings
+from lightning_decentral.planner.rehearsal.rehearsed_strategies import SendsNothing
 from lightning_decentral.planner.rehearsal.search import Found, OutOfTime, SearchCourse, search, updates
-from lightning_decentral.planner.rehearsal.strategies import SendsNothing
 from lightning_decentral.planner.rehearsal.worker import copies_of
 from lightning_decentral.shared.plan.forecast import Cluster, Setting, drawn, forecast
 from lightning_decentral.shared.plan.network import Network

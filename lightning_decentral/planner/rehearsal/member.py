@@ -16,8 +16,7 @@ from torch import Tensor
 from lightning_decentral.compressed.strategy import AveragedSteps
 from lightning_decentral.planner.rehearsal.turns import CPU
 from lightning_decentral.shared.compute.buckets import bucket_bytes_of
-from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.codec.deterministic import Plain
+from lightning_decentral.shared.compute.codec.codec import Codec, Plain
 from lightning_decentral.shared.compute.device import Future
 from lightning_decentral.shared.updates import Unchecked
 from lightning_decentral.shared.wire.agreement import start_from_worker_0

@@ -1,4 +1,7 @@
-"""Methods that are rehearsed where none are asked for: those of the table of known losses that `plan` has first."""
+"""Methods that are rehearsed where none are asked for: those of the table of known losses that `plan` has first.
+
+Short, and a module of its own: the table is read before anything is rehearsed.
+"""
 
 from math import inf
 from operator import itemgetter

@@ -17,7 +17,7 @@ from lightning_decentral.planner.forecasts import strategy_of
 from lightning_decentral.planner.rehearsal.answer import Answer, Reached, result_text
 from lightning_decentral.planner.rehearsal.evaluation import HeldOutEvaluation, held_out
 from lightning_decentral.planner.rehearsal.jobs import Ask, Foreknowledge, RehearsalJob, rehearsed, threads_ratio, timed
-from lightning_decentral.planner.rehearsal.loop import LoopSettings
+from lightning_decentral.planner.rehearsal.loop_settings import LoopSettings
 from lightning_decentral.planner.rehearsal.methods import METHODS
 from lightning_decentral.planner.rehearsal.search import OutOfTime, SearchCourse
 from lightning_decentral.planner.rehearsal.turns import CPU

@@ -17,8 +17,8 @@ import numpy as np
 
 from lightning_decentral.planner.rehearsal.answer import BEYOND
 from lightning_decentral.planner.rehearsal.crew import Crew
-from lightning_decentral.planner.rehearsal.disagreement import Drift, probed
 from lightning_decentral.planner.rehearsal.evaluation import PAIRED, HeldOutEvaluation
+from lightning_decentral.planner.rehearsal.excess_loss import Drift, probed
 
 
 class OutOfTime(Exception):

@@ -1,8 +1,8 @@
-"""Checkpoints of several workers: saved whole or not at all, read by all alike (own states or the mean).
+"""Checkpoints of several workers: saved whole or not at all; all workers resume from own states, or all from the mean.
 
-`worker` is what all methods have in common, `replica` adds workers with a whole model each; `saving` and `reading` are
-their halves, `store` what lies where on the disk. Public: nothing; strategies are made of these.
+`checkpoints` has what all methods share, `resuming_replicas` adds workers with a whole model each. Both use `saving`
+and `reading`; `store` names and writes the files. Public: nothing; strategies use these modules.
 
-A wrong mean after a resume: `worker` takes the mean at a save (by `shared.wire.mean`), `reading` decides between own
-states and the mean, `replica` restores.
+A wrong mean after a resume: `checkpoints` takes the mean at a save (by `shared.wire.mean`), `reading` decides between
+own states and the mean, `resuming_replicas` restores, `shared.replica_strategy` lets all start from what was restored.
 """

@@ -1,4 +1,4 @@
-"""Reading: a checkpoint that all workers can go on from alike, each from its own state or all from the mean."""
+"""Reads a checkpoint so that all workers resume alike: each from its own state, or all from the mean."""
 
 import os
 import pickle
@@ -21,16 +21,16 @@ from lightning_decentral.shared.compute.worker_state import KEY
 from lightning_decentral.shared.wire.meeting.notices import one_line
 
 PRECISION = "parameter precision"
-"""Key of a plan: the type of parameters, so of messages in flight. Files of 0.2 lack it."""
+"""Key of `plan()`: the type of parameters, and so of messages in flight. Files of version 0.2 lack it."""
 
 
 class Distrusted(ValueError):
-    """A whole file holds more than tensors and plain values: functions that it names would be called to make it."""
+    """An undamaged file has more than tensors and plain values: loading it would call functions that the file names."""
 
 
 @dataclass
 class Reading:
-    """One worker's reading of checkpoints."""
+    """Reads checkpoints for one worker."""
 
     worker: CheckpointedStrategy
 
@@ -67,8 +67,8 @@ class Reading:
         return worker_state.damage(checkpoint)
 
     def read_together(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
-        """The plain file; from worker 0 where this node doesn't have it. Collective. On every worker ValueError where
-        one finds it damaged, FileNotFoundError where worker 0 doesn't have it."""
+        """Read the plain file, or receive it from worker 0 where this node doesn't have it. Collective. Every worker
+        raises ValueError if one finds the file damaged, FileNotFoundError if worker 0 doesn't have it."""
         checkpoint, problem, missing = {}, None, False
         try:
             checkpoint = self.read(path, weights_only)
@@ -90,7 +90,7 @@ class Reading:
         return checkpoint
 
     def _check_same(self, path: str | Path, checkpoint: Mapping[str, Any] | None) -> None:
-        """Nodes with disks of their own may have another save under the same name. Collective."""
+        """Raise ValueError where nodes have different saves under the same name. Collective."""
         mine = None
         if checkpoint is not None:
             mark = checkpoint.get(KEY, {})
@@ -103,7 +103,7 @@ class Reading:
             )
 
     def misfit(self, mark: Mapping[str, Any]) -> str | None:
-        """Reason why no worker can go on from its own state; None where they can."""
+        """Return the reason why no worker can resume from its own state; None where all may."""
         size, plan = self.worker.world_size, self.worker.plan()
         if mark.get("version") != worker_state.VERSION:
             return f"written in format {mark.get('version')}, this package reads {worker_state.VERSION}"
@@ -122,8 +122,8 @@ class Reading:
     def read_own(
         self, path: str | Path, mark: Mapping[str, Any], weights_only: bool | None, problem: str | None = None
     ) -> dict[str, Any] | None:
-        """This worker's own state, if every worker can go on from its; otherwise all start from the mean. Collective.
-        `problem`: one that this worker knows of already."""
+        """Return this worker's own state if every worker can read its own, else None: all start from the mean.
+        Collective. `problem`: a reason against own states that this worker knows already."""
         path = store.plain(path)
         target = os.path.realpath(path) if os.path.islink(path) else os.fspath(path)
         name, own = os.path.basename(str(mark.get("folder", ""))), None
@@ -143,8 +143,8 @@ class Reading:
             return None
         for key, now in self.worker.changeable().items():
             if (saved := mark.get("changeable", {}).get(key, now)) != now:
-                rank_zero_warn(f"resuming {os.fspath(path)}: saved with {key} {saved}, this run goes on with {now}")
-        rank_zero_info(f"every worker goes on from its own state in {os.path.dirname(file)}")
+                rank_zero_warn(f"resuming {os.fspath(path)}: saved with {key} {saved}, this run continues with {now}")
+        rank_zero_info(f"every worker resumes from its own state in {os.path.dirname(file)}")
         return own
 
     def _foreign(self, own: Mapping[str, Any], mark: Mapping[str, Any], file: str) -> str | None:
@@ -159,18 +159,18 @@ class Reading:
 
 
 def report_mean(path: str | Path, checkpoint: Mapping[str, Any]) -> None:
-    """Warn that a strategy which reads the plain file alone leaves what the workers that saved it had of their own."""
+    """Warn that this strategy reads the plain file alone, without the own states of the workers that saved it."""
     mark = checkpoint.get(KEY, {})
     if mark.get("id"):
         rank_zero_warn(
             f"resuming {os.fspath(path)}: saved by {mark.get('strategy')} on {mark.get('size')} workers, whose own "
-            "states aren't taken: training goes on from their mean and worker 0's optimizers"
+            "states aren't read: training resumes from their mean and worker 0's optimizers"
         )
 
 
 @contextmanager
 def of_this_model() -> Iterator[None]:
-    """ValueError in one line where a state_dict doesn't fit the module into which it is loaded."""
+    """Raise ValueError in one line where a state_dict doesn't fit the module that it is loaded into."""
     try:
         yield
     except RuntimeError as error:
@@ -181,7 +181,7 @@ def of_this_model() -> Iterator[None]:
 
 
 def refuse_other_number(checkpoint: Mapping[str, Any], optimizers: Sequence[object]) -> None:
-    """ValueError where optimizers would begin anew, in silence, though the run is resumed."""
+    """Raise ValueError where optimizers of a resumed run would start without their states."""
     saved = len(checkpoint.get("optimizer_states", ()))
     if saved != len(optimizers):
         raise ValueError(
@@ -191,7 +191,7 @@ def refuse_other_number(checkpoint: Mapping[str, Any], optimizers: Sequence[obje
 
 
 def _objects(path: str | Path, error: pickle.UnpicklingError) -> list[str]:
-    """Names in a file other than tensors and plain values; empty where it's damaged."""
+    """Return the names of a file's objects other than tensors and plain values; none where the file is damaged."""
     try:
         with fsspec.open(os.fspath(path), "rb") as stream:
             if zipfile.is_zipfile(stream):
@@ -207,7 +207,7 @@ def _objects(path: str | Path, error: pickle.UnpicklingError) -> list[str]:
 
 
 def _check_sums(file: Any) -> None:
-    """BadZipFile: another checksum of what isn't a tensor."""
+    """Raise BadZipFile where the checksum of the file's pickled part (all but tensors) is wrong."""
     if not torch.serialization.get_crc32_options():
         return
     with zipfile.ZipFile(file) as parts:
@@ -217,7 +217,7 @@ def _check_sums(file: Any) -> None:
 
 
 def _others(path: str | Path) -> str:
-    """Text that names the checkpoints to take in the place of one that can't be read."""
+    """Return text that names other checkpoints in the folder of one that can't be read."""
     place = store.parent(store.plain(path))
     try:
         files = store.listed(place)

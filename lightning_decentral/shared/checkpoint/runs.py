@@ -1,4 +1,4 @@
-"""W&B runs: a training that is resumed or requeued goes on in the run of its checkpoint.
+"""W&B runs: a resumed or requeued training continues the W&B run that its checkpoint names.
 
 Lightning opens the loggers before it reads the checkpoint, and a run can't be changed once it is open. So a launcher
 looks the id up in the file, without its tensors, before anything is opened.
@@ -27,7 +27,7 @@ CHECKPOINT = 4  # its place among the arguments of Lightning's fit
 
 
 class OfWorkers(Logger):
-    """A logger whose runs, one of each worker or one that they share, have one id in common."""
+    """Logger whose runs, one for each worker or one for all, share one id."""
 
     def __init__(self, project: str, group: str, id: str | None) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ Resuming: TypeAlias = WandbLogger | OfWorkers
 
 
 def set_id(logger: Resuming, run: str) -> None:
-    """Make what this logger logs go into that run; it isn't open yet."""
+    """Make the logger, whose run isn't open yet, log to the run of this id."""
     if isinstance(logger, OfWorkers):
         logger.id = run
     else:
@@ -47,19 +47,19 @@ def set_id(logger: Resuming, run: str) -> None:
 
 
 def name_of(logger: Resuming) -> str:
-    """Name of its run in a checkpoint; a project has no slash."""
+    """Return the name of the logger's run in a checkpoint; a project's name has no slash."""
     return f"{logger.project}/workers" if isinstance(logger, OfWorkers) else str(logger._project)
 
 
 def agree(loggers: Sequence[Logger], broadcast: Callable[[Any], Any]) -> None:
-    """Take worker 0's id and group: each process made its own. Collective, before a run is open."""
+    """Give all workers' loggers worker 0's id and group, as each process drew its own: collective, before runs open."""
     for logger in loggers:
         if isinstance(logger, OfWorkers):
             logger.id, logger.group = broadcast((logger.id, logger.group))
 
 
 def keep(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Add the runs to a checkpoint."""
+    """Add the ids of the loggers' runs to a checkpoint."""
     loggers = [logger for logger in trainer.loggers if isinstance(logger, WandbLogger)]
     ids = {name_of(logger): getattr(logger._experiment, "id", None) or logger._id for logger in loggers}
     ids |= {name_of(logger): logger.id for logger in trainer.loggers if isinstance(logger, OfWorkers)}
@@ -68,7 +68,7 @@ def keep(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
 
 
 def kept_in(path: str) -> dict[str, str]:
-    """{project: id} in the file of a checkpoint, of which nothing is executed or loaded; empty where it has none."""
+    """Read {project: id} from a checkpoint's file, without executing or loading any of it; empty where it has none."""
     with suppress(Exception):  # Missing, damaged or no archive: the load reports it.
         with get_filesystem(path).open(path, "rb") as file, zipfile.ZipFile(file) as archive:
             content = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
@@ -80,7 +80,7 @@ def kept_in(path: str) -> dict[str, str]:
 
 
 def without_run(logger: Logger) -> TypeGuard[Resuming]:
-    """Return whether this is a W&B logger that would begin a run by an id that nobody chose, and may resume one."""
+    """Return whether this is a W&B logger whose run has no id of the user's choice, so that it may resume a run."""
     if isinstance(logger, OfWorkers):
         return logger.may_go_on
     if not isinstance(logger, WandbLogger) or logger._experiment is not None or logger._id:
@@ -89,13 +89,13 @@ def without_run(logger: Logger) -> TypeGuard[Resuming]:
 
 
 def opened() -> Any:
-    """The W&B run that is open in this process, or None."""
+    """Return the W&B run that is open in this process, or None."""
     return getattr(sys.modules.get("wandb"), "run", None)
 
 
 @contextmanager
 def finished() -> Iterator[None]:
-    """Finish a run that is opened in this block: forked and spawned workers end without `atexit`, where W&B would."""
+    """Finish a W&B run opened in this block: forked and spawned workers end without `atexit`, where W&B finishes it."""
     before, failed = opened(), True
     try:
         yield
@@ -106,7 +106,7 @@ def finished() -> Iterator[None]:
 
 
 def decided() -> bool:
-    """Return whether the run is decided: by the environment, by one that is open, or by a sweep.
+    """Return whether the W&B run is fixed already: by the environment, by an open run, or by a sweep.
 
     Members of a sweep may all begin with one checkpoint: each has a run of its own.
     """
@@ -117,23 +117,23 @@ def decided() -> bool:
 
 
 def go_on(trainer: Trainer, path: str | None) -> None:
-    """Make W&B loggers go on in the runs of the checkpoint that a fit would resume from, by project."""
+    """Make W&B loggers continue the runs, by project, of the checkpoint that a fit would resume from."""
     loggers = [logger for logger in trainer.loggers if without_run(logger)]
     if not loggers or decided():
         return
-    of = trainer._checkpoint_connector
-    if path or not of._user_managed:  # "last", and what SLURM's requeue finds
-        path = of._parse_ckpt_path(TrainerFn.FITTING, path, model_provided=True, model_connected=True)  # type: ignore[assignment]
+    connector = trainer._checkpoint_connector
+    if path or not connector._user_managed:  # "last", and what SLURM's requeue finds
+        path = connector._parse_ckpt_path(TrainerFn.FITTING, path, model_provided=True, model_connected=True)  # type: ignore[assignment]
     ids = kept_in(str(path or trainer.ckpt_path or ""))
     for logger in loggers:
         if run := ids.get(name_of(logger)):
             set_id(logger, run)
             rank_zero_info(
-                f"wandb goes on in run {run} of the checkpoint; for a new run give the logger an id of its own"
+                f"wandb continues run {run} of the checkpoint; for a new run give the logger an id of its own"
             )
 
 
 def launched(trainer: Trainer | None, arguments: Sequence[Any]) -> None:
-    """Go on in the runs of what a Trainer is launched with, where that is a fit."""
+    """Continue the W&B runs of the checkpoint that a Trainer is launched with, where it is launched to fit."""
     if trainer is not None and trainer.state.fn == TrainerFn.FITTING and len(arguments) > CHECKPOINT:
         go_on(trainer, arguments[CHECKPOINT])

@@ -1,4 +1,4 @@
-"""Saving: every worker's own file, then worker 0's plain one, then what they replace goes; or all stays as it was."""
+"""Saves every worker's own file, then worker 0's plain file, then removes older files; on an error all stay."""
 
 import os
 import uuid
@@ -24,7 +24,7 @@ from lightning_decentral.shared.wire.meeting.notices import one_line
 
 
 class CheckpointedStrategy(Protocol):
-    """Strategy that checkpoints are of: Lightning's own attributes, and whether its workers may meet."""
+    """Strategy whose checkpoints are saved: Lightning's attributes, and this package's on its workers."""
 
     @property
     def global_rank(self) -> int: ...
@@ -39,7 +39,7 @@ class CheckpointedStrategy(Protocol):
     @property
     def lightning_module(self) -> LightningModule | None: ...
     @property
-    def alone(self) -> bool: ...
+    def cut_off(self) -> bool: ...
     @property
     def drifts(self) -> bool: ...
     @property
@@ -51,7 +51,7 @@ class CheckpointedStrategy(Protocol):
 
 
 def store_of(worker: CheckpointedStrategy, path: str | Path, storage_options: Any = None) -> CheckpointStore:
-    """Lightning's own way of writing to a local file system is made durable; any other is left as it is."""
+    """Return a durable store for Lightning's own local files; any other CheckpointIO is used as it is."""
     io = worker.checkpoint_io
     plain = type(io) is TorchCheckpointIO and storage_options is None and _is_local_file_protocol(path)
     return Durable() if plain else Entrusted(io, storage_options)
@@ -59,14 +59,14 @@ def store_of(worker: CheckpointedStrategy, path: str | Path, storage_options: An
 
 @dataclass
 class Saving:
-    """The files of one worker's saves."""
+    """Writes one worker's files of each save, and removes those of earlier saves."""
 
     worker: CheckpointedStrategy
     _stale: list[str] = field(default_factory=list)  # files of earlier saves, which the present one replaces
     _before: dict[str, str] = field(default_factory=dict)  # the identity of the last save under a path
 
     def agree(self, filepath: str | Path, storage_options: Any = None) -> tuple[str, str]:
-        """(path, identity) of a checkpoint, worker 0's; a value in the name may differ where it wasn't averaged."""
+        """Return worker 0's (path, identity) of a save: paths may differ where values in them were not averaged."""
         asked = store.plain(filepath)
         place, orphans = store_of(self.worker, asked, storage_options), []
         if self.worker.is_global_zero:
@@ -74,8 +74,8 @@ class Saving:
         path, identity, orphans = self.worker.broadcast((asked, uuid.uuid4().hex, orphans))
         if path != asked:
             warnings.warn(
-                f"the checkpoint's name differs between workers, {path} is taken: "
-                "log the values it names with sync_dist=True",
+                f"the checkpoint's name differs between workers, worker 0's {path} is used: "
+                "log the values in the name with sync_dist=True",
                 stacklevel=2,
             )
         # Listed before anybody can have begun the next save, so that its files are never taken for old ones.
@@ -91,7 +91,7 @@ class Saving:
         return path, identity
 
     def mark(self, identity: str, path: str | Path = "") -> dict[str, Any]:
-        """Metadata that a file has about itself, but for its digest."""
+        """Return a file's metadata (format, package, strategy, workers, identity), without its digest."""
         return {
             "version": worker_state.VERSION,
             "package": lightning_decentral.__version__,
@@ -107,10 +107,10 @@ class Saving:
 
     @staticmethod
     def leave_out(path: str | Path, whose: str) -> None:
-        """Warn that an exception leaves no file: nobody has the whole model, and who has parts can't meet."""
+        """Warn that no file is saved after an exception: no process has the whole model, and none may communicate."""
         rank_zero_warn(
-            f"no checkpoint {os.fspath(path)}: after an exception {whose} can't meet any more; go on from the last one "
-            "of ModelCheckpoint(every_n_train_steps=...)"
+            f"no checkpoint {os.fspath(path)}: after an exception {whose} can't communicate any more; resume from the "
+            "last one of ModelCheckpoint(every_n_train_steps=...)"
         )
 
     def write_alone(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any) -> None:
@@ -123,8 +123,8 @@ class Saving:
     def commit(
         self, of_all: dict[str, Any], own: dict[str, Any] | None, path: str, identity: str, storage_options: Any
     ) -> None:
-        """Write every worker's own file, then worker 0's plain one; then what they replace goes. Collective. OSError:
-        on every worker, where one can't write; the checkpoint before this one is still there."""
+        """Write every worker's own file, then worker 0's plain one; then remove the files they replace. Collective.
+        OSError: on every worker, where one can't write; the checkpoint before this one is kept."""
         place = store_of(self.worker, path, storage_options)
         own_file = store.file(path, self.worker.global_rank, self.worker.world_size, identity)
         if own is not None:

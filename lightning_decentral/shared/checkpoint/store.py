@@ -1,4 +1,4 @@
-"""Stores of checkpoints: on a local file system, whole or not at all, or as the user's plugin writes them.
+"""Stores for checkpoints' files: on a local file system, whole or not at all, or by the user's CheckpointIO plugin.
 
 A worker's file is `DIR/.workers/NAME/worker-0-of-4.IDENTITY.state`, near `DIR/NAME.ckpt`: the identity is the save's,
 so that the files of two saves under one name stand side by side until the newer save is complete.
@@ -20,38 +20,38 @@ _PARTIAL = re.compile(r"\..+\.[0-9a-f]{32}\.partial")
 
 
 def plain(path: str | Path) -> str:
-    """The path itself of a URL of the local file system (`file:///tmp/x.ckpt`): a path of ours isn't split as
-    URLs are. Any other path or URL as it is."""
+    """Return the path of a URL of the local file system (`file:///tmp/x.ckpt`), since the paths here aren't split as
+    URLs are. Any other path or URL is returned unchanged."""
     text = os.fspath(path)
     inner: str = url_to_fs(text)[1] if text.startswith(LOCAL) else text
     return inner
 
 
 def parent(path: str | Path) -> str:
-    """The folder of a path or URL, whose scheme is no folder."""
+    """Return the folder of a path or URL; a URL's scheme is no folder."""
     scheme, mark, rest = os.fspath(path).rpartition("://")
     return f"{scheme}{mark}{os.path.dirname(rest)}"
 
 
 def name_of(path: str | Path) -> str:
-    """The folder of a checkpoint's workers: `last` for `last.ckpt`; two names have two folders, none ends in .ckpt."""
+    """Return the name of a checkpoint's folder of workers' files: `last` for `last.ckpt`; unique, never `*.ckpt`."""
     name = os.path.basename(os.fspath(path)).replace("%", "%25")
     stem = name.removesuffix(".ckpt") if name.endswith(".ckpt") else f"{name}%"
     return stem.replace(".ckpt", "%ckpt")
 
 
 def folder(path: str | Path, name: str = "") -> str:
-    """The folder of the workers' files of one checkpoint, `name` in the place of its own."""
+    """Return the folder of the workers' files of a checkpoint; `name` replaces the checkpoint's own name."""
     return os.path.join(parent(path), ".workers", name or name_of(path))
 
 
 def file(path: str | Path, rank: int, size: int, identity: str, name: str = "") -> str:
-    """One worker's file of one save."""
+    """Return the path of one worker's file of one save."""
     return os.path.join(folder(path, name), f"worker-{rank}-of-{size}.{identity}.state")
 
 
 def listed(place: str) -> list[str]:
-    """The files of a folder, none where there is no folder; local or remote."""
+    """List the files of a local or remote folder; none where there is no folder."""
     fs, inner = url_to_fs(place)
     names = fs.ls(inner, detail=False) if fs.isdir(inner) else []
     return sorted(os.path.join(place, os.path.basename(name.rstrip("/"))) for name in names)
@@ -70,7 +70,7 @@ def sync(place: str) -> None:
 
 
 def make(place: str) -> None:
-    """Make a folder and those above it, each known to the one above."""
+    """Make a folder and those above it, each flushed to disk in the folder above."""
     if place and not os.path.isdir(place):
         above = os.path.dirname(place)
         make(above)
@@ -87,7 +87,7 @@ def prune(place: str) -> None:
 
 
 class Durable:
-    """Written next to the target, flushed to the disk, then renamed: a reader finds the old file or the new one."""
+    """Writes a file next to its target, flushes it to disk, then renames it: readers find the old file or the new."""
 
     sealed = True  # files are read as they were written, so that a digest holds
     kept = 1  # saves under one name whose workers' files are kept
@@ -109,7 +109,7 @@ class Durable:
             raise
 
     def settle(self, path: str) -> None:
-        """Make what was written at `path` durable."""
+        """Flush the folder of `path`, so that the file written there survives a loss of power."""
         sync(os.path.dirname(path))
 
     def remove(self, path: str) -> None:
@@ -118,21 +118,21 @@ class Durable:
             os.unlink(path)
 
     def orphans(self, path: str) -> list[str]:
-        """Names of folders in `.workers` whose checkpoint never came to be."""
+        """Return names of folders in `.workers` whose checkpoint was never completed."""
         place = os.path.dirname(path)
         means = {name_of(p) for p in listed(place)} | {name_of(path)}
         names = {os.path.basename(p) for p in listed(os.path.join(place, ".workers"))}
         return sorted(names - means)
 
     def partials(self, path: str) -> list[str]:
-        """Unfinished files that killed saves have left next to `path`."""
+        """Return the unfinished files that killed saves have left next to `path`."""
         return [p for p in listed(os.path.dirname(path)) if _PARTIAL.fullmatch(os.path.basename(p))]
 
 
 class Entrusted:
     """Store that leaves writing to a CheckpointIO plugin: at once or later (asynchronously), here or elsewhere.
 
-    The workers' files of the save before are kept: the plain file that names them may still be the one that is read.
+    The workers' files of the save before are kept: until the new plain file is written, readers use the old one.
     """
 
     sealed, kept = False, 2

@@ -1,4 +1,4 @@
-"""Tensors and modules, as all methods use them: flat buckets, device clocks, random state, chains of blocks.
+"""Tensor and module arithmetic that all methods use: flat buckets, device clocks, random state, chains of blocks.
 
 Nothing here is public.
 """

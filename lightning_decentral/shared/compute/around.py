@@ -1,9 +1,9 @@
-"""Surroundings of a call of somebody else's code: a thread's modes, what a second run finds, functions of libraries.
+"""State around a call of user code: a thread's torch modes, state to restore before a second run, patched functions.
 
-Modes of torch belong to a thread (gradients, autocast, function modes, stream): taken here, entered there. In addition
-to inputs, parameters and buffers, a call depends on Python's and numpy's generators, `torch.Generator`s that the module
-holds, and its plain attributes: numbers, text, and lists, dictionaries, sets and deques. What a call changes elsewhere
-(a file, an iterator, an object) happens twice.
+Modes of torch belong to a thread (gradients, autocast, function modes, stream): they are read in one thread and entered
+in another. In addition to inputs, parameters and buffers, a call depends on Python's and numpy's generators,
+`torch.Generator`s that the module holds, and its plain attributes: numbers, text, lists, dictionaries, sets, deques.
+Changes elsewhere (a file, an iterator, an object) happen twice.
 """
 
 import inspect
@@ -27,7 +27,7 @@ from lightning_decentral.shared.compute import cuda
 
 
 class Autocast:
-    """Autocast modes of the host and of a device, as they are when this is made."""
+    """Records the autocast modes of the host and of a device, to enter them again."""
 
     def __init__(self, place: torch.device) -> None:
         kinds = dict.fromkeys(("cpu", place.type))  # one, where the device is the host
@@ -36,7 +36,7 @@ class Autocast:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Enter the autocast modes as they were then."""
+        """Enter the recorded autocast modes."""
         with ExitStack() as stack:
             for kind, dtype, enabled in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self._cache))
@@ -44,7 +44,7 @@ class Autocast:
 
 
 class ThreadModes:
-    """Modes of the thread that makes this (autocast, gradients), for another thread that goes on in its place."""
+    """Records the torch modes of this thread (autocast, gradients), for another thread that continues its work."""
 
     def __init__(self, place: torch.device) -> None:
         self._autocast = Autocast(place)
@@ -54,7 +54,7 @@ class ThreadModes:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Enter these modes in the current thread."""
+        """Enter the recorded modes in the current thread."""
         with ExitStack() as stack:
             if self._stream is not None:
                 stack.enter_context(cuda.on(self._stream))  # its device, too
@@ -73,7 +73,7 @@ HELD = (list, set, dict, deque)
 
 
 class Remembered:
-    """Create it just before the first run; run the second one within `again`, or `put_back` what the runs changed."""
+    """Records a module's state before a first run; run a second time within `again`, or `put_back` the state."""
 
     def __init__(self, module: nn.Module) -> None:
         self._random: Any = random.getstate()
@@ -88,7 +88,7 @@ class Remembered:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Restore the remembered state within; afterwards bring back the present one."""
+        """Restore the recorded state within the context; afterwards the present state."""
         numbers, drawn = random.getstate(), np.random.get_state()
         back = self.put_back()  # what the first run has left, for afterwards
         try:
@@ -100,7 +100,7 @@ class Remembered:
                 put()
 
     def put_back(self) -> list[Callable[[], object]]:
-        """Restore the remembered state. Returns what undoes that, but for Python's and numpy's generators."""
+        """Restore the recorded state. Returns functions that undo that, but for Python's and numpy's generators."""
         back: list[Callable[[], object]] = []
         for held, names in self._names:
             for name in [name for name in held.keys() - names if _rebound(held[name])]:
@@ -121,7 +121,7 @@ class Remembered:
 
 
 def _rebound(value: Any) -> bool:
-    """Return whether an attribute is restored: not lists of parameters, as nn.RNN has, which come and go."""
+    """Return whether an attribute is restored; lists of parameters, as nn.RNN has, aren't."""
     if type(value) in HELD:
         return not any(isinstance(part, Tensor) for part in value)
     return isinstance(value, (*PLAIN, Tensor))
@@ -149,16 +149,16 @@ _redirecting = Lock()
 
 
 def _stub(*args: Any, **kwargs: Any) -> Any:
-    """Runs with the globals of the function whose code it takes the place of."""
+    """Stand in for a redirected function's code, with that function's globals."""
     return _redirected_by_lightning_decentral(*args, **kwargs)  # type: ignore[name-defined]  # noqa: F821
 
 
 class Redirected:
-    """Redirection of a function: until `close`, a call of it calls `by(original, *args, **kwargs)`.
+    """Redirects a function: until `close`, a call of the function calls `by(original, *args, **kwargs)`.
 
-    Where several redirect it, as workers in threads of one process do, the newest of the calling thread is asked (of
-    its context, which a thread that goes on in its place may carry over), and the newest of all where it has none. The
-    function is a plain one, or one that a decorator wraps; no other of its module is redirected meanwhile."""
+    Where several redirect it, as workers in threads of one process do, a call uses the newest redirection of its thread
+    (of its context, which another thread may carry over), else the newest of all. The function is a plain or decorated
+    one; no other function of its module may be redirected meanwhile."""
 
     def __init__(self, function: Callable[..., Any], by: Callable[..., Any]) -> None:
         target: Any = inspect.unwrap(function)  # decorated ones call it by its code
@@ -176,7 +176,7 @@ class Redirected:
         return self in self._replaced.owners
 
     def close(self) -> None:
-        """The function is itself again, unless others redirect it, too."""
+        """Restore the function, unless others redirect it, too."""
         with _redirecting:
             if self.open:
                 self._replaced.owners.remove(self)
@@ -189,7 +189,7 @@ _own: ContextVar[tuple[Redirected, ...]] = ContextVar(NAME, default=())  # redir
 
 
 class _Replaced:
-    """A function whose code is another's until `undo`; `owners` are who redirect it, the newest last."""
+    """Function whose code is replaced until `undo`; `owners` are its redirections, the newest last."""
 
     def __init__(self, target: Any) -> None:
         self.target, self.owners = target, list[Redirected]()

@@ -1,9 +1,9 @@
-"""Measuring blocks: seconds of each block's forward and backward by hooks at its input, bytes saved for the backward.
+"""Measures blocks by hooks at their inputs: seconds of forward and backward, bytes saved for the backward pass.
 
-    seconds(block) = the lap between its boundaries, on the way there and on the way back
+    seconds(block) = time between its boundaries, in the forward and in the backward pass
 
-A boundary is the input of a module: there a forward goes from one block to the next, and the gradient of that input is
-complete when the backward comes back.
+A boundary is the input of a module: the forward pass enters the next block there, and when the gradient of that input
+is complete the backward pass leaves it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +25,7 @@ Seconds = list[float]
 
 
 class BlockPass:
-    """One forward, and if it is run its backward, with a lap at each boundary."""
+    """Times one forward pass, and a backward pass if there is one, with a lap at each boundary."""
 
     def __init__(self, root: nn.Module, names: Sequence[str], device: torch.device) -> None:
         # Blocks that the forward has come to, in order, but for what runs before the first boundary, 0.
@@ -56,7 +56,7 @@ class BlockPass:
         self._end = self._laps.lap()
 
     def watch_saved(self, run: Run) -> None:
-        """The forward, seeing what it saves for a backward."""
+        """Run the forward pass and record the tensors that it saves for the backward pass."""
         with torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor):
             loss = self.run_forward(run)  # kept alive, so that no storage is freed and another counted in its place
         del loss
@@ -71,7 +71,7 @@ class BlockPass:
         return found
 
     def backward(self) -> Seconds:
-        """Backward seconds by block; a boundary that no gradient crosses ends with the whole."""
+        """Return backward seconds by block; a boundary that no gradient crosses ends with the backward pass."""
         at = self._laps.seconds()
         before, found = at[self._there[-1]], []
         for block in range(len(self._there) - 2, -1, -1):
@@ -81,17 +81,17 @@ class BlockPass:
         return found[::-1]
 
     def saved_bytes(self) -> list[int]:
-        """Bytes saved for the backward by block: distinct storages, without parameters."""
+        """Return bytes saved for the backward pass by block: distinct storages, without parameters."""
         blocks = range(len(self._names) + 1)
         return [sum(size for owner, size in self._saved.values() if owner == block) for block in blocks]
 
     @property
     def passes(self) -> int:
-        """Number of times that the network ran in the step."""
+        """Return how many times the network ran in the step."""
         return len(self.entered) // max(1, len(self._names))
 
     def refuse_another_order(self) -> None:
-        """ValueError where the forward doesn't pass the boundaries in their order, each once in a pass."""
+        """Raise ValueError where the forward pass doesn't cross the boundaries in order, each once in a pass."""
         if self.entered != list(range(1, len(self._names) + 1)) * self.passes or (self._names and not self.passes):
             passed = ", ".join(self._names[block - 1] for block in self.entered) or "none of them"
             wanted = ", ".join(self._names)
@@ -119,10 +119,10 @@ class BlockPass:
 
 
 def measure(root: nn.Module, names: Sequence[str], parameter_bytes: Sequence[int], run: Run) -> tuple[BlockCost, ...]:
-    """A forward's costs: of what runs before the first named module (its input), between two, and behind the last.
+    """Measure a forward pass: what runs before the first named module's input, between two modules, behind the last.
 
-    Runs the forward a few times; each block's seconds are its shortest. ValueError: the forward doesn't pass the
-    modules in this order, each once in a pass."""
+    Runs the forward pass a few times; each block's seconds are its shortest. ValueError: the forward pass doesn't enter
+    the modules in this order, each once in a pass."""
     device = next((p.device for p in root.parameters()), torch.device("cpu"))
     passes: list[BlockPass] = []
     for _ in range(1 + TIMED_RUNS):
@@ -137,5 +137,5 @@ def measure(root: nn.Module, names: Sequence[str], parameter_bytes: Sequence[int
 
 
 def parameter_bytes(parameters: Iterable[nn.Parameter]) -> int:
-    """Bytes of distinct parameters."""
+    """Return the bytes of the distinct parameters."""
     return sum(p.numel() * p.element_size() for p in dict.fromkeys(parameters))

@@ -1,8 +1,8 @@
 """Flat buckets: parameters as views of a few contiguous tensors, how these are packed, and the pool of message buffers.
 
-A message of many small tensors costs one latency each; a flat bucket costs one. The parameters stay what they are to
-everyone else: the same `Parameter` objects with the same shape, stride, dtype, gradient and hooks, whose storage now
-lies in a bucket. Their strides stay as they were then: a place in a message or a rule's state is one number's for good.
+A message of many small tensors costs one latency each; a flat bucket costs one. Other code sees unchanged parameters:
+the same `Parameter` objects with the same shape, stride, dtype, gradient and hooks, whose storage now lies in a bucket.
+Their strides stay, too, so an index in a message or in a rule's state always means the same element.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,8 +19,8 @@ ALIGNMENT_BYTES = 128  # vector loads and matrix kernels want aligned rows; the 
 
 
 class Bucket:
-    """`flat[offset_p : offset_p + numel_p]` is the storage of parameter p, for p in order: of one dtype and device,
-    each once. `flat` is padded to a multiple of so many aligned `parts`."""
+    """Flat tensor with the storage of its parameters: p lies at `flat[offset_p : offset_p + numel_p]`, in order. They
+    are distinct, of one dtype and device. `flat` is padded to a multiple of `parts` aligned parts."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], parts: int = 1) -> None:
         self.parameters = tuple(parameters)
@@ -34,19 +34,19 @@ class Bucket:
         self.adopt()
 
     def room(self, elements: int, like: Tensor) -> Tensor:
-        """Memory for so many."""
+        """Return zeroed memory for so many elements."""
         return torch.zeros(elements, dtype=like.dtype, device=like.device)
 
     def elements(self, parameter: nn.Parameter) -> int:
-        """Number of the parameter's elements that the bucket holds."""
+        """Return how many of the parameter's elements the bucket holds."""
         return parameter.numel()
 
     def lies(self, parameter: nn.Parameter) -> Place:
-        """Memory layout of the parameter in the bucket."""
+        """Return the memory layout of the parameter in the bucket."""
         return Place.of(parameter)
 
     def check(self, parameter: nn.Parameter, place: Place) -> None:
-        """Check a parameter that the user's code gave another memory."""
+        """Check the layout of a parameter to which the user's code gave other memory."""
         place.check(parameter)
 
     @property
@@ -56,7 +56,7 @@ class Bucket:
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """Make every parameter a view of the bucket, keeping its value; one that is costs two comparisons."""
+        """Make every parameter a view of the bucket, with its value; a parameter that is one costs two comparisons."""
         begins, each = self.held.data_ptr(), self.held.element_size()
         moved: list[tuple[nn.Parameter, Tensor, Tensor]] = []
         for parameter, offset, place in zip(self.parameters, self._offsets, self.places, strict=True):
@@ -72,17 +72,17 @@ class Bucket:
             parameter.data = view
 
     def ranges(self) -> list[range]:
-        """Ranges of each parameter's elements, as `sampled` counts them."""
+        """Return the range of each parameter's elements, by the indices that `sampled` takes."""
         pairs = zip(self.parameters, self._offsets, strict=True)
         return [range(offset, offset + self.elements(p)) for p, offset in pairs]
 
     def sampled(self, places: Tensor) -> Tensor:
-        """Elements of the parameters at these places, as they are now."""
+        """Return the present elements of the parameters at these indices."""
         return self.held[places]
 
     @property
     def padding(self) -> Tensor:
-        """The gaps between the parameters: zeros, but where a codec without a zero has rounded them; [gaps]."""
+        """Elements between the parameters, [gaps]: zeros, unless a codec without a zero has rounded them."""
         return torch.cat([*self._gaps(), self.held[:0]])
 
     @padding.setter
@@ -97,32 +97,32 @@ class Bucket:
         return [self.held[own.stop : end] for own, end in zip(ranges, ends, strict=True)]
 
     def views(self, flat: Tensor) -> list[tuple[int, Tensor]]:
-        """(address of a parameter, what stands at its place in another flat tensor), in its shape."""
+        """Return (address of a parameter, view of another flat tensor at its offset, in its shape) for each one."""
         rows = zip(self.parameters, self._offsets, self.places, strict=True)
         return [(p.data_ptr(), _view(flat, offset, place)) for p, offset, place in rows]
 
     def border(self, least: int, most: int) -> int | None:
-        """An aligned place with `least` to `most` elements behind it, where a parameter begins if one does. The last
-        such: the shorter what is behind it, the better."""
+        """Return the last aligned offset with `least` to `most` elements behind it, if possible where a parameter
+        begins; None where there is none. The fewer elements lie behind it, the better."""
         first, last = max(1, self.flat.numel() - most), self.flat.numel() - least
         aligned = range(last // self._grain * self._grain, first - 1, -self._grain)
         begins = [offset for offset in self._offsets if offset in aligned]
         return max(begins or aligned, default=None)
 
     def store(self) -> None:
-        """Put what was mixed into the parameters: here they are views of it already."""
+        """Copy mixed values to the parameters: here they are views of `flat` already."""
 
     @torch.no_grad()
     def release(self) -> None:
-        """Give every parameter a storage of its own again, so that nothing outlives training in someone else's
-        memory."""
+        """Give every parameter storage of its own again, so that after training no parameter keeps a bucket's memory
+        alive."""
         for parameter in self.parameters:
             parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
 
 
 class HostBucket(Bucket):
-    """`flat` is a copy on the host of the device's `held`, whose views the parameters are: `adopt` reads, `store`
-    writes."""
+    """Bucket with a host copy: `flat` is a copy on the host of the device's `held`, whose views the parameters are.
+    `adopt` copies to the host, `store` to the device."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], parts: int = 1) -> None:
         super().__init__(parameters, parts)
@@ -130,7 +130,7 @@ class HostBucket(Bucket):
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """The host waits for the update, and for the copy."""
+        """Copy the device's values to the host, which waits for the update and for the copy."""
         super().adopt()
         if self.flat is not self.held:  # not yet while the bucket is made
             self.flat.copy_(self.held)
@@ -142,7 +142,7 @@ class HostBucket(Bucket):
 
 
 class BucketSpan:
-    """flat[start:stop] of a bucket, mixed for itself."""
+    """Part flat[start:stop] of a bucket, which is mixed as a bucket of its own."""
 
     def __init__(self, bucket: Bucket, start: int, stop: int) -> None:
         self._bucket, self._start = bucket, start
@@ -155,7 +155,7 @@ class BucketSpan:
 
 @dataclass
 class LooseBucket:
-    """Flat tensor that nobody else holds: of a simulation all workers' parameters, a row each."""
+    """Flat tensor of its own, not of parameters: in a simulation all workers' parameters, one row for each worker."""
 
     flat: Tensor
 
@@ -164,14 +164,14 @@ class LooseBucket:
 
 
 class Pool:
-    """Message buffers that are used again, so that a round allocates nothing."""
+    """Pool of message buffers that are reused, so that a round allocates nothing."""
 
     def __init__(self) -> None:
         # Fresh memory costs more than the copy into it: on a host every page is faulted in anew.
         self._free: dict[tuple[torch.Size, torch.dtype, torch.device], list[Tensor]] = {}
 
     def take(self, like: Tensor) -> Tensor:
-        """A buffer of the same shape, type and device, with any content."""
+        """Return a buffer of the same shape, type and device, with any content."""
         return self.take_new(like.shape, like.dtype, like.device)
 
     def take_new(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -181,7 +181,7 @@ class Pool:
             return torch.empty(shape, dtype=dtype, device=device)
 
     def give(self, buffers: Iterable[Tensor]) -> None:
-        """Hand back what was taken; each once."""
+        """Return buffers that were taken to the pool, each once."""
         for buffer in buffers:
             self._free.setdefault((buffer.shape, buffer.dtype, buffer.device), []).append(buffer)
 
@@ -202,7 +202,7 @@ LEAST_CUT_BYTES = 2**20  # smaller models aren't cut: another message would take
 
 
 def with_tail(buckets: Sequence[Bucket]) -> list[Bucket | BucketSpan]:
-    """Split the last bucket in two where it's long and has a place for that, so that the last one is short."""
+    """Split a long last bucket in two, where an offset fits, so that the last bucket is short."""
     # The next round's messages may begin while the last bucket's are under way; were it longer, two neighbours' would
     # fill the queues on the way to a worker, and packets be dropped. Cut is also where nothing overlaps without a
     # delay, for one small message more: so a checkpoint fits both. A device sends all buckets at once.
@@ -217,7 +217,7 @@ def with_tail(buckets: Sequence[Bucket]) -> list[Bucket | BucketSpan]:
 
 
 def dealt(parameters: Sequence[nn.Parameter], hands: int) -> list[list[nn.Parameter]]:
-    """Deal parameters in order, each to the hand with the fewest bytes by then: strided over the model, about equal."""
+    """Distribute parameters in order over `hands` lists, each to the list with the fewest bytes so far."""
     found: list[list[nn.Parameter]] = [[] for _ in range(hands)]
     held = [0] * hands
     for parameter in parameters:
@@ -228,12 +228,12 @@ def dealt(parameters: Sequence[nn.Parameter], hands: int) -> list[list[nn.Parame
 
 
 def is_short(last_bytes: int, whole_bytes: int) -> bool:
-    """Return whether a last bucket may overlap with the next round."""
+    """Return whether a last bucket is short enough to overlap with the next round."""
     return SHORT * last_bytes <= whole_bytes
 
 
 def bucket_bytes_of(parameters: Iterable[nn.Parameter]) -> int:
-    """An eighth of their bytes, from 2 MiB to 256 MiB."""
+    """Return the bytes of a bucket: an eighth of the parameters' bytes, from 2 MiB to 256 MiB."""
     # While one bucket is mixed the links wait for it: a few are better than one. Each costs a message's latency: few
     # are better than many.
     known = (p for p in dict.fromkeys(parameters) if not isinstance(p, UninitializedParameter))
@@ -242,7 +242,7 @@ def bucket_bytes_of(parameters: Iterable[nn.Parameter]) -> int:
 
 
 def message_bytes_of(parameters: Sequence[nn.Parameter]) -> int:
-    """Bytes of a bucket of a message in which all parameters travel: `bucket_bytes_of` on a host, 1 GiB on a device."""
+    """Return the bytes of a bucket where all parameters are sent: `bucket_bytes_of` on a host, 1 GiB on a device."""
     return DEVICE_BUCKET_BYTES if any(p.device.type == "cuda" for p in parameters) else bucket_bytes_of(parameters)
 
 
@@ -251,10 +251,10 @@ def pack(
     bucket_bytes: int | None = None,
     make: Callable[[Sequence[nn.Parameter]], Bucket] = Bucket,
 ) -> list[Bucket]:
-    """Buckets over the given parameters, in order, one dtype and device each, each made by `make`; none over
-    `bucket_bytes` (by default `message_bytes_of` them) unless one parameter is. Tied parameters count once; what is
-    empty or not floating point or complex is left out. ValueError: `bucket_bytes` is not positive, or a lazy module has
-    not seen its first batch."""
+    """Pack the parameters into buckets, in order, of one dtype and device each, made by `make`. No bucket has more than
+    `bucket_bytes` (by default `message_bytes_of` them) unless one parameter has. Tied parameters count once; empty ones
+    and integers are left out. ValueError: `bucket_bytes` is not positive, or a lazy module has not seen its first
+    batch."""
     parameters = list(parameters)
     if bucket_bytes is None:
         bucket_bytes = message_bytes_of(parameters)
@@ -265,13 +265,13 @@ def pack(
 
 
 def check_bucket_bytes(bucket_bytes: int | None) -> None:
-    """ValueError for buckets of no bytes; None leaves their size to the default."""
+    """Raise ValueError for buckets of no bytes; None means the default size."""
     if bucket_bytes is not None and bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}: leave it out for the default")
 
 
 def chunked(parameters: Iterable[nn.Parameter], most_bytes: int) -> list[list[nn.Parameter]]:
-    """Distinct parameters of one dtype and device each, in order; none over `most_bytes` unless one parameter is."""
+    """Split distinct parameters into chunks of one dtype and device, in order, of at most `most_bytes` if possible."""
     chunks: dict[tuple[torch.dtype, torch.device], list[list[nn.Parameter]]] = {}
     room: dict[tuple[torch.dtype, torch.device], int] = {}
     for parameter in dict.fromkeys(parameters):

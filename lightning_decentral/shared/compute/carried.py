@@ -1,8 +1,8 @@
-"""Buffers that have a mean (running statistics), and those that are one worker's: queues, codebooks, indices.
+"""Which buffers are averaged over workers (running statistics), and which are copied from one worker (queues, indices).
 
-A mean over workers is a statistic of all their data where each worker's buffer is one of its own: BatchNorm's running
-statistics, ranges of fake quantization, averages of weights. Rows that a worker has put in a place of its own choice,
-and the pointer to them, are no such thing: row 7 of one queue has nothing to do with row 7 of another.
+A mean over workers makes sense where each worker's buffer is a statistic of its data: BatchNorm's running statistics,
+ranges of fake quantization, averages of weights. It makes none for rows that a worker wrote to an index of its own
+choice, and for the pointer to them: row 7 of one worker's queue has nothing to do with row 7 of another's.
 """
 
 from collections import defaultdict
@@ -18,9 +18,9 @@ Suffixes = dict[torch.Size, set[str]]  # ends of parameters' names, by shape
 
 
 def carried(module: nn.Module) -> dict[str, Tensor]:
-    """{name: buffer} of those that aren't averaged: in the mean model all of them are one worker's, the same one's.
+    """Return {name: buffer} of buffers that aren't averaged: the mean model has all of them from one worker.
 
-    By module, of its own buffers (those of its children are theirs):
+    Each module decides for its own buffers, not for those of its children:
 
     - torch's normalization and quantization modules keep statistics: averaged;
     - so is a buffer whose name begins with `running_`, or that mirrors a parameter by name and shape (an average of
@@ -86,5 +86,5 @@ def _real(tensor: Tensor) -> bool:
 
 
 def carried_of(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Distinct tensors of `carried`."""
+    """Return the distinct tensors of `carried` in these modules."""
     return list({id(t): t for module in modules for t in carried(module).values()}.values())

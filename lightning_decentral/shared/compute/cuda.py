@@ -1,8 +1,7 @@
-"""The door to CUDA: streams, events, pinned memory, figures, generators. The one module that names `torch.cuda`.
+"""Interface to CUDA: streams, events, pinned memory, memory sizes, generators. The only module that uses `torch.cuda`.
 
-What needs more of a device than the arithmetic of its tensors asks here, by the module's name (`cuda.Stream`): so
-another device can stand behind the door, as a simulated one does in the tests. Whether something lies on a CUDA device
-is `device.type == "cuda"` everywhere.
+Code that needs more of a device than tensor arithmetic uses this module by its name (`cuda.Stream`), so that tests can
+put a simulated device in its place. Everywhere `device.type == "cuda"` decides whether something lies on a CUDA device.
 """
 
 import torch
@@ -11,59 +10,59 @@ from torch.cuda import Event as Event
 from torch.cuda import Stream as Stream
 
 current_stream, on = torch.cuda.current_stream, torch.cuda.stream
-"""The stream that the host queues to on a device; `with on(stream)` makes it another."""
+"""The stream that the host queues work to on a device; `with on(stream)` changes it."""
 
 device_count, set_device, device_name = torch.cuda.device_count, torch.cuda.set_device, torch.cuda.get_device_name
 synchronize = torch.cuda.synchronize  # The host waits for all streams of a device.
 
 
 def host_like(like: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Host memory of the shape and strides of `like`, not filled; pinned, so that `device` (by default the one of
-    `like`) copies to and from it by itself."""
+    """Return empty host memory of the shape and strides of `like`; pinned, so that `device` (by default that of `like`)
+    copies to and from it asynchronously."""
     pin = (device or like.device).type == "cuda"  # pinned memory is dear, and needs CUDA
     return torch.empty_like(like, dtype=dtype, device="cpu", pin_memory=pin, requires_grad=False)
 
 
 def host_bytes(count: int, device: torch.device) -> Tensor:
-    """`count` bytes of the host, uint8, pinned as `host_like`'s."""
+    """Return `count` bytes of host memory, uint8, pinned as `host_like`'s."""
     return torch.empty(count, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
 def pinned(tensor: Tensor) -> Tensor:
-    """The same values in host memory that a device reads by itself; `tensor` where it lies there."""
+    """Return the tensor in pinned host memory, from which a device copies asynchronously."""
     return tensor if tensor.is_pinned() else tensor.pin_memory()
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes of the device's memory that no process uses."""
+    """Return the bytes of the device's memory that no process uses."""
     return torch.cuda.mem_get_info(device)[0]
 
 
 def total_bytes(device: torch.device) -> int:
-    """Bytes of the device's memory."""
+    """Return the bytes of the device's memory."""
     return torch.cuda.get_device_properties(device).total_memory
 
 
 present_bytes, peak_bytes = torch.cuda.memory_allocated, torch.cuda.max_memory_allocated
-"""Bytes in tensors now, and the most since `forget_peak`, of this process."""
+"""Bytes of this process's tensors now, and their peak since `forget_peak`."""
 forget_peak = torch.cuda.reset_peak_memory_stats
 peak_reserved_bytes, give_back = torch.cuda.max_memory_reserved, torch.cuda.empty_cache
-"""The most that the allocator held; and what it holds unused goes back to other processes."""
+"""Peak bytes that the allocator reserved; and a function that returns unused reserved memory to other processes."""
 
 
 def limit_bytes(count: int, device: torch.device) -> None:
-    """This process's allocator refuses to hold more."""
+    """Limit the bytes that this process's allocator may reserve on the device."""
     torch.cuda.set_per_process_memory_fraction(count / total_bytes(device), device)
 
 
 def random_states() -> list[Tensor]:
-    """The generator's state of every device, none where this process hasn't started CUDA."""
+    """Return the random generator's state of every device; none where this process hasn't started CUDA."""
     # Not where one is merely there: asking would start CUDA, which no forked worker of a run on hosts could.
     return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
 
 def set_random_states(states: list[Tensor]) -> None:
-    """Restore what `random_states` returned, where there are as many devices."""
+    """Restore the generators' states that `random_states` returned, where there are as many devices."""
     if states and len(states) == device_count():
         torch.cuda.set_rng_state_all(states)
 

@@ -1,4 +1,4 @@
-"""Clocks, reads, queues and steps of a device (CPU or CUDA): stopwatches, late reads, worker threads, streams."""
+"""Tools for a CPU or CUDA device: stopwatches, asynchronous reads, call queues on threads or streams, step hooks."""
 
 import atexit
 import threading
@@ -33,7 +33,7 @@ class HostStopwatch:
         self._total += perf_counter() - self._started
 
     def during(self, waits: Iterable[Callable[[], object]]) -> None:
-        """Adds the seconds of these calls, one after the other, or that they make the current stream wait."""
+        """Add the seconds that these calls take, one after the other, or make the current stream wait."""
         self.start()
         for wait in waits:
             wait()
@@ -65,7 +65,7 @@ class DeviceStopwatch(HostStopwatch):
             self.seconds()
 
     def seconds(self) -> float:
-        """Device seconds of all intervals that the device has passed so far."""
+        """Return the device seconds of all intervals that the device has finished so far."""
         while self._open and self._open[0][1].query():
             start, stop = pair = self._open.popleft()
             self._total += start.elapsed_time(stop) / 1000.0
@@ -74,15 +74,15 @@ class DeviceStopwatch(HostStopwatch):
 
 
 def stopwatch(device: torch.device) -> HostStopwatch:
-    """The stopwatch that sees waiting on `device`."""
+    """Return the stopwatch that measures waiting on `device`."""
     # A host clock would see nothing of a device: waiting for NCCL only queues a wait on the stream.
     return DeviceStopwatch() if device.type == "cuda" else HostStopwatch()
 
 
 class AsyncRead:
-    """A small tensor on its way to the host.
+    """Reads a small tensor on the host, asynchronously.
 
-    One of the host is there at once. From a device it is copied behind what the current stream has to do.
+    A host's tensor is ready at once. A device's is copied after the work that the current stream has queued.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -102,15 +102,15 @@ class AsyncRead:
 
 
 def own_stream(device: torch.device) -> AbstractContextManager[Any]:
-    """Context whose work has a stream of its own on a CUDA device, and doesn't wait for the other's work."""
+    """Context whose work runs on a CUDA stream of its own, and doesn't wait for work of other streams."""
     return cuda.on(cuda.Stream(device)) if device.type == "cuda" else nullcontext()
 
 
 class CallQueue(Protocol):
-    """Queue of calls done in order, while the training goes on."""
+    """Queue of calls that run in order, concurrently with training."""
 
     def send(self, call: Callable[[], Any]) -> Any:
-        """Do it after all that was sent before; `result` waits for it and `done` asks for it, as `Future`'s."""
+        """Run the call after all calls sent before; returns an object with `result` and `done`, as `Future` has."""
 
 
 Calls: TypeAlias = "SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Future[Any], ...]] | None]"
@@ -118,14 +118,14 @@ END_SECONDS = 1.0
 
 
 class WorkerThread:
-    """Begins with its first call and ends when nobody holds it any more."""
+    """Call queue on a thread, which starts with the first call and ends when this object is deleted."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._calls: Calls | None = None
 
     def send(self, call: Callable[..., Result], *inputs: "Future[Any]") -> "Future[Result]":
-        """Do it after all that was sent before, with the results of these, whose errors are its own."""
+        """Run the call after all calls sent before, with the results of `inputs`; an input's error becomes its own."""
         if self._calls is None:
             self._calls = SimpleQueue()
             # A daemon, and no `ThreadPoolExecutor`, which joins its threads: when a program has failed, a
@@ -166,7 +166,7 @@ def _work(calls: Calls) -> None:
 
 
 class StreamQueue:
-    """A stream of a CUDA device. What is sent sees what the current stream has queued until then."""
+    """Call queue on a stream of a CUDA device. A call runs after the work that the current stream has queued."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = cuda.Stream(device)
@@ -178,7 +178,7 @@ class StreamQueue:
 
 
 class Queued:
-    """A call that a stream has taken in."""
+    """Call that was queued to a stream."""
 
     def __init__(self, value: Any, event: cuda.Event) -> None:
         self._value, self._event = value, event
@@ -191,12 +191,12 @@ class Queued:
 
 
 def call_queue(device: torch.device, name: str) -> CallQueue:
-    """Calls done in order while the training goes on: a thread for tensors of the host, a stream for a device's."""
+    """Return a queue whose calls run concurrently with training: on a thread for the host, on a stream for a device."""
     return StreamQueue(device) if device.type == "cuda" else WorkerThread(name)
 
 
 class DeviceSteps:
-    """Steps of a device that is a worker by itself."""
+    """Hooks around the steps of a device; here of a device that is a worker by itself, which needs none."""
 
     def train(self, module: Any, step: Callable[[], Any], redirect: Callable[[], Any]) -> Any:
         """Run a training step; `redirect` runs it inside the module's own call, where hooks of `forward` see it."""
@@ -206,24 +206,24 @@ class DeviceSteps:
         return step()
 
     def averaging(self, closure: Callable[[], Any]) -> Any:
-        """Run what computes the gradients of one update."""
+        """Run the closure that computes the gradients of one update."""
         return closure()
 
     def before(self, loss: Any) -> None:
-        """The backward of this loss follows."""
+        """Prepare for the backward pass of this loss."""
 
     def after(self) -> None:
-        """A backward has ended."""
+        """Follow up a backward pass."""
 
     def updated(self, optimizer: Any) -> None:
-        """An update was due, which a loss scaler may have skipped."""
+        """Follow up an optimizer step, which a loss scaler may have skipped."""
 
     def blocked(self) -> AbstractContextManager[None]:
-        """Gradients are only accumulated meanwhile."""
+        """Context in which gradients are only accumulated."""
         return nullcontext()
 
     def explain(self, error: BaseException) -> None:
-        """Warn with the remedy where an error comes of how this device holds the model."""
+        """Warn with a remedy where an error is caused by how this device holds the model."""
 
     def rest(self) -> None:
-        """Before somebody looks at the parameters."""
+        """Make the parameters ready to be read by other code."""

@@ -1,11 +1,11 @@
-"""Operators of our own, which go over their tensors once: a Triton kernel on a device, torch's operations elsewhere.
+"""Fused operators, which read and write their tensors once: a Triton kernel on CUDA, torch's operations elsewhere.
 
     correct_ = operator("correct_(Tensor(a!) x, ...) -> ()", in_torch)
 
-To torch they are operators as any: a dispatch mode counts them, a simulated device queues them. The kernels have the
-same names in `triton_kernels`; what they don't serve (a type, a size), and every other device, takes torch's.
+They are registered as torch operators: a dispatch mode counts them, a simulated device queues them. The kernels have
+the same names in `triton_kernels`; types and sizes without a kernel, and every other device, use torch's operations.
 
-Short, and a module of its own: who has an operator knows nothing of Triton.
+This module stands alone so that code which calls an operator doesn't import Triton.
 """
 
 import importlib
@@ -18,15 +18,15 @@ from typing import Any
 import torch
 
 FACTOR = 1e9
-"""Over so many times the median of the workers a magnitude is absurd, and its message is refused (`health.sound`). A
-variance may honestly be the square of 30000 times another worker's deviation; parameters never come near."""
+"""A magnitude over FACTOR times the workers' median is far too large, and its message is refused (`health.sound`). A
+variance may rightly be the square of 30000 times another worker's deviation; parameters never come near."""
 
 _library = torch.library.Library("lightning_decentral", "FRAGMENT")
 
 
 def operator(schema: str, in_torch: Callable[..., None]) -> Callable[..., None]:
-    """An operator without a result, which changes its first argument: of a schema as torch.library takes it, and
-    `in_torch`, the same by torch's operations, on any device."""
+    """Register an operator without a result, which changes its first argument. `schema`: as torch.library takes it;
+    `in_torch`: the same computation by torch's operations, on any device."""
     name = schema.partition("(")[0]
 
     def run(*args: Any) -> None:
@@ -42,7 +42,7 @@ def operator(schema: str, in_torch: Callable[..., None]) -> Callable[..., None]:
 
 @cache
 def kernels(device: torch.device) -> ModuleType | None:
-    """The Triton kernels; None, with a warning, where there is no Triton or it can't compile."""
+    """Return the module of Triton kernels; None, with a warning, where Triton is missing or can't compile."""
     try:
         found = importlib.import_module("lightning_decentral.shared.compute.triton_kernels")
         found.try_out(device)

@@ -1,4 +1,4 @@
-"""Name and speed of the hardware: laps and durations of a device, its name, its processor's cores."""
+"""Measures time on a host or device, and names the hardware: laps, durations, device name, processor cores."""
 
 import os
 import platform
@@ -13,13 +13,13 @@ from lightning_decentral.shared.compute import cuda
 
 
 class HostLaps:
-    """Wall seconds of laps."""
+    """Measures laps by the host's clock."""
 
     def __init__(self) -> None:
         self._stamps: list[Any] = []
 
     def lap(self) -> int:
-        """Record a lap; returns its number, from 0."""
+        """Record a lap and return its number, from 0."""
         self._stamps.append(self._now())
         return len(self._stamps) - 1
 
@@ -27,12 +27,12 @@ class HostLaps:
         return perf_counter()
 
     def seconds(self) -> list[float]:
-        """Wall seconds of every lap since the first."""
+        """Return the wall seconds of every lap since the first."""
         return [stamp - self._stamps[0] for stamp in self._stamps]
 
 
 class DeviceLaps(HostLaps):
-    """Device seconds of laps on the current stream, by events: the host doesn't wait before `seconds`."""
+    """Measures laps on a device's current stream by events: the host doesn't wait before `seconds`."""
 
     def _now(self) -> cuda.Event:
         event = cuda.Event(enable_timing=True)
@@ -40,14 +40,14 @@ class DeviceLaps(HostLaps):
         return event
 
     def seconds(self) -> list[float]:
-        """Device seconds of every lap since the first, once the device has passed the last."""
+        """Wait for the device, and return the device seconds of every lap since the first."""
         for event in self._stamps:
             event.synchronize()
         return [self._stamps[0].elapsed_time(event) / 1000.0 for event in self._stamps]  # milliseconds -> seconds
 
 
 class ProcessorTime:
-    """Wall seconds, and those of processors in all threads of this process, between `start` and `stop`."""
+    """Measures wall seconds, and processor seconds of all threads of this process, between `start` and `stop`."""
 
     def __init__(self) -> None:
         self._wall, self._busy = 0.0, 0.0
@@ -61,18 +61,18 @@ class ProcessorTime:
 
     @property
     def crowding(self) -> float:
-        """Wall seconds for each second of a processor: 1 on one that nobody else has, 2 where two processes share it,
-        1/4 where four threads compute at once. 1 before anything was measured."""
+        """Wall seconds for each processor second: 1 on a processor of its own, 2 where two processes share one, 1/4
+        where four threads compute at once. 1 before anything was measured."""
         return self._wall / self._busy if self._busy else 1.0
 
 
 def laps(device: torch.device) -> HostLaps:
-    """The laps that see what `device` does."""
+    """Return a lap timer for work on this device."""
     return DeviceLaps() if device.type == "cuda" else HostLaps()
 
 
 def duration(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call, until the device has done what it asked for."""
+    """Return the seconds of one call, until the device has finished the work that it queued."""
     watch = laps(device)
     watch.lap()
     call()
@@ -81,14 +81,14 @@ def duration(call: Callable[[], object], device: torch.device) -> float:
 
 
 def device_name(device: torch.device) -> str:
-    """The device's own name, or the processor and how many of its cores this process may use."""
+    """Return the GPU's name, or the processor's with the number of cores that this process may use."""
     if device.type == "cuda":
         return cuda.device_name(device)
     return f"{processor()}, {cores()} cores"
 
 
 def cores() -> int:
-    """Number of processor cores that this process may use."""
+    """Return the number of processor cores that this process may use."""
     try:
         return len(os.sched_getaffinity(0))  # fewer than there are under taskset, SLURM, cgroups' cpusets
     except AttributeError:  # not on macOS
@@ -96,7 +96,7 @@ def cores() -> int:
 
 
 def processor() -> str:
-    """Name of the processor as the system gives it."""
+    """Return the processor's name as the system gives it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

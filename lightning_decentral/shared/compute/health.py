@@ -1,8 +1,8 @@
-"""Health of workers by the largest number that each holds: NaN, infinity, and what is absurd compared to the others.
+"""Checks tensors of several workers for NaN, infinity and numbers far larger than the others'; compares equal replicas.
 
-Messages, the mean model and gradients are judged by one formula. Replicas that must be the same are judged by their
-bits and, where these differ, by numbers that show by how much, and who it is. Norms are in float64, whatever the type
-of the tensors.
+Messages, the mean model and gradients are checked by one formula. Replicas that must be equal are compared bit by bit
+and, where bits differ, by numbers that show by how much, and which worker differs. Norms are in float64, whatever the
+type of the tensors.
 """
 
 from collections import Counter
@@ -22,9 +22,9 @@ from lightning_decentral.shared.compute.worker_state import digest, fingerprint
 def sound(scales: Tensor) -> Tensor:
     """s_i is finite and s_i <= FACTOR * max(1, m);  m = lower median of the finite s_j, column by column.
 
-    The lower median is the smaller one of two, so that of two workers the absurd one is found; of more, where fewer
-    than half are absurd alike. The 1 keeps a worker that has left zero from standing out. Nothing waits for a device.
-    `scales`: [workers, ...], each the largest magnitude of what a worker holds, as `scale` gives it."""
+    The lower median is the smaller one of two, so that of two workers the one with far too large numbers is found; of
+    more workers, where fewer than half have such numbers. The 1 keeps a worker that has just left zero from standing
+    out. Nothing waits for a device. `scales`: [workers, ...], the largest magnitude of each worker (`scale`)."""
     known = scales.nan_to_num(nan=torch.inf, posinf=torch.inf)
     if len(known) == 2:  # a message and its only receiver: a fifth of the kernels
         median = known.amin(0)
@@ -36,27 +36,27 @@ def sound(scales: Tensor) -> Tensor:
 
 
 def scale(tensors: Sequence[Tensor]) -> Tensor:
-    """max |x| over all elements, a float64 scalar on their device; NaN or infinity where one is."""
+    """Return max |x| over all elements, a float64 scalar on their device; NaN or infinity where an element is."""
     ends = torch.stack([end for t in tensors for end in _ends(t)])  # (2 tensors,)
     largest: Tensor = torch.linalg.vector_norm(ends, torch.inf, dtype=torch.float64)
     return largest
 
 
 def stated(numbers: Sequence[int], tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """(numbers, bits of `scale(tensors)`), int64 [numbers + 1]: sent before a message, so that its receiver needn't go
-    over all of it again."""
+    """Return a message's header, (numbers, bits of `scale(tensors)`), int64 [numbers + 1], so that the receiver needn't
+    read the whole message to check it."""
     # Filled on the device: copying numbers there would make the host wait.
     rows = [torch.full((1,), number, dtype=torch.int64, device=device) for number in numbers]
     return torch.cat([*rows, scale(tensors).view(1).view(torch.int64)])
 
 
 def scales_in(stated: Tensor) -> Tensor:
-    """[...] of what was stated, [..., numbers + 1]: a view, float64."""
+    """Return the scales [...] in headers [..., numbers + 1]: a view, float64."""
     return stated.view(torch.float64)[..., -1]
 
 
 def judged(stated: Tensor) -> Tensor:
-    """bool [rows]: whose message is `sound`, by what was stated of each, [rows, numbers + 1]."""
+    """Return which messages are `sound`, bool [rows], by their headers [rows, numbers + 1]."""
     if stated.device.type != "cuda":
         return sound(scales_in(stated))
     sane = torch.empty(len(stated), dtype=torch.bool, device=stated.device)
@@ -65,7 +65,7 @@ def judged(stated: Tensor) -> Tensor:
 
 
 def extremes(tensor: Tensor) -> Tensor:
-    """(smallest, largest) element, float64 [2]; NaN where one is, zeros where there is none."""
+    """Return the smallest and largest element, float64 [2]; NaN where an element is, zeros of an empty tensor."""
     return torch.stack(_ends(tensor)).double()
 
 
@@ -123,15 +123,15 @@ def _norm(tensor: Tensor) -> Tensor:
 # ---- replicas that must be the same ----------------------------------------------------------------------------------
 
 TOLERANCE = 1e-2
-"""Part of a tensor's largest magnitude: rounding stays far below, a wrong update or a flipped exponent doesn't."""
+"""Allowed difference, as a part of a tensor's largest magnitude: rounding is far below it, a wrong update above."""
 
 Look = tuple[int | None, float, float, float]
-"""Fingerprint, smallest, largest and mean element of a tensor, which are compared."""
+"""Fingerprint, smallest, largest and mean element of a tensor, for comparison between workers."""
 ABSENT: Look = None, torch.inf, torch.inf, torch.inf
 
 
 def rates(optimizers: Sequence[Optimizer]) -> dict[str, str]:
-    """Numbers by which updates are made: {"lr of group 0 of optimizer 0": its text, ...}."""
+    """Return the numbers of the optimizers' parameter groups, {"lr of group 0 of optimizer 0": text, ...}."""
     found = {}
     for place, optimizer in enumerate(optimizers):
         for number, group in enumerate(optimizer.param_groups):
@@ -144,13 +144,13 @@ def rates(optimizers: Sequence[Optimizer]) -> dict[str, str]:
 
 @torch.no_grad()
 def bits(named: Mapping[str, Tensor]) -> str:
-    """One digest for names, types, shapes and every bit of these tensors."""
+    """Return one digest of names, types, shapes and every bit of these tensors."""
     return digest({name: [t.dtype, list(t.shape), int(fingerprint(t))] for name, t in named.items()})
 
 
 @torch.no_grad()
 def looks(named: Mapping[str, Tensor]) -> dict[str, Look]:
-    """{name: what is compared of it}."""
+    """Return {name: `Look` of the tensor}, for comparison between workers."""
     found: dict[str, Look] = {}
     for name, tensor in named.items():
         parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
@@ -163,7 +163,7 @@ def looks(named: Mapping[str, Tensor]) -> dict[str, Look]:
 
 @dataclass(frozen=True)
 class Unequal:
-    """A tensor of two workers that isn't the same: (worker, its look; `ABSENT` where it has no such tensor)."""
+    """A tensor that differs between two workers, each as (worker, its look; `ABSENT` where it has no such tensor)."""
 
     name: str
     usual: tuple[int, Look]
@@ -173,7 +173,7 @@ class Unequal:
 
     @property
     def absurd(self) -> bool:
-        """NaN, infinity, or far beyond the other's numbers."""
+        """Return whether the difference is NaN, infinity, or over `FACTOR` times the usual magnitude."""
         return not self.deviation < FACTOR
 
     def __str__(self) -> str:
@@ -182,12 +182,12 @@ class Unequal:
 
 
 def unequal(rows: Mapping[int, Mapping[str, Look]]) -> list[Unequal]:
-    """Every tensor whose bits aren't the same on all, the most different first.
+    """Return every tensor whose bits differ between workers, the largest difference first.
 
         deviation = max |p_i - p_j| / max(1e-3, s)    p: smallest, largest, mean; s: the usual largest magnitude
 
-    What most workers have is usual; where no look is more frequent than others, that of the lower median by magnitude,
-    so that of two workers the larger one stands out. `rows`: {worker: its looks}."""
+    The usual look is that of most workers; where none is more frequent, that of the lower median by magnitude, so that
+    of two workers the larger one stands out. `rows`: {worker: its looks}."""
     names = dict.fromkeys(name for row in rows.values() for name in row)
     found = [_compared(name, {worker: row.get(name, ABSENT) for worker, row in rows.items()}) for name in names]
     return sorted((one for one in found if one is not None), key=lambda one: -one.deviation)
@@ -207,7 +207,7 @@ def _compared(name: str, looks: Mapping[int, Look]) -> Unequal | None:
 
 
 def _size(look: Look) -> float:
-    """The largest magnitude; infinity for NaN and for no tensor."""
+    """Return the largest magnitude; infinity for NaN and for an absent tensor."""
     return max(abs(end) if end == end else torch.inf for end in look[1:3])
 
 

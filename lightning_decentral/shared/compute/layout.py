@@ -1,8 +1,8 @@
-"""Memory layout of a model: alike on all workers at set-up, and put back where it changes; what is refused.
+"""Memory layout of a model: checked to be equal on all workers at set-up, and restored where it changes.
 
-A message is flat memory, and strides define which number of it is which. Workers with other strides (one of them in
-channels_last) would average the numbers of different places. A parameter's place in a message and in a rule's state
-rests on its shape, type and strides.
+A message is flat memory, and strides decide which element lies where. Workers with different strides (one of them in
+channels_last) would average different elements. A parameter's layout in a message and in a rule's state follows from
+its shape, type and strides.
 """
 
 import warnings
@@ -23,7 +23,7 @@ Strides = tuple[int, ...]
 
 
 def dense_strides(tensor: Tensor) -> Strides:
-    """Strides of a dense copy, which keeps the dimensions' order in memory (channels_last stays channels_last)."""
+    """Return the strides of a dense copy that keeps the dimensions' order in memory (channels_last stays so)."""
     size, own, found, step = tensor.shape, tensor.stride(), [1] * tensor.dim(), 1
     for dim in reversed(memory_order(size, own)):
         found[dim], step = step, step * size[dim]
@@ -32,7 +32,7 @@ def dense_strides(tensor: Tensor) -> Strides:
 
 
 def memory_order(size: Sequence[int], strides: Strides) -> tuple[int, ...]:
-    """Dimensions from the slowest to the fastest; those of size 1, whose strides mean nothing, are left out."""
+    """Return dimensions from the slowest to the fastest, without those of size 1, whose strides mean nothing."""
     long = [d for d in range(len(size)) if size[d] > 1]
     return tuple(sorted(long, key=lambda d: (-strides[d], d)))
 
@@ -63,19 +63,19 @@ class Place:
         return memory_order(self.shape, self.strides)
 
     def refuse_changed(self, tensor: Tensor) -> None:
-        """ValueError where its shape or type became another."""
+        """Raise ValueError where the parameter's shape or type has changed."""
         if (tensor.shape, tensor.dtype) != (self.shape, self.dtype):
             raise ValueError(
-                f"a parameter of {self} became {Place.of(tensor)} after set-up, and messages have its place: change "
-                "it in configure_model() or setup(), on every worker"
+                f"a parameter of {self} became {Place.of(tensor)} after set-up, but messages keep the old shape: "
+                "change the parameter in configure_model() or setup(), on every worker"
             )
 
     def check(self, tensor: Tensor) -> None:
-        """ValueError where it became another; a warning where it lies otherwise."""
+        """Raise ValueError where the parameter's shape or type has changed; warn where its memory order has."""
         self.refuse_changed(tensor)
         if Place.of(tensor).order != self.order:
             warnings.warn(
-                f"a parameter of {self} got strides {tensor.stride()} after set-up, and gets those back that all "
+                f"a parameter of {self} got strides {tensor.stride()} after set-up, and is set back to those that all "
                 "workers began with: give a memory format in configure_model() or setup()",
                 stacklevel=2,
             )
@@ -85,23 +85,23 @@ class Place:
 
 
 def orders(buckets: "Iterable[Bucket]") -> list[list[int]]:
-    """Orders of dimensions in memory, for a checkpoint, whose messages and rules' states are flat memory."""
+    """Return each parameter's order of dimensions in memory, for a checkpoint: messages and states are flat memory."""
     return [[*place.order] for bucket in buckets for place in bucket.places]
 
 
 def refuse_reordered(state: Mapping[str, Any], buckets: "Iterable[Bucket]") -> None:
-    """ValueError where what was saved in other orders would be read in these."""
+    """Raise ValueError where flat state was saved in another memory order than the model has now."""
     flat = any(state["states"]) or state["flights"] or len(state["exchange"]) > 1  # other than the codec's name
     now = orders(buckets)
     if flat and len(state.get("orders", ())) == len(now) and state["orders"] != now:
         raise ValueError(
-            "the checkpoint's messages lie in another memory order: give the model the memory format that it had, or "
+            "the checkpoint's messages lie in another memory order: give the model the memory format of that run, or "
             "delete its .workers folder to start from the mean"
         )
 
 
 def refuse_lazy(parameters: Iterable[Tensor]) -> None:
-    """ValueError where one has no shape yet."""
+    """Raise ValueError where a parameter has no shape yet."""
     if any(map(is_lazy, parameters)):
         raise ValueError("a lazy module has uninitialized parameters: run one batch through it before training")
 
@@ -129,8 +129,8 @@ def _text(tensor: Tensor) -> str:
 
 
 def refuse_shared(module: nn.Module) -> None:
-    """ValueError for a trained parameter in another tensor's memory: in a message it has numbers of its own, and the
-    two part."""
+    """Raise ValueError for a trained parameter that shares memory with another tensor: in a message each has elements
+    of its own, so the two would differ afterwards."""
     found = dict(chain(module.named_parameters(), module.named_buffers()))
     dense = {name: tensor for name, tensor in found.items() if tensor.layout == torch.strided and tensor.numel() > 0}
     there = {name: tensor for name, tensor in dense.items() if not (tensor.is_meta or is_lazy(tensor))}
@@ -142,20 +142,20 @@ def refuse_shared(module: nn.Module) -> None:
             pair = found[name], found[other]
             if any(t.requires_grad for t in pair) and _share(*pair):
                 raise ValueError(
-                    f"{other} and {name} share memory without being one parameter, and messages would part them: "
+                    f"{other} and {name} share memory without being one parameter, and messages would separate them: "
                     "tie them as one (head.weight = embedding.weight), or clone one"
                 )
         open_ones.append((end, name))
 
 
 def _range(tensor: Tensor) -> tuple[int, int]:
-    """Addresses from its first number to behind its last."""
+    """Return the tensor's addresses, from its first element to behind its last."""
     reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     return tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size()
 
 
 def _share(one: Tensor, other: Tensor) -> bool:
-    """Return whether they share an element: columns of one matrix lie in one range, and don't."""
+    """Return whether two tensors share an element; columns of one matrix, whose ranges overlap, don't."""
     if one.device != other.device or one.dtype != other.dtype:
         return one.device == other.device
     first, each = min(one.data_ptr(), other.data_ptr()), one.element_size()
@@ -167,7 +167,7 @@ def _share(one: Tensor, other: Tensor) -> bool:
 
 
 def put(tensor: Tensor, value: Tensor) -> None:
-    """tensor <- value, in place; of an expanded one, what it repeats is written once."""
+    """Set tensor <- value, in place; an expanded tensor's repeated memory is written once."""
     mine = tensor
     for dim, (size, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         mine = mine.narrow(dim, 0, 1) if step == 0 and size > 1 else mine  # one of those that share memory
@@ -176,7 +176,7 @@ def put(tensor: Tensor, value: Tensor) -> None:
 
 @torch.no_grad()
 def laid(tensor: Tensor, place: Place) -> Tensor:
-    """The tensor, or a copy of it that lies in this order."""
+    """Return the tensor if its memory has this order, else a copy that has."""
     if Place.of(tensor).order == place.order:
         return tensor
     if is_row_major(place.shape, place.strides):
@@ -185,9 +185,9 @@ def laid(tensor: Tensor, place: Place) -> Tensor:
 
 
 def lay_states(optimizer: Optimizer) -> None:
-    """States of their parameter's shape lie as it does: fused optimizers go through both as through flat memory.
+    """Give optimizer states of their parameter's shape its memory order: fused optimizers read both as flat memory.
 
-    They don't where a model was given another memory format than the file or the worker that they come from.
+    The orders differ where the model has another memory format than the file or worker that the states come from.
     """
     for parameter, state in optimizer.state.items():
         if not isinstance(state, dict):
@@ -198,7 +198,7 @@ def lay_states(optimizer: Optimizer) -> None:
 
 
 class ModelLayout:
-    """Memory layouts of parameters when the workers were compared; those that came later lie row-major everywhere."""
+    """Remembers the memory layouts of parameters at set-up; parameters added later are row-major on all workers."""
 
     def __init__(self, parameters: Iterable[nn.Parameter] = ()) -> None:
         self._places: dict[nn.Parameter, Place] = {}
@@ -208,13 +208,13 @@ class ModelLayout:
         return parameter in self._places
 
     def note(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Record at set-up that parameters which aren't known lie as they do now."""
+        """Record the present layouts of parameters that aren't recorded yet, at set-up."""
         new = [p for p in parameters if p not in self._places and p.layout == torch.strided and not is_lazy(p)]
         self._places |= {p: Place.of(p) for p in new}
 
     @torch.no_grad()
     def restore(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """See that these, by default those that are trained, lie as they did. ValueError: one of all that are trained
+        """Restore the recorded layouts of these parameters, by default of all trained ones. ValueError: a trained one
         has another shape or type."""
         trained = [p for p in self._places if p.requires_grad]
         for parameter in trained if parameters is None else parameters:

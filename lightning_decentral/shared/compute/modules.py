@@ -1,4 +1,4 @@
-"""Chains of repeated blocks in an nn.Module, found by looking at it; evaluation mode, and no compiler, for a while."""
+"""Finds chains of repeated blocks in an nn.Module; contexts for evaluation mode and for running uncompiled."""
 
 import sys
 from collections import defaultdict
@@ -27,7 +27,7 @@ class BlockSequence:
 
 
 def candidates(module: nn.Module) -> list[BlockSequence]:
-    """Chains of two or more blocks with parameters, the likeliest first.
+    """Return chains of two or more blocks with parameters, the likeliest first.
 
     A block is a member of a Sequential or ModuleList, containers flattened: the layers of all stages are one chain.
     Where its blocks lie in several networks (a student and its teacher), those of each are a chain as well; so are
@@ -50,7 +50,7 @@ def candidates(module: nn.Module) -> list[BlockSequence]:
 
 
 def _apart(chain: BlockSequence, modules: Mapping[str, nn.Module]) -> list[BlockSequence]:
-    """The chain's parts in the networks that its blocks come from; none where they are in one."""
+    """Return the chain's parts in each of several networks (student, teacher); none where its blocks lie in one."""
     rows = [name.split(".") for name in chain.names]
     shared = next(i for i in count() if len({tuple(row[: i + 1]) for row in rows}) > 1)
     if isinstance(modules[".".join(rows[0][:shared])], CONTAINERS):  # stages, one behind the other
@@ -62,7 +62,7 @@ def _apart(chain: BlockSequence, modules: Mapping[str, nn.Module]) -> list[Block
 
 
 def _plain_layers(modules: Mapping[str, nn.Module], members: Mapping[type, list[str]]) -> list[BlockSequence]:
-    """One chain of the layers without parts, whatever their classes, but for those inside of a block; or none."""
+    """Return one chain of all layers without submodules, of any class, outside of blocks; none where there is none."""
     blocks = [n for names in members.values() if len(names) > 1 for n in names if _has_parts(modules[n])]
     kinds = {kind: [n for n in names if not _has_parts(modules[n])] for kind, names in members.items()}
     layers = {name: kind for kind, names in kinds.items() for name in names if not _within(name, blocks)}
@@ -93,7 +93,7 @@ def compiles() -> bool:
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """The module in evaluation mode; afterwards each of its parts in the mode it was in."""
+    """Put the module in evaluation mode within; afterwards restore the mode of each of its parts."""
     modes = {part: part.training for part in module.modules()}
     module.eval()
     try:
@@ -104,5 +104,5 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 def same(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """The same objects in the same order."""
+    """Return whether both sequences have the same objects in the same order."""
     return len(some) == len(others) and all(map(is_, some, others))  # without a hash of each, which is Python's

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped, import-not-found"
-"""Triton kernels of the operations of `fused`, by their names: each loads what it reads once and stores once.
+"""Triton kernels of the operators of `fused`, by the same names: each reads and writes its tensors once.
 
 They compute in float32, every product and every sum rounded as torch's are (`enable_fp_fusion` is off), so that they
-give the bits of torch's operations. Each returns whether it served.
+give the bits of torch's operations. Each function returns whether a kernel served its arguments.
 """
 
 from collections.abc import Sequence
@@ -240,11 +240,11 @@ def int8_decode_(out: Tensor, quantized: Tensor, scales: Tensor, block: int) -> 
 
 
 def try_out(device: torch.device) -> None:
-    """Compile one and look at what it does. RuntimeError: it computed something else."""
+    """Compile one kernel and check its result. RuntimeError: the result is wrong."""
     x, one, sane = torch.zeros(8, device=device), torch.ones(8, device=device), torch.ones(2, device=device) > 0
     correct_(x, one, [one + one], [0.5], sane, 1.0)
     if not torch.equal(x, one / 2):
-        raise RuntimeError(f"0 + (2 - 1) / 2 came out as {x[0]}")
+        raise RuntimeError(f"a kernel computed 0 + (2 - 1) / 2 as {x[0]}")
 
 
 def _four(given: Sequence[T]) -> list[T]:

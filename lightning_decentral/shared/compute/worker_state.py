@@ -1,12 +1,12 @@
-"""Contents of a worker's file besides the model: the file's mark, a digest against damage, states of random generators.
+"""Contents of a worker's checkpoint file in addition to the model: metadata, a digest against damage, random states.
 
 A worker's file is a complete Lightning checkpoint of that worker's own model, plus its random state and its messages
-in flight. The metadata is the file's mark: format, package, who wrote it in which save, and a digest.
+in flight. The metadata under `KEY` are format, package, which worker wrote the file in which save, and a digest.
 
-The digest is sha256 over the contents, in order: keys, numbers, and of every tensor type, shape and crc32. It is
-against damage, not against forgery: crc32 finds every flipped byte at twice the speed of sha256. Of contents, not of a
-file, so that it doesn't depend on who wrote the file. An object that is neither a tensor, a container nor a plain value
-counts by its type alone.
+The digest is sha256 over the contents, in order: keys, numbers, and the type, shape and crc32 of every tensor. It finds
+damage, not forgery: crc32 finds every flipped byte at twice the speed of sha256. It covers contents, not the file's
+bytes, so that it doesn't depend on how the file was written. An object that is neither a tensor, a container nor a
+plain value counts by its type alone.
 """
 
 import hashlib
@@ -26,12 +26,12 @@ VERSION = 3
 
 
 def sealed(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """The same with the digest of its contents in its mark."""
+    """Return the checkpoint with the digest of its contents added to its metadata."""
     return {**checkpoint, KEY: {**checkpoint[KEY], "digest": digest(checkpoint)}}
 
 
 def damage(checkpoint: Mapping[str, Any]) -> str | None:
-    """The reason why the contents are damaged; None where they aren't, or where no digest was kept."""
+    """Return text if the contents are damaged; None where they aren't, or where the checkpoint has no digest."""
     mark = checkpoint.get(KEY) or {}
     kept = mark.get("digest")
     rest = {key: value for key, value in mark.items() if key != "digest"}
@@ -41,7 +41,7 @@ def damage(checkpoint: Mapping[str, Any]) -> str | None:
 
 
 def random_state() -> dict[str, Any]:
-    """The state of the generators of torch (host and devices), numpy and Python."""
+    """Return the state of the random number generators of torch (host and devices), numpy and Python."""
     _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, internal, python_gauss = random.getstate()
     # Tensors and primitives only, so that a file loads with `weights_only=True`.
@@ -54,7 +54,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Restore the generators that `random_state` returned."""
+    """Restore the states of the random number generators that `random_state` returned."""
     torch.set_rng_state(state["torch"])
     cuda.set_random_states(state["cuda"])
     keys, position, has_gauss, gauss = state["numpy"]
@@ -67,7 +67,7 @@ _PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype)
 
 
 def digest(tree: Any) -> str:
-    """64 hexadecimal digits; equal for equal contents."""
+    """Return 64 hexadecimal digits, equal for equal contents."""
     state = hashlib.sha256()
     _add(state, tree)
     return state.hexdigest()
@@ -104,9 +104,9 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, as a signed number
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """sum_i w_i bits_i mod 2^64, an int64 scalar where the tensor is; bits_i: an element's, w_i: odd, drawn by place.
+    """sum_i w_i bits_i mod 2^64, an int64 scalar on the tensor's device; bits_i: of element i, w_i: odd, by index i.
 
-    One element that differs always changes it. Nothing is copied but a piece of 8 MiB at a time.
+    A single element that differs always changes the sum. At most 8 MiB are copied at a time.
     """
     whole = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     flat = whole.detach().resolve_neg().contiguous().reshape(-1)

@@ -1,4 +1,4 @@
-"""Loops with Fabric: the base of the methods' strategies for it, and the checkpoints that such a loop saves and loads.
+"""Fabric: base class of the methods' Fabric strategies, and the checkpoints that a user's loop saves and loads.
 
-Public: nothing; `FabricGossipStrategy` and `FabricCompressedStrategy` are made of these.
+Public: nothing; `FabricGossipStrategy` and `FabricCompressedStrategy` derive from these classes.
 """

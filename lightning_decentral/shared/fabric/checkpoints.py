@@ -1,7 +1,7 @@
-"""Checkpoints of loops with Fabric: `fabric.save` and `fabric.load`, for workers that may differ.
+"""Checkpoints of Fabric loops: `fabric.save` and `fabric.load`, for workers that may differ.
 
-The plain file is what any Fabric writes, with the mean of the workers for each module; worker 0's state of everything
-else. Where the state has an optimizer, each worker's own is written next to it, and read again by as many workers.
+The plain file is as any Fabric writes it, with the mean of the workers for each module, and worker 0's state of all
+else. With an optimizer in the state, each worker's own state is written next to it, and read by as many workers.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 
 class FabricCheckpoints:
-    """One worker's saves and reads of a loop's state."""
+    """Saves and loads one worker's state of a Fabric loop."""
 
     def __init__(self, worker: "fabric.FabricWorkers", mean_model: MeanModel) -> None:
         self._worker, self._mean_model = worker, mean_model  # the plain file holds this one's where workers diverge
         self._saving, self._reading = Saving(worker), Reading(worker)
 
     def save(self, path: Any, state: Mapping[str, Any], converted: Mapping[str, Any], storage_options: Any) -> None:
-        """Write the plain file (worker 0) and each worker's own. Collective. `state` are modules, optimizers and other
-        values, by name, `converted` the same as state_dicts."""
+        """Write the plain file (worker 0) and each worker's own file. Collective. `state`: modules, optimizers, other
+        values by name; `converted`: their state_dicts."""
         path, identity = self._saving.agree(path, storage_options)
         modules = [key for key, value in state.items() if isinstance(value, nn.Module)]
         own = {**converted, **{key: self._mean_model.own(converted[key]) for key in modules}}
@@ -54,7 +54,7 @@ class FabricCheckpoints:
 
     @contextmanager
     def reading(self, path: Any, state: Any, weights_only: bool | None) -> Iterator[None]:
-        """Load this file's contents within, read by all workers; afterwards the rest of the state goes on. Collective.
+        """Context in which Fabric loads this file, read by all workers; rounds and random state follow. Collective.
         ValueError: on every worker, where one finds the file damaged."""
         checkpoint = self._reading.read_together(path, weights_only)
         mark, own = checkpoint.pop(KEY, None), None
@@ -76,12 +76,12 @@ class FabricCheckpoints:
 
 
 def _trains(state: Any) -> bool:
-    """Return whether more than weights is saved or restored: an optimizer, too."""
+    """Return whether the state has an optimizer, and not weights alone."""
     return isinstance(state, Mapping) and any(isinstance(value, Optimizer) for value in state.values())
 
 
 class _Read(CheckpointIO):
-    """Checkpoint IO that returns what was read already."""
+    """CheckpointIO that returns a checkpoint that was read already."""
 
     def __init__(self, checkpoint: dict[str, Any]) -> None:
         self._checkpoint = checkpoint

@@ -1,4 +1,4 @@
-"""Progress of a user's own loop, as its calls show it: which step this is, which optimizer steps, who else is there."""
+"""Follows a user's Fabric loop by its calls: the number of the step, set-ups, optimizer steps, the other workers."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -21,7 +21,7 @@ LOOK_STEPS = 100
 
 
 class Accumulating(_BackwardSyncControl):
-    """`fabric.no_backward_sync`, where the module has no wrapper that could be asked."""
+    """Serves `fabric.no_backward_sync` (gradient accumulation) for a module without a wrapper."""
 
     def __init__(self, accumulating: Callable[[nn.Module], AbstractContextManager[None]]) -> None:
         self._accumulating = accumulating
@@ -31,11 +31,11 @@ class Accumulating(_BackwardSyncControl):
 
 
 class FabricWorkerGroup(WorkerGroup):
-    """Workers of a user's own loop: at which step of it this one is."""
+    """Connects the workers of a user's Fabric loop, and knows at which step of the loop this worker is."""
 
-    def __init__(self, of: "fabric.FabricWorkers", timeout: timedelta) -> None:
-        super().__init__(of, timeout)
-        self._loop = of
+    def __init__(self, strategy: "fabric.FabricWorkers", timeout: timedelta) -> None:
+        super().__init__(strategy, timeout)
+        self._loop = strategy
         self._updates: Updates | None = None
         self._introduced = False
         self._set_up: list[object] = []
@@ -45,13 +45,13 @@ class FabricWorkerGroup(WorkerGroup):
         return f"step {self._loop.rounds()[0] + 1}" if self.ready else "set-up"
 
     def begin(self) -> None:
-        """There is a world."""
+        """Begin comparing set-ups, once the process group exists."""
         in_order = lambda: {f"set-up {number}": type(one).__name__ for number, one in enumerate(self._set_up)}  # noqa: E731
         self.ready, self.set_ups = True, self.layouts(in_order)
 
     def setting_up(self, one: object) -> None:
-        """A module, or an optimizer. Collective. RuntimeError: another worker sets up something else, or goes on
-        without; on all."""
+        """Compare the module or optimizer that is set up. Collective. RuntimeError, on all workers: another worker sets
+        up something else, or trains on without."""
         self._set_up.append(one)
         self.set_ups.changed()
 
@@ -61,7 +61,7 @@ class FabricWorkerGroup(WorkerGroup):
             self._updates = Updates(self._loop, IN_LOOP)
 
     def rest(self) -> None:
-        """The loop has ended."""
+        """Stop watching optimizers: the loop has ended."""
         if self._updates is not None:
             self._updates.close()
         self._updates = None

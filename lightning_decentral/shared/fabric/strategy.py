@@ -1,7 +1,7 @@
-"""The base of strategies of Fabric: the user's own loop, over the parts that Trainers' strategies are made of.
+"""Base class of Fabric strategies: the user's own loop, with the parts that Trainers' strategies have.
 
-A round follows `optimizer.step()`. Where a Trainer knows when to show the mean, to save and to end, a loop calls:
-`with strategy.mean():`, `fabric.save`, `strategy.finish()`.
+A round follows `optimizer.step()`. A Trainer knows when to evaluate the mean, to save and to end; a user's loop calls
+`with strategy.mean():`, `fabric.save` and `strategy.finish()`.
 """
 
 from abc import abstractmethod
@@ -37,7 +37,7 @@ MEAN_STANDS = "the mean of the workers stands in the model's place"
 
 
 class FabricWorkers(DDPStrategy):
-    """DDPStrategy without its wrapper: whole models that start equal, and what a method does after each update.
+    """Fabric's DDPStrategy without the DDP wrapper: models start equal, and the method works after each update.
 
     Args:
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: Fabric's own arguments give these.
@@ -48,7 +48,7 @@ class FabricWorkers(DDPStrategy):
     wire: Wire | None = None  # groups that every method needs; None before `launch`, and for a single worker
     root_device = property(own_device)
     gradient_check, followed = Unchecked(), Unfollowed()
-    alone, heals, devices_per_worker = False, 0, 1
+    cut_off, heals, devices_per_worker = False, 0, 1
     introduction: Callable[[], Sequence[str]]  # lines at the first step: what, with whom, bytes, what is evaluated
     own: ClassVar[Sequence[str]] = ()  # what may differ between workers
     drifts: ClassVar[bool]  # whether workers may differ between steps
@@ -86,47 +86,47 @@ class FabricWorkers(DDPStrategy):
 
     @abstractmethod
     def adopt(self, optimizer: Optimizer) -> None:
-        """Build what an optimizer's updates need; there is more than one worker. Collective."""
+        """Build the method's parts for an optimizer, where there is more than one worker. Collective."""
 
     @abstractmethod
     def advance(self, optimizer: Optimizer) -> None:
-        """Do the method's part after an update of `optimizer`."""
+        """Do the method's work after an update of `optimizer`."""
 
     def settle(self) -> None:
-        """Land what is in flight."""
+        """Wait for the messages in flight and apply them."""
 
     def share(self) -> float | None:
-        """This worker's weight in the mean of the workers; all sum to one. None: all equal."""
+        """Return this worker's weight in the mean of the workers; all weights sum to one. None: all are equal."""
         return None
 
     def accumulating(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Gradients of this module are only accumulated meanwhile."""
+        """Context in which gradients of this module are only accumulated."""
         return nullcontext()
 
     @property
     @abstractmethod
     def keeps(self) -> bool:
-        """True where a worker has state that no other has, and needs it to go on exactly."""
+        """Return whether a worker has state that no other worker has, and that exact resuming needs."""
 
     @abstractmethod
     def plan(self) -> dict[str, str]:
-        """Settings that a run must have in common with the one that it goes on from, as text."""
+        """Return, as text, the settings that a run must share with the run that it resumes."""
 
     def changeable(self) -> dict[str, str]:
-        """Settings that may be different in a run that goes on, as text."""
+        """Return, as text, the settings that may differ from those of the run that is resumed."""
         return {}
 
     @abstractmethod
     def progress_state(self) -> dict[str, Any]:
-        """State in flight or rounded away, as tensors and primitives."""
+        """Return messages in flight and residuals of rounding, as tensors and primitives."""
 
     @abstractmethod
     def load_progress_state(self, state: dict[str, Any]) -> None:
-        """Go on where `progress_state` was taken."""
+        """Restore the state that `progress_state` returned."""
 
     @abstractmethod
     def restart(self) -> None:
-        """Begin anew from the parameters as they are now. Collective."""
+        """Begin the rounds anew from the parameters as they are now. Collective."""
 
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class FabricWorkers(DDPStrategy):
         self._group.begin()
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
-        """The module itself: equal on all workers from here on, worker 0's."""
+        """Return the module itself, now with worker 0's parameters on all workers."""
         refuse_sharded(module)
         refuse_sync_batch_norm(type(self), module, asked=False)
         if self.wire is not None:
@@ -171,9 +171,9 @@ class FabricWorkers(DDPStrategy):
     # ---- a step -----------------------------------------------------------------------------------------------------
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """The user's update, exactly as in one process; then what the method does after it."""
+        """Take the user's update, exactly as in one process; then do the method's work after an update."""
         if self._shown:
-            raise RuntimeError(f"{MEAN_STANDS}: step behind `with strategy.mean():`")
+            raise RuntimeError(f"{MEAN_STANDS}: call optimizer.step() after the block `with strategy.mean():`")
         self._group.set_ups.begin()  # not by an override of `backward`, which would refuse `loss.backward()`
         if isinstance(optimizer, LBFGS) and self.wire is not None and not self.drifts:
             # By its own loss each would call the closure another number of times, and wait for the others in vain.
@@ -194,7 +194,7 @@ class FabricWorkers(DDPStrategy):
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
-        """Notify the others of what ends this worker; an error that reports a lost one then gives its reason."""
+        """Report an exception that ends this worker to the others; an error about a lost peer gets its reason."""
         try:
             yield
         except BaseException as error:
@@ -204,16 +204,16 @@ class FabricWorkers(DDPStrategy):
     # ---- the mean of the workers ------------------------------------------------------------------------------------
 
     def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The exact mean over the workers. Collective."""
+        """Return the exact mean over the workers. Collective."""
         assert self.wire is not None
         return mean(tensors, self.wire.world, self.share())
 
     @contextmanager
     def mean(self) -> Iterator[None]:
-        """The mean of the workers in the place of every module that was set up; afterwards, bit for bit, what was
-        there. Collective: all workers enter it after the same step."""
+        """Context in which every module that was set up has the mean of the workers; afterwards, bit for bit, its own
+        parameters. Collective: all workers enter it after the same step."""
         if self._shown:
-            raise RuntimeError(f"{MEAN_STANDS} already")
+            raise RuntimeError(f"{MEAN_STANDS} already: don't nest `with strategy.mean():`")
         if self.mean_model.diverged:
             with self._telling():
                 self.mean_model.show(*of_mean(self.modules))
@@ -225,7 +225,7 @@ class FabricWorkers(DDPStrategy):
             self._shown = False
 
     def finish(self) -> None:
-        """x_i <- the mean of the workers, after what is in flight has landed. Collective; the last call of a loop."""
+        """Set all modules to the mean of the workers, after messages in flight. Collective; the last call of a loop."""
         self._group.rest()
         if self.wire is not None:
             with self._telling():
@@ -240,7 +240,7 @@ class FabricWorkers(DDPStrategy):
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
-        """One plain file with the mean of the workers and, with an optimizer in `state`, each worker's own state."""
+        """Save a plain file with the mean of the workers and, with an optimizer in `state`, each worker's own state."""
         if self.wire is None:
             super().save_checkpoint(path, state, storage_options, filter)
             return
@@ -252,7 +252,7 @@ class FabricWorkers(DDPStrategy):
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Each worker's own state where all have theirs and an optimizer is restored; otherwise the mean for all."""
+        """Load each worker's own state if all workers have one and `state` has an optimizer; otherwise the mean."""
         if self.wire is None:
             return super().load_checkpoint(path, state, strict, weights_only)
         with self._telling(), self._checkpoints.reading(path, state, weights_only):
@@ -265,7 +265,7 @@ class FabricWorkers(DDPStrategy):
 
     @property
     def lightning_module(self) -> Any:
-        """All modules as one."""
+        """All modules of the loop as one module."""
         return nn.ModuleList(self.modules)
 
     def rounds(self) -> list[int]:
@@ -278,5 +278,5 @@ class FabricWorkers(DDPStrategy):
         return call()  # nobody counts who waits: a loop of the user's own can't be asked for one more round
 
     def gather(self, value: Any) -> list[Any]:
-        """Every worker's value, in order of rank. Collective."""
+        """Gather every worker's value, in order of rank. Collective."""
         return gather_world(value)

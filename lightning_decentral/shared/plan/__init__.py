@@ -1,4 +1,4 @@
-"""Parts of all methods' plans, without torch: the discrete-event timeline, forecasts, the measured profile.
+"""Planning that all methods share, without torch: the discrete-event timeline, forecasts, the measured profile.
 
-Public: `profile` (the file), `timeline` and `forecast`.
+Public: `profile` (the profile's file), `timeline` and `forecast`.
 """

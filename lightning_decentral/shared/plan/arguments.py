@@ -1,12 +1,12 @@
-"""`@checked`: a constructor that takes what its annotations allow, and refuses the rest in one line.
+"""`@checked`: makes a constructor refuse arguments that its annotations don't allow, with an error of one line.
 
     Every(steps="8", inner=Ring)   ->   ValueError: Every: steps must be a whole number, got '8': write steps=8
 
 A part may be given by its name (`topology="ring"`); integers and lists of numpy, torch and Hydra become Python's.
-Annotations are read at the first construction, a later one costs microseconds. Ranges are the constructors' own.
+Annotations are read at the first construction, a later one costs microseconds. The constructors check ranges.
 
-An option may choose the class that a strategy is made of (`StrategyType`), so that gossip and pipelines serve options
-of layers above them, which they don't import:
+An option may choose the class of the strategy (`StrategyType`), so that gossip and pipelines take options of packages
+that they don't import:
 
     GossipStrategy(elastic=Elastic())    ->    Elastic().strategy(GossipStrategy)(elastic=Elastic())
 """
@@ -28,7 +28,7 @@ SHOWN = 80  # characters of a value
 
 
 def checked(cls: Class) -> Class:
-    """The same class, whose constructor looks at its arguments. Above `@dataclass`, which writes the constructor."""
+    """Make the class's constructor check its arguments. Write it above `@dataclass`, which makes the constructor."""
     made: Callable[..., None] = cls.__init__  # type: ignore[misc]
 
     @functools.wraps(made)
@@ -55,10 +55,10 @@ class Constructor:
     """Arguments that a constructor takes.
 
     Args:
-        places: names of the parameters that may be given without, in order.
-        kinds: by name.
-        defaults: by name, as the remedy prints them.
-        options: names of all parameters; None where it passes others on.
+        places: names of the parameters that may be positional, in order.
+        kinds: kinds of the parameters, by name.
+        defaults: remedies that name the default, by name of the parameter.
+        options: names of all parameters; None where the constructor passes others on.
     """
 
     owner: str
@@ -68,10 +68,10 @@ class Constructor:
     options: frozenset[str] | None
 
     def one(self, name: str, value: Any, place: str = "") -> Any:
-        """This argument, converted; ValueError for one of another kind.
+        """Return the argument's value, converted; ValueError for a value of another kind.
 
         Args:
-            place: where a configuration has it, for the message.
+            place: the argument's path in a configuration, for the message.
         """
         kind = self.kinds.get(name)
         if kind is None:
@@ -88,7 +88,7 @@ class Constructor:
 
 @functools.cache
 def constructor_of(target: Any, made: Callable[..., Any]) -> Constructor:
-    """Arguments that a class takes by its own constructor, and by those of its bases where that one passes options on.
+    """Return the arguments of a class's constructor, with those of its bases where it passes options on.
 
     Args:
         target: a class, or a function, which is its own constructor.
@@ -116,7 +116,7 @@ def _hints(init: Any) -> dict[str, Any]:
 
 
 def _rewritten(name: str, value: Any, kind: ArgumentKind) -> str:
-    """Text of the value that was probably meant, where the kind takes it: 8 for '8' and 8.0; otherwise empty."""
+    """Return a remedy with the number that was probably meant, 8 for '8' and 8.0, if the kind takes it; else empty."""
     for number in (int, float):
         try:
             meant = number(value)
@@ -128,31 +128,31 @@ def _rewritten(name: str, value: Any, kind: ArgumentKind) -> str:
 
 
 def no_option(owner: str, unknown: str, known: Collection[str], why: str = "") -> str:
-    """Text for an option that isn't there."""
+    """Return the error text for an option that doesn't exist."""
     return f"{owner} has no option {unknown!r}{why}: {meant(unknown, known)}it has {', '.join(sorted(known)) or 'none'}"
 
 
 def at_least(least: float, remedy: str, /, **numbers: float | None) -> None:
-    """ValueError, by its name, for a number that is given and lower, or NaN."""
+    """Raise ValueError, with the number's name, for a given number that is below `least` or NaN."""
     for name, value in numbers.items():
         if value is not None and not value >= least:
             raise ValueError(f"{name} must be at least {least}, got {value}: {remedy}")
 
 
 def shown(value: Any) -> str:
-    """repr in one short line; of a class its name."""
+    """Return the value's repr in one short line; of a class its name."""
     text = " ".join((value.__name__ if inspect.isclass(value) else repr(value)).split())
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def text_of(path: str | Path, remedy: str) -> str:
-    """The contents, without a byte order mark.
+    """Read a UTF-8 text file, without a byte order mark.
 
     Args:
         remedy: what to do instead, such as "give a trace".
 
     Raises:
-        ValueError: it can't be read, or isn't UTF-8.
+        ValueError: the file can't be read, or isn't UTF-8.
     """
     try:
         return Path(path).read_bytes().decode("utf-8-sig")
@@ -164,21 +164,21 @@ def text_of(path: str | Path, remedy: str) -> str:
 
 
 class ChoosesStrategy(ABC):
-    """An option that chooses the class of the strategy that it is given to."""
+    """Option that chooses the class of the strategy to which it is passed."""
 
     @abstractmethod
     def strategy(self, cls: type) -> type:
-        """The class to make: this one, or another with the same constructor. ValueError for one that it can't serve."""
+        """Return the class to construct: `cls`, or another with its constructor. ValueError: `cls` can't be served."""
 
 
 class Elasticity(ChoosesStrategy):
-    """An option under which workers come and go."""
+    """Option under which workers join and leave while training runs."""
 
     given_as = "Elastic"  # a layer above, which this one doesn't import
 
 
 class StrategyType(ABCMeta):
-    """The type of strategies whose options may choose their class."""
+    """Metaclass of strategies whose options may choose their class."""
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
         made: type = cls

@@ -1,7 +1,7 @@
-"""A value by its structure: {dotted name: text} of everything it was constructed with, so that two can be compared.
+"""Describes an object as {dotted name: text} of all its constructor's arguments, so that two objects can be compared.
 
-A new option takes part by existing: fields of dataclasses are read, and of any other object what its constructor takes
-and keeps under the same name, or that name behind an underscore.
+A new option is included without a list: fields of dataclasses are read, and of any other object the attributes named as
+its constructor's arguments, or so behind an underscore.
 """
 
 import inspect
@@ -25,12 +25,12 @@ Facts = Iterator[tuple[str, str]]
 
 
 def described(value: object, name: str) -> dict[str, str]:
-    """{name: what it is, name.part: what that is, ..}, in order: a class comes before what it was constructed with."""
+    """Return {name: text of the value, name.part: text of a part, ..}, in order: a class before its arguments."""
     return dict(_facts(value, name))
 
 
 def constructed(value: object, within: Iterable[type], skip: Iterable[str] = ()) -> dict[str, Any]:
-    """{argument: what the object keeps of it} of the constructors of these classes."""
+    """Return {argument: the object's attribute of that name} for the constructors of these classes."""
     names: dict[str, None] = {}
     for cls in within:
         with suppress(ValueError, KeyError):  # built in, or none of its own
@@ -44,11 +44,11 @@ _NOTHING = object()
 
 
 def first_difference(mine: Mapping[str, str], theirs: Mapping[str, str], sign: str = "=") -> tuple[str, str] | None:
-    """First difference by name: (as the one has it, as the other does), `no name` where it's missing; or None."""
+    """Return the first difference as (text of mine, text of theirs), `no name` for a missing one; None if equal."""
     name = next((name for name in (*theirs, *mine) if theirs.get(name) != mine.get(name)), None)
     if name is None:
         return None
-    one, other = (f"{name}{sign}{of[name]}" if name in of else f"no {name}" for of in (mine, theirs))
+    one, other = (f"{name}{sign}{facts[name]}" if name in facts else f"no {name}" for facts in (mine, theirs))
     return one, other
 
 
@@ -58,7 +58,7 @@ _by_repr: list[type] = []
 
 
 def describe_by_repr(*kinds: type) -> None:
-    """Describe values of these classes by their `repr`: what has no structure that Python could see."""
+    """Describe values of these classes, whose structure Python can't see, by their `repr`."""
     _by_repr.extend(kinds)
 
 
@@ -83,7 +83,7 @@ def _facts(value: Any, name: str) -> Facts:
 
 
 def _text(value: Any) -> str | None:
-    """Text of a value that is shown as one; None: it has parts."""
+    """Return the text of a value without parts; None for a value with parts."""
     if isinstance(value, np.generic):
         return f"{type(value).__name__}({value})"  # numpy 1's repr leaves out the type
     if isinstance(value, (*_by_repr, *_PLAIN)):

@@ -1,4 +1,4 @@
-"""Linear partition: a row of blocks cut into contiguous pieces, the largest piece as small as can be.
+"""Linear partition: cuts a row of blocks into contiguous pieces so that the largest piece is as small as possible.
 
     largest(i, c) = min_j max(largest(j, c - 1), costs[i, j])          costs[end, start] of the piece start..end
     total(i, c)   = min_j { total(j, c - 1) + costs[i, j] | costs[i, j] <= largest(n, pieces) }
@@ -17,7 +17,7 @@ Costs = NDArray[np.float64]
 
 
 def piece_sums(sizes: Sequence[float]) -> Costs:
-    """[end, start]: the sum of sizes[start:end]; infinite where end <= start, which is no piece."""
+    """Return costs [end, start]: the sum of sizes[start:end]; infinite where end <= start, which is no piece."""
     sums = np.array([0.0, *accumulate(sizes)])
     costs: Costs = sums[:, None] - sums[None, :]
     costs[np.triu_indices(len(sums))] = np.inf
@@ -25,12 +25,12 @@ def piece_sums(sizes: Sequence[float]) -> Costs:
 
 
 def linear_partition(costs: Costs, pieces: int) -> tuple[int, ...] | None:
-    """Boundaries 0, .., n of exactly `pieces` pieces whose largest cost is smallest; None: there are none.
+    """Return boundaries 0, .., n of exactly `pieces` pieces with the smallest largest cost; None where there are none.
 
-    Of equals the least sum of costs, then the earliest last boundaries.
+    Of equal partitions it takes that with the least sum of costs, then with the earliest last boundaries.
 
     Args:
-        costs: [end, start] of every piece; infinite where it may not be one.
+        costs: [end, start], cost of every piece; infinite where start..end may not be a piece.
     """
     count = len(costs)
     if not 1 <= pieces <= count - 1:

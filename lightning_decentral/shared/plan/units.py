@@ -1,6 +1,6 @@
-"""Units as people write and read them: 200mbit, 100us, 24GB, and bytes with three digits.
+"""Reads and prints quantities with units: 200mbit, 100us, 24GB, and bytes with three digits.
 
-Short, as strategies print bytes without what plans and their pictures need.
+This module stands alone because strategies print bytes without the imports of plans and figures.
 """
 
 import math
@@ -14,7 +14,7 @@ SIZES |= {"KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
 
 
 def _number(text: str, units: dict[str, float], wanted: str) -> float:
-    """The positive number that a text means: 200mbit is 25e6. ValueError for another text."""
+    """Return the positive number that a text means: 200mbit is 25e6. ValueError for any other text."""
     found = re.fullmatch(r"(\d+\.?\d*(?:e[+-]?\d+)?)\s*([a-zA-Z]*)", text)
     value = float(found[1]) * units.get(found[2], 0.0) if found else 0.0
     if not 0 < value < math.inf:

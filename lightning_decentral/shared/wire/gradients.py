@@ -4,8 +4,8 @@
     flag_p  = 1 where it has one, else 0    summed over the workers: how many have, a sparse one as `SPARSE`
 
 What a mean divides by and over whom it goes is left to those who use it: `averaging` (all devices of an island,
-while the backward runs), `replicas` (all replicas of a stage, after it), `partial.wire.reducer` (each segment's
-contributors, while it runs).
+while the backward runs), `pipeline_replicas` (all replicas of a stage, after it), `partial.wire.reducer` (each
+segment's contributors, while it runs).
 """
 
 from collections.abc import Callable, Sequence

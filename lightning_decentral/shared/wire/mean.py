@@ -1,4 +1,7 @@
-"""The mean model: exact mean of tensors over workers by all-reduce, in a model's place for a while or for good."""
+"""The mean model: exact mean of tensors over workers by all-reduce, in a model's place for a while or for good.
+
+When it is shown: `shared.evaluation`. What a checkpoint saves of it, and who resumes from it: `shared.checkpoint`.
+"""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -43,7 +43,7 @@ def test_one_view_that_was_missed_is_found_and_more_are_said() -> None:
     assert sum([first, *found], ViewCounts()) == sum([first, second, third], ViewCounts())
     assert new({1: first, 2: second}, second, lambda number: []) == []
     assert new({2: second}, first, lambda number: []) == []  # older than what is remembered
-    with pytest.raises(Missed, match=r"knows view 1, is in view 4, .* start it again"):
+    with pytest.raises(Missed, match=r"knows memberships 1 and 4, .* start it again"):
         new({1: first}, fourth, lambda number: [20])
 
 
@@ -52,9 +52,9 @@ def test_views_that_nobody_has_begun_make_no_difference() -> None:
     first, _, third, fourth, _, sixth = views(6)
     for view in (third, fourth):
         assert new({1: first}, view, lambda number: []) == [view]
-    with pytest.raises(Missed, match="knows view 1, is in view 6"):  # of so many a member's memory may be over
+    with pytest.raises(Missed, match="knows memberships 1 and 6"):  # of so many a member's memory may be over
         new({1: first}, sixth, lambda number: [])
-    with pytest.raises(Missed, match="knows view 1, is in view 3"):  # somebody hasn't said yet what it has begun
+    with pytest.raises(Missed, match="knows memberships 1 and 3"):  # somebody hasn't said yet what it has begun
         new({1: first}, third, lambda number: [], complete=False)
 
 

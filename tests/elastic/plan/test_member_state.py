@@ -179,7 +179,7 @@ def test_who_is_in_none_of_them_comes_back_and_is_silent() -> None:
 
 def test_the_lobby_sends_back_whom_the_run_left() -> None:
     state, acts = of_four().notified(replace(UPDATE, out=True), 0.1)
-    assert "went on without this worker" in state.out
+    assert "continued without this worker" in state.out
     assert acts == []
 
 

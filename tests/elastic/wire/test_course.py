@@ -120,7 +120,7 @@ def test_who_cannot_know_who_trained_is_told_to_come_again(monkeypatch: pytest.M
     member.enters(View(1, ("a", "me"), 0, ("a", "me"), "a", 2))
     member.deals(Dealing(1000, 4))
     member.enters(View(4, ("c", "me"), 30, ("d", "me"), "a", 2))
-    with pytest.raises(Missed, match="knows view 1, is in view 4"):
+    with pytest.raises(Missed, match="knows memberships 1 and 4"):
         member.batch()
 
 

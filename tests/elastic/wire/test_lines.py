@@ -11,7 +11,7 @@ from contextlib import suppress
 import pytest
 
 from lightning_decentral.elastic.plan.view import Times, View, shown, waiting_at
-from lightning_decentral.elastic.wire.endpoint import Endpoint
+from lightning_decentral.elastic.wire.joining import Endpoint
 from tests.elastic.wire.lobbies import DEAD, LobbyProcess, ends_with
 
 SECONDS = 30.0

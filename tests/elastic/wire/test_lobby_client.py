@@ -11,7 +11,7 @@ import pytest
 
 from lightning_decentral.elastic.plan.messages import Heartbeat, LobbyUpdate, read_message
 from lightning_decentral.elastic.plan.view import Bounds, Times, View
-from lightning_decentral.elastic.wire.endpoint import Endpoint
+from lightning_decentral.elastic.wire.joining import Endpoint
 from lightning_decentral.elastic.wire.lobby_client import LobbyClient
 from lightning_decentral.elastic.wire.sockets.frames import Refused, connected, frame, receive
 from lightning_decentral.elastic.wire.starter import own_lobby
@@ -101,7 +101,7 @@ def test_who_slept_is_sure_of_nothing_until_the_lobby_has_answered() -> None:
     with pytest.raises(TimeoutError, match="neither the lobby nor enough members are reached: 1 of 2"):
         member.sure(0.0)
     member.step(lambda state, now: state.notified(replace(update, out=True), now))
-    with pytest.raises(TimeoutError, match="went on without this worker"):
+    with pytest.raises(TimeoutError, match="continued without this worker"):
         member.sure(SECONDS)
 
 

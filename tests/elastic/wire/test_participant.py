@@ -80,5 +80,5 @@ def test_a_newcomer_is_told_by_who_was_there(crew: Crew) -> None:
 def test_members_that_live_and_say_nothing_are_named(crew: Crew) -> None:
     crew.enter(View(5, ("b", "d"), 50, ("b",), "a", 3))
     crew.members["d"]._seconds = 0.1
-    with pytest.raises(RuntimeError, match=r"b didn't say within 0.1 s what the run is"):
+    with pytest.raises(RuntimeError, match=r"b didn't send the run's state within 0.1 s"):
         crew.told("d")

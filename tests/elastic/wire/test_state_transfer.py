@@ -68,7 +68,7 @@ def test_a_damaged_copy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with training(Donor(lambda: ("a", 12)), VALUE) as place:
         monkeypatch.setattr(frames, "receive_bytes", damaged)
-        with pytest.raises(ValueError, match="digest differs"):
+        with pytest.raises(ValueError, match="by their digest"):
             fetched(place, 10.0)
 
 

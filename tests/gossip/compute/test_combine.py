@@ -577,7 +577,7 @@ def test_bad_numbers_are_refused_at_construction(make: Any, message: str) -> Non
     (Gossip(), IRREGULAR, 5, 1, r"the mean would drift: .* or combine=PushSum\(\)"),
     (GradientTracking(), IRREGULAR, 5, 1, r"the mean would drift: .* or combine=PushSum\(\)"),
     (ExactDiffusion(), IRREGULAR, 5, 1, r"given to worker 1 at step 0 sum to 1.33333, .* or combine=PushSum\(\)"),
-    (RelaySum(), IRREGULAR, 5, 1, r"RelaySum needs one tree on all 5 workers, .* isn't: use Tree\(\)"),
+    (RelaySum(), IRREGULAR, 5, 1, r"RelaySum needs one tree on all 5 workers, .* isn't one: use topology=Tree\(\)"),
     (ExactDiffusion(), OnePeerExponential(), 4, 0, r"ExactDiffusion needs a symmetric mixing matrix, .*worker 0 gives "
      r"1 the weight 0 and 1 gives 0 0.5: use a symmetric graph, or combine=GradientTracking"),
     (ExactDiffusion(rate=1.0), Ring(), 4, 0, r"doesn't contract on Ring.* must stay below 0.999"),
@@ -586,7 +586,7 @@ def test_bad_numbers_are_refused_at_construction(make: Any, message: str) -> Non
     (Gossip(), Complete(), 4, 3, r"rate 1.0 with delay 3 doesn't contract .* below 0.618; use Gossip\(rate=0.31\)"),
     (Gossip(rate=LinearRate(first=0.2, last=0.9, rounds=9)), Complete(), 4, 3, r"rate 0.9 with delay 3"),
     (Gossip(rate=LearningRatePower()), Complete(), 4, 3, r"rate 1.0 with delay 3"),
-    (Outer(), Ring(), 4, 2, r"Outer needs each message landed before .*delay 2 2 are in flight"),
+    (Outer(), Ring(), 4, 2, r"Outer must mix each message before .*delay 2 2 are in flight"),
     (RelaySum(), Ring(), 4, 1, r"RelaySum needs one tree on all 4 workers, Ring isn't"),
     (RelaySum(), PeriodicAverage(2, Star()), 4, 1, r"RelaySum needs one tree"),
     (RelaySum(), Tree(), 4, 2, r"use delay=1, or topology=Every\(2"),

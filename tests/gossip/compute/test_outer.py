@@ -169,7 +169,7 @@ def test_what_a_coarse_codec_loses_is_sent_later(codec: Any) -> None:
 
 
 def test_every_worker_must_hear_all() -> None:
-    with pytest.raises(ValueError, match=r"PseudoGradient needs all workers to hear all .* worker 0 hears 2 of 4"):
+    with pytest.raises(ValueError, match=r"averages all workers equally, .* worker 0 receives from 2 of 4"):
         PseudoGradient().check(Every(2, Ring()), 5, Own(), 0)
 
 

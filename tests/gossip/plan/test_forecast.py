@@ -26,8 +26,14 @@ from lightning_decentral.gossip import (
     Topology,
 )
 from lightning_decentral.gossip.plan.forecast import ready, step_tasks
+from lightning_decentral.gossip.plan.planned_traffic import (
+    Cliques,
+    RoundLoad,
+    copies_through_card,
+    rounds,
+    rounds_of_part,
+)
 from lightning_decentral.gossip.plan.step_costs import Alone, Encoding, ReplicatedCost, ShardedCost
-from lightning_decentral.gossip.plan.traffic import Cliques, RoundLoad, copies_through_card, rounds, rounds_of_part
 from lightning_decentral.pipeline import Pipelining
 from lightning_decentral.shared.plan.data_parallel import DataParallel, ShardedForecast
 from lightning_decentral.shared.plan.forecast import Cluster, Method, Setting, even, forecast, one_slow
@@ -133,7 +139,7 @@ def test_every_k_with_delay_k_has_k_steps_to_hide_behind() -> None:
     assert once == pytest.approx((3 * model().seconds + sent) / 4, rel=0.01)
 
 
-QUARTER = Encoding("Int8", lambda size: size / 4, RoundWork("Int8", 0.7e-9, 0.3e-9), cliques=Cliques.TOLD)
+QUARTER = Encoding("Int8", lambda size: size / 4, RoundWork("Int8", 0.7e-9, 0.3e-9), cliques=Cliques.PEERS)
 WORK = 1e-9 * PARAMETERS
 
 
@@ -190,12 +196,12 @@ def test_a_round_takes_its_time_however_short_its_message(topology: Topology, he
 
 
 def test_in_a_clique_one_mixture_is_heard_and_in_a_star_the_leaves_hear_one() -> None:
-    assert rounds(Complete(), Own(), 8, 1)[0].heard.tolist() == [1] * 8
-    assert rounds(Complete(), Own(), 8, 1, Cliques.TOLD)[0].heard.tolist() == [7] * 8
-    assert rounds(Star(), Own(), 4, 1)[0].heard.tolist() == [3, 1, 1, 1]
-    assert rounds(Every(2, Ring()), Own(), 4, 1)[0].heard.tolist() in ([0] * 4, [2] * 4)
+    assert rounds(Complete(), Own(), 8, 1)[0].received.tolist() == [1] * 8
+    assert rounds(Complete(), Own(), 8, 1, Cliques.PEERS)[0].received.tolist() == [7] * 8
+    assert rounds(Star(), Own(), 4, 1)[0].received.tolist() == [3, 1, 1, 1]
+    assert rounds(Every(2, Ring()), Own(), 4, 1)[0].received.tolist() in ([0] * 4, [2] * 4)
     for one in rounds(AlternatingExponentialRing(4), Own(), 8, 4):
-        assert one.heard.max() == 1, "it all-reduces in cliques of a node's workers and of two nodes'"
+        assert one.received.max() == 1, "it all-reduces in cliques of a node's workers and of two nodes'"
 
 
 def test_of_an_island_every_device_corrects_what_it_has_and_hears_its_part() -> None:
@@ -210,7 +216,7 @@ def test_of_an_island_every_device_corrects_what_it_has_and_hears_its_part() -> 
 
 def test_where_messages_are_encoded_nothing_is_all_reduced() -> None:
     assert {load.clique for one in rounds(Complete(), Own(), 8, 1) for load in one.loads} == {8}
-    assert rounds(Complete(), Own(), 8, 1, Cliques.TOLD)[0].loads == (RoundLoad(0, 0, 7, 1),) * 8
+    assert rounds(Complete(), Own(), 8, 1, Cliques.PEERS)[0].loads == (RoundLoad(0, 0, 7, 1),) * 8
 
 
 def test_codes_that_owners_add_up_go_there_and_back_by_parts() -> None:
@@ -340,13 +346,13 @@ def test_a_graph_without_talks_is_a_step_alone() -> None:
 
 
 @pytest.mark.parametrize("per_node", [1, 4])
-@pytest.mark.parametrize("cliques", [Cliques.TOLD, Cliques.RING])
+@pytest.mark.parametrize("cliques", [Cliques.PEERS, Cliques.RING])
 @pytest.mark.parametrize("topology", [Exponential(), Ring(), Complete(), Every(2, Complete())], ids=repr)
 def test_a_part_of_many_workers_has_the_messages_of_all(topology: Topology, cliques: Cliques, per_node: int) -> None:
     whole = rounds(topology, Own(), 256, per_node, cliques)
     part = rounds_of_part(topology, Own(), 64, 256, per_node, cliques)
     assert [{*one.loads} for one in part] == [{*one.loads} for one in whole]
-    assert [{*one.heard} for one in part] == [{*one.heard} for one in whole]
+    assert [{*one.received} for one in part] == [{*one.received} for one in whole]
 
 
 @pytest.mark.parametrize("per_node", [1, 4])

@@ -21,8 +21,8 @@ from lightning_decentral.gossip import (
     Topology,
 )
 from lightning_decentral.gossip.plan.checks import check
+from lightning_decentral.gossip.plan.planned_traffic import all_reduce_copies, copies_through_card
 from lightning_decentral.gossip.plan.topology.combined import prime_factors
-from lightning_decentral.gossip.plan.traffic import all_reduce_copies, copies_through_card
 from lightning_decentral.gossip.plan.weights import consensus_steps, describe, mixing_matrix
 
 PLACES = [(nodes, per_node) for per_node in range(1, 65) for nodes in range(1, 64 // per_node + 1)]

@@ -277,9 +277,9 @@ def test_directed_weights_are_those_of_the_largest_degree() -> None:
     ("make", "said"),
     [
         (lambda: Hypercube().period(6), "Hypercube needs a power of two workers, got 6: use BaseGraph"),
-        (lambda: Torus(rows=2).period(5), "Torus.rows=2, columns=None. can't hold 5 workers: leave out rows"),
+        (lambda: Torus(rows=2).period(5), "Torus.rows=2, columns=None. doesn't fit 5 workers: leave out rows"),
         (lambda: Torus(rows=0), "rows must be at least 1, got 0: leave out rows and columns"),
-        (lambda: Torus(rows=2, columns=3).period(8), "can't hold 8 workers"),
+        (lambda: Torus(rows=2, columns=3).period(8), "doesn't fit 8 workers"),
         (lambda: BaseGraph(0), "max_degree must be at least 1, got 0: "),
         (lambda: RandomMatching(rounds=0), "rounds must be at least 1, got 0: "),
         (lambda: Every(0, Ring()), "steps must be at least 1, got 0: "),

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from lightning_decentral.gossip import Codec, Combine, Gossip, Int8, Own, Plain
 from lightning_decentral.gossip.compute.link import cliques_of
+from lightning_decentral.gossip.plan.planned_traffic import Cliques
 from lightning_decentral.gossip.plan.topology.one_peer import BaseGraph, Hypercube, OnePeerExponential
 from lightning_decentral.gossip.plan.topology.static import Complete, Ring
 from lightning_decentral.gossip.plan.topology.topology import Topology
-from lightning_decentral.gossip.plan.traffic import Cliques
 from lightning_decentral.gossip.plan.weights import mixing_matrix
 from lightning_decentral.gossip.wire.assembly import ExchangeByStep, assembled
 from lightning_decentral.gossip.wire.mixer import Mixer

@@ -37,7 +37,7 @@ from lightning_decentral.gossip.compute.combine.combine import MessageForm
 from lightning_decentral.gossip.compute.error_feedback import CodedMean
 from lightning_decentral.gossip.compute.healing import Healing
 from lightning_decentral.gossip.compute.link import cliques_of
-from lightning_decentral.gossip.plan.traffic import Cliques, copies_sent
+from lightning_decentral.gossip.plan.planned_traffic import Cliques, copies_sent
 from lightning_decentral.gossip.plan.weights import mixing_matrix
 from lightning_decentral.gossip.wire.coded_clique import CodedCliqueExchange
 from lightning_decentral.gossip.wire.mixer import Mixer
@@ -263,7 +263,7 @@ def test_two_workers_and_codecs_of_estimates_tell_each_other() -> None:
     ids=lambda part: type(part).__name__,
 )
 def test_who_doesnt_hear_all_or_sends_more_tells_peers(topology: Topology, rule: Combine) -> None:
-    assert cliques_of(Int8(), rule, topology, Own(), 6) is Cliques.TOLD
+    assert cliques_of(Int8(), rule, topology, Own(), 6) is Cliques.PEERS
 
 
 def test_a_simulation_of_groups_is_not_that_of_all() -> None:

@@ -25,7 +25,7 @@ from lightning_decentral.gossip import (
     simulate,
 )
 from lightning_decentral.gossip.compute.mixing import LAG
-from lightning_decentral.gossip.plan.traffic import partitions
+from lightning_decentral.gossip.plan.planned_traffic import partitions
 from lightning_decentral.gossip.plan.weights import mixing_matrix
 from lightning_decentral.gossip.wire.assembly import CliqueExchange
 from lightning_decentral.gossip.wire.consensus import mixer_of

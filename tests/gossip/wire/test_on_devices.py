@@ -31,7 +31,7 @@ from lightning_decentral.gossip import (
     Topology,
     simulate,
 )
-from lightning_decentral.gossip.plan.traffic import partitions
+from lightning_decentral.gossip.plan.planned_traffic import partitions
 from lightning_decentral.gossip.wire import mixer
 from lightning_decentral.gossip.wire.assembly import CliqueExchange
 from lightning_decentral.gossip.wire.consensus import mixer_of

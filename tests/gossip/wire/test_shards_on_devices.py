@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_decentral.gossip import Complete, Gossip, Own, Plain
-from lightning_decentral.gossip.plan.traffic import Cliques
+from lightning_decentral.gossip.plan.planned_traffic import Cliques
 from lightning_decentral.gossip.sharded import WholeMatrices, sharded_state
 from lightning_decentral.gossip.wire.assembly import assembled
 from lightning_decentral.gossip.wire.exchange import Flight
@@ -146,7 +146,7 @@ class Worker:
         """The parameters in the end, with what is still in flight."""
         self.mixers.settle()
         self.wholes.close()
-        self.member.close(alone=False)
+        self.member.close(cut_off=False)
         return [p.detach() for p in self.model.parameters()]
 
 

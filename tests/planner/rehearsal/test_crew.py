@@ -38,7 +38,7 @@ from lightning_decentral.gossip import (
 )
 from lightning_decentral.partial import Staircase, Temporal
 from lightning_decentral.planner.rehearsal.crew import Crew
-from lightning_decentral.planner.rehearsal.loop import LoopSettings
+from lightning_decentral.planner.rehearsal.loop_settings import LoopSettings
 from tests.gossip.test_lightning import Inspect, seen
 from tests.tiny import QUIET, Net, SizedBatches, in_processes
 

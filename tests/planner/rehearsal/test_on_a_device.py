@@ -20,7 +20,7 @@ from lightning_decentral.gossip import DifferenceCompression, Int8, Ring
 from lightning_decentral.planner.rehearsal import rehearse
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.evaluation import HeldOutEvaluation
-from lightning_decentral.planner.rehearsal.loop import CPU, LoopSettings
+from lightning_decentral.planner.rehearsal.loop_settings import CPU, LoopSettings
 from tests import simulated
 from tests.simulated import CUDA, Engine, streams
 

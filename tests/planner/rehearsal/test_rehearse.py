@@ -24,7 +24,7 @@ from lightning_decentral.planner.rehearsal.answer import cells
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.evaluation import PAIRED, HeldOutEvaluation
 from lightning_decentral.planner.rehearsal.jobs import Ask, RehearsalJob, rehearsed
-from lightning_decentral.planner.rehearsal.loop import LoopSettings
+from lightning_decentral.planner.rehearsal.loop_settings import LoopSettings
 from lightning_decentral.planner.rehearsal.rehearse import METHODS, Clock, RehearsalRun, _fitted
 from lightning_decentral.planner.rehearsal.search import (
     OutOfTime,

@@ -17,7 +17,7 @@ from lightning_decentral.planner.rehearsal import rehearse
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.evaluation import HeldOutEvaluation
 from lightning_decentral.planner.rehearsal.jobs import threads_ratio
-from lightning_decentral.planner.rehearsal.loop import LoopSettings
+from lightning_decentral.planner.rehearsal.loop_settings import LoopSettings
 from lightning_decentral.planner.rehearsal.turns import Abreast, Way, map_on_threads
 from tests.planner.rehearsal.test_crew import CASES, CLIP, STEPS, Grouped, given
 

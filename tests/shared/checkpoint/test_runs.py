@@ -128,7 +128,7 @@ def test_loggers_are_matched_by_project_and_the_run_is_printed(
     assert gone_on(path, *loggers) == ["y", None, "x", None]
     assert [logger._wandb_init["id"] for logger in loggers if isinstance(logger, WandbLogger)] == ["y", "x", None]
     end = "of the checkpoint; for a new run give the logger an id of its own"
-    assert capsys.readouterr().out.splitlines() == [f"wandb goes on in run {run} {end}" for run in "yx"]
+    assert capsys.readouterr().out.splitlines() == [f"wandb continues run {run} {end}" for run in "yx"]
 
 
 def test_what_the_user_decides_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

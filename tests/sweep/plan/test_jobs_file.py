@@ -96,14 +96,14 @@ def test_equal_blocks_are_cut_evenly() -> None:
         ("jobs: [{name: a, pieces: [1]}, {name: a, pieces: [2]}]", "two jobs are called 'a'"),
         (
             "jobs: [{name: a, overrides: [lr=1], steps: 3}]",
-            "job 1: unknown key 'steps', known are name, overrides, profile",
+            "job 1: unknown key 'steps', known are name, overrides",
         ),
         ("jobs: [{name: a, overrides: lr=1}]", "overrides must be a list of texts such as optimizer.lr=1e-3, got 'lr"),
         (
             "jobs: [{name: a, overrides: [lr=1]}]",
             "the number of steps is missing: add an override such as trainer.max_steps",
         ),
-        ("jobs: [{name: a, overrides: [trainer.max_steps=-1]}]", "job 1: how many steps?, got -1: its overrides need"),
+        ("jobs: [{name: a, overrides: [trainer.max_steps=-1]}]", "job 1: the number of steps is missing, got -1"),
         ("jobs: [{name: a/b, overrides: [trainer.max_steps=1]}]", "the name 'a/b' also names a folder"),
         ("jobs: [{name: a, pieces: [1], stepps: 3}]", "job 1: unknown key 'stepps', known are name, pieces"),
         ("jobs: [{name: a, pieces: [1, two]}]", "job 1, piece 2: compute_seconds must be a number, got 'two'"),

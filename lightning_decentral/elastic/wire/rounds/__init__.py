@@ -1,5 +1,5 @@
-"""Gossip's rounds where workers die and join while others train: messages over the members of a view.
+"""Gossip rounds of an elastic run: messages among the members of a view (membership), which join and leave.
 
-`exchange` moves messages over the links of a view; `holding` and `wholes` define how a worker's devices have the
-model. Public: none; `simulation` is `gossip.simulate_asynchronous`.
+`exchange` sends messages over the links of a view; `holding` and `wholes` define which parts of the model a worker's
+devices keep. Public: none; `simulation` is `gossip.simulate_asynchronous`.
 """

@@ -1,15 +1,15 @@
-"""Rounds over views: the peer exchange of whichever view is in force in a round.
+"""Exchange of gossip messages in an elastic run: each round uses the peer exchange of the view in force.
 
-    enter(view, round)     who takes part from this round on
-    mixer.step(...)        as ever: neighbours by the view's size and this member's place in it
+    enter(view, round)     sets the members from this round on
+    mixer.step(...)        a gossip round: neighbours follow from the view's size and this member's rank in it
 
-What a neighbour that ended would have sent is this member's own: its weight stays here until the next view. With
-symmetric weights the mean of those that go on is kept: a pair exchanges or, where one of them is lost or in
-another view, neither does. Over a view that stays, rounds are those of `PeerExchange`, to the bit. With an `order`
-nobody waits: a message leaves when the one before it has, and what has come is mixed (`AsynchronousExchange`).
+The message of a neighbour that ended is replaced by this member's own: the neighbour's weight stays here until the next
+view. With symmetric weights the mean of the remaining members is preserved: either both members of a pair exchange, or
+(if one is lost or in another view) neither does. While a view stays, rounds equal those of `PeerExchange` bit for bit.
+With an `order` no member waits, and each mixes what it has received (`AsynchronousExchange`).
 
-Messages are CPU tensors, point to point (`ViewTransport`). Rounds are distinguished by number: who is in another view,
-or skipped a round, isn't waited for; a message that doesn't come any more is no error.
+Messages are CPU tensors, point to point (`ViewTransport`). Rounds are numbered, so a member in another view, or that
+skipped a round, isn't awaited; a message that never comes is no error.
 """
 
 from abc import ABC, abstractmethod
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lightning_decentral.elastic.plan.asynchronous import Arrival, Asynchronous
 from lightning_decentral.elastic.plan.view import View, place_of
-from lightning_decentral.elastic.wire.endpoint import Endpoint
+from lightning_decentral.elastic.wire.joining import Endpoint
 from lightning_decentral.elastic.wire.sockets.frames import raw_bytes
 from lightning_decentral.elastic.wire.sockets.mesh import Slot
 from lightning_decentral.gossip.compute.combine.combine import Combine
@@ -35,18 +35,17 @@ from lightning_decentral.gossip.plan.weights import Neighbours, Weights
 from lightning_decentral.gossip.wire.exchange import HEADER, Copied, Exchange, Traffic
 from lightning_decentral.gossip.wire.peer import PeerExchange, PeerMessage
 from lightning_decentral.shared.compute.buckets import Pool
-from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.codec.deterministic import Plain
+from lightning_decentral.shared.compute.codec.codec import Codec, Plain
 from lightning_decentral.shared.compute.health import stated
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Message, Transport
 
-ROUND, ELEMENTS = 0, 1  # places in a header
+ROUND, ELEMENTS = 0, 1  # indices in a header
 
 
 @dataclass
 class IncomingMessage:
-    """A message under way to this member. Where nothing comes `tensor` keeps what it holds."""
+    """A message to this member, received into `tensor`, which stays unchanged if the message is lost."""
 
     worker: Endpoint
     view: View
@@ -57,46 +56,46 @@ class IncomingMessage:
     def wait(self) -> None:
         client, (sender, _, round, _) = self.worker.lobby_client, self.slot
         found = self.worker.mesh.take(self.slot, lambda: client.state.expects(self.view, round, sender))
-        # Else it is lost, or another model's.
+        # Otherwise the message is lost, or of another model.
         if found is not None and len(found) == self.tensor.numel() * self.tensor.element_size():
             self.tensor.copy_(torch.frombuffer(found, dtype=self.tensor.dtype).view(self.tensor.shape))
             self.came = True
 
     def done(self) -> bool:
-        """Return whether it is there; False after `wait`: it doesn't come any more."""
+        """Return whether the message has arrived; False after `wait` means that it is lost."""
         return self.came
 
 
 class Post(ABC):
-    """Messages of which only the newest count, and for which nobody waits."""
+    """Interface to asynchronous messages: no member waits, and only a sender's newest messages count."""
 
     rank: int
     size: int
 
     @abstractmethod
     def post(self, sends: Sequence[Message]) -> int:
-        """A copy of all of a round's messages goes to those members that have been sent what they were sent before;
-        others get a later round. Returns the bytes."""
+        """Send a copy of a round's messages to each member whose earlier messages have left; others get a later round.
+        Return the number of bytes sent."""
 
     @abstractmethod
     def newest(self, slots: int) -> dict[int, tuple[int, list[bytearray]]]:
-        """{rank: (round, its messages)} of those of whom a whole round has come that wasn't taken yet."""
+        """Return {rank: (round, its messages)} of the senders of which a whole new round has arrived."""
 
 
 class ViewTransport(Transport, Post):
-    """Sends and receives among the members of a view. There are no collectives."""
+    """Transport among the members of a view, point to point only, without collectives."""
 
     def __init__(self, worker: Endpoint, view: View) -> None:
-        self.group = None  # no process group: connections of sockets
+        self.group = None  # no process group, but sockets
         self.rank, self.size = view.members.index(worker.name), len(view.members)  # the oldest has rank 0
         self.round = 0
         self._worker, self._view = worker, view
 
     def close(self) -> None:
-        return  # the connections are the worker's
+        return  # the connections belong to the worker
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
-        """Exchange all messages of the round `self.round`."""
+        """Send and receive all messages of the round `self.round`."""
         leaving: list[Pending] = [self._send(m, slot) for m, slot in _numbered(sends)]
         key, members = self._view.key, self._view.members
         slots = [(Slot(members[m.peer], key, self.round, nth), m.tensor) for m, nth in _numbered(receives)]
@@ -119,27 +118,27 @@ class ViewTransport(Transport, Post):
 
     def _send(self, message: Message, slot: int) -> Pending:
         to = self._view.members[message.peer]
-        raw = raw_bytes(message.tensor)  # in place: nobody writes it until it has left
+        raw = raw_bytes(message.tensor)  # without a copy: the tensor isn't written until it has left
         return self._worker.mesh.send(to, place_of(to), self._view.key, self.round, slot, raw)
 
 
 def _numbered(messages: Sequence[Message]) -> list[tuple[Message, int]]:
-    """Each with its place among those of its peer, the same on both ends."""
+    """Number the messages of each peer, the same on both ends."""
     places: dict[int, count[int]] = defaultdict(count)
     return [(m, next(places[m.peer])) for m in messages]
 
 
 @dataclass
 class AsynchronousExchange(PeerExchange):
-    """`PeerExchange` over what has come by the time a round lands: of each member its newest whole message, once."""
+    """`PeerExchange` over each member's newest whole message that has arrived when a round ends; each is mixed once."""
 
-    transport: Post  # type: ignore[assignment]  # what waits for messages, or for all workers, isn't called
+    transport: Post  # type: ignore[assignment]  # methods that wait for messages aren't called
     order: Asynchronous = Asynchronous()  # noqa: RUF009 - a frozen value; how much each counts
-    age: float = field(default=0.0, init=False)  # mean rounds by which what was mixed last was late
+    age: float = field(default=0.0, init=False)  # mean age, in rounds, of the messages mixed last
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._sizes: dict[int, list[int]] = {}  # {a bucket's place: bytes of each of its tensors}
+        self._sizes: dict[int, list[int]] = {}  # {a bucket's index: bytes of each of its tensors}
         self._came: dict[int, list[bytearray]] = {}
         self._weights: Mapping[int, float] = {}
 
@@ -149,7 +148,7 @@ class AsynchronousExchange(PeerExchange):
             like = self.coder.buffers([rank], sent, place)[rank]
             self._sizes[place] = [HEADER * 8, *(t.numel() * t.element_size() for t in like)]
             self.pool.give(like)
-        packets = self.coder.encode(sent, self.neighbours(step).heard_by, step, place)
+        packets = self.coder.encode(sent, self.neighbours(step).targets, step, place)
         header = stated([step, self._elements], [sent], self.device).view(1, HEADER)  # (1, HEADER): its own alone
         return PeerMessage(self, step, place, {}, sent, header, packets, {})
 
@@ -161,23 +160,23 @@ class AsynchronousExchange(PeerExchange):
             self._take(message.step)
         begins = sum(len(sizes) for place, sizes in self._sizes.items() if place < message.place)
         message.buffers, message.row = self.coder.buffers(self._came, message.sent, message.place), self._weights
-        headers = [message.headers]  # (1, HEADER) each: its own, then those that came
+        headers = [message.headers]  # (1, HEADER) each: its own, then the received ones
         for j, buffers in message.buffers.items():
             raw_header, *payload = self._came[j][begins : begins + len(self._sizes[message.place])]
             headers.append(torch.frombuffer(raw_header, dtype=torch.int64).clone().view(1, HEADER))
-            headers[-1][0, ROUND] = message.step  # of which age it is, is judged already
+            headers[-1][0, ROUND] = message.step  # its age is already in the weight
             for tensor, raw in zip(buffers, payload, strict=True):
                 tensor.copy_(torch.frombuffer(raw, dtype=tensor.dtype).view(tensor.shape))  # into a buffer of the pool
         message.headers = torch.cat(headers)  # (1 + senders, HEADER)
         return super().receive(message)
 
     def _take(self, step: int) -> None:
-        """Take what has come of whole rounds, and set the weight of each sender."""
-        sizes = [size for _, of in sorted(self._sizes.items()) for size in of]
+        """Take the whole rounds that have arrived, and set the weight of each sender."""
+        sizes = [size for _, bucket in sorted(self._sizes.items()) for size in bucket]
         found = {
             j: (round, came)
             for j, (round, came) in self.transport.newest(len(sizes)).items()
-            # A sender that trains other parameters by now, or sent to another, is left out.
+            # A sender with other trained parameters, or another neighbour's, is skipped.
             if [*map(len, came)] == sizes
             and torch.frombuffer(came[0], dtype=torch.int64)[ELEMENTS] == self._elements
             and j in self.neighbours(round).row
@@ -189,11 +188,11 @@ class AsynchronousExchange(PeerExchange):
 
 
 CPU = torch.device("cpu")
-KEPT_VIEWS = 4  # views whose rounds may still be under way
+KEPT_VIEWS = 4  # views whose rounds may not be complete
 
 
 class ForgivingExchange(PeerExchange):
-    """Exchange in which this member's own message, as others decode it, stands in for one that is lost or cut."""
+    """Exchange that replaces a lost or incomplete message by this member's own message, as others decode it."""
 
     def _decoded(self, message: PeerMessage) -> Mapping[int, Tensor]:
         arrived = zip(message.receives(), message.incoming, strict=True)
@@ -204,31 +203,31 @@ class ForgivingExchange(PeerExchange):
                 self.pool.give(message.buffers[j])
         whole = {j: payload for j, payload in message.buffers.items() if j not in lost}
         received, own = self.coder.decode(whole, message.sent, message.place), message.sent
-        # In the sources' order always, in which they are added up.
+        # Always in the sources' order, in which they are summed.
         return {j: received[j] if j in received else self.pool.take(own).copy_(own) for j in message.buffers}
 
 
 @dataclass
 class ElasticExchange(Exchange[PeerMessage]):
-    """One `PeerExchange` for each view, on the host."""
+    """Exchange with one `PeerExchange` for each view, on the host."""
 
     topology: Topology
     weights: Weights
     worker: Endpoint
-    codec: Codec = Plain()  # noqa: RUF009 - frozen, keeps nothing: the ends of a link have no past in common
+    codec: Codec = Plain()  # noqa: RUF009 - frozen and stateless, as a link's ends share no history
     pool: Pool = field(default_factory=Pool)
-    order: Asynchronous | None = None  # nobody waits; None: a round waits for those who live and are in its view
+    order: Asynchronous | None = None  # asynchronous rounds; None: a round waits for the live members of its view
     coder: Coder = field(init=False)
 
     def __post_init__(self) -> None:
-        self.coder = coder_of(self.codec, self.topology, 0, 1, self.pool)  # until there is a view
+        self.coder = coder_of(self.codec, self.topology, 0, 1, self.pool)  # until the first view
         self._admitted: list[tuple[Sequence[Tensor], Combine]] = []
         self._since: list[tuple[int, PeerExchange, ViewTransport]] = []
         self._view: View | None = None
         self._earlier = Traffic()
 
     def enter(self, view: View, round: int) -> None:
-        """This view is in force from this round on. Rounds rise, and may leave some out."""
+        """Put a view in force from this round on. Rounds rise, and may skip some."""
         if view == self._view:
             return
         self.worker.mesh.awaited = self.order is None
@@ -236,7 +235,7 @@ class ElasticExchange(Exchange[PeerMessage]):
         plan = self.topology, self.weights, links, CPU, self.codec, self.pool
         exchange = AsynchronousExchange(*plan, self.order) if self.order else ForgivingExchange(*plan)
         for admitted in self._admitted:
-            exchange.admit(*admitted)  # rules were admitted before there was a view
+            exchange.admit(*admitted)  # rules that were admitted before the first view
         self.coder = exchange.coder
         self._view = view
         self._since.append((round, exchange, links))
@@ -246,7 +245,7 @@ class ElasticExchange(Exchange[PeerMessage]):
 
     @property
     def age(self) -> float:
-        """Rounds by which the messages mixed last were late, on average; 0 where a round waits."""
+        """Mean age, in rounds, of the messages mixed last; 0 if rounds wait."""
         exchange = self._since[-1][1] if self._since else None
         return exchange.age if isinstance(exchange, AsynchronousExchange) else 0.0
 
@@ -258,7 +257,7 @@ class ElasticExchange(Exchange[PeerMessage]):
 
     def admit(self, buckets: Sequence[Tensor], combine: Combine) -> None:
         if reason := combine.recovery.tied:
-            raise ValueError(f"{type(combine).__name__} doesn't go with elastic: {reason}; use Gossip()")
+            raise ValueError(f"{type(combine).__name__} isn't compatible with elastic: {reason}; use Gossip()")
         self._admitted.append((buckets, combine))
         if not self._since:
             self.coder.admit(buckets, combine)
@@ -270,7 +269,7 @@ class ElasticExchange(Exchange[PeerMessage]):
 
     def depart(self, launched: Sequence[PeerMessage], step: int) -> None:
         exchange, links = self._of(step)
-        links.round = step  # which the frames of this round carry
+        links.round = step  # sent in this round's frames
         exchange.depart(launched, step)
 
     def traffic(self) -> Traffic:

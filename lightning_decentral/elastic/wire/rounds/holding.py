@@ -1,10 +1,10 @@
-"""Holding of a member's model by its devices: it is on one, each has the whole, a shard of it, or a stage's parameters.
+"""How a member's devices keep its model: one device, a copy on each, shards of it, or a pipeline stage on each.
 
-The first device mixes whole parameters with other members, on its host. What the others do is here: take them, or give
-parts of them and get parts back.
+The first device mixes whole parameters with other members, on its host. The other devices receive the result, or send
+their parts before the round and receive them after it.
 
     every device    parts -> the first one's host      `WholeBucket.adopt`, `OwnBucket.adopt`
-    the first       a round, as ever                   `Mixer`
+    the first       a gossip round                     `Mixer`
     every device    parts <- the first one's host      `WholeBucket.store`, `OwnBucket.store`
 """
 
@@ -33,8 +33,8 @@ from lightning_decentral.shared.wire.transport import Transport, Wire
 
 
 class FirstMixer(Mixer):
-    """Mixer of the first device, which notifies the others where it was healed, by a number on the hosts (`over`): what
-    they keep may be poisoned, too."""
+    """Mixer of the first device. It broadcasts to the others (`over` their hosts) how often it was healed of NaN, as
+    their optimizer states may have NaN, too."""
 
     def __init__(self, combine: Combine, exchange: Exchange[Any], delay: int, over: Transport) -> None:
         self._over = over
@@ -46,47 +46,47 @@ class FirstMixer(Mixer):
 
 
 class OtherMixer(FirstMixer):
-    """Mixer of another device: it gives its shards to the first one and mixes nothing."""
+    """Mixer of another device, which sends its shards to the first device and mixes nothing."""
 
     def extend(self, buckets: Sequence[Flat]) -> None:
         self.buckets += buckets
 
     def step(self, learning_rate: float = 1.0, rounds: int = 1) -> None:
         for bucket in self.buckets:
-            bucket.adopt()  # its shard goes to the first one's host
+            bucket.adopt()  # sends its shard to the first device's host
         healed = torch.zeros(1, dtype=torch.int64)  # (1,), on the host
         self._over.broadcast(healed).wait()
         before, self.healing.healed = self.healing.healed, int(healed)
         if self.healing.healed > before:
-            self.healing.forget()  # what this device keeps may be poisoned, too
+            self.healing.forget()  # this device's states may have NaN, too
 
     def mixing(self) -> dict[str, float]:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: the state is the first device's."""
+        """Do nothing, as the first device keeps the rule's state."""
 
 
 Mean = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
 class Holding:
-    """Model of a member and its mixing, on one device."""
+    """Keeps a member's model on one device and makes its mixer."""
 
-    mixes = True  # True where this device has mixers
+    mixes = True  # True if this device has mixers
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def bucket(self, parameters: Sequence[nn.Parameter]) -> Bucket:
-        """Rounds are the host's: what others receive comes from its sockets."""
+        """Make a bucket of these parameters on the host, whose sockets send the messages."""
         return (Bucket if self._device.type == "cpu" else HostBucket)(parameters)
 
     def pack(self, parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[Bucket]:
         return pack(parameters, bucket_bytes, self.bucket)
 
     def restore(self, mixers: Mixers, rule: Any, optimizers: Sequence[Optimizer]) -> None:
-        """Mixers begin, or go on as a donor's rule; None: there is none."""
+        """Start the mixers, or restore a donor's state of the rule (None: start)."""
         if rule is None:
             mixers.adopt(optimizers[0])
         else:
@@ -99,19 +99,19 @@ class Holding:
         return healing(most, module)
 
     def mixed(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Share what was mixed, after a round of these."""
+        """Send the mixed parameters to the other devices, after a round."""
 
     def mean_of(self, tensors: Sequence[Tensor], of_wholes: Mean) -> list[Tensor]:
-        """Mean over the members; `of_wholes` is of tensors that each device has."""
+        """Return the mean over the members; `of_wholes` computes it for tensors that each device has."""
         return of_wholes(tensors)
 
     def sums(self, of_devices: Sequence[Tensor]) -> list[Tensor]:
-        """Sums over the member's devices, of numbers about what each has."""
+        """Return the sums over the member's devices of numbers about each device's part."""
         return list(of_devices)
 
 
 class CopiedHolding(Holding):
-    """Each device has the whole: the others take the first one's parameters after its round."""
+    """Keeps the whole model on each device; the others copy the first device's parameters after its round."""
 
     def __init__(self, device: torch.device, member: Participant, wire: Wire) -> None:
         super().__init__(device)
@@ -122,8 +122,8 @@ class CopiedHolding(Holding):
 
 
 class PartHolding(Holding):
-    """Each device has a part of the model: the first one's host has all of it during a round or a mean. What is on
-    their hosts travels `over` these."""
+    """Keeps a part of the model on each device; the first device's host has the whole during a round or a mean. Host
+    tensors are sent `over` this transport."""
 
     def __init__(self, device: torch.device, member: Participant, over: Transport) -> None:
         super().__init__(device)
@@ -134,7 +134,7 @@ class PartHolding(Holding):
 
 
 class ShardedHolding(PartHolding):
-    """Each device has some rows of each parameter."""
+    """Keeps some rows of each parameter on each device (FSDP)."""
 
     def __init__(self, device: torch.device, member: Participant, wire: Wire) -> None:
         super().__init__(device, member, wire.flags)
@@ -147,7 +147,7 @@ class ShardedHolding(PartHolding):
 
     def healing(self, most: int, module: nn.Module) -> Healing:
         def named() -> list[tuple[str, Tensor]]:
-            names = {parameter: name for name, parameter in module.named_parameters()}  # buckets know no names
+            names = {parameter: name for name, parameter in module.named_parameters()}  # buckets have no names
             return [(names[p], w) for b in self._buckets for p, w in zip(b.parameters, b.wholes(), strict=True)]
 
         return Healing(most, lambda: first_poisoned(named()))
@@ -159,16 +159,16 @@ class ShardedHolding(PartHolding):
         return [self._wholes.cut(mean, tensor) for mean, tensor in zip(means, tensors, strict=True)]
 
     def sums(self, of_devices: Sequence[Tensor]) -> list[Tensor]:
-        found = [number.clone() for number in of_devices]  # scalars: the caller's stay what they are
+        found = [number.clone() for number in of_devices]  # scalars: the caller's aren't changed
         for number in found:
             self._world.all_reduce(number).wait()
         return found
 
 
 class StagesHolding(PartHolding):
-    """Each stage of a pipeline has some parameters; one that stands on two is mixed twice, to the same bits.
+    """Keeps a pipeline stage's parameters on each device; one shared by two stages is mixed twice, to the same bits.
 
-    What travels is on the hosts.
+    Messages between the stages are host tensors.
     """
 
     def __init__(self, device: torch.device, member: Participant, wire: Wire) -> None:
@@ -180,21 +180,21 @@ class StagesHolding(PartHolding):
     def pack(self, parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[Bucket]:
         if self._packed:
             raise ValueError(
-                "a parameter was unfrozen while training, and elastic pipelines mix the same ones from their first "
-                "step on: train it from the start, or with another strategy"
+                "a parameter was unfrozen during training, but elastic pipelines mix the same parameters from their "
+                "first step on: train it from the start, or use another strategy"
             )
         self._packed = True  # the stages' buckets are made once, in one order
         make: Callable[..., Bucket] = self.bucket if self._member.leads else partial(OwnBucket, over=self._over)
         own = pack(parameters, bucket_bytes, make)  # this stage's, of its own parameters
         rows = gather_objects(self._over, [(b.flat.numel(), b.flat.dtype) for b in own])  # [stages][buckets]
-        sizes = [(stage, *of) for stage, row in enumerate(rows) if stage for of in row]
-        others: list[Bucket] = [StageBucket(self._over, *of) for of in sizes if self._member.leads]
+        sizes = [(stage, *size) for stage, row in enumerate(rows) if stage for size in row]
+        others: list[Bucket] = [StageBucket(self._over, *size) for size in sizes if self._member.leads]
         for bucket in others if self._member.leads else own:
-            bucket.adopt()  # a rule may keep what it begins with
+            bucket.adopt()  # a rule may keep its first values
         return [*own, *others]
 
     def restore(self, mixers: Mixers, rule: Any, optimizers: Sequence[Any]) -> None:
-        # It is of the first one's buckets: the others keep nothing.
+        # The rule's state is of the first stage's buckets; other stages keep none.
         super().restore(mixers, rule if self._member.leads else None, optimizers)
 
     def mean_of(self, tensors: Sequence[Tensor], of_wholes: Mean) -> list[Tensor]:

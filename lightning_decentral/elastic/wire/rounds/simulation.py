@@ -1,4 +1,4 @@
-"""Asynchronous rounds in one process, on a virtual clock: the code of every worker, over links that take their time."""
+"""Simulation of asynchronous gossip in one process: the workers' code on a virtual clock, over links with delays."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,19 +15,18 @@ from lightning_decentral.gossip.compute.combine.gossip import Gossip
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Own, Weights
 from lightning_decentral.gossip.wire.mixer import Mixer
-from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.codec.deterministic import Plain
+from lightning_decentral.shared.compute.codec.codec import Codec, Plain
 from lightning_decentral.shared.plan.arguments import at_least
 from lightning_decentral.shared.wire.transport import Message
 
 
 @dataclass
 class VirtualLinks(Post):
-    """One worker's links."""
+    """Virtual links of one worker to the others."""
 
     rank: int
     size: int
-    transit: Callable[[int, int], float]  # seconds that a round takes to another worker; then the next one leaves
+    transit: Callable[[int, int], float]  # seconds of a message (source, target); then the next one leaves
     all: list["VirtualLinks"] = field(repr=False)
     now: float = 0.0
     round: int = 0
@@ -50,7 +49,7 @@ class VirtualLinks(Post):
     def newest(self, slots: int) -> dict[int, tuple[int, list[bytearray]]]:
         found = {}
         for peer, rounds in self._coming.items():
-            came = [coming for coming in rounds if coming[0] <= self.now]  # in the order in which they left
+            came = [coming for coming in rounds if coming[0] <= self.now]  # in the order of sending
             self._coming[peer] = rounds[len(came) :]
             if came:
                 _, round, messages = came[-1]  # the newest counts, older ones are dropped
@@ -60,12 +59,12 @@ class VirtualLinks(Post):
 
 @dataclass
 class Row:
-    """Bucket of one worker's parameters."""
+    """Bucket of one simulated worker's parameters."""
 
     flat: Tensor  # (dim,): a row of x
 
     def adopt(self) -> None:
-        """Do nothing: nothing else holds them."""
+        """Do nothing, as there is no other copy of the parameters."""
 
 
 def simulate_asynchronous(
@@ -76,18 +75,18 @@ def simulate_asynchronous(
     seconds: float,  # of the virtual clock
     learning_rate: float,
     pace: Callable[[int, int], float],  # (worker, round) -> seconds of that step, above 0
-    # (source, target) -> seconds of a message between them; a link carries one at a time.
+    # (source, target) -> seconds of a message; a link sends one at a time.
     transit: Callable[[int, int], float] = lambda source, target: 0.0,
     order: Asynchronous | None = None,  # `Asynchronous()` by default
     rate: float = 1.0,  # of `Gossip`
     weights: Weights | None = None,
-    codec: Codec | None = None,  # of messages, one that keeps nothing
+    codec: Codec | None = None,  # codec of messages, without state
     every: float = 1.0,  # seconds between two rows of the result
 ) -> Tensor:
-    """x_i <- x_i - learning_rate * gradient(i, x_i, round), then what has come is mixed; each worker at its own pace.
+    """Simulate x_i <- x_i - learning_rate * gradient(i, x_i, round), then mixing of received messages, at own paces.
 
     Returns:
-        [seconds // every + 1, size, dim]: x0, and the parameters after so many seconds each.
+        [seconds // every + 1, size, dim]: x0, and the parameters after each further `every` seconds.
 
     Raises:
         ValueError: a step takes no time, or `every` isn't positive.
@@ -100,7 +99,7 @@ def simulate_asynchronous(
     exchanges = [AsynchronousExchange(*plan, link, CPU, codec or Plain(), order=order) for link in links]
     mixers = [Mixer([Row(row)], Gossip(rate=rate), exchange, 1) for row, exchange in zip(x, exchanges, strict=True)]
     ends = [(_took(pace, worker, 0), worker) for worker in range(size)]
-    heapify(ends)  # whose step is over first comes first
+    heapify(ends)  # the worker whose step ends first comes first
     found = [x0.detach().clone()]  # (size, dim) each
     while len(found) < seconds // every + 1:
         now, worker = ends[0]  # replaced below: heapreplace is one sift
@@ -110,7 +109,7 @@ def simulate_asynchronous(
         link, mixer = links[worker], mixers[worker]
         x[worker].sub_(gradient(worker, x[worker], mixer.round), alpha=learning_rate)
         link.now, link.round = now, mixer.round
-        mixer.step(learning_rate)  # messages leave, what has come by `now` is mixed into x[worker]
+        mixer.step(learning_rate)  # sends messages, mixes those received by `now` into x[worker]
         mixer.round = order.next_round(mixer.round, link.begun)
         heapreplace(ends, (now + _took(pace, worker, mixer.round), worker))
     return torch.stack(found)  # (rows, size, dim)

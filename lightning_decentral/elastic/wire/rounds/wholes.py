@@ -1,10 +1,10 @@
-"""Whole tensors on the host of a member's first device, put together of its devices' parts and cut into them again.
+"""Whole tensors on the host of a member's first device: gathered from its devices' shards and scattered back.
 
     gather    whole <- [rows of device 0, ..., rows of device L - 1]
     scatter   rows of device p <- whole, for every p
 
-Every byte of a shard travels once, inside the island, and the first device has room for one other's at a time. A
-pipeline's stage has some parameters whole: they travel as they are (`OwnBucket`, `StageBucket`).
+Every byte of a shard is sent once, inside the island, and the first device buffers one other device's shards at a time.
+A pipeline's stage keeps whole parameters, which are sent unchanged (`OwnBucket`, `StageBucket`).
 """
 
 from collections.abc import Sequence
@@ -21,22 +21,22 @@ from lightning_decentral.shared.wire.transport import Message, Transport
 
 
 class Wholes:
-    """Whole tensors, of which each device of an island holds some rows; all call the same in the same order."""
+    """Gathers and scatters tensors of which each device of an island has some rows. All methods are collective."""
 
     def __init__(self, over: Transport, device: torch.device) -> None:
         self._over, self._device = over, device
-        self.first = over.rank == 0  # its host has the wholes
+        self.first = over.rank == 0  # its host has the whole tensors
 
     def room(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """[elements], zeros on the first device's host; elsewhere of no memory."""
+        """Allocate [elements] zeros on the first device's host; on other devices a meta tensor without memory."""
         if not self.first:
             return torch.empty(elements, dtype=dtype, device="meta")
         return cuda.host_like(torch.empty(elements, dtype=dtype, device="meta"), self._device).zero_()
 
     def gather(self, shards: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
-        """The first device's wholes <- everybody's shards of them. Of one type."""
+        """Gather all devices' shards into the first device's whole tensors. All have one type."""
         if not self.first:
-            send(self._over, 0, _flat(shards).to(self._device))  # (bytes,); NCCL sends from devices alone
+            send(self._over, 0, _flat(shards).to(self._device))  # (bytes,); NCCL sends only from devices
             return
         for place in range(self._over.size):
             rows = [rows_of(whole, place, self._over.size) for whole in wholes]  # views: (that device's rows, ...)
@@ -46,7 +46,7 @@ class Wholes:
                 _copy(_flat(shards).cpu(), rows)  # its own shard stays in this process
 
     def scatter(self, wholes: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
-        """Everybody's shards <- their rows of the first device's wholes. Of one type."""
+        """Scatter the rows of the first device's whole tensors to all devices' shards. All have one type."""
         if not self.first:
             self._receive(0, shards)  # (own rows, ...) each
             return
@@ -58,7 +58,7 @@ class Wholes:
                 _copy(_flat(rows).to(self._device), shards)  # one copy to the device, however many tensors
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """Whole of a tensor that may be sharded, on the first device's host; elsewhere of no memory."""
+        """Return the whole of a tensor that may be sharded, on the first device's host; elsewhere a meta tensor."""
         if not is_sharded(tensor):
             return tensor.detach().cpu()
         whole = self.room(tensor.numel(), tensor.dtype).view(tensor.shape)  # the global shape
@@ -66,7 +66,7 @@ class Wholes:
         return whole
 
     def cut(self, whole: Tensor, tensor: Tensor) -> Tensor:
-        """Make a value for `tensor`: this device's shard of the first one's whole, or without shards the whole."""
+        """Return this device's shard of the first device's whole tensor; the whole, if `tensor` isn't sharded."""
         found = torch.empty_like(local(tensor.detach()))  # (own rows, ...)
         if is_sharded(tensor):
             self.scatter([whole], [found])  # (all rows, ...) -> (own rows, ...)
@@ -84,7 +84,7 @@ class Wholes:
 
 @torch.no_grad()
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    """Their bytes, one behind the other."""
+    """Concatenate the tensors' bytes."""
     return torch.cat([tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors])
 
 
@@ -96,21 +96,21 @@ def _copy(flat: Tensor, into: Sequence[Tensor]) -> None:
 
 
 def send(over: Transport, to: int, flat: Tensor) -> None:  # (elements,)
-    """Send a tensor, and wait until it has left."""
+    """Send a tensor and wait until it has left."""
     if flat.numel():  # more devices than rows: some have none
         outgoing, _ = over.exchange([Message(to, flat, 0)], [])
         outgoing[0].wait()
 
 
 def receive(over: Transport, source: int, flat: Tensor) -> None:  # (elements,)
-    """Wait for a tensor, to be written into this one."""
+    """Receive a tensor into this one and wait for it."""
     if flat.numel():
         _, incoming = over.exchange([], [Message(source, flat, 0)])
         incoming[0].wait()
 
 
 class WholeBucket(Bucket):
-    """`flat` has whole parameters, on the first device's host alone: `adopt` gathers its devices' shards, `store`
+    """Bucket of whole parameters (`flat`), on the first device's host: `adopt` gathers the devices' shards, `store`
     scatters them. Both are collective."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], wholes: Wholes) -> None:
@@ -130,10 +130,10 @@ class WholeBucket(Bucket):
         self._wholes.scatter(self.wholes(), [local(p) for p in self.parameters])  # flat -> shards
 
     def release(self) -> None:
-        """The shards are FSDP's."""
+        """Do nothing, as the shards belong to FSDP."""
 
     def ranges(self) -> list[range]:
-        """Ranges of this device's shards, one behind the other."""
+        """Return the ranges of this device's shards in their concatenation."""
         ends = [*accumulate((local(p).numel() for p in self.parameters), initial=0)]
         return [range(first, last) for first, last in pairwise(ends)]
 
@@ -141,13 +141,13 @@ class WholeBucket(Bucket):
         return torch.cat([local(p).detach().reshape(-1) for p in self.parameters])[places]
 
     def wholes(self) -> list[Tensor]:
-        """Views of `flat` for each parameter, in its shape."""
+        """Return a view of `flat` for each parameter, in its shape."""
         pairs = zip(self.parameters, self._offsets, strict=True)
         return [self.flat[offset : offset + p.numel()].view(p.shape) for p, offset in pairs]
 
 
 class OwnBucket(Bucket):
-    """Bucket of a later stage than the first, on its device: `adopt` sends it to the first's host, `store` gets it."""
+    """Bucket of a later stage, on its device: `adopt` sends it to the first stage's host, `store` receives it back."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], over: Transport) -> None:
         self._over = over
@@ -157,7 +157,7 @@ class OwnBucket(Bucket):
 
     def adopt(self) -> None:
         super().adopt()
-        if self._made:  # not yet while the first one hasn't made its own
+        if self._made:  # not before the first stage has made its `StageBucket`
             send(self._over, 0, self.flat.cpu())
 
     def store(self) -> None:
@@ -168,7 +168,7 @@ class OwnBucket(Bucket):
 
 
 class StageBucket(Bucket):
-    """The same on the first stage's host, in the order of the other's messages."""
+    """Copy of a later stage's bucket on the first stage's host, received and sent in that stage's order."""
 
     def __init__(self, over: Transport, stage: int, elements: int, dtype: torch.dtype) -> None:
         self.parameters, self._offsets, self.places, self._grain = (), [], [], elements
@@ -182,4 +182,4 @@ class StageBucket(Bucket):
         send(self._over, self._stage, self.flat)
 
     def release(self) -> None:
-        """Do nothing: there are no parameters here."""
+        """Do nothing, as the bucket has no parameters."""

@@ -1,4 +1,4 @@
-"""Connections of elastic workers: frames of JSON and bytes, a port that lets guests in, and the mesh between members.
+"""Connections of elastic workers: frames of JSON and bytes, a listening port with greetings, the mesh among members.
 
 Public: none.
 """

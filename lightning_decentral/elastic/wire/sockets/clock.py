@@ -1,6 +1,6 @@
-"""The clock of elastic times: it goes on while a host is suspended, whose monotonic clock stands still on Linux.
+"""Clock for an elastic run's timeouts that counts the time of a suspended host; Linux's monotonic clock doesn't.
 
-Short, as it is one rule: who was away must find out that it was.
+A worker that was suspended must find out that it was.
 """
 
 import time
@@ -9,5 +9,5 @@ NAME = vars(time).get("CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # elsewhere the m
 
 
 def now() -> float:
-    """Seconds since some moment."""
+    """Return the seconds since a fixed moment in the past."""
     return time.clock_gettime(NAME)

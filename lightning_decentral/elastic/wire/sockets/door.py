@@ -1,7 +1,7 @@
-"""A port at which guests are let in: who greets in time is served on a thread of its own, anybody else is shut out.
+"""Listening port: a guest (connection) that greets in time is served on its own thread, any other is closed.
 
-A guest without a greeting costs a descriptor for seconds, and no thread. Where descriptors run out, those go first,
-and accepting goes on.
+A guest that doesn't greet occupies a descriptor for seconds, but no thread. If descriptors run out, such guests are
+closed first, and accepting continues.
 """
 
 import asyncio
@@ -22,10 +22,10 @@ from lightning_decentral.elastic.wire.sockets.frames import (
     wanted,
 )
 
-GREETING_SECONDS = 5.0  # seconds in which a guest greets, and in which it sends the first of what it wants
-MOST_WAITING = 64  # guests that haven't greeted; one more, and the oldest goes
+GREETING_SECONDS = 5.0  # seconds in which a guest must greet, and then send its first message
+MOST_WAITING = 64  # guests that haven't greeted; beyond this number the oldest is closed
 FULL_SECONDS = 0.1  # seconds until the next try to accept where descriptors have run out
-LINES = 100  # number of refusals that are remembered, not to be printed again
+LINES = 100  # number of refusals remembered, so as to print each once
 
 Serve = Callable[[socket.socket], None]
 
@@ -35,7 +35,7 @@ def warned(line: str) -> None:
 
 
 class Once:
-    """Prints a line for each cause by `say`, once, however often it comes."""
+    """Prints a line by `say` once for each cause, however often the cause occurs."""
 
     def __init__(self, say: Callable[[str], None] = warned) -> None:
         self._say, self._said = say, dict[str, None]()
@@ -47,8 +47,8 @@ class Once:
 
 
 class Door:
-    """Listens, on a thread, at the address at which others reach this machine; serves guests by what they want, and
-    prints a line by `say` about one that is refused."""
+    """Listens on a thread at the address at which others reach this machine, serves guests by what they want, and
+    prints a line by `say` about each refused guest."""
 
     def __init__(self, host: str, serve: Mapping[str, Serve], say: Callable[[str], None] = warned) -> None:
         self._serve, self._say = serve, Once(say)
@@ -62,7 +62,7 @@ class Door:
         threading.Thread(target=self._run, name="lightning_decentral-door", daemon=True).start()
 
     def close(self) -> None:
-        """Let nobody in any more, and shut out who is."""
+        """Stop listening and close all connections."""
         with suppress(RuntimeError):  # it is closed already
             self._loop.call_soon_threadsafe(self._loop.stop)
         for connection in list(self._open):
@@ -83,7 +83,7 @@ class Door:
         except (BlockingIOError, ConnectionAbortedError, InterruptedError):
             return  # it has gone meanwhile
         except OSError as error:
-            self._say("full", f"no guest can be let in ({error}): raise `ulimit -n`; trying again")
+            self._say("full", f"no connection can be accepted ({error}): raise `ulimit -n`; trying again")
             for greeting in self._waiting:
                 greeting.cancel()
             time.sleep(FULL_SECONDS)
@@ -96,7 +96,7 @@ class Door:
         greeting.add_done_callback(self._waiting.pop)
 
     async def _greeted(self, connection: socket.socket) -> None:
-        """Let the guest in as soon as it has greeted as it should; else refuse it, with the reason."""
+        """Serve the guest once it has greeted correctly; else refuse it, with the reason."""
         try:
             greeting = await asyncio.wait_for(self._greeting(connection), GREETING_SECONDS)
             self._let_in(connection, wanted(greeting, *self._serve))
@@ -116,7 +116,7 @@ class Door:
     async def _greeting(self, connection: socket.socket) -> Any:
         frames, found = Frames(GREETING_BYTES), list[Any]()
         while not found:
-            more = await self._loop.sock_recv(connection, frames.missing)  # nothing behind the greeting is read
+            more = await self._loop.sock_recv(connection, frames.missing)  # nothing after the greeting is read
             if not more:
                 raise ConnectionResetError("the connection has ended")
             found = frames.feed(more)
@@ -127,8 +127,8 @@ class Door:
         target = partial(self._served, connection, self._serve[wants])
         try:
             threading.Thread(target=target, name=f"lightning_decentral-{wants}", daemon=True).start()
-        except RuntimeError as error:  # no thread can be started: as no descriptor
-            self._say("full", f"no guest can be let in ({error}): raise `ulimit -u`; trying again")
+        except RuntimeError as error:  # no thread can be started
+            self._say("full", f"no connection can be served ({error}): raise `ulimit -u`; trying again")
             self._open.discard(connection)
             connection.close()
 

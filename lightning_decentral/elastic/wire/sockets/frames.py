@@ -1,14 +1,14 @@
-"""Frames: four bytes of length, then JSON; what is longer than a frame may be, or isn't JSON, ends the connection.
+"""Frames on a connection: four bytes of length, then JSON. A frame that is too long or no JSON ends the connection.
 
     greeting   the first frame of a connection: {"job": ..., "wants": ...}
-    refusal    what a guest gets that isn't let in: {"refused": why}
+    refusal    answer to a guest that isn't served: {"refused": why}
     value      of any size: {..., "head": bytes of the head}  head  tensors  {"digest": sha256 of crc32 of each piece}
 
-Room is made for bytes as they come, not as they are announced. Of a value nothing is made twice: tensors' bytes go in
-pieces, and the digest is of the bytes that go by.
+Memory is allocated as bytes arrive, not as they are announced. A value is never copied as a whole: tensors are sent in
+pieces, and the digest is computed over the pieces.
 
-The job is a digest of LIGHTNING_DECENTRAL_TOKEN: it keeps other jobs and wrong settings out, and is no password, as
-all of this is readable on its way.
+The job is a digest of LIGHTNING_DECENTRAL_TOKEN: it keeps other jobs and wrong settings out. It is no password, as all
+messages are readable on their way.
 """
 
 import hashlib
@@ -29,45 +29,45 @@ from lightning_decentral.shared.wire.plain import Serialized, lengths, pack, unp
 LENGTH_BYTES = 4
 LARGEST_BYTES = 1 << 20  # bytes of a frame at most: a message to 1000 members has 100 KB
 GREETING_BYTES = 1 << 10  # bytes of a greeting at most: of a stranger no more is read
-GROWTH_BYTES = 1 << 20  # bytes for which there is room at once; twice as many when they have come, and so on
+GROWTH_BYTES = 1 << 20  # bytes allocated at once; doubled each time they have arrived
 MOST_BYTES = 1 << 40  # bytes of one tensor at most
-PIECE_BYTES = 256 * 2**10  # the receiver may be far: small, so that what else it is sent gets its turn
-UNREAD_SECONDS = 60.0  # seconds for a piece: who doesn't read doesn't keep a thread
+PIECE_BYTES = 256 * 2**10  # small, so that other messages on a slow link get their turn
+UNREAD_SECONDS = 60.0  # seconds to send a piece: a receiver that doesn't read must not keep a thread
 IDLE, EVERY, TIMES = 60, 20, 6
-"""Seconds of silence until TCP asks whether the other host is there still; between its questions; how many."""
+"""TCP keepalive: seconds of silence before the first probe, seconds between probes, and their number."""
 
 
 class Refused(ValueError):
-    """The other end has sent why this one isn't let in."""
+    """Raised if the other end has refused this connection; the text is its reason."""
 
 
 def frame(message: Any) -> bytes:
-    """Bytes that are sent for a message: its length, then JSON."""
+    """Encode a message as a frame: its length, then JSON."""
     text = json.dumps(message).encode()
     return len(text).to_bytes(LENGTH_BYTES, "big") + text  # sent by one call
 
 
 def message(text: bytes | bytearray) -> Any:
-    """Message in a frame. ValueError where it is no JSON, or nested too deeply; Refused where it is a refusal."""
+    """Decode the message in a frame. ValueError if it is no JSON or nested too deeply; Refused if it is a refusal."""
     try:
         found = json.loads(text)
     except RecursionError:
-        raise ValueError("a frame that is nested too deeply: another program speaks here") from None
+        raise ValueError("a frame is nested too deeply: another program uses this port") from None
     if type(found) is dict and set(found) == {"refused"}:
         raise Refused(str(found["refused"]))
     return found
 
 
 def size_of(length: bytes | bytearray, most: int = LARGEST_BYTES) -> int:
-    """Bytes of the frame behind these. ValueError where it may not have as many."""
+    """Decode a frame's length. ValueError if it exceeds `most`."""
     size = int.from_bytes(length, "big")
     if size > most:
-        raise ValueError(f"a frame of {size} bytes: another program speaks here")
+        raise ValueError(f"a frame of {size} bytes: another program uses this port")
     return size
 
 
 class Frames:
-    """Bytes as they come, in frames of `most` bytes at most."""
+    """Splits received bytes into frames of at most `most` bytes."""
 
     def __init__(self, most: int = LARGEST_BYTES - LENGTH_BYTES) -> None:
         self.most = most
@@ -75,12 +75,12 @@ class Frames:
 
     @property
     def missing(self) -> int:
-        """Bytes until the next message is complete, or its length is known."""
+        """Number of bytes missing until the next message is complete, or its length is known."""
         have = len(self._bytes) - LENGTH_BYTES
         return -have if have < 0 else size_of(self._bytes[:LENGTH_BYTES], self.most) - have
 
     def feed(self, more: bytes) -> list[Any]:
-        """The messages that are complete now. ValueError: these are no frames. Refused: this end isn't let in."""
+        """Add received bytes and return the messages complete now. ValueError: no frames. Refused: a refusal."""
         self._bytes += more
         found = []
         while len(self._bytes) >= LENGTH_BYTES:
@@ -93,20 +93,20 @@ class Frames:
 
 
 def receive(connection: socket.socket) -> Any:
-    """The next message, on a connection where bytes that aren't frames follow frames. ValueError where it is none,
-    Refused where this end isn't let in, OSError where the connection has ended."""
+    """Receive the next message, on a connection with raw bytes between frames. ValueError if it is no frame, Refused if
+    this end is refused, OSError if the connection has ended."""
     return message(receive_bytes(connection, size_of(receive_bytes(connection, LENGTH_BYTES))))
 
 
 def receive_bytes(connection: socket.socket, size: int, at_once: int = GROWTH_BYTES) -> bytearray:
-    """Receive `size` bytes. ValueError where nobody sends so many, OSError where the connection ends before. `at_once`:
-    for which there is room before they come: no more than was sent before."""
+    """Receive `size` bytes. ValueError beyond `MOST_BYTES`, OSError if the connection ends before. `at_once`:
+    number of bytes allocated before they arrive, at most the size of an earlier message."""
     if not 0 <= size <= MOST_BYTES:
-        raise ValueError(f"{size} bytes are announced: another program speaks here")
+        raise ValueError(f"{size} bytes are announced: another program uses this port")
     found, have = bytearray(min(size, at_once)), 0
     while have < size:
         if have == len(found):
-            found += bytes(min(have, size - have))  # doubled: copies cost no more than what came
+            found += bytes(min(have, size - have))  # doubled: copies cost no more than the received bytes
         with memoryview(found) as view:
             more = connection.recv_into(view[have:])
         if not more:
@@ -116,14 +116,14 @@ def receive_bytes(connection: socket.socket, size: int, at_once: int = GROWTH_BY
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """Bytes of a tensor on the host, in place: to change it changes what is sent."""
+    """Return a host tensor's bytes without a copy: changing the tensor changes what is sent."""
     flat: Any = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
     return memoryview(flat)
 
 
 def send_value(connection: socket.socket, header: dict[str, Any], value: Any) -> None:
-    """Send the value with these header fields. NotPlain where it can't be sent, OSError where the connection has ended,
-    or nobody reads."""
+    """Send a value with these header fields. NotPlain if it can't be sent, OSError if the connection has ended or the
+    receiver doesn't read."""
     packed, digest = pack(value), hashlib.sha256()  # refused here: nothing is sent yet
     connection.settimeout(UNREAD_SECONDS)
     connection.sendall(frame({**header, "head": len(packed.head)}))
@@ -135,8 +135,8 @@ def send_value(connection: socket.socket, header: dict[str, Any], value: Any) ->
 
 
 def receive_value(connection: socket.socket, header: Any = None) -> tuple[dict[str, Any], Any]:
-    """Receive (header fields, value), or what follows a header that was already received. ValueError where what came
-    isn't what was sent, OSError where the connection has ended."""
+    """Receive (header fields, value), or only the value after a `header` that was received before. ValueError if the
+    digest differs from the sender's, OSError if the connection has ended."""
     if header is None:
         header = receive(connection)
     if type(header) is not dict or type(header.get("head")) is not int:
@@ -148,7 +148,7 @@ def receive_value(connection: socket.socket, header: Any = None) -> tuple[dict[s
         for _, checksum in _pieces(memoryview(raw)):
             digest.update(checksum)
     if receive(connection) != {"digest": digest.hexdigest()}:
-        raise ValueError("what came isn't what was sent: its digest differs")
+        raise ValueError("the bytes received differ from those sent (by their digest): try again")
     tensors = [
         torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8) for raw in payload
     ]
@@ -156,20 +156,20 @@ def receive_value(connection: socket.socket, header: Any = None) -> tuple[dict[s
 
 
 def _pieces(raw: memoryview) -> Iterator[tuple[memoryview, bytes]]:
-    """The pieces, and each's part of the digest: against damage, not against forgery, and cheaper than all bytes."""
+    """Yield each piece and its CRC32, which goes into the digest: against damage, not against forgery."""
     for start in range(0, len(raw), PIECE_BYTES):
         piece = raw[start : start + PIECE_BYTES]
         yield piece, zlib.crc32(piece).to_bytes(4, "big")
 
 
 def wanted(found: Any, *known: str) -> str:
-    """Read what a guest of the same job wants. ValueError where it is none, or wants something else."""
+    """Return the service that a guest of the same job wants. ValueError for another job or an unknown service."""
     job, wants = (str(found.get(key)) for key in ("job", "wants")) if type(found) is dict else ("", "")
     if not hmac.compare_digest(job, _job()):
         raise ValueError(f"a guest of another job, or with another {TOKEN}")
     if wants not in known:
         raise ValueError(
-            f"a guest that wants {wants!r}, which nobody serves at this port: give every worker the lobby's place, and "
+            f"a guest that wants {wants!r}, which this port doesn't serve: give every worker the lobby's address, and "
             "the same version"
         )
     return wants
@@ -180,18 +180,18 @@ def _job() -> str:
 
 
 def address(place: str) -> tuple[str, int]:
-    """("host", 29400) of "host:29400". ValueError where it is no such place."""
+    """Parse "host:29400" into ("host", 29400). ValueError for another text."""
     host, _, port = place.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(f"a place is HOST:PORT such as 10.0.0.1:29400, got {place!r}")
+        raise ValueError(f"an address is HOST:PORT such as 10.0.0.1:29400, got {place!r}")
     return host, int(port)
 
 
 def connected(place: str, wants: str, seconds: float) -> socket.socket:
-    """A connection that has greeted; small messages leave at once. OSError where nobody is."""
+    """Connect to an address and greet; small messages leave at once. OSError if the address isn't reached."""
     made = socket.create_connection(address(place), seconds)
     try:
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # beats wait for no acknowledgement
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # heartbeats wait for no acknowledgement
         keeps_alive(made)
         made.sendall(frame({"job": _job(), "wants": wants}))
     except OSError:
@@ -201,15 +201,15 @@ def connected(place: str, wants: str, seconds: float) -> socket.socket:
 
 
 def keeps_alive(connection: socket.socket) -> None:
-    """A host that is gone without closing its connections doesn't keep this end's threads for ever."""
+    """Enable TCP keepalive, so that a host lost without closing its connections doesn't keep threads for ever."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in {"TCP_KEEPIDLE": IDLE, "TCP_KEEPINTVL": EVERY, "TCP_KEEPCNT": TIMES}.items():
-        if name in vars(socket):  # not everywhere
+        if name in vars(socket):  # not on every system
             connection.setsockopt(socket.IPPROTO_TCP, vars(socket)[name], value)
 
 
 def own_address(lobby: str) -> str:
-    """The one from which this machine reaches the lobby. ValueError for no such place."""
+    """Return this machine's address towards the lobby. ValueError if the lobby's address isn't valid."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(address(lobby))  # UDP: it sends nothing, and asks the routes alone

@@ -1,12 +1,12 @@
-"""Connections among members: each sends on those it makes and receives on those it accepts.
+"""Connections among members: each member sends on connections that it makes and receives on those that it accepts.
 
     rounds   frames {view's key, round, slot} with a tensor's bytes, in order; the greeting has the first (round, slot)
-    beats    of members that don't reach the lobby
-    heal     a newcomer fetches everything (`healing`)
+    beats    heartbeats of members that don't reach the lobby
+    heal     a newcomer fetches the training state (`state_transfer`)
 
-A member whose connection has ended is lost until it connects again; what it sent before that isn't awaited. Who
-couldn't send a message connects again at once, so that nobody waits for it. Of a member whose process has ended no
-thread and no connection stays; of one that isn't in the view any more nothing at all (`forget`).
+A member whose connection has ended is lost until it connects again; its earlier messages aren't awaited. A member that
+couldn't send a message connects again at once, so that no other waits for the message. When a member's process ends,
+its thread and connections are closed; when it leaves the view, all its entries are dropped (`forget`).
 """
 
 import queue
@@ -21,13 +21,13 @@ from typing import NamedTuple
 from lightning_decentral.elastic.wire.sockets.door import Door, Serve, shut
 from lightning_decentral.elastic.wire.sockets.frames import GROWTH_BYTES, connected, frame, receive, receive_bytes
 
-KEPT_ROUNDS = 8  # behind the present one, whose frames are still awaited by somebody
-AGAIN_SECONDS = 0.5  # seconds between two tries to connect to a member that waits for what was lost
-ENDED_SECONDS = 1.0  # seconds in which all connections of a process that has ended are seen to end
+KEPT_ROUNDS = 8  # past rounds whose frames may still be awaited
+AGAIN_SECONDS = 0.5  # seconds between two tries to connect to a member that waits for a lost message
+ENDED_SECONDS = 1.0  # seconds within which all connections of an ended process are seen to end
 
 
 class Slot(NamedTuple):
-    """Identity of a message: of this sender, in this view and round, the `slot`-th. On a line (round, slot) rises."""
+    """Identity of a message: its sender, view, round, and number in the round; (round, slot) rises on a connection."""
 
     sender: str
     key: int
@@ -36,14 +36,14 @@ class Slot(NamedTuple):
 
 
 class Sent:
-    """A message on its way out."""
+    """A message queued to be sent."""
 
     def __init__(self, slot: Slot, payload: memoryview) -> None:
         self.slot, self.payload = slot, payload
         self.over = threading.Event()
 
     def wait(self) -> None:
-        """Wait until it has left, or is lost."""
+        """Wait until the message has left, or is lost."""
         self.over.wait()
 
     def done(self) -> bool:
@@ -51,25 +51,25 @@ class Sent:
 
 
 class Mesh:
-    """One member's connections at the address at which others reach this machine. Those that want something else than
-    rounds are served by what they want; `changed` is notified when something has come."""
+    """Keeps one member's connections, at the address at which others reach this machine. `serve` maps services other
+    than rounds to their functions; `changed` is notified when a message arrives."""
 
     def __init__(self, host: str, name: str, serve: Mapping[str, Serve], changed: threading.Condition) -> None:
         self.name, self.changed = name, changed
         self.lost: set[str] = set()
         self.round = 0
-        self.awaited = True  # messages wait until they are taken; otherwise the two newest of each sender are kept
-        self.begun: dict[str, int] = {}  # {sender: the newest round that was received from it}
-        self._inbox: dict[Slot, bytearray] = {}  # what has come, until it is taken
-        self._floor: dict[str, tuple[int, int]] = {}  # {sender: (round, slot) before which nothing comes}
-        self._newest: dict[str, socket.socket] = {}  # {sender: its newest connection}; older ones end unseen
+        self.awaited = True  # keep all messages until taken; False: keep the two newest rounds of each sender
+        self.begun: dict[str, int] = {}  # {sender: its newest round received}
+        self._inbox: dict[Slot, bytearray] = {}  # received messages, until taken
+        self._floor: dict[str, tuple[int, int]] = {}  # {sender: (round, slot) before which no message comes}
+        self._newest: dict[str, socket.socket] = {}  # {sender: its newest connection}; the end of older ones is ignored
         self._lines: dict[str, Line] = {}  # {receiver: the thread that sends to it}
         self._largest = GROWTH_BYTES
         self._door = Door(host, {**serve, "rounds": self._receive})
         self.place = self._door.place
 
     def send(self, to: str, place: str, key: int, round: int, slot: int, payload: memoryview) -> Sent:
-        """Queue it; `place` is where that member listens."""
+        """Queue a message to a member, which listens at the address `place`."""
         sent = Sent(Slot(self.name, key, round, slot), payload)
         with self.changed:
             line = self._lines.get(to)
@@ -81,8 +81,8 @@ class Mesh:
         return sent
 
     def take(self, slot: Slot, expected: Callable[[], bool]) -> bytearray | None:
-        """Wait for what was sent, and return it; None: it doesn't come any more, or isn't `expected` to, as far as the
-        views are known."""
+        """Wait for a message and return its bytes; None if it can't come any more, or isn't `expected` any more by the
+        known views."""
         with self.changed:
             while slot not in self._inbox:
                 gone = slot.sender in self.lost or (slot.round, slot.slot) < self._floor.get(slot.sender, (0, 0))
@@ -92,8 +92,8 @@ class Mesh:
             return self._inbox.pop(slot)
 
     def newest(self, sender: str, key: int, slots: int) -> tuple[int, list[bytearray]] | None:
-        """(round, its messages) of the newest round in that view of which all `slots` have come. Once: it is taken, and
-        what is older is dropped. None: nothing has come."""
+        """Take (round, its messages) of a sender's newest round in a view of which all `slots` have arrived, and
+        drop older ones. None if there is no such round."""
         with self.changed:
             rounds = sorted({s.round for s in self._inbox if (s.sender, s.key) == (sender, key)}, reverse=True)
             for round in rounds:
@@ -105,23 +105,23 @@ class Mesh:
         return None
 
     def idle(self, to: str) -> bool:
-        """Return whether all that was queued for that member has left."""
+        """Return whether all messages queued for that member have left."""
         return (line := self._lines.get(to)) is None or line.idle
 
     def begins(self, round: int) -> None:
-        """Begin a round: messages are of it from now on; what nobody took long ago is dropped."""
+        """Begin a round, and drop messages of rounds long past."""
         with self.changed:
             self.round = round
             if self.awaited:
                 self._inbox = {s: found for s, found in self._inbox.items() if s.round >= round - KEPT_ROUNDS}
 
     def _drop(self, sender: str, before: tuple[int, int]) -> None:
-        """Drop what came from it before this (key, round)."""
+        """Drop a sender's messages before this (key, round)."""
         for slot in [s for s in self._inbox if s.sender == sender and (s.key, s.round) < before]:
             del self._inbox[slot]
 
     def lose(self, name: str) -> None:
-        """Count a member as lost: nothing more comes from it until it connects."""
+        """Count a member as lost: no message comes from it until it connects again."""
         with self.changed:
             self.lost.add(name)
             self.begun.pop(name, None)
@@ -130,7 +130,7 @@ class Mesh:
             self.changed.notify_all()
 
     def forget(self, names: Collection[str]) -> None:
-        """Forget these, which are no members any more: nothing is kept of them."""
+        """Drop all entries and connections of these former members."""
         with self.changed:
             for name in names:
                 self.lost.discard(name)
@@ -143,10 +143,10 @@ class Mesh:
                 line.put(None)
             self.changed.notify_all()
         for connection in [*connections, *(line.connection for line in lines)]:
-            shut(connection)  # who waits there ends
+            shut(connection)  # ends threads that wait there
 
     def close(self) -> None:
-        """Close every connection: the others see it at once."""
+        """Close every connection; the other members see that at once."""
         self._door.close()
         with self.changed:
             for line in self._lines.values():
@@ -159,7 +159,7 @@ class Mesh:
         with self.changed:
             self._newest[sender] = connection
             self._floor[sender] = first
-            self.lost.discard(sender)  # it lives: it has connected
+            self.lost.discard(sender)  # it has connected, so it lives
             self.changed.notify_all()
         try:
             while True:
@@ -170,7 +170,7 @@ class Mesh:
                     self._inbox[slot] = payload
                     self.begun[sender] = max(slot.round, self.begun.get(sender, 0))
                     if not self.awaited:
-                        # The newest may be coming in, and the one before is the newest that is whole.
+                        # The newest round may be incomplete; the round before it is complete.
                         rounds = sorted({(s.key, s.round) for s in self._inbox if s.sender == sender})
                         self._drop(sender, rounds[-2:][0])
                     self._largest = max(self._largest, len(payload))  # room for the next one at once
@@ -185,20 +185,20 @@ class Mesh:
             del self._newest[sender]
             self.lose(sender)
             line = self._lines.get(sender)
-        if line is not None and line.cut():  # both ways: its process has ended
+        if line is not None and line.cut():  # cut both ways: its process has ended
             with self.changed:
                 line.put(None)
 
 
 class Line(threading.Thread):
-    """Sends to one member what is queued, in order; what can't be sent is lost, and that member learns of it. It ends
-    with None, or where that member's process has ended."""
+    """Thread that sends queued messages to one member, in order; a message that can't be sent is lost, and the member
+    learns of that. The thread ends at None, or when the member's process has ended."""
 
     def __init__(self, mesh: Mesh, to: str, place: str) -> None:
         super().__init__(name=f"lightning_decentral-to-{to}", daemon=True)
         self.place, self._mesh, self._to, self.over = place, mesh, to, False
         self._queue: queue.SimpleQueue[Sent | None] = queue.SimpleQueue()
-        self._last: Sent | None = None  # idle once it has left
+        self._last: Sent | None = None  # the line is idle once this message has left
         self.connection: socket.socket | None = None
         self.start()
 
@@ -212,7 +212,7 @@ class Line(threading.Thread):
         self._queue.put(sent)
 
     def cut(self) -> bool:
-        """Return whether the other end has closed this connection, too, or does within `ENDED_SECONDS`."""
+        """Return whether the other end closes this connection, too, within `ENDED_SECONDS`."""
         if (connection := self.connection) is None:
             return self.idle
         try:
@@ -235,14 +235,14 @@ class Line(threading.Thread):
         self._hang_up()
 
     def _end(self) -> None:
-        """End this line: what is sent later has another one."""
+        """End this line; later messages get a new one."""
         self._mesh.lose(self._to)
         with self._mesh.changed:
             if self._queue.empty():
                 self.put(None)
 
     def _excuse(self, lost: Slot) -> None:
-        """Connect where no message follows that would: a member that waits for this one sends nothing either."""
+        """Connect again if no queued message will: the member may wait for the lost one, and sends nothing itself."""
         while self.connection is None and self._queue.empty():
             try:
                 self._connect((lost.round, lost.slot + 1))

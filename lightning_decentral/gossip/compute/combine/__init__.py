@@ -1,7 +1,8 @@
 """Update rules of decentralized training: gossip averaging, push-sum, gradient tracking, outer momentum, relay sums.
 
-A worker applies one to what it received. `combine` defines a rule, `rate` how far it moves towards the others;
-`consensus_control` takes as many rounds of a rule as the workers' distance asks for. Public: all names below.
+A worker applies an update rule to the messages that it received. `combine` defines the interface of rules, `gossip` the
+plain rule and mixing rates; `consensus_control` adapts the number of rounds to the workers' distance. Public: all names
+below.
 """
 
 from typing import TYPE_CHECKING

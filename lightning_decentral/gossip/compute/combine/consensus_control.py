@@ -1,4 +1,4 @@
-"""Consensus control: as many rounds in a step as the distance between the workers asks for."""
+"""Consensus control: adapts the number of gossip rounds per step to the distance between the workers."""
 
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -17,24 +17,24 @@ from lightning_decentral.shared.plan.arguments import checked
 @checked
 @dataclass(frozen=True, kw_only=True)
 class ConsensusControl(Rule):
-    """`most` rounds in a step while theta > target, none else, but one at least in every `probe` steps.
+    """Takes `most` rounds per step while theta > target, else none, except for one round in every `probe` steps.
 
         theta^2 = sum_i ||mixed_i - sent_i||^2 / sum_i ||sent_i||^2     over those that received a message
 
-    theta is measured where mixing happens anyway. With symmetric W, theta / (1 - lambda_n) <= Xi / ||x|| <= theta /
-    (1 - lambda_2): on a well connected graph it is nearly the relative consensus distance. Its two sums travel as 16
-    bytes in an all-reduce that starts after a step and is read `lag` steps later: nobody waits for it unless another is
-    `lag` steps behind. Rounds beyond the first in a step block: there is nothing to hide them behind.
+    theta is measured on the messages that are mixed anyway. With symmetric W, theta / (1 - lambda_n) <= Xi / ||x|| <=
+    theta / (1 - lambda_2): on a well connected graph theta is nearly the relative consensus distance. An all-reduce of
+    16 bytes for the two sums starts after a step and is read `lag` steps later: no worker waits unless another worker
+    is `lag` steps behind. Rounds beyond the first in a step block, as no computation overlaps them.
 
-    State and bytes: the inner rule's, once for each round. No rule itself, but what counts the rounds of one: it stands
-    where a rule does, and a mixer of its own takes the rounds (`wire.consensus.ControlledMixer`).
+    State and bytes: the inner rule's, once for each round. `ConsensusControl` wraps a rule and counts its rounds; the
+    mixer `wire.consensus.ControlledMixer` takes the rounds.
 
     Args:
         target: relative distance above which to mix more; positive.
-        most: rounds in a step above the target, at least 1.
-        probe: under the target one round in so many steps, to measure; 1 takes one in each step.
-        lag: steps between a measurement and what is decided by it, at least 1.
-        inner: the rule of each round.
+        most: rounds per step above the target, at least 1.
+        probe: steps per round below the target, to measure; 1 takes one round in each step.
+        lag: steps between a measurement and the decision by it, at least 1.
+        inner: update rule of each round.
 
     Raises:
         ValueError: a number outside of its range.
@@ -68,7 +68,7 @@ class ConsensusControl(Rule):
 
     @property
     def recovery(self) -> Recovery:
-        return replace(self.inner.recovery, tied="all workers together measure how far apart they are")
+        return replace(self.inner.recovery, tied="all workers measure their distance together")
 
     @property
     def largest_rate(self) -> float:
@@ -81,18 +81,18 @@ class ConsensusControl(Rule):
         self.inner.check(topology, size, weights, delay)
 
     def measure(self, sent: Tensor, mixed: Tensor, turn: Turn) -> Tensor:
-        """(||mixed - sent||^2, ||sent||^2) of the parameters, over all workers in a simulation."""
+        """Return (||mixed - sent||^2, ||sent||^2) of the parameters, over all workers in a simulation."""
         # A worker that received nothing would only make the distance look smaller.
-        listens = (turn.own() < 1).to(sent)  # (); in a simulation (size, 1)
-        said, heard = self.inner.values(sent) * listens, self.inner.values(mixed) * listens
-        return torch.stack([squared_norm([t]) for t in (heard - said, said)])  # (2,), float64
+        receives = (turn.own() < 1).to(sent)  # (); in a simulation (size, 1)
+        before, after = self.inner.values(sent) * receives, self.inner.values(mixed) * receives
+        return torch.stack([squared_norm([t]) for t in (after - before, before)])  # (2,), float64
 
     def rounds(self, distance: float, idle: int) -> int:
-        """Number of rounds to take in this step: `most`, 1 where a probe is due, else 0.
+        """Number of rounds to take in this step: `most` above the target, 1 if a probe is due, else 0.
 
         Args:
             distance: sqrt(squared distance / squared norm) of all workers, `lag` steps ago; nan before the first.
-            idle: steps since the last one with a round.
+            idle: number of steps since the last step with a round.
         """
         # False for nan, before anything was measured.
         if distance > self.target:

@@ -1,7 +1,7 @@
-"""Gossip averaging: the plain rule, x <- x + rate (mixed - sent), and the rates at which rules mix.
+"""Gossip averaging: the plain rule, x <- x + rate (mixed - sent), mixing rates, and checks that they are stable.
 
-A rate is how far a rule moves towards what it received, a number or a schedule; the checks judge whether that is
-stable. Less mixing late in training keeps a disagreement between the workers that helps their mean (2602.02899).
+A mixing rate, a number or a schedule, is how far a rule moves towards received messages. Less mixing late in training
+keeps a disagreement between the workers that helps their mean (2602.02899).
 """
 
 from abc import ABC, abstractmethod
@@ -23,33 +23,33 @@ from lightning_decentral.shared.plan.arguments import checked
 
 
 class RateSchedule(ABC):
-    """turn -> rate, in [0, largest]."""
+    """Schedule of a mixing rate: turn -> rate, in [0, largest]."""
 
     @property
     @abstractmethod
     def largest(self) -> float:
-        """The largest rate it may ever give: what stability is judged by."""
+        """The schedule's largest mixing rate, by which stability is checked."""
 
     @abstractmethod
     def __call__(self, turn: Turn) -> float:
-        """The rate of this round."""
+        """Return the mixing rate of a round."""
 
 
 Rate = float | RateSchedule
 
 
 def at(rate: Rate, turn: Turn) -> float:
-    """The rate of this round."""
+    """Mixing rate of a round."""
     return rate(turn) if isinstance(rate, RateSchedule) else rate  # a number is the same in every round
 
 
 def largest(rate: Rate) -> float:
-    """Largest value of a rate, by which stability is judged."""
+    """Largest value of a mixing rate, by which stability is checked."""
     return rate.largest if isinstance(rate, RateSchedule) else rate
 
 
 class RatedRule(Combine):
-    """Rule that goes a rate of the way towards what it received, as `Gossip` does."""
+    """Base of rules with a mixing rate, as `Gossip` has."""
 
     rate: Rate
 
@@ -67,11 +67,11 @@ class RatedRule(Combine):
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Gossip(RatedRule):
-    """x <- x + rate * (mixed - sent): decentralized SGD, ATC at delay 0 and AWC at delay 1.
+    """x <- x + rate * (mixed - sent): decentralized SGD, adapt-then-combine at delay 0, adapt-while-combining at 1.
 
     Args:
-        rate: 1 mixes fully; smaller keeps more of the worker's own value and is stable with longer delays. A number or
-            a `RateSchedule`.
+        rate: mixing rate, a number or a `RateSchedule`. 1 mixes fully; smaller rates keep more of the worker's own
+            value and are stable with longer delays.
 
     Raises:
         ValueError: rate is not in (0, 1].
@@ -82,12 +82,12 @@ class Gossip(RatedRule):
     rate: Rate = 1.0
 
     def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
-        """Doubly stochastic weights, and a rate that is stable with this delay."""
+        """Check for doubly stochastic weights, and a rate that is stable with this delay."""
         super().check(topology, size, weights, delay)
         check_stable("Gossip", self.rate, topology, size, weights, delay)
 
     def rate_of(self, turn: Turn) -> float | None:
-        # Who inherits this rule and writes another `apply` means that one.
+        # A subclass with another `apply` isn't this correction.
         return at(self.rate, turn) if type(self).apply is Gossip.apply else None
 
     def apply(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
@@ -100,9 +100,9 @@ class LinearRate(RateSchedule):
     """first + (last - first) min(1, round / rounds).
 
     Args:
-        first: at round 0, in (0, 1].
-        last: from round `rounds` on, in (0, 1].
-        rounds: at least 1.
+        first: mixing rate at round 0, in (0, 1].
+        last: mixing rate from round `rounds` on, in (0, 1].
+        rounds: number of rounds from `first` to `last`, at least 1.
     """
 
     first: float = 1.0
@@ -128,7 +128,7 @@ class LinearRate(RateSchedule):
 class LearningRatePower(RateSchedule):
     """gamma = rate (lr / lr_max)^power, lr_max the largest learning rate so far: `rate` in a warm-up, then falling.
 
-    Mixing is with gamma W + (1 - gamma) I. Every worker must have the same learning rate.
+    A round mixes with gamma W + (1 - gamma) I. Every worker must have the same learning rate.
 
     Raises:
         ValueError: power is not positive, or rate not in (0, 1].
@@ -142,7 +142,7 @@ class LearningRatePower(RateSchedule):
     def __post_init__(self) -> None:
         check_rate(self.rate, "LearningRatePower's rate")
         if self.power <= 0:
-            raise ValueError(f"LearningRatePower's power must be positive, got {self.power}: 1 falls as the rate does")
+            raise ValueError(f"LearningRatePower's power must be positive, got {self.power}: 1 is proportional to lr")
 
     @property
     def largest(self) -> float:
@@ -153,13 +153,13 @@ class LearningRatePower(RateSchedule):
 
 
 def check_rate(rate: Rate, name: str = "rate") -> None:
-    """ValueError unless every rate is in (0, 1]."""
+    """Raise ValueError unless every mixing rate is in (0, 1]."""
     if not 0 < largest(rate) <= 1:
         raise ValueError(f"{name} must be in (0, 1], got {largest(rate)}: 1 mixes fully, smaller values mix less")
 
 
 def check_stable(rule: str, rate: Rate, topology: Topology, size: int, weights: Weights, delay: int) -> None:
-    """ValueError unless plain mixing at the largest rate contracts, with the largest that does."""
+    """Raise ValueError, naming the largest stable mixing rate, unless plain mixing at the largest rate contracts."""
     used = largest(rate)
     if used <= 1 and stable_at_one(topology, size, delay, weights):
         return  # eigenvalues of a thousand workers take minutes
@@ -167,20 +167,20 @@ def check_stable(rule: str, rate: Rate, topology: Topology, size: int, weights: 
     if used >= safe * CONTRACTS and size > 1:
         every = f", or topology=Every({delay}, ...), which is stable at rate 1" if delay > 1 else ""
         raise ValueError(
-            f"rate {used} with delay {delay} doesn't contract on {describe(topology, size, weights)}: the rate must "
-            f"stay below {safe:.4g}; use {rule}(rate={well_below(safe)}){every}"
+            f"mixing rate {used} with delay {delay} doesn't contract on {describe(topology, size, weights)}: the rate "
+            f"must stay below {safe:.4g}; use {rule}(rate={well_below(safe)}){every}"
         )
 
 
 def well_below(limit: float) -> float:
-    """Half of it, to two digits: near the limit mixing contracts by next to nothing in a round."""
+    """Half of the limit, to two digits: near the limit mixing contracts by next to nothing in a round."""
     return float(f"{limit / 2:.2g}")
 
 
 def check_echo(
     rule: str, echo: RepeatedCorrection, rate: Rate, topology: Topology, size: int, weights: Weights, delay: int
 ) -> None:
-    """ValueError unless mixing at the largest rate contracts although corrections come back; names a rate that does."""
+    """Raise ValueError, naming a stable mixing rate, unless mixing with repeated corrections contracts."""
     safe, used = largest_rate_with_echo(topology, size, delay, weights, echo), largest(rate)
     if used < safe or size == 1:
         return

@@ -1,7 +1,7 @@
-"""Rules that repeat corrections: gradient tracking and exact diffusion (D2), quasi-global momentum.
+"""Update rules for workers with different data: gradient tracking, exact diffusion (D2), quasi-global momentum.
 
-The first two reach the exact optimum, however much the workers' data differ; the momentum follows where a worker went
-together with its neighbours.
+Gradient tracking and exact diffusion reach the exact optimum, however much the workers' data differ. Quasi-global
+momentum follows a worker's displacement after mixing.
 """
 
 from dataclasses import dataclass
@@ -23,25 +23,25 @@ from lightning_decentral.shared.plan.arguments import checked
 class ExactDiffusion(RatedRule):
     """x+ = W' (2 x - x_prev - eta (g - g_prev)),  W' = rate W + (1 - rate) I.
 
-    Equivalently: c, the sum of all corrections so far, is added in every step again,
+    Equivalently, every step adds c, the sum of all corrections so far:
 
         x <- x + u + c;  correction = rate (W - I) x;  x += correction;  c += memory correction,
 
-    so that at rest c_i = -u_i: it carries what worker i's gradient differs from the others'. sum_i c_i = 0 keeps.
+    so that at rest c_i = -u_i: c_i is the difference of worker i's gradient from the others'. sum_i c_i stays 0.
 
     rate=0.5 is exact diffusion, rate=1 is D2. Overlapped (delay 1), rate=0.5 is EXTRA: x+ = x + u + (W - I) x +
     (1/2) sum over the past of (W - I) x.
 
     State: c, a copy of the parameters. Bytes: the parameters. A healed worker keeps c, which no refused message has
-    touched, on either end, so that sum_i c_i = 0 keeps.
+    changed on either end, so that sum_i c_i stays 0.
 
     Args:
-        rate: D2 needs every eigenvalue of W above -1/3, 0.5 none.
-        memory: less than 1 is slower to learn a difference, and stable with delays over 1 or local steps: about 1/k
-            for `Every(k, ...)`.
+        rate: mixing rate; 1 (D2) needs every eigenvalue of W above -1/3, 0.5 has no such condition.
+        memory: share of a correction that c keeps. Below 1 c learns a difference more slowly, and is stable with delays
+            over 1 or local steps: about 1/k for `Every(k, ...)`.
 
     Raises:
-        ValueError: rate or memory not in (0, 1]; at set-up, where the matrix isn't symmetric or the rate not stable.
+        ValueError: rate or memory not in (0, 1]; at set-up, if the matrix isn't symmetric or the rate isn't stable.
 
     Source: Yuan et al. 1702.05122 (exact diffusion), Tang et al. 1803.07068 (D2), Shi et al. 1404.6264 (EXTRA).
     """
@@ -68,7 +68,7 @@ class ExactDiffusion(RatedRule):
         return {"corrections": torch.zeros_like(x)}  # (elements,), sum_i c_i = 0
 
     def adapt(self, x: Tensor, state: State, turn: Turn) -> None:
-        x.add_(state["corrections"])  # x + u + c, of every step anew
+        x.add_(state["corrections"])  # x + u + c, in every step
 
     def apply(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
         correction = mixed.sub_(sent).mul_(self.rate)  # rate (W - I) x
@@ -79,17 +79,17 @@ class ExactDiffusion(RatedRule):
 @checked
 @dataclass(frozen=True, kw_only=True)
 class GradientTracking(RatedRule):
-    """x+ = W x - eta y;  y+ = W y + g+ - g: y follows the mean of all workers' gradients, and x goes along it.
+    """x+ = W x - eta y;  y+ = W y + g+ - g: y tracks the mean of all workers' gradients, and x descends along y.
 
-    In displacements: v+ = W v + u+ - u, x+ = W x + v (delay 1) or W (x + v) (delay 0). sum_i v_i = sum_i u_i keeps,
+    In displacements: v+ = W v + u+ - u, x+ = W x + v (delay 1) or W (x + v) (delay 0). sum_i v_i = sum_i u_i holds
     also when the learning rate changes, with any optimizer and on any doubly stochastic sequence of matrices.
 
-    State: x after the last update, u and what mixing made of it, e = v - u, three copies of the parameters. Bytes:
-    twice the parameters. The v of a poisoned worker counts as 0, on both ends of each link; it keeps e, and adds what
-    it received. So sum_i e_i = 0 keeps on any communication graph.
+    State: x after the last update, u, and e = v - u, the part of v that mixing added: three copies of the parameters.
+    Bytes: twice the parameters. The v of a poisoned worker counts as 0, on both ends of each link; the worker keeps e,
+    and adds what it received. So sum_i e_i stays 0 on any communication graph.
 
     Args:
-        rate: towards what was received, as in `Gossip`.
+        rate: mixing rate, as in `Gossip`.
 
     Raises:
         ValueError: rate is not in (0, 1].
@@ -119,7 +119,7 @@ class GradientTracking(RatedRule):
         return {"last": x.detach().clone(), "update": torch.zeros_like(x), "exchanged": torch.zeros_like(x)}
 
     def adapt(self, x: Tensor, state: State, turn: Turn) -> None:
-        """v = u + e; x = last + v, which is x + e."""
+        """v = u + e; x <- x + e = last + v."""
         torch.sub(x.detach(), state["last"], out=state["update"])
         x.add_(state["exchanged"])
         state["last"].copy_(x)
@@ -141,7 +141,7 @@ class GradientTracking(RatedRule):
     def apply(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
         correction, tracked = mixed.sub_(sent).mul_(at(self.rate, turn)).tensor_split(2, dim=-1)  # of x, of v
         x.add_(correction)
-        # Else the correction would be taken for an update.
+        # `last` gets the correction, too: it is no update.
         state["last"].add_(correction)
         state["exchanged"].add_(tracked)  # e = v - u
 
@@ -151,23 +151,23 @@ class GradientTracking(RatedRule):
 class QuasiGlobalMomentum(RatedRule):
     """m~ = mu m + g;  x+ = W (x - eta m~);  m+ = mu m + (1 - mu) (x - x+) / eta.
 
-    Kept is M = eta m, a displacement, which nothing divides:  M <- mu M + (1 - mu) (x - x+). Where the learning rate
-    falls M falls with it, and all is as the formula has it. Where it rises M stays: what mixing corrects doesn't shrink
-    as eta does, and over a rate that nearly vanishes, before a restart, it would be as many times too long.
+    The state is M = eta m, a displacement, which needs no division:  M <- mu M + (1 - mu) (x - x+). When the learning
+    rate eta falls, M falls in proportion, as in the formula. When eta rises, M stays: corrections by mixing don't
+    shrink as eta does, so after an eta near 0, before a restart, M would become far too large.
 
-    m follows the displacement after mixing, which is nearly the same on all workers, where the momentum of an optimizer
-    follows a worker's own gradients. With SGD without momentum of its own this is QG-DSGDm. With Adam (first beta 0)
-    the same momentum carries Adam's direction, whose second moment is of the worker's own gradients.
+    m follows the displacement after mixing, which is nearly the same on all workers, while an optimizer's momentum
+    follows a worker's own gradients. With SGD without momentum this rule is QG-DSGDm. With Adam (first beta 0)
+    m is a momentum of Adam's direction, whose second moment comes from the worker's own gradients.
 
     State: x after the last update and m, two copies of the parameters. Bytes: the parameters. A healed worker begins
-    with m = 0, as all did: its momentum is back after 1 / (1 - mu) steps.
+    with m = 0, as at the start: its momentum is back after 1 / (1 - mu) steps.
 
     Args:
         momentum: mu, in [0, 1).
-        rate: towards what was received, as in `Gossip`.
+        rate: mixing rate, as in `Gossip`.
 
     Raises:
-        ValueError: momentum or rate outside of its range.
+        ValueError: momentum or rate out of range.
 
     Source: Lin et al. 2102.04761, algorithm 1.
     """
@@ -195,14 +195,14 @@ class QuasiGlobalMomentum(RatedRule):
         return {"last": x.detach().clone(), "momentum": torch.zeros_like(x), "learning_rate": eta}
 
     def adapt(self, x: Tensor, state: State, turn: Turn) -> None:
-        """x -= mu M;  M takes in the displacement."""
+        """x -= mu M;  M <- mu M - (1 - mu) (x - last), the part before mixing."""
         last, m, mu = state["last"], state["momentum"], self.momentum
         self._follow(state, turn.learning_rate)
         x.sub_(m, alpha=mu)  # (elements,)
-        # As far as it goes now; the rest when the round lands.
+        # The displacement before mixing; `apply` adds the correction.
         m.mul_(mu).sub_(x - last, alpha=1 - mu)
         last.copy_(x)
-        # Without a rate nothing but mixing moves.
+        # With learning rate 0 only mixing changes x.
         m.mul_(float(turn.learning_rate > 0))
 
     def _follow(self, state: State, eta: float) -> None:
@@ -211,14 +211,14 @@ class QuasiGlobalMomentum(RatedRule):
             state["momentum"].mul_(eta)
             state["learning_rate"] = torch.full((), eta, dtype=torch.float64, device=state["momentum"].device)
         before = state["learning_rate"]
-        # On the device, which nobody waits for.
+        # On the device, so that the host doesn't wait.
         state["momentum"].mul_((eta / before.clamp(min=1e-300)).clamp(max=1).to(state["momentum"].dtype))
         before.fill_(eta)  # eta of the step before the next
 
     def apply(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
         correction = mixed.sub_(sent).mul_(at(self.rate, turn))
         x.add_(correction)
-        # Not to be counted again as part of the next update.
+        # `last` gets the correction, too: it is no part of the next update.
         state["last"].add_(correction)
         if turn.learning_rate > 0:
             # A correction is a displacement, too.

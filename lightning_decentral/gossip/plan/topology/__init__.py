@@ -1,8 +1,9 @@
 """Communication graphs by step: ring, torus, hypercube, one-peer exponential, base graphs, random matchings.
 
-A topology is a frozen value that knows no size: `sources(rank, size, step)`. `topology` shows what one is and how to
-add one; `static` holds graphs that stay, `one_peer` those with one or few neighbours a step, `nodes` those that know
-the machines, `combined` what wraps others. Public: all names below.
+A topology is a frozen value that doesn't depend on the number of workers: `sources(rank, size, step)`. `topology` has
+the interface and how to add a topology, `static` graphs that don't change, `one_peer` graphs with one or few
+neighbours per step, `combined` topologies made of others. A new topology is named in two lists: below, and in
+`gossip/__init__`. Public: all names below.
 """
 
 from typing import TYPE_CHECKING

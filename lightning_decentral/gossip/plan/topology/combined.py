@@ -1,5 +1,5 @@
-"""Topologies made of others, and by nodes: `Every` k-th step, `Stream` by fragments, `PeriodicAverage`, the alternating
-exponential ring over nodes and their network cards, and `Auto`, the default.
+"""Topologies made of others or adapted to nodes: `Every` k-th step, `Stream` by model fragments, `PeriodicAverage`, the
+alternating exponential ring over nodes, and `Auto`, the default.
 """
 
 from abc import abstractmethod
@@ -15,15 +15,15 @@ from lightning_decentral.shared.plan.arguments import checked
 @checked
 @dataclass(frozen=True)
 class AlternatingExponentialRing(Topology):
-    """Half of the pairs of nodes average over both nodes, the other half inside each node; in the next step swapped.
+    """Half of the pairs of nodes average over both nodes, the other half inside each node; the next step swaps halves.
 
-    Two steps for each bit of the node's number, pairs (a, a XOR 2^b): exact consensus after 2 log2 N steps for N nodes,
-    a power of two. L workers per node move 2 (2L - 1) / (2L) of the parameters' bytes through a node's card in every
-    other step. A number of nodes with other prime factors f has digits of base f in place of bits, and groups of f
-    nodes in place of pairs; a prime number of nodes averages over all of them in every other step.
+    The ring takes two steps for each bit b of the node number, with pairs (a, a XOR 2^b): exact consensus after
+    2 log2 N steps for N nodes, a power of two. L workers per node send 2 (2L - 1) / (2L) of the parameters' bytes
+    through a node's network card in every other step. For other prime factors f of N, digits of base f replace bits and
+    groups of f nodes replace pairs; a prime number of nodes averages over all nodes in every other step.
 
     Args:
-        workers_per_node: L; with 1 the half that stays inside is silent.
+        workers_per_node: L; with 1 the half that averages inside nodes is silent.
 
     Source: Wang et al. 2410.11998, alternating exponential ring; the digits, Takezawa et al. 2305.11420, algorithm 1.
     """
@@ -34,7 +34,7 @@ class AlternatingExponentialRing(Topology):
         at_least_one("workers_per_node", self.workers_per_node, "give the number of workers that share a node")
 
     def period(self, size: int) -> int:
-        """Two for each prime factor of the number of nodes, 1 for one node; ValueError where nodes aren't full."""
+        """Period: 2 for each prime factor of the number of nodes, 1 for one node. ValueError: a node isn't full."""
         steps = super().period(size)
         if size % self.workers_per_node:
             raise ValueError(
@@ -56,7 +56,7 @@ class AlternatingExponentialRing(Topology):
         *lower, base = factors[: step // 2 % len(factors) + 1]
         stride = prod(lower)
         above, below = node // (stride * base), node % stride
-        # Groups are numbered: in even steps the even ones talk, in odd steps the others.
+        # Groups are numbered: in even steps the even groups average over nodes, in odd steps the odd groups.
         talks = (above * stride + below) % 2 == step % 2
         first = above * stride * base + below
         return range(first, first + stride * base, stride) if talks else range(node, node + 1)
@@ -64,7 +64,7 @@ class AlternatingExponentialRing(Topology):
 
 @lru_cache(maxsize=256)
 def prime_factors(number: int) -> tuple[int, ...]:
-    """Ascending, with repetition; none of 1."""
+    """Prime factors of a number, ascending, with repetition; none for 1."""
     if number == 1:
         return ()
     # No divisor up to the root: the number is prime.
@@ -73,14 +73,14 @@ def prime_factors(number: int) -> tuple[int, ...]:
 
 
 class _Spaced(Topology):
-    """Steps of `inner`, its t // steps at each step t that talks, silence between."""
+    """Base of topologies that use `inner` in some steps only: step t with messages is `inner`'s step t // steps."""
 
     steps: int
     inner: Topology
 
     @abstractmethod
     def _talks(self, step: int) -> bool:
-        """Return whether anybody talks at this step."""
+        """Return whether any worker sends a message in this step."""
 
     def period(self, size: int) -> int:
         return self.steps * self.inner.period(size)
@@ -95,16 +95,16 @@ class _Spaced(Topology):
 @checked
 @dataclass(frozen=True)
 class Every(_Spaced):
-    """`inner`'s step t // steps at steps t with (t + 1) % steps == 0, silence between: local SGD.
+    """`inner`'s step t // steps at steps t with (t + 1) % steps == 0, no messages in other steps: local SGD.
 
-    With a delay of `steps` there is one message in flight, which is stable at every rate up to 1.
+    With a delay of `steps` one message is in flight, so that mixing is stable at every rate up to 1.
     """
 
     steps: int
     inner: Topology
 
     def __post_init__(self) -> None:
-        at_least_one("Every's steps", self.steps, "1 talks in every step, k in every k-th")
+        at_least_one("Every's steps", self.steps, "1 sends messages in every step, k in every k-th")
 
     def placed(self, workers_per_node: int) -> Topology:
         return replace(self, inner=self.inner.placed(workers_per_node))
@@ -121,10 +121,10 @@ class Every(_Spaced):
 class Stream(_Spaced):
     """`Every(steps, inner)` for each of `parts` parts of the model: one part is sent in every steps / parts steps.
 
-    Each talk carries one part of the model, so that what a worker sends is small and about the same all the time. Part
-    p talks at steps t with (t + 1) % steps == (p + 1) steps / parts % steps, in the graph of `inner`'s step t // steps.
-    Parameters are dealt out in order, each to the part that has the fewest bytes by then, so that a part has some of
-    every depth. As a plan (`sources`, drawings) it is the talks of all parts.
+    Each message has one part of the model, so that messages are small and of about the same size. Part p is sent at
+    steps t with (t + 1) % steps == (p + 1) steps / parts % steps, in the graph of `inner`'s step t // steps. Parameters
+    are assigned in order, each to the part with the fewest bytes so far, so that a part has layers of every depth. As a
+    graph (`sources`, drawings) a `Stream` has the messages of all parts.
 
     Raises:
         ValueError: a number below 1, or parts that don't divide the steps.
@@ -141,7 +141,7 @@ class Stream(_Spaced):
         at_least_one("Stream's parts", self.parts, "1 is Every(steps, inner)")
         if self.steps % self.parts:
             raise ValueError(
-                f"Stream's parts must divide its steps, got {self.parts} and {self.steps}: one is sent in every "
+                f"Stream's parts must divide its steps, got {self.parts} and {self.steps}: one part is sent in every "
                 f"steps / parts steps; use steps={-(-self.steps // self.parts) * self.parts}"
             )
 
@@ -162,7 +162,7 @@ class Stream(_Spaced):
 
 @dataclass(frozen=True)
 class _Part(Every):
-    """Schedule of one part of a `Stream`: it talks `ahead` steps before `Every` would."""
+    """Schedule of one part of a `Stream`: messages are sent `ahead` steps earlier than in `Every`."""
 
     ahead: int
 
@@ -173,28 +173,28 @@ class _Part(Every):
 @checked
 @dataclass(frozen=True)
 class Auto(Topology):
-    """Exact consensus in finite time, for every number of workers, and no step sends more through a node's network
-    card than all-reduce would (`traffic.copies_through_card`).
+    """Chooses a topology with exact consensus in finitely many steps for every number of workers, where no step sends
+    more through a node's network card than all-reduce would (`traffic.copies_through_card`).
 
-    One worker per node, or one node: one peer per step. A power of two gets Hypercube, everything else BaseGraph(1).
-    Several nodes of several workers get AlternatingExponentialRing.
+    With one worker per node, or one node, a worker has one peer per step: a power of two workers get Hypercube, other
+    numbers BaseGraph(1). Several nodes of several workers get AlternatingExponentialRing.
 
     Args:
-        workers_per_node: L; the strategy fills in what it knows where None, which alone means one.
+        workers_per_node: L; by default the strategy's number of workers per node, or 1 without a strategy.
     """
 
     workers_per_node: int | None = None
 
     def __post_init__(self) -> None:
-        at_least_one("workers_per_node", self.workers_per_node or 1, "leave it out, the strategy knows it")
+        at_least_one("workers_per_node", self.workers_per_node or 1, "leave it out, the strategy fills it in")
 
     def placed(self, workers_per_node: int) -> Topology:
         return self if self.workers_per_node else Auto(workers_per_node)
 
     def pick(self, size: int) -> Topology:
-        """The topology for this number of workers."""
+        """Return the topology for this number of workers."""
         per_node = self.workers_per_node or 1
-        # With a peer of its own for every worker a node's card would carry L copies of the parameters.
+        # If every worker had a peer on another node, a node's card would send L copies of the parameters.
         if 1 < per_node < size:
             return AlternatingExponentialRing(per_node)
         # Hypercube rather than OnePeerExponential: its matrices are projections with eigenvalues 0 and 1, so
@@ -218,10 +218,10 @@ class Auto(Topology):
 @checked
 @dataclass(frozen=True)
 class PeriodicAverage(Topology):
-    """`inner`, and at steps t with (t + 1) % every == 0 all average all, weights 1/n: gossip with an exact average.
+    """`inner`, and at steps t with (t + 1) % every == 0 an exact average of all workers, weights 1/n.
 
-    The average is an all-reduce, 2 (n - 1) / n of the parameters' bytes. Blocking and at rate 1 it makes all workers
-    equal; overlapped, equal but for the update that it hid behind. As a plan it goes with every rule.
+    The average is an all-reduce of 2 (n - 1) / n of the parameters' bytes. At delay 0 and rate 1 it makes all workers
+    equal; overlapped, equal except for the update that it overlapped. `PeriodicAverage` works with every rule.
 
     Source: Gossip-PGA, Chen et al. 2105.09080.
     """
@@ -230,7 +230,7 @@ class PeriodicAverage(Topology):
     inner: Topology
 
     def __post_init__(self) -> None:
-        at_least_one("PeriodicAverage's every", self.every, "1 averages in every step, k in every k-th")
+        at_least_one("PeriodicAverage's every", self.every, "1 averages in every step, k in every k-th step")
 
     def period(self, size: int) -> int:
         return lcm(self.every if size > 1 else 1, self.inner.period(size))

@@ -22,17 +22,17 @@ from lightning_decentral.shared.plan.arguments import checked
 
 @dataclass(frozen=True)
 class OnePeerRing(Topology):
-    """A ring whose workers turn to one side, then to the other: pairs (i, i + 1) with i - step even, weights 1/2.
+    """A ring where workers exchange with one side, then the other: pairs (i, i + 1) with i - step even, weights 1/2.
 
-    An odd number of workers leaves one alone in each step, in turn. Exact consensus for 2 and 4 workers only.
+    With an odd number of workers one is alone in each step, in turn. Exact consensus for 2 and 4 workers only.
     """
 
     def period(self, size: int) -> int:
-        """2 for an even number of workers, n for an odd one, 1 for two."""
+        """Period: 2 for an even number of workers, n for an odd number, 1 for two workers."""
         return super().period(size) * (1 if size <= 2 else size if size % 2 else 2)
 
     def sources(self, rank: int, size: int, step: int) -> tuple[int, ...]:
-        # Turned by one worker a step: pairs alternate, and of an odd number each is alone in turn.
+        # Shifted by one worker per step: pairs alternate, and with an odd number each worker is alone in turn.
         place = (rank - step) % size
         alone = place == size - 1 and size % 2 == 1
         return () if alone else ((rank + (-1 if place % 2 else 1)) % size,)
@@ -57,7 +57,7 @@ class Hypercube(Topology):
     """Pairs (i, i XOR 2^(t mod log2 n)), weights 1/2: exact consensus in log2 n steps, n a power of two."""
 
     def period(self, size: int) -> int:
-        """log2 n; ValueError where n isn't a power of two."""
+        """Period: log2 n. ValueError: n isn't a power of two."""
         if size & (size - 1):
             raise ValueError(
                 f"Hypercube needs a power of two workers, got {size}: use BaseGraph() or OnePeerExponential()"
@@ -71,15 +71,15 @@ class Hypercube(Topology):
 @checked
 @dataclass(frozen=True)
 class BaseGraph(Topology):
-    """Base-(k+1) graph, k = max_degree: exact consensus for every n, at most k peers per step, own weights.
+    """Base-(k+1) graph, k = max_degree: exact consensus for every n, at most k peers per step, weights of its own.
 
-    At most 2 log_{k+1} n + 2 steps. Source: Takezawa et al. 2305.11420.
+    Consensus takes at most 2 log_{k+1} n + 2 steps. Source: Takezawa et al. 2305.11420.
     """
 
     max_degree: int = 1
 
     def __post_init__(self) -> None:
-        at_least_one("BaseGraph's max_degree", self.max_degree, "1 hears one peer per step")
+        at_least_one("BaseGraph's max_degree", self.max_degree, "1 receives from one peer per step")
 
     def period(self, size: int) -> int:
         return super().period(size) * len(base_graph(size, self.max_degree))
@@ -94,11 +94,11 @@ class BaseGraph(Topology):
 @checked
 @dataclass(frozen=True)
 class RandomMatching(Topology):
-    """Random pairs, weights 1/2; an odd number of workers leaves one alone.
+    """Random pairs in each step, weights 1/2; with an odd number of workers one is alone.
 
     Args:
-        seed: equal on all workers, as everything in a topology.
-        rounds: different matchings before they repeat; a finite period keeps stability and consensus computable.
+        seed: seed of the random pairs, equal on all workers.
+        rounds: number of different matchings before they repeat, so that stability and consensus are computable.
     """
 
     seed: int = 0
@@ -126,7 +126,7 @@ Rows = tuple[dict[int, float], ...]
 
 @lru_cache(maxsize=64)
 def base_graph(size: int, max_degree: int) -> tuple[Rows, ...]:
-    """[step][rank] -> {j: w_ij}, the rank itself included; at most 2 log_{k+1} n + 2 steps, at least one.
+    """Rows of a base-(k+1) graph, [step][rank] -> {j: w_ij} with the rank itself; at most 2 log_{k+1} n + 2 steps.
 
     With n = p q, p the largest divisor whose primes are all at most k + 1: a simple graph inside each of p groups of q
     workers, then a hyper-hypercube over the groups; or the simple graph over all where that is shorter (algorithm 3).
@@ -148,7 +148,7 @@ def base_graph(size: int, max_degree: int) -> tuple[Rows, ...]:
 
 
 def _side_by_side(plans: Iterable[list[Pairs]]) -> list[Pairs]:
-    """Plans of equal length over disjoint workers, at the same time."""
+    """Join plans of equal length over disjoint workers, step by step."""
     return [_union(steps) for steps in zip(*plans, strict=True)]
 
 
@@ -157,7 +157,7 @@ def _union(steps: Iterable[Pairs]) -> Pairs:
 
 
 def _factors(number: int, largest: int) -> list[int]:
-    """Few factors in 2..largest, greedily; their product is the largest divisor without greater primes."""
+    """Factor a number greedily by 2..largest; the factors' product is its largest divisor without greater primes."""
     found = []
     for factor in range(largest, 1, -1):
         while number % factor == 0:
@@ -167,7 +167,7 @@ def _factors(number: int, largest: int) -> list[int]:
 
 
 def _hyper_hypercube(workers: Sequence[int], max_degree: int) -> list[Pairs]:
-    """Number the workers in mixed radix; step d averages those that differ in digit d only (algorithm 1).
+    """Number the workers in mixed radix; step d averages workers that differ in digit d only (algorithm 1).
 
     The number of workers has no prime factor above max_degree + 1.
     """
@@ -182,11 +182,11 @@ def _hyper_hypercube(workers: Sequence[int], max_degree: int) -> list[Pairs]:
 
 
 def _simple(workers: Sequence[int], max_degree: int) -> list[Pairs]:
-    """Algorithm 2, with n = a_1 b^p_1 + ... + a_L b^p_L in base b = k + 1 and a block of workers for each term.
+    """Simple base graph (algorithm 2): n = a_1 b^p_1 + ... + a_L b^p_L in base b = k + 1, a block of workers per term.
 
-    First every block finds its own mean. Then block l = 1, 2, ... gives its share to all later blocks, each of their
-    workers paired with one worker of each of the a_l pieces of block l. Then every piece has the mean of all, and finds
-    it.
+    First every block averages inside. Then block l = 1, 2, ... gives its share to all later blocks, each of whose
+    workers is paired with one worker of each of the a_l pieces of block l. Then the mean of every piece is the mean of
+    all workers, and every piece averages inside.
     """
     if prod(_factors(len(workers), max_degree + 1)) == len(workers):
         return _hyper_hypercube(workers, max_degree)
@@ -208,7 +208,7 @@ def _simple(workers: Sequence[int], max_degree: int) -> list[Pairs]:
 
 
 def _blocks(workers: Sequence[int], base: int) -> list[list[Sequence[int]]]:
-    """A block for each nonzero digit of the number of workers, highest first: [block][piece] -> base ** p workers."""
+    """Split workers into a block for each nonzero digit of their number, highest first: [block][piece] -> base ** p."""
     power = 1
     while power * base <= len(workers):
         power *= base
@@ -222,9 +222,9 @@ def _blocks(workers: Sequence[int], base: int) -> list[list[Sequence[int]]]:
 
 
 def _spread(blocks: Sequence[Sequence[Sequence[int]]]) -> Pairs:
-    """Weights of the step in which the first block gives its share, |V_1| / sum_j |V_j|, to later ones.
+    """Weights of the step in which the first block gives its share, |V_1| / sum_j |V_j|, to later blocks.
 
-    Each of their workers is paired with one worker of every piece of the first block, with equal weights.
+    Each worker of later blocks is paired with one worker of every piece of the first block, with equal weights.
     """
     pieces, later = blocks[0], [worker for block in blocks[1:] for piece in block for worker in piece]
     own = sum(map(len, pieces))
@@ -233,5 +233,5 @@ def _spread(blocks: Sequence[Sequence[Sequence[int]]]) -> Pairs:
 
 
 def _cycled(steps: Sequence[Pairs], step: int) -> Pairs:
-    # A block that already has its mean keeps mixing: no change to the means, a closer agreement while training.
+    # A block that already has its mean keeps mixing: its mean doesn't change, and its workers stay closer in training.
     return steps[step % len(steps)] if steps else {}

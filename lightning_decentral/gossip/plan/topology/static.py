@@ -1,4 +1,4 @@
-"""Topologies that stay the same: complete, ring, torus, star, tree, static exponential, any networkx graph."""
+"""Topologies that don't change over steps: complete, ring, torus, star, tree, exponential, any networkx graph."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,14 +12,14 @@ from lightning_decentral.shared.plan.arguments import at_least, checked
 @checked
 @dataclass(frozen=True, init=False)
 class FromGraph(Topology):
-    """Any networkx graph; a directed edge u -> v means that v receives from u. Weights of edges are not read.
+    """Topology of any networkx graph; a directed edge u -> v means that v receives from u. Edge weights are ignored.
 
     Args:
-        graph: its nodes are the workers, numbered in sorted order; self-loops and parallel edges count for nothing.
-        edges: instead of `graph`, undirected edges between ranks: [[0, 1], [1, 2]].
+        graph: graph whose nodes are the workers, numbered in sorted order; self-loops and parallel edges are ignored.
+        edges: undirected edges between ranks instead of `graph`: [[0, 1], [1, 2]].
 
     Raises:
-        ValueError: not exactly one of both, or nodes that can't be sorted.
+        ValueError: both or neither of `graph` and `edges`, or nodes that can't be sorted.
     """
 
     nodes: int
@@ -30,7 +30,7 @@ class FromGraph(Topology):
         if (graph is None) == (not pairs):
             given = "neither" if graph is None else "both"
             raise ValueError(
-                f"FromGraph needs a networkx graph or edges=[[0, 1], [1, 2], ...], got {given}: give one of them"
+                f"FromGraph needs a networkx graph or edges=[[0, 1], [1, 2], ...], got {given}: give one of the two"
             )
         if graph is None:
             graph = nx.empty_graph(1 + max(map(max, pairs)))
@@ -44,12 +44,12 @@ class FromGraph(Topology):
             ) from None
         # No loops; an undirected edge in both directions.
         directed = {(rank[u], rank[v]) for u, v in graph.to_directed().edges() if u != v}
-        # Frozen, but with a constructor of its own: a value is hashed by its edges, not by the graph.
+        # The dataclass is frozen, and is hashed by its edges instead of the graph.
         object.__setattr__(self, "nodes", len(rank))
         object.__setattr__(self, "edges", tuple(sorted(directed)))
 
     def period(self, size: int) -> int:
-        """1; ValueError unless the graph has `size` nodes."""
+        """Period: 1. ValueError: the graph doesn't have `size` nodes."""
         if size != self.nodes:
             raise ValueError(f"FromGraph has {self.nodes} nodes, got {size} workers: give a graph with {size} nodes")
         return super().period(size)
@@ -64,9 +64,9 @@ class FromGraph(Topology):
 @checked
 @dataclass(frozen=True)
 class Tree(Topology):
-    """Worker i and (i - 1) // children are linked both ways: a binary tree by default, a chain with children=1.
+    """Tree where workers i and (i - 1) // children are linked both ways: binary by default, a chain with children=1.
 
-    For `RelaySum`, which is exact on trees; plain gossip mixes slowly on them. Source: Vogels et al. 2110.04175.
+    Meant for `RelaySum`, which is exact on trees; plain gossip mixes slowly on trees. Source: Vogels et al. 2110.04175.
     """
 
     children: int = 2
@@ -82,7 +82,7 @@ class Tree(Topology):
 
 @dataclass(frozen=True)
 class Complete(Topology):
-    """W = 1 1^T / n: everyone receives from everyone, the exact mean in every step."""
+    """W = 1 1^T / n: all workers receive from all, and have the exact mean in every step."""
 
     def sources(self, rank: int, size: int, step: int) -> tuple[int, ...]:
         return others(rank, range(size))
@@ -99,9 +99,9 @@ class Ring(Topology):
 @checked
 @dataclass(frozen=True)
 class Torus(Topology):
-    """A grid of rows x columns, row by row, closed in both directions; each worker has up to four sources.
+    """A grid of rows x columns, numbered row by row, closed in both directions; each worker has up to four sources.
 
-    Without `rows` and `columns` it is as square as possible: 12 is 3 x 4; a prime number is one row, which is a ring.
+    By default the grid is as square as possible: 12 workers are 3 x 4; a prime number of workers is a ring.
     """
 
     rows: int | None = None
@@ -111,12 +111,12 @@ class Torus(Topology):
         at_least(1, "leave out rows and columns for a grid as square as possible", rows=self.rows, columns=self.columns)
 
     def period(self, size: int) -> int:
-        """1; ValueError where the grid doesn't have `size` places."""
+        """Period: 1. ValueError: the grid doesn't have `size` places."""
         steps = super().period(size)
         rows, columns = grid(size, self.rows, self.columns)
         if min(rows, columns) < 1 or rows * columns != size:
             raise ValueError(
-                f"{self!r} can't hold {size} workers: leave out rows and columns, or make their product {size}"
+                f"{self!r} doesn't fit {size} workers: leave out rows and columns, or make their product {size}"
             )
         return steps
 
@@ -133,7 +133,7 @@ class Torus(Topology):
 
 @dataclass(frozen=True)
 class Star(Topology):
-    """Worker 0 and everyone else are linked both ways, weights 1/n."""
+    """Star: worker 0 and every other worker are linked both ways, weights 1/n."""
 
     def sources(self, rank: int, size: int, step: int) -> tuple[int, ...]:
         return others(rank, (0,) if rank else range(size))

@@ -1,8 +1,9 @@
-"""Topology: the sources of a worker at each step (`period`, `sources`); one step of it as a graph.
+"""Interface of topologies: the sources of a worker at each step (`period`, `sources`), and a step's graph.
 
-A topology is a frozen value that knows no number of workers: size, rank and step are arguments. To add one, write a
-class with `sources`, and `period` where it changes over the steps (`Ring` in `static` is the one to copy), a line in
-this folder's face and `conf/strategy/topology/NAME.yaml`: weights, checks, simulation, wire and tests read it.
+A topology is a frozen value that doesn't depend on the number of workers: size, rank and step are arguments. To add
+one, write a class with `sources`, and `period` if the graph changes over steps (copy `Ring` in `static`), a line in
+this folder's `__init__` and in `gossip/__init__`, and `conf/strategy/topology/NAME.yaml`: weights, checks, simulation,
+wire and tests read it.
 """
 
 from abc import ABC, abstractmethod
@@ -13,35 +14,35 @@ from math import fsum, isqrt
 from random import Random
 
 
-@dataclass(frozen=True, eq=False)  # of a user's class without fields no two are equal, for what caches plans
+@dataclass(frozen=True, eq=False)  # no two instances of a user's class without fields are equal, for caches of plans
 class Topology(ABC):
-    """sources(rank, size, step): whom `rank` receives from at `step`; the plan repeats after `period(size)` steps."""
+    """Communication graph by step: `rank` receives from sources(rank, size, step); repeats after period(size) steps."""
 
     def period(self, size: int) -> int:
-        """Steps after which the plan repeats, at least 1. ValueError: the topology can't serve `size` workers."""
+        """Steps after which the graphs repeat, at least 1. ValueError: the topology can't serve `size` workers."""
         at_least_one("the number of workers", size, "set trainer.devices to at least 1")
         return 1
 
     @abstractmethod
     def sources(self, rank: int, size: int, step: int) -> tuple[int, ...]:
-        """Ranks that `rank` receives from at `step`: sorted, without itself; empty: silent. Any step >= 0."""
+        """Ranks from which `rank` receives at `step` >= 0: sorted, without itself; empty if it receives nothing."""
 
     def row(self, rank: int, size: int, step: int) -> dict[int, float]:
-        """{j: w_ij} for i = rank, itself included; sums to one.
+        """Mixing weights {j: w_ij} for i = rank, j = i included, which sum to one.
 
-        w_ij = 1 / (1 + max(d_i, d_j)) where the step's graph is symmetric (Metropolis-Hastings), 1 / (1 + max_i d_i)
-        where it is directed; the rest stays with i. Columns sum to one where in-degrees equal out-degrees.
+        w_ij = 1 / (1 + max(d_i, d_j)) if the step's graph is symmetric (Metropolis-Hastings), 1 / (1 + max_i d_i)
+        if it is directed; i keeps the rest. Columns sum to one if in-degrees equal out-degrees.
         """
         graph = step_graph(self, size, step)
         return graph.metropolis_hastings(rank) if graph.symmetric else graph.max_degree(rank)
 
     @property
     def fragments(self) -> "tuple[Topology, ...]":
-        """Topologies by which each fragment of the model is sent; one where all of it is one message."""
+        """Topologies by which each fragment of the model is sent; one if a message has the whole model."""
         return (self,)
 
     def placed(self, workers_per_node: int) -> "Topology":
-        """The same plan, given how many workers share a node and its network card, where it asks."""
+        """Return the topology adapted to the number of workers that share a node and its network card."""
         return self
 
     def label(self, size: int) -> str:
@@ -51,22 +52,22 @@ class Topology(ABC):
 
 @dataclass(frozen=True)
 class StepGraph:
-    """One step's graph: sources[i] are those that i receives from, sorted. Degrees d_i count them."""
+    """Graph of one step: i receives from sources[i], which are sorted; the degree d_i is their number."""
 
     sources: tuple[tuple[int, ...], ...]
 
     @cached_property
     def targets(self) -> tuple[tuple[int, ...], ...]:
-        """targets[j]: those that receive from j, sorted."""
-        heard_by: list[list[int]] = [[] for _ in self.sources]
+        """targets[j]: sorted ranks that receive from j."""
+        targets: list[list[int]] = [[] for _ in self.sources]
         for rank, sources in enumerate(self.sources):
             for source in sources:
-                heard_by[source].append(rank)
-        return tuple(map(tuple, heard_by))
+                targets[source].append(rank)
+        return tuple(map(tuple, targets))
 
     @cached_property
     def symmetric(self) -> bool:
-        """True where every worker's sources are its targets, too: the graph is undirected."""
+        """Whether every worker's sources are its targets, too: the graph is undirected."""
         return self.sources == self.targets
 
     @cached_property
@@ -79,12 +80,12 @@ class StepGraph:
         return completed(rank, {j: 1 / (1 + max(len(sources), len(self.sources[j]))) for j in sources})
 
     def max_degree(self, rank: int) -> dict[int, float]:
-        """w_ij = 1 / (1 + max_i d_i): doubly stochastic where every in-degree equals the out-degree."""
+        """w_ij = 1 / (1 + max_i d_i): doubly stochastic if every in-degree equals the out-degree."""
         return completed(rank, dict.fromkeys(self.sources[rank], 1 / (1 + self.degree)))
 
 
 def step_graph(topology: Topology, size: int, step: int) -> StepGraph:
-    """The graph of a step; steps that differ by a period share it."""
+    """Return the graph of a step, cached by step modulo the period."""
     return _step_graph(topology, size, step % topology.period(size))
 
 
@@ -93,30 +94,30 @@ def _step_graph(topology: Topology, size: int, phase: int) -> StepGraph:
     return StepGraph(tuple(topology.sources(rank, size, phase) for rank in range(size)))
 
 
-def completed(rank: int, heard: dict[int, float]) -> dict[int, float]:
-    """The row with these weights for others, and the rest of 1 for the worker itself."""
-    return {**heard, rank: 1 - fsum(heard.values())}
+def completed(rank: int, weights: dict[int, float]) -> dict[int, float]:
+    """Complete a row of weights for other workers by the worker's own, so that the row sums to 1."""
+    return {**weights, rank: 1 - fsum(weights.values())}
 
 
 def audiences(topology: Topology, rank: int, size: int) -> dict[int, int]:
-    """{target: number of its audience}: the targets of one audience receive from `rank` in exactly the same steps."""
-    heard: dict[int, list[int]] = {}
+    """Group targets as {target: number of its audience}: an audience receives from `rank` in exactly the same steps."""
+    steps: dict[int, list[int]] = {}
     for step in range(topology.period(size)):
         for target in step_graph(topology, size, step).targets[rank]:
-            heard.setdefault(target, []).append(step)
+            steps.setdefault(target, []).append(step)
     numbers: dict[tuple[int, ...], int] = {}
-    return {target: numbers.setdefault(tuple(heard[target]), len(numbers)) for target in sorted(heard)}
+    return {target: numbers.setdefault(tuple(steps[target]), len(numbers)) for target in sorted(steps)}
 
 
 def at_least_one(what: str, value: int, remedy: str) -> None:
-    """ValueError unless value >= 1."""
+    """Raise ValueError unless value >= 1."""
     if value < 1:
         raise ValueError(f"{what} must be at least 1, got {value}: {remedy}")
 
 
-def others(rank: int, heard: Iterable[int]) -> tuple[int, ...]:
-    """Ranks sorted, each once, without `rank`."""
-    return tuple(sorted(set(heard) - {rank}))
+def others(rank: int, ranks: Iterable[int]) -> tuple[int, ...]:
+    """Sort ranks, each once, without `rank`."""
+    return tuple(sorted(set(ranks) - {rank}))
 
 
 def ceil_log2(number: int) -> int:
@@ -125,7 +126,7 @@ def ceil_log2(number: int) -> int:
 
 
 def grid(size: int, rows: int | None, columns: int | None) -> tuple[int, int]:
-    """(rows, columns): what is given is kept, the rest follows from size; nothing given, as square as possible."""
+    """Complete (rows, columns) of a grid from its size; if neither is given, as square as possible."""
     if rows is None and columns is None:
         rows = next(r for r in range(isqrt(size), 0, -1) if size % r == 0)
     if rows is None:
@@ -135,7 +136,7 @@ def grid(size: int, rows: int | None, columns: int | None) -> tuple[int, int]:
 
 @lru_cache(maxsize=256)
 def matching(seed: int, size: int, step: int) -> tuple[int, ...]:
-    """[rank] -> its partner, itself if alone."""
+    """Draw a random matching: [rank] -> its partner, or itself if alone."""
     ranks = list(range(size))
     # The standard library's generator gives one sequence on every platform.
     Random(f"{seed} {size} {step}").shuffle(ranks)

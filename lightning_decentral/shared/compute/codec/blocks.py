@@ -1,6 +1,6 @@
-"""Blocks of a message: how it is worked on in pieces, memory for that, and noise for rounding at random.
+"""Blocks of a message: pieces to encode at once, scratch memory, and random numbers for stochastic rounding.
 
-Random numbers are a function of (key, place): nothing to save, equal on every device and in the simulation.
+Random numbers are a function of (key, index): no state to save, and equal on every device and in the simulation.
 """
 
 import threading
@@ -12,23 +12,23 @@ from torch import Tensor
 
 LARGEST_BLOCK = 2**16
 PIECES, PIECES_ON_DEVICE = 4, 64
-"""Worked on at once. A host's operations on one take about as long as Python does to ask for them, and 1 MB still is in
-its cache. A launch costs a device more than memory that is no cache."""
+"""Pieces encoded at once. A host's operations on one take about as long as Python's calls, and 1 MB is still in its
+cache. On a device a kernel launch costs more than memory out of the cache."""
 
 
 def real(flat: Tensor) -> Tensor:
-    """The same memory, a complex number as two: sums, codes and messages of backends are of real ones."""
+    """View complex numbers as pairs of real numbers, as sums, codes and backends need; real tensors unchanged."""
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
 def check_block(block: int, remedy: str) -> None:
-    """ValueError unless it is in 1 .. 65536."""
+    """Raise ValueError unless the block is in 1 .. 65536."""
     if not 1 <= block <= LARGEST_BLOCK:
         raise ValueError(f"a codec's block must be in 1 .. {LARGEST_BLOCK}, got {block}: {remedy}")
 
 
 def piece_length(block: int) -> int:
-    """Elements of as many whole blocks as have one place in the table of noise."""
+    """Return the elements of as many whole blocks as one pass through the table of noise covers."""
     return LARGEST_BLOCK - LARGEST_BLOCK % block
 
 
@@ -36,7 +36,7 @@ _here = threading.local()  # reused memory of each thread, by dtype
 
 
 def scratch(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory until this thread asks again: on a host fresh pages cost more than the work."""
+    """Return memory that is valid until this thread asks again: on a host fresh pages cost more than the work."""
     if device.type != "cpu":
         return torch.empty(elements, dtype=dtype, device=device)
     held: Tensor | None = getattr(_here, str(dtype), None)
@@ -47,12 +47,12 @@ def scratch(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def divisor(number: float, device: torch.device) -> Tensor:
-    """Divisor as a tensor: a host divides by it, but CUDA multiplies by a number's reciprocal and rounds otherwise."""
+    """Return the divisor as a tensor: CUDA would multiply by a number's reciprocal, which rounds differently."""
     return torch.full((), number, dtype=torch.float32, device=device)
 
 
 def pieces(message: Tensor, block: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (start, stop, block size): runs of whole blocks of a good size to work on, then the rest as one block."""
+    """Yield (start, stop, block size) of runs of whole blocks to encode at once, then the rest as one block."""
     length = message.numel()
     whole = length - length % block
     most = piece_length(block) * (PIECES if message.device.type == "cpu" else PIECES_ON_DEVICE)
@@ -69,7 +69,7 @@ _GOLDEN, _FIRST, _SECOND = -0x61C88647, 0x7FEB352D, -0x7B935975  # as signed 32-
 
 
 def key(*numbers: int) -> int:
-    """A 63-bit key of a tuple of integers (SplitMix64 over them in turn). Source: Steele et al., OOPSLA 2014."""
+    """Hash integers to a 63-bit key (SplitMix64 over them in turn). Source: Steele et al., OOPSLA 2014."""
     state = 0
     for number in numbers:
         state = (state ^ number) + 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
@@ -80,11 +80,11 @@ def key(*numbers: int) -> int:
 
 
 def dither(number: int, key: int, piece: int, device: torch.device) -> Callable[[int, int, Tensor], Tensor]:
-    """(start, stop, out) -> out, the noise of these places of `number`: each of the 2^16 midpoints of (-1/2, 1/2) as
-    likely.
+    """Return a function (start, stop, out) that fills `out` with the noise of elements start .. stop of `number`, each
+    of the 2^16 midpoints of (-1/2, 1/2) as likely.
 
-    All midpoints are shuffled once; a piece, of 2^16 places at most, reads them from a hashed place on: no two numbers
-    of a piece are equal, and two pieces seldom begin alike.
+    All midpoints are shuffled once; a piece, of 2^16 elements at most, reads them from a hashed index on: no two
+    numbers of a piece are equal, and two pieces seldom begin alike.
     """
     pieces, table = -(-number // piece), midpoints(device)
     first = key & 0x7FFFFFFF  # a signed number of 32 bits
@@ -113,7 +113,7 @@ def _hashed(x: Tensor) -> Tensor:
 
 
 def _hash(x: int) -> int:
-    """The same of one number: for a few a tensor's operations take longer."""
+    """Hash one number as `_hashed`: for a few numbers a tensor's operations take longer."""
     x &= 0xFFFFFFFF
     x = (x ^ x >> 16) * _FIRST & 0xFFFFFFFF
     x = (x ^ x >> 15) * _SECOND & 0xFFFFFFFF
@@ -121,7 +121,7 @@ def _hash(x: int) -> int:
 
 
 def _gathered(table: Tensor, starts: Tensor, piece: int, start: int, stop: int) -> Tensor:
-    """[stop - start], what the pieces read on a device, in one call for all of them."""
+    """Return the noise [stop - start] of all pieces on a device, in one call."""
     # Row k of the view is what begins at place k: nothing but the numbers themselves is written.
     rows = table.unfold(0, piece, 1).index_select(0, starts[start // piece : -(-stop // piece)])
     return rows.view(-1)[start % piece :][: stop - start]
@@ -129,7 +129,7 @@ def _gathered(table: Tensor, starts: Tensor, piece: int, start: int, stop: int) 
 
 @lru_cache(maxsize=4)
 def midpoints(device: torch.device) -> Tensor:
-    """[2 * 2^16], the midpoints of (-1/2, 1/2), shuffled; each twice, so that from every place on there are all."""
+    """Return the shuffled midpoints of (-1/2, 1/2), [2 * 2^16]: each twice, so that all follow from every index on."""
     order = _hashed(_hashed(torch.arange(MIDPOINTS, dtype=torch.int32, device="cpu"))).argsort()
     exact = order.float()  # not the default type, which half precision changes while it trains
     return exact.add_(0.5).div_(MIDPOINTS).sub_(0.5).repeat(2).to(device)

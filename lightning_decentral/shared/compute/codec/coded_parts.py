@@ -1,11 +1,11 @@
-"""A mean in codes by parts: each worker owns a part of a message, adds up what all made of it, and encodes the mean.
+"""Compressed all-reduce: each worker owns a part of a message, averages all workers' codes of it, and encodes the mean.
 
-    q_i = Q(x_i)                       worker i, of each part that another owns; the own part stays as it is
+    q_i = Q(x_i)                       worker i, of each part that another worker owns; its own part isn't encoded
     s = (1/n) sum_i q_i + f            the owner of a part
-    r = Q(s)      f <- s - r           what all decode of the owner's codes, and what is left for the next mean
+    r = Q(s)      f <- s - r           what all decode of the owner's codes, and the error that the next mean gets
 
-A worker sends 2 (n - 1) / n times the bytes of its codes, as an all-reduce does of numbers, where sending to all
-others would take n - 1 times.
+A worker sends 2 (n - 1) / n times the bytes of its codes, as an all-reduce does with numbers; sending all codes to all
+other workers would take n - 1 times the bytes.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ TO_OWNER, FROM_OWNER = 0, 1
 
 @dataclass
 class CodedParts:
-    """One worker's share of such means."""
+    """Encodes and decodes one worker's part in compressed all-reduces."""
 
     codec: Codec  # without estimates of its own
     rank: int
@@ -37,33 +37,33 @@ class CodedParts:
 
     @property
     def share(self) -> float:
-        """Weight of each worker in the mean: multiplied before the sum, which in half precision could overflow."""
+        """Weight of each worker in the mean: applied before the sum, which could overflow in half precision."""
         return 1 / self.size
 
     def spans(self, length: int) -> list[tuple[int, int]]:
-        """(start, stop) of each worker's part of so many numbers."""
+        """Return (start, stop) of each worker's part of a message of `length` elements."""
         if length not in self._spans:
             ends = [min(length, i * -(-length // (self.size * GRAIN)) * GRAIN) for i in range(self.size + 1)]
             self._spans[length] = [*pairwise(ends)]
         return self._spans[length]
 
     def of(self, owner: int, message: Tensor) -> Tensor:
-        """The owner's part, a view."""
+        """Return the owner's part of the message, a view."""
         return message[slice(*self.spans(message.numel())[owner])]  # (elements of the part,)
 
     def views(self, message: Tensor) -> list[Tensor]:
-        """Every worker's part, in order of rank."""
+        """Return every worker's part of the message, as views in order of rank."""
         return [message[start:stop] for start, stop in self.spans(message.numel())]  # workers x (elements,)
 
     def payload(self, length: int, like: Tensor) -> list[Tensor]:
-        """Buffers for the codes of a part of this length."""
+        """Return buffers for the codes of a part of this length."""
         if (parts := self._payloads.get((length, like.dtype))) is None:
             parts = self._payloads[length, like.dtype] = self.codec.checked_parts(length, like.dtype)
         return [self.pool.take_new(torch.Size([p.elements]), p.dtype, like.device) for p in parts]
 
     def to_owners(self, message: Tensor, encode: Encode, *noise: int) -> dict[int, list[Tensor]]:
-        """{owner: codes of its part}; these parts of the message become what `encode` makes of them. `noise`: a number
-        that differs from those of this worker's other means."""
+        """Return {owner: codes of its part}; `encode` also overwrites these parts of the message. `noise`: numbers that
+        no other mean of this worker has."""
         return {
             owner: self._coded(part, encode, *noise, owner, TO_OWNER)
             for owner, part in enumerate(self.views(message))
@@ -71,26 +71,26 @@ class CodedParts:
         }
 
     def own(self, message: Tensor, encode: Encode, *noise: int) -> None:
-        """The own part of the message becomes what `encode` makes of it, too, though it doesn't travel. For messages
-        whose rest stays with the sender: whole, it would be there in each round in which the others send a few elements
-        of it, and all that one mean's codes leave of it would pile up in f, which no worker's x sees."""
+        """Overwrite this worker's own part by `encode`, too, though no codes of it are sent. For codecs that send a few
+        elements in each round (`whole` is False): an unencoded part would be complete in each round, and most of it
+        would pile up in f, the owner's error, which no worker's x contains."""
         if (part := self.of(self.rank, message)).numel():
             self.pool.give(self._coded(part, encode, *noise, self.rank, TO_OWNER))
 
     def from_others(self, message: Tensor) -> dict[int, list[Tensor]]:
-        """{worker: buffers for its codes of the own part}."""
+        """Return {worker: buffers for its codes of this worker's part}."""
         mine = self.of(self.rank, message)
         return {j: self.payload(mine.numel(), mine) for j in range(self.size) if j != self.rank and mine.numel()}
 
     def reduced(self, mean: Tensor, owned: Tensor, *noise: int) -> list[Tensor]:
-        """Codes of the mean (1/n) sum_i q_i;  mean <- r,  owned <- s - r, f before, dropped where that isn't finite."""
+        """Return the codes of the mean (1/n) sum_i q_i.  mean <- r;  owned, f before, <- s - r, or 0 if not finite."""
         mean.copy_(owned.add_(mean))  # s, in both
         codes = self._coded(mean, self.codec.replace, *noise, self.rank, FROM_OWNER) if mean.numel() else []
         drop_if_sick(owned.sub_(mean))  # s - r, which the next mean gets
         return codes
 
     def from_owners(self, message: Tensor) -> dict[int, list[Tensor]]:
-        """{owner: buffers for its codes of the mean}."""
+        """Return {owner: buffers for its codes of the mean}."""
         lengths = [stop - start for start, stop in self.spans(message.numel())]
         return {j: self.payload(n, message) for j, n in enumerate(lengths) if j != self.rank and n}
 

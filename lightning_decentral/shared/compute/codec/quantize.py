@@ -1,4 +1,4 @@
-"""Quantization with rounding at random: `Int8` (the codec to copy); `Int4` and `Int2`, several numbers in a byte."""
+"""Quantization with stochastic rounding: `Int8` (the codec to copy); `Int4` and `Int2`, several numbers in a byte."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.shared.compute.codec.blocks import check_block, dither, divisor, piece_length, pieces, scratch
+from lightning_decentral.shared.compute.codec.codec import BFloat16 as BFloat16  # as pickles of 0.2.0 name them
 from lightning_decentral.shared.compute.codec.codec import Codec, Frame, Payload, PayloadPart
-from lightning_decentral.shared.compute.codec.deterministic import BFloat16 as BFloat16  # as pickles of 0.2.0 name them
-from lightning_decentral.shared.compute.codec.deterministic import Float16 as Float16
-from lightning_decentral.shared.compute.codec.deterministic import Float32 as Float32
-from lightning_decentral.shared.compute.codec.deterministic import Plain as Plain
+from lightning_decentral.shared.compute.codec.codec import Float16 as Float16
+from lightning_decentral.shared.compute.codec.codec import Float32 as Float32
+from lightning_decentral.shared.compute.codec.codec import Plain as Plain
 from lightning_decentral.shared.compute.fused import operator
 from lightning_decentral.shared.plan.arguments import checked
 
@@ -24,8 +24,8 @@ class Int8(Codec):
     """decoded = q scale;  scale = max |message| / 127 of a block;  q = floor(message / scale + u), u uniform on (0, 1).
 
     Unbiased: the mean of decoded over u is the message; |error| < scale. Bytes: n + 4 ceil(n / block), that is
-    4 / (1 + 4 / block) times fewer than float32: 3.94 with blocks of 256. A block with NaN or infinity decodes to such
-    numbers.
+    4 / (1 + 4 / block) times fewer than float32: 3.94 with blocks of 256. A block with NaN or infinity decodes to NaN
+    or infinity.
 
     Args:
         block: elements that share a scale.
@@ -74,7 +74,7 @@ def _encode(
     replace: bool,
     residual: bool = False,
 ) -> None:
-    """Encode; overwrite the message by what is decoded (`replace`), or by what of it is lost (`residual`)."""
+    """Encode the message; overwrite it by what is decoded (`replace`), or by the encoding error (`residual`)."""
     for start, rows, scale, codes in _scaled(message, scales, block, key, 127):
         codes.round_().clamp_(max=127)  # floor(s + u) = round(s + u - 1/2); at least floor(-127 + u) = -127
         quantized[start : start + rows.numel()].copy_(codes.view(-1))
@@ -137,8 +137,8 @@ class Packed(Codec):
     scale = max |message| / largest of a block.
 
     Unbiased: the mean of decoded over u is the message; |error| < scale. A block of b numbers has s = ceil(b bits / 8)
-    bytes; number i stands in byte i mod s, from bit (i div s) bits on. A block with NaN or infinity decodes to such
-    numbers.
+    bytes; number i stands in byte i mod s, from bit (i div s) bits on. A block with NaN or infinity decodes to NaN or
+    infinity.
     """
 
     complete = False
@@ -156,7 +156,7 @@ class Packed(Codec):
         return PayloadPart(packed, torch.uint8), PayloadPart(ceil(length / self.block), torch.float32)
 
     def _stride(self, numbers: int) -> int:
-        """Bytes of a block."""
+        """Return the bytes of a block of so many numbers."""
         return ceil(numbers * self.bits / 8)
 
     def encode(
@@ -208,10 +208,10 @@ class Packed(Codec):
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Int4(Packed):
-    """Numbers -7 .. 7 times a scale of their block, rounded at random: `Packed`. For gradients, or wrapped.
+    """Quantizes to numbers -7 .. 7 times a scale of their block, with stochastic rounding: `Packed`.
 
-    Bytes: n / 2 + 4 n / block, 7.5 times fewer than float32 with blocks of 128. By itself it would leave gossiping
-    workers different by a tenth of their weights, so there it codes differences: wrap it.
+    Bytes: n / 2 + 4 n / block, 7.5 times fewer than float32 with blocks of 128. Gradients may be encoded as they are.
+    Gossiping workers would differ by a tenth of their parameters: wrap it, `DifferenceCompression(Int4())`.
 
     Args:
         block: elements that share a scale.
@@ -229,10 +229,10 @@ class Int4(Packed):
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Int2(Packed):
-    """Numbers -1.5, -0.5, 0.5, 1.5 times a scale of their block, rounded at random: `Packed`. For gradients or wrapped.
+    """Quantizes to numbers -1.5, -0.5, 0.5, 1.5 times a scale of their block, with stochastic rounding: `Packed`.
 
-    Bytes: n / 4 + 4 n / block, 14.2 times fewer than float32 with blocks of 128. Three fifths of a normal
-    message's square are lost; of parameters it codes differences: wrap it, at a smaller rate.
+    Bytes: n / 4 + 4 n / block, 14.2 times fewer than float32 with blocks of 128. Three fifths of a normal message's
+    square are lost. For parameters wrap it, `DifferenceCompression(Int2())`, at a smaller mixing rate.
 
     Args:
         block: elements that share a scale.

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_decentral.elastic.plan.view import Times
-from lightning_decentral.elastic.wire.endpoint import Endpoint
+from lightning_decentral.elastic.wire.joining import Endpoint
 from lightning_decentral.elastic.wire.rounds.exchange import ElasticExchange
 from lightning_decentral.elastic.wire.sockets import frames, mesh
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
@@ -229,5 +229,5 @@ def test_workers_die_in_each_phase_and_newcomers_come() -> None:
 
 def test_a_rule_whose_numbers_belong_to_all_together_is_refused() -> None:
     exchange = ElasticExchange(Ring(), Own(), worker=None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="PushSum doesn't go with elastic: what it keeps"):
+    with pytest.raises(ValueError, match="PushSum isn't compatible with elastic: what it keeps"):
         exchange.admit([torch.zeros(3)], PushSum())

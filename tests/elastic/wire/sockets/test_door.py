@@ -115,7 +115,7 @@ def test_what_is_no_greeting_is_refused_in_one_line(door: Door, lines: list[str]
 
 
 def test_another_token_is_told(door: Door, lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    with connected(door.place, "tea", SECONDS) as connection, pytest.raises(Refused, match="lobby's place"):
+    with connected(door.place, "tea", SECONDS) as connection, pytest.raises(Refused, match="lobby's address"):
         receive(connection)
     greeted = module.wanted
 

@@ -1,8 +1,8 @@
-"""An elastic worker's parts on one machine: its client of the lobby, its connections, its state transfer.
+"""Network side of one elastic worker: its lobby client, its connections to members, its state transfer.
 
 worker = Endpoint("10.0.0.1:29400", "10.0.0.7")
-worker.founds()                              whether the run begins with it; then `as_founded`, while it is set up
-value = worker.healed()                      None: its own parameters are those the run begins with
+worker.founds()                              whether this worker founds the run; then `as_founded` during set-up
+value = worker.healed()                      the run's training state; None: the run begins with this worker's own
 while training:
     view, round = worker.begin(pace, copy)   then a step, and a round over the members of the view
 """
@@ -27,92 +27,92 @@ from lightning_decentral.elastic.wire.sockets.mesh import Mesh
 from lightning_decentral.elastic.wire.starter import STARTER
 from lightning_decentral.elastic.wire.state_transfer import Donor, fetched
 
-AGAIN_SECONDS = 0.05  # seconds between two questions for what isn't decided yet
-Refuses = Callable[[Any], str]  # returns why what a member gives can't be taken; empty: it can
+AGAIN_SECONDS = 0.05  # seconds between two requests for an open decision
+Refuses = Callable[[Any], str]  # returns why a member's state can't be used; empty: it can
 
 
 class Endpoint:
-    """One start of one worker: a name that nobody else has or had."""
+    """One start of one worker, under a name that no other start has."""
 
     def __init__(
         self,
         lobby: str,  # "host:port"
         host: str,  # the address at which other workers reach this machine
-        times: Times | None = None,  # until the lobby sends others
-        title: str = "",  # what its name begins with
-        weight: int = 1,  # of its batches, in its name
-        refuses: Refuses = lambda value: "",  # what it would be given, before anybody counts on it
+        times: Times | None = None,  # until the lobby sends its own
+        title: str = "",  # prefix of the worker's name
+        weight: int = 1,  # weight of its batches, part of its name
+        refuses: Refuses = lambda value: "",  # checks the donor's state before this worker becomes a member
     ) -> None:
         self._donor, self._refuses, self._refused = Donor(self._given), refuses, ""
-        self._set_up = threading.Event()  # before it is set nothing is fetched
-        changed = threading.Condition()  # one for all parts: who waits for one of them sees any of them
+        self._set_up = threading.Event()  # no state is fetched before it is set
+        changed = threading.Condition()  # one for all parts: any change wakes every waiter
         self.collective = Collective("", place_of)
         served = {"heal": self._donor.serve, "beat": self._met, "meet": self.collective.serve}
         self.mesh = Mesh(host, "", {**served, "refuse": self._report_refused}, changed)
-        name = name_of(title, secrets.token_hex(4), weight, self.mesh.place)  # another start has another token
+        name = name_of(title, secrets.token_hex(4), weight, self.mesh.place)  # a new token at each start
         self.name = self.mesh.name = self.collective.name = name
         self.lobby_client = LobbyClient(self.name, self.mesh.place, lobby, self._fetch, _ask, times, changed)
         self._value: Any = None
         self._view: View | None = None
         self._failed = ""
         self._say = Once()
-        self._speaks = STARTER not in os.environ  # the lobby's lines go where its own would
+        self._speaks = STARTER not in os.environ  # a starter prints the lobby's lines itself
         self.lobby_client.start()  # last: its updates use all of the above
 
     def founds(self, seconds: float) -> bool:
-        """Return whether the run begins with this worker, as soon as that is known. As `healed`."""
+        """Wait until it is known whether the run begins with this worker's parameters. Errors as `healed`."""
         self._until(lambda: bool(self.lobby_client.state.mine.origin or self.lobby_client.state.mine.donor), seconds)
         return bool(self.lobby_client.state.mine.origin)
 
     def as_founded(self, value: Any, seconds: float) -> Any:
-        """Return the n-th value of the worker with whom the run began, in the n-th call; its own there. TimeoutError
-        where nobody has sent it in so many seconds."""
+        """Return in the n-th call the founder's n-th value (on the founder `value` itself). TimeoutError if it isn't
+        received within `seconds`."""
         begun, end = self.collective.begun, time.monotonic() + seconds
         while not (mine := self.lobby_client.state.mine).origin:
             if mine.donor:
                 found, given, over = self.collective.found(mine.donor, ("begun", len(begun)))
                 value = given if found else value
-                if found or over:  # it isn't sent: every worker has its own
+                if found or over:  # it isn't sent: every worker uses its own
                     break
             if why := self.lobby_client.state.out:
                 raise ValueError(why)
             if time.monotonic() > end:
-                raise TimeoutError(f"{shown(mine.donor) or 'nobody'} didn't say how the run began")
+                raise TimeoutError(f"{shown(mine.donor) or 'no member'} didn't send the founder's settings in time")
             time.sleep(AGAIN_SECONDS)
         begun.append(value)
         return value
 
     def healed(self, seconds: float) -> Any:
-        """Wait for what its donor gives; None: it begins the run with its own. This worker is set up. TimeoutError:
-        nobody gave anything in so many seconds. ValueError: the lobby doesn't let this worker in, or it refuses what it
-        would be given; and why."""
-        self.collective.set_up = True  # who asks for more than there is uses its own from now on
+        """Wait for the donor's training state, after set-up; None if the run begins with this worker's own.
+        TimeoutError if no member sends it within `seconds`. ValueError if the lobby refuses this worker, or the
+        worker can't use the state."""
+        self.collective.set_up = True  # a worker that asks for more values uses its own from now on
         self._set_up.set()
         self._until(lambda: bool(self.lobby_client.state.mine.origin), seconds)
         value, self._value = self._value, None  # its memory is the caller's to free
         return value
 
     def _until(self, holds: Callable[[], bool], seconds: float) -> None:
-        of, soon = self.lobby_client, min(seconds, self.lobby_client.state.times.dead_after)
+        lobby, soon = self.lobby_client, min(seconds, self.lobby_client.state.times.dead_after)
         for last, limit in ((False, soon), (True, seconds - soon)):
-            with of.changed:
-                if of.changed.wait_for(lambda: holds() or bool(of.refused or self._refused or of.state.out), limit):
+            with lobby.changed:
+                if lobby.changed.wait_for(lambda: holds() or lobby.refused or self._refused or lobby.state.out, limit):
                     break
-            donor = of.state.mine.donor
-            heals = f"{shown(donor)} hasn't healed it" if donor else "no member has healed this worker"
-            why = of.trouble or self._failed or of.state.paused or heals
+            donor = lobby.state.mine.donor
+            heals = f"{shown(donor) if donor else 'no member'} hasn't sent this worker the run's state"
+            why = lobby.trouble or self._failed or lobby.state.paused or heals
             if last:
                 raise TimeoutError(why)
-            self._say(why, waiting_at(of.lobby, why))  # who started it by hand may see no lobby's lines
+            self._say(why, waiting_at(lobby.lobby, why))  # a worker started by hand may see no lobby's lines
         if self._refused or not holds():
-            raise ValueError(self._refused or of.refused or of.state.out)
+            raise ValueError(self._refused or lobby.refused or lobby.state.out)
 
     def begin(self, pace: float, copy: Callable[[], Any], seconds: float, at_least: int = 0) -> tuple[View, int]:
-        """The next round, or this one if it is later, and who takes part. The caller is between two steps: newcomers
-        get a `copy` of that. TimeoutError as `LobbyClient.begin`."""
+        """Begin the next round, not before `at_least`; return (view, round). The caller is between two steps: newcomers
+        get a `copy` of its state then. TimeoutError as in `LobbyClient.begin`."""
         began = time.monotonic()
         while True:
-            self._donor.between_steps(copy)  # also while it waits: for the newcomer, perhaps
+            self._donor.between_steps(copy)  # also while this worker waits, perhaps for that newcomer
             try:
                 view, round = self.lobby_client.begin(pace, self.lobby_client.state.times.beat, at_least)
             except TimeoutError as error:
@@ -132,8 +132,8 @@ class Endpoint:
             return view, round
 
     def leave(self) -> None:
-        """Leave: nobody waits for it from now on."""
-        self.collective.close()  # first: results that were promised need the connections
+        """Leave the run, so that no member waits for this worker."""
+        self.collective.close()  # first, as results that others wait for need the connections
         self.lobby_client.leave()
         self.mesh.close()
 
@@ -143,7 +143,7 @@ class Endpoint:
 
     def _report_refused(self, connection: socket.socket) -> None:
         who, _, why = str(receive(connection)).partition(": ")
-        self._say(why, f"a worker can't join, {shown(who)}: {why}")
+        self._say(why, f"worker {shown(who)} can't join: {why}")
 
     def _met(self, connection: socket.socket) -> None:
         found = read_message(Heartbeat, receive(connection))
@@ -154,31 +154,31 @@ class Endpoint:
         threading.Thread(target=self._fetch_from, args=args, name="lightning_decentral-heals", daemon=True).start()
 
     def _fetch_from(self, donor: str, place: str) -> None:
-        self._set_up.wait()  # a member that isn't set up would hold up the others
+        self._set_up.wait()  # a member that isn't set up would delay the others
         if self.lobby_client.state.mine.donor != donor:
             return
         try:
             value, origin, round = fetched(place, self.lobby_client.state.times.dead_after)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            self._failed = f"healing at {shown(donor)} failed: {error}"
+            self._failed = f"fetching the run's state from {shown(donor)} failed: {error}"
             self._say(self._failed, self._failed)
             self.lobby_client.step(lambda state, now: state.failed(donor, now))
             return
         refused = self._refuses(value)
-        if refused:  # the member there may wait for more workers: it is sent why this one doesn't come
+        if refused:  # the donor may wait for this worker: send it why this one can't join
             with suppress(OSError), connected(place, "refuse", 1.0) as connection:
                 connection.sendall(frame(f"{self.name}: {refused}"))
         with self.lobby_client.changed:
             if refused:
                 self._refused = refused
                 self.lobby_client.changed.notify_all()
-            elif self.lobby_client.state.mine.donor == donor:  # meanwhile the lobby may have given another one
+            elif self.lobby_client.state.mine.donor == donor:  # the lobby may have chosen another donor meanwhile
                 self._value = value
                 self.lobby_client.step(lambda state, now: state.fetched(donor, origin, round, now))
 
 
 def _ask(to: str, beat: Heartbeat) -> None:
-    """Send a beat on a thread: a member that is gone must not hold up the beats of others."""
+    """Send a heartbeat on a thread, as a lost member must not delay the heartbeats to others."""
 
     def send() -> None:
         with suppress(OSError), connected(place_of(to), "beat", 1.0) as connection:

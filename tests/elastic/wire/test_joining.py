@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_decentral.elastic.plan.view import Times, View, shown
-from lightning_decentral.elastic.wire.endpoint import Endpoint, Refuses
+from lightning_decentral.elastic.wire.joining import Endpoint, Refuses
 from tests.elastic.wire.lobbies import DEAD, LobbyProcess
 
 pytestmark = pytest.mark.threads
@@ -59,7 +59,7 @@ def test_who_was_given_other_things_is_in_no_view_and_the_others_go_on(capfd: py
                 with pytest.raises(ValueError, match=r"this worker has rate=0.1, the run has rate=1.0: give every"):
                     other.healed(SECONDS)
                 other.leave()
-            until(lambda: f"a worker can't join, {shown(names[0])}: this worker has rate=0.1" in errors())
+            until(lambda: f"worker {shown(names[0])} can't join: this worker has rate=0.1" in errors())
             assert errors().count("can't join") == 1, "once for each cause"
             waits = f"waiting at {lobby.place} for 2 workers, 1 is here"
             until(lambda: waits in errors())

@@ -1,11 +1,11 @@
-"""Base of saving and resuming under all methods; that of whole replicas is in `replica`.
+"""Base class of saving and resuming under all methods; `resuming_replicas` has the one for workers with whole models.
 
-The mean model goes to one plain file, each worker's own state next to it.
+The mean model is saved to one plain file, each worker's own state next to it.
 
-The plain file loads without this package. Workers' own files are written first, the plain file takes its name last:
+The plain file loads without this package. Workers' own files are written first, and the plain file is renamed last:
 until then the checkpoint before it is whole, whichever worker is killed.
 
-Saving is collective (Lightning calls it on every worker) and changes no worker's trajectory. Resuming on the same
+Saving is collective (Lightning calls it on every worker) and doesn't change how workers train on. Resuming on the same
 number of workers continues bit for bit on CPU; on another number all start from the mean.
 """
 
@@ -37,24 +37,24 @@ OF_MODELS = ("state_dict", "current_model_state")  # the second is where WeightA
 
 
 class Progress(Protocol):
-    """The state that a method adds to a worker's own."""
+    """Method's state in a worker's own file."""
 
     @property
     def keeps(self) -> bool:
-        """True where a worker has what no other has: its model, or what it only rounded away."""
+        """Return whether a worker has state that no other has: its model, or residuals of rounding."""
 
     def rounds(self) -> list[int]:
-        """Rounds taken, one number for each optimizer; none outside of training."""
+        """Return the number of rounds so far for each optimizer; an empty list outside of training."""
 
     def progress_state(self) -> dict[str, Any]:
-        """Rounds and messages in flight, as tensors and primitives."""
+        """Return rounds and messages in flight, as tensors and primitives."""
 
     def load_progress_state(self, state: dict[str, Any]) -> None:
-        """Go on where `progress_state` was taken."""
+        """Restore the rounds and messages that `progress_state` returned."""
 
 
 class Checkpoints(ABC):
-    """Saving and resuming of one worker: what all methods have in common."""
+    """Saves and resumes one worker, alike for all methods."""
 
     def __init__(self, worker: CheckpointedStrategy, mean_model: MeanModel) -> None:
         self._worker, self._mean_model = worker, mean_model  # the plain file holds this one's where workers diverge
@@ -63,8 +63,8 @@ class Checkpoints(ABC):
 
     @abstractmethod
     def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any) -> None:
-        """Write the plain file (worker 0) and, where workers drift and more than weights is asked for, each worker's
-        own. Collective."""
+        """Write the plain file (worker 0) and, where workers differ and more than weights is saved, each worker's own
+        file. Collective."""
 
     @abstractmethod
     def load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
@@ -73,14 +73,14 @@ class Checkpoints(ABC):
 
     @abstractmethod
     def resume(self) -> None:
-        """Restore what is left to restore after set-up."""
+        """Restore the rest of the state after set-up."""
 
     @abstractmethod
     def start(self) -> None:
         """Restore rounds and random state when training starts, once callbacks have restored what is trained."""
 
     def remove(self, filepath: str | Path) -> None:
-        """Remove the plain file and the workers'; of a link (`save_last="link"`) the link alone."""
+        """Remove the plain file and the workers' files; of a link (`save_last="link"`) only the link."""
         filepath = store.plain(filepath)
         link = os.path.islink(filepath)
         if self._worker.is_global_zero:
@@ -91,14 +91,14 @@ class Checkpoints(ABC):
             store.prune(store.folder(filepath))
 
     def _given(self, states: dict[str, Any]) -> dict[str, Any]:
-        """State of these models' own that is averaged, such as anchors. The last is the module's; before it may be an
-        average that a callback keeps."""
+        """Return the state_dicts with the tensors that the mean model has in place of the module's, such as anchors.
+        The last state is the module's; one before it may be an average that a callback keeps."""
         *others, model = states
         given = self._mean_model.given(states[model], self._module.state_dict())
         return {**{key: states[key] for key in others}, model: given}
 
     def _means(self, states: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Means of these models' states over the workers. Collective."""
+        """Return the means of these models' states over the workers. Collective."""
         kept = carried(self._module)
         return {key: mean_of_states(state, self._mean_model.mean_of, kept) for key, state in states.items()}
 
@@ -108,9 +108,9 @@ class Checkpoints(ABC):
         monitored = dict.fromkeys(str(config.monitor) for config in configs if config.reduce_on_plateau)
         if monitored:
             rank_zero_warn(
-                f"resuming: ReduceLROnPlateau looks at {', '.join(monitored)}, which no checkpoint holds. Where the "
-                "save was due to be followed by its step, that step is lost, as under ddp: save within an epoch "
-                "(every_n_train_steps) to go on with the rates of the whole run"
+                f"resuming: ReduceLROnPlateau looks at {', '.join(monitored)}, which no checkpoint holds. If its step "
+                "was due right after the save, that step is lost, as under ddp: save within an epoch "
+                "(every_n_train_steps) to resume with the learning rates of the uninterrupted run"
             )
 
     # ---- where we are -----------------------------------------------------------------------------------------------
@@ -147,16 +147,16 @@ class Checkpoints(ABC):
 
 
 def launched_by(strategy: Strategy, start_method: str) -> Any:
-    """A launcher that goes on in the logged run of a checkpoint; of forked or spawned workers one without a file of the
-    untrained model."""
+    """Return a launcher that continues the W&B runs of a checkpoint; of forked or spawned workers one that saves no
+    untrained model on an exception."""
     if start_method == "popen":
-        of: Any = strategy
-        return ScriptLauncher(of.cluster_environment, of.num_processes, of.num_nodes)
+        given: Any = strategy
+        return ScriptLauncher(given.cluster_environment, given.num_processes, given.num_nodes)
     return WorkersLauncher(strategy, start_method=start_method)  # type: ignore[arg-type]
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
-    """Lightning's own, and the loggers go on in the runs of the checkpoint."""
+    """Launches processes as Lightning does, after the loggers were given the W&B runs of the checkpoint."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         _before_processes(trainer, args)
@@ -164,8 +164,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
 
 class WorkersLauncher(_MultiProcessingLauncher):
-    """Runs a fit, validation or test in processes of its own: callbacks see an exception there, where the trained model
-    is. Lightning itself calls `on_exception` in the process that started them alone, whose model was never trained."""
+    """Runs a fit, validation or test in forked or spawned processes, where callbacks see an exception and the trained
+    model. Lightning itself calls `on_exception` only in their parent process, whose model was never trained."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         _before_processes(trainer, args)
@@ -188,7 +188,7 @@ def _before_processes(trainer: Any, arguments: Any) -> None:
 
 
 def _run(trainer: Trainer | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a function in a worker, as Lightning does where no process has to be started."""
+    """Run a function in a worker's process, with callbacks' `on_exception` as in a single process."""
     try:
         with runs.finished():
             return function(*args, **kwargs)

@@ -1,6 +1,6 @@
-"""The base of all strategies with several workers: set-up, a step, when the mean model is shown; no DDP wrapper.
+"""Base class of all strategies with several workers: order of set-up, optimizer step, evaluation; no DDP wrapper.
 
-Its parts: `WorkerGroup` (who is there), `SameSettings`, `MeanModel`, `Evaluation`, `ReplicaHealth`, `Checkpoints`.
+Its parts: `WorkerGroup` (process groups), `SameSettings`, `MeanModel`, `Evaluation`, `ReplicaHealth`, `Checkpoints`.
 """
 
 from abc import abstractmethod
@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_decentral.shared.checkpoint import runs
+from lightning_decentral.shared.checkpoint.checkpoints import Checkpoints, launched_by
 from lightning_decentral.shared.checkpoint.reading import of_this_model
-from lightning_decentral.shared.checkpoint.worker import Checkpoints, launched_by
 from lightning_decentral.shared.coordination import Result
 from lightning_decentral.shared.evaluation import Evaluation
 from lightning_decentral.shared.introduction import introduce
@@ -41,22 +41,22 @@ from lightning_decentral.shared.wire.transport import Transport, Wire
 
 
 class WorkersStrategy(DDPStrategy):
-    """Workers that run Lightning's loops in parallel and meet where their method has to; no wrapper around the module.
+    """Runs Lightning's loops on several workers, which wait for each other only where the method needs it.
 
     Args:
         accelerator, parallel_devices, checkpoint_io, precision_plugin: the Trainer's own arguments give these.
-        cluster_environment: who started the processes.
+        cluster_environment: the environment that started the processes.
         process_group_backend: nccl, gloo, ...; by default the device's.
         timeout: how long a worker waits for another, in set-up, in a step or anywhere, before it ends.
         start_method: how the processes of a host are started.
 
     Raises:
-        ValueError: for any other option, of DDP's own wrapper too: there is none to read it.
+        ValueError: for any other option, also those of DDP's wrapper: no wrapper reads them.
     """
 
     checkpoints: Checkpoints  # how this method saves and resumes; the constructor of a subclass sets it
     wire: Wire | None = None  # the groups that every method needs; None before set-up, and for a single worker
-    root_device, alone = property(own_device), property(attrgetter("_group.alone"))
+    root_device, cut_off = property(own_device), property(attrgetter("_group.cut_off"))
     __repr__ = named
     gradient_check = Unchecked()
     followed: Follows = Unfollowed()
@@ -87,7 +87,7 @@ class WorkersStrategy(DDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """The package registers its names itself; DDP's would name this class `ddp`."""
+        """Register nothing: the package registers its names itself, and DDP's method would name this class `ddp`."""
 
     @property
     def _module(self) -> LightningModule:
@@ -97,35 +97,35 @@ class WorkersStrategy(DDPStrategy):
     @property
     @abstractmethod
     def drifts(self) -> bool:
-        """True where workers may differ between steps."""
+        """Return whether the workers' parameters may differ between steps."""
 
     def refuse_early(self) -> None:
-        """ValueError for what is seen to be impossible before any process starts."""
+        """Raise ValueError for settings that can be seen to be impossible before any process starts."""
 
     def refuse(self, module: nn.Module, fitting: bool) -> None:
-        """ValueError for what the method can't train."""
+        """Raise ValueError for a module that the method can't train."""
         refuse_sync_batch_norm(type(self), module, asked=self._layer_sync is not None)
 
     @abstractmethod
     def place(self, fitting: bool) -> None:
-        """The model on its device, equal on all workers; the optimizers don't exist yet."""
+        """Move the model to its device and make it equal on all workers, before the optimizers exist."""
 
     @abstractmethod
     def prepare(self, wire: Wire | None) -> None:
-        """Build what training needs; the optimizers exist. No wire: a single worker."""
+        """Build what training needs, after the optimizers. `wire` is None for a single worker."""
 
     @abstractmethod
     def advance(self, optimizer: Optimizer) -> None:
-        """Follow up an update of `optimizer`."""
+        """Do the method's work after an update of `optimizer`, such as a round."""
 
     @abstractmethod
     def rounds(self) -> list[int]:
-        """Rounds taken, one number for each optimizer; none outside of training."""
+        """Return the number of rounds so far for each optimizer; an empty list outside of training."""
 
     @abstractmethod
     def wanted(self) -> list[int]:
-        """Rounds that the others must launch before this worker can go on: those taken and, within one, that one. Asked
-        by another thread at any time. A round too many would be asked of a worker whose epoch has ended."""
+        """Return how many rounds the others must launch before this worker can continue, its present round included.
+        Another thread calls this at any time. A number too high would ask for a round of a worker whose epoch ended."""
 
     def take_part(self, index: int) -> None:
         """Run one round of the optimizer with that index, without an update; RuntimeError if the method has none."""
@@ -133,33 +133,33 @@ class WorkersStrategy(DDPStrategy):
 
     @abstractmethod
     def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The exact mean over the workers; all must call it."""
+        """Return the exact mean over the workers. Collective."""
 
     def replica_group(self) -> Transport | None:
-        """The group of those that hold what this worker holds, itself included; None: there are none. Collective."""
+        """Return the process group of all replicas of this worker's parameters, or None. Collective."""
         return None
 
     def changeable(self) -> dict[str, str]:
-        """Settings that may differ from those of the run that this one goes on from: a difference is reported."""
+        """Return settings that may differ from those of the run that is resumed: a difference is reported."""
         return {}
 
     def introduction(self) -> Sequence[str]:
-        """Lines that are printed when training starts: what, with whom, bytes of a step, what is evaluated; a hint."""
+        """Return lines to print when training starts: method, workers, bytes of a step, what is evaluated; a hint."""
         return ()
 
     def settle(self) -> None:
-        """Land what is in flight."""
+        """Wait for the messages in flight and apply them."""
 
     @abstractmethod
     def release(self) -> None:
-        """Give the model its own storage back."""
+        """Give the parameters storage of their own again, not views of buckets."""
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         self._launcher = launched_by(self, self._start_method)
 
     def setup_distributed(self) -> None:
-        """Set up the world as DDPStrategy does, at a meeting that reports who is missing."""
+        """Create the process group as DDPStrategy does, with an error that names missing workers."""
         reset_seed()
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
@@ -193,11 +193,11 @@ class WorkersStrategy(DDPStrategy):
         return self.precision_plugin.convert_module(module)
 
     def meet(self, call: Callable[[], Result]) -> Result:
-        """Run what waits for other workers; for parts that are made before a fit is coordinated."""
+        """Run a call that waits for other workers, under the coordination of the fit that runs now."""
         return self._group.coordination.meet(call)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        if not self.alone:
+        if not self.cut_off:
             self.meet(partial(super().barrier, *args, **kwargs))
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -215,7 +215,7 @@ class WorkersStrategy(DDPStrategy):
         return gather_rows(self.wire.world, tensor, self.meet)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """The user's update, exactly as in one process; then what the method does after it."""
+        """Take the user's update, exactly as in one process; then do the method's work after an update."""
         coordination = self._group.coordination
         with coordination.updating:
             checked = self.gradient_check.after(closure, optimizer, self.precision_plugin)
@@ -228,17 +228,17 @@ class WorkersStrategy(DDPStrategy):
         return output
 
     def shown(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Tensors that stand for these ones of the module in the mean of the workers."""
+        """Return the tensors that the mean model has in place of these tensors of the module."""
         return tensors
 
     @property
     def shows_mean(self) -> bool:
-        """True where the mean is evaluated, not what this worker has."""
+        """Return whether the mean model is evaluated, not this worker's own model."""
         return self.mean_model.diverged
 
     @property
     def ends_at_mean(self) -> bool:
-        """True where training ends with all workers at the mean."""
+        """Return whether all workers have the mean model when training ends."""
         return True
 
     def averaged(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -283,10 +283,10 @@ class WorkersStrategy(DDPStrategy):
         self._group.leave(exception)
 
     def teardown(self) -> None:
-        alone = self.alone
+        cut_off = self.cut_off
         self._group.coordination.close()
         self.evaluation.close()
         self.release()
-        self._group.leave_groups(alone)
+        self._group.leave_groups(cut_off)
         super().teardown()
-        self._group.close(alone)
+        self._group.close(cut_off)

@@ -1,10 +1,8 @@
-"""Codecs that draw nothing: messages as they are, smaller float types, the largest elements (sparsification), and
-difference compression (CHOCO: error feedback by estimates)."""
+"""Sparsification (`TopK`: the largest elements) and difference compression (CHOCO: error feedback by estimates)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,72 +12,16 @@ from lightning_decentral.shared.compute.codec.codec import Codec, Frame, Payload
 from lightning_decentral.shared.plan.arguments import checked
 
 
-class _Copied(Codec):
-    """A copy of the message in some type."""
-
-    def encode(self, message: Tensor, payload: Payload, frame: Frame) -> None:
-        payload[0].copy_(message)
-
-    def decode(self, payload: Payload, out: Tensor, frame: Frame) -> None:
-        out.copy_(payload[0])
-
-
-@dataclass(frozen=True)
-class Plain(_Copied):
-    """decoded = message, in its own type, whatever that is; nothing is copied. Bytes: n * itemsize."""
-
-    encodes = False
-
-    def parts(self, length: int, dtype: torch.dtype) -> tuple[PayloadPart, ...]:
-        return (PayloadPart(length, dtype),)
-
-    # Integers and complex numbers travel, too.
-    checked_parts = parts
-
-
-class _Cast(_Copied):
-    """decoded = round(message), to the nearest value of a type; a message of a type as small is sent as it is."""
-
-    narrow: ClassVar[torch.dtype]
-
-    def parts(self, length: int, dtype: torch.dtype) -> tuple[PayloadPart, ...]:
-        return (PayloadPart(length, self.narrow if self.narrow.itemsize < dtype.itemsize else dtype),)
-
-
-@dataclass(frozen=True)
-class Float32(_Cast):
-    """decoded = float32(message). Bytes: 4 n; messages of 4 bytes an element or fewer are sent as they are."""
-
-    narrow = torch.float32
-
-
-@dataclass(frozen=True)
-class BFloat16(_Cast):
-    """decoded = bfloat16(message), |error| <= 2^-9 |message|. Bytes: 2 n. The range is float32's."""
-
-    narrow = torch.bfloat16
-
-
-@dataclass(frozen=True)
-class Float16(_Cast):
-    """decoded = float16(message), |error| <= 2^-12 |message| from 6e-5 up. Bytes: 2 n.
-
-    Beyond 65504 it is infinite, which receivers refuse and the sender raises.
-    """
-
-    narrow = torch.float16
-
-
 @checked
 @dataclass(frozen=True, kw_only=True)
 class TopK(Codec):
     """decoded = message where |message| is among the largest of its block, 0 elsewhere.
 
-    Bytes, k = ceil(fraction block) of each block: k (itemsize + 2), the value and its place in the block; for float32
-    6 fraction n. A small element of a message would never arrive, so this codes differences: wrap it.
+    Bytes, k = ceil(fraction block) of each block: k (itemsize + 2), the value and its index in the block; for float32
+    6 fraction n. Small elements of a message would never arrive: wrap it, `DifferenceCompression(TopK())`.
 
     Args:
-        fraction: of the elements, in (0, 1].
+        fraction: fraction of the elements that are sent, in (0, 1].
         block: elements among which the largest are sought.
 
     Raises:
@@ -98,7 +40,7 @@ class TopK(Codec):
         check_block(self.block, "4096 is fast to search")
 
     def parts(self, length: int, dtype: torch.dtype) -> tuple[PayloadPart, ...]:
-        """(values, places as pairs of bytes)."""
+        """Return (values, indices in the block as pairs of bytes)."""
         whole, rest = divmod(length, self.block)
         kept = whole * self._kept(self.block) + (self._kept(rest) if rest else 0)  # the last block may be shorter
         # Bytes: neither gloo nor NCCL sends integers of 16 bits.
@@ -122,7 +64,7 @@ class TopK(Codec):
             out[start:stop].view(len(values), -1).scatter_(1, places.long() + LARGEST_BLOCK // 2, values)
 
     def _blocks(self, message: Tensor, payload: Payload) -> Iterator[tuple[int, int, tuple[Tensor, Tensor]]]:
-        """(start, stop, (values, places) [blocks, kept]) of pieces."""
+        """Yield (start, stop, (values, indices) [blocks, kept]) of each piece of the message."""
         values, places = payload[0], payload[1].view(torch.int16)
         at = 0
         for start, stop, columns in pieces(message, self.block):
@@ -138,16 +80,16 @@ class DifferenceCompression(Codec):
     """payload = inner.encode(message - estimate);  decoded = estimate + inner.decode(payload);  estimate <- decoded.
 
     Both ends of a link keep the estimate, so only what the receiver doesn't know yet is compressed: as the workers
-    settle, the error of any contracting codec vanishes. Bytes: the inner codec's.
+    converge, the error of any contracting codec vanishes. Bytes: the inner codec's.
 
-    Targets that receive in exactly the same steps share one estimate. So on a graph that doesn't change this is
-    CHOCO-Gossip, at CHOCO's memory: an estimate of itself, and one of each source. On a graph that changes it is exact
-    too, at a copy of the parameters for each target and each source of a period (2 log2 n on a hypercube).
+    Targets that receive in exactly the same steps share one estimate. So on a constant graph this is CHOCO-Gossip, with
+    CHOCO's memory: an estimate of this worker, and one of each source. On a changing graph it is exact, too, and keeps
+    a copy of the parameters for each target and each source of a period (2 log2 n on a hypercube).
 
-    Coarse codecs need a smaller rate (`Gossip(rate=...)`), as CHOCO's gamma.
+    Coarse codecs need a smaller mixing rate (`Gossip(rate=...)`), as CHOCO's gamma.
 
     Raises:
-        ValueError: inner remembers by itself.
+        ValueError: inner keeps estimates by itself.
 
     Source: Koloskova et al. 1902.00340, algorithm 2, there for one constant W.
     """
@@ -157,7 +99,7 @@ class DifferenceCompression(Codec):
 
     def __post_init__(self) -> None:
         if self.inner.remembers:
-            raise ValueError(f"DifferenceCompression's inner codec remembers by itself, got {self.inner}: unwrap it")
+            raise ValueError(f"DifferenceCompression's inner codec keeps estimates, too, got {self.inner}: unwrap it")
 
     def parts(self, length: int, dtype: torch.dtype) -> tuple[PayloadPart, ...]:
         return self.inner.parts(length, dtype)

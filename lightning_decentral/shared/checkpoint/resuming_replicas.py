@@ -8,8 +8,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_decentral.shared.checkpoint.checkpoints import OF_MODELS, Checkpoints, Progress
 from lightning_decentral.shared.checkpoint.saving import CheckpointedStrategy
-from lightning_decentral.shared.checkpoint.worker import OF_MODELS, Checkpoints, Progress
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.worker_state import KEY
 from lightning_decentral.shared.wire.mean import MeanModel
@@ -20,25 +20,25 @@ LOADERS = "combined_loader"  # key of the loaders' states in Lightning's fit loo
 
 
 class WholeModel:
-    """Layout of a worker's model on a device: here the whole model."""
+    """Describes how a device holds its worker's model in checkpoints: here the whole model."""
 
     layout: str = ""  # layout of a worker over devices; a state fits only the layout that it was saved with
 
     @property
     def spread(self) -> bool:
-        """True where a device has only a part of the model."""
+        """Return whether a device has only a part of the model."""
         return False
 
     def whole(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """A checkpoint as one process would have it; collective."""
+        """Return the checkpoint as one process would have it. Collective."""
         return tree
 
     def part(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """A checkpoint of what this device holds."""
+        """Return the checkpoint of the part of the model that this device holds."""
         return tree
 
     def restored(self, own: dict[str, Any], mean: Mapping[str, Any]) -> dict[str, Any]:
-        """State that is loaded into the model before set-up, where this device goes on from `own`."""
+        """Return the state to load into the model before set-up, where this device resumes from `own`."""
         return own
 
     def take(self, module: nn.Module, mean: Mapping[str, Any]) -> None:
@@ -48,7 +48,7 @@ class WholeModel:
     def optimizers(
         self, optimizers: Sequence[Optimizer], checkpoint: Mapping[str, Any], own: bool
     ) -> Mapping[str, Any]:
-        """The checkpoint with states of these optimizers as this device has them: `own` where they are so already."""
+        """Return the checkpoint with the optimizers' states as this device holds them; `own`: they are so already."""
         return checkpoint
 
     def resume(self) -> None:
@@ -56,7 +56,7 @@ class WholeModel:
 
 
 class ReplicaCheckpoints(Checkpoints):
-    """Checkpoints of workers with a whole model each: the mean's file, and what each worker needs to go on exactly."""
+    """Saves the mean model's file, and the state that each worker with a whole model needs to resume exactly."""
 
     def __init__(
         self, worker: CheckpointedStrategy, mean_model: MeanModel, progress: Progress, held: WholeModel
@@ -70,14 +70,14 @@ class ReplicaCheckpoints(Checkpoints):
 
     @property
     def resuming(self) -> bool:
-        """True where this worker restored its own state."""
+        """Return whether this worker restored its own state."""
         return self._restored is not None
 
     def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any) -> None:
-        if self._worker.alone and self.held.spread:
+        if self._worker.cut_off and self.held.spread:
             self._saving.leave_out(filepath, "the devices of a worker")
             return
-        if self._worker.alone or not (connected() or self._full(checkpoint)):
+        if self._worker.cut_off or not (connected() or self._full(checkpoint)):
             self._saving.write_alone(self.held.whole(checkpoint), filepath, storage_options)
             return
         path, identity = self._saving.agree(filepath, storage_options)
@@ -137,7 +137,7 @@ class ReplicaCheckpoints(Checkpoints):
         return self.held.restored(own, checkpoint)
 
     def _take_own(self, mark: Mapping[str, Any], checkpoint: dict[str, Any]) -> None:
-        """Restore what equal workers have of their own: random numbers, and how far each has read its data."""
+        """Restore the own state of workers with equal models: random state, and how far each has read its data."""
         rank = self._worker.global_rank
         if len(mark.get("random", ())) == self._worker.world_size:
             self._random = mark["random"][rank], mark["mid_epoch"]
@@ -146,7 +146,7 @@ class ReplicaCheckpoints(Checkpoints):
                 checkpoint["loops"]["fit_loop"]["state_dict"][LOADERS] = loaders[rank]
 
     def fits(self, optimizers: Sequence[Optimizer]) -> bool:
-        """Return whether the optimizers' states can be restored; otherwise all start from the mean's parameters."""
+        """Return whether the optimizers' states can be restored; otherwise all workers start from the mean model."""
         saved, now = self._optimizers, [type(optimizer).__name__ for optimizer in optimizers]
         if saved is None or saved == now:
             return True

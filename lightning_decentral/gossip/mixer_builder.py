@@ -1,4 +1,4 @@
-"""Rounds of a gossip run: the mixers of its optimizers, for each fragment of the model and each state that travels."""
+"""Set-up of gossip rounds: checks of the settings, and mixers for each optimizer, model fragment and mixed state."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,8 +31,8 @@ from lightning_decentral.shared.wire.transport import Wire
 
 
 def check_numbers(delay: int, heals: int, bucket_bytes: int | None, exact_steps: float = 0) -> None:
-    """ValueError for a number that no strategy of gossip can have."""
-    at_least(0, "0 blocks, 1 overlaps, k lands k updates later", delay=delay)
+    """Raise ValueError for a number that is out of range for every gossip strategy."""
+    at_least(0, "0 blocks, 1 overlaps, k mixes k updates later", delay=delay)
     at_least(0, "3 is the default, 0 ends the training", heals=heals)
     check_bucket_bytes(bucket_bytes)
     at_least(0, "0 begins with the rule", exact_steps=exact_steps)
@@ -43,34 +43,34 @@ def check_numbers(delay: int, heals: int, bucket_bytes: int | None, exact_steps:
 
 
 def exact_steps_of(asked: float, module: Any, broadcast: Callable[[float], float]) -> int:
-    """Number of exact steps: `asked`, or below 1 so much of the run as worker 0 estimates it. Then collective, and the
-    module has its trainer. ValueError: a share of a run without a known end."""
+    """Number of exact steps: `asked`, or below 1 that share of the steps that worker 0 estimates for the run. A share
+    makes the call collective, and needs a module with a trainer. ValueError: a share of a run without a known end."""
     if asked >= 1 or not asked:
         return int(asked)
     steps = module.trainer.estimated_stepping_batches
     if not 0 <= steps < inf:
         raise ValueError(
-            f"exact_steps={asked} is a share of the run, and this run has no known end: give steps, or max_steps to "
-            "the Trainer"
+            f"exact_steps={asked} is a share of the run, and this run has no known end: give a number of steps, or set "
+            "the Trainer's max_steps"
         )
     return round(asked * broadcast(float(steps)))
 
 
 @dataclass(frozen=True)
 class MixerBuilder:
-    """Mixers of one worker, made of the plan and of the worker's place."""
+    """Builds one worker's mixers from the settings, its connections and its island."""
 
     plan: GossipPlan
     wire: Wire  # to the other workers' devices
     member: IslandMember  # this device's part in its island
     device: torch.device
     module: nn.Module  # whose parameters are mixed
-    layout: ModelLayout = field(default_factory=ModelLayout)  # of them when the workers were compared
+    layout: ModelLayout = field(default_factory=ModelLayout)  # of the parameters when the workers were compared
 
     def making(
         self, exact_steps: int = 0, meet: Callable[[Sequence[nn.Parameter]], None] = lambda parameters: None
     ) -> MixerFactory:
-        """Settings by which the run's mixers are made, for its `Mixers`; `meet`: x <- the mean as it is evaluated."""
+        """Return the factory that the run's `Mixers` make mixers with; `meet`: x <- the mean as it is evaluated."""
         own, world = (self.mixers, self.pack, self.of_states), self.wire.world
         # Not by a strategy's `mean_of`, which counts as one of Lightning's collectives: this one is a round.
         mean = partial(self.member.mean_of_sound, world=world)
@@ -82,7 +82,7 @@ class MixerBuilder:
         return [self._mixer(part, self.plan.combine, self.plan.codec) for part in self.plan.topology.fragments]
 
     def of_states(self, optimizer: Optimizer) -> list[StateMixer]:
-        """Make the mixers of the optimizer's states that travel. Collective."""
+        """Make the mixers of those optimizer states that are mixed with the parameters. Collective."""
         along, states = self.plan.topology, self.plan.states.items()
         mixers = [self._mixer(travel.along(along), travel.combine, travel.codec) for _, travel in states]
         named = zip(states, mixers, strict=True)
@@ -98,7 +98,7 @@ class MixerBuilder:
         return pack_states(optimizer, name, chosen, self.plan.bucket_bytes, self.plan.island.devices)
 
     def _everyone(self, row: list[int]) -> list[list[int]]:
-        """Gather each worker's row. Collective; not over `roll`, where a worker that has ended its epoch waits."""
+        """Gather each worker's row. Collective; over `world`, as a worker that has ended its epoch waits on `roll`."""
         pending, rows = self.wire.world.all_gather(torch.tensor(row, device=self.device))
         pending.wait()
         return [row.tolist() for row in rows]
@@ -114,27 +114,27 @@ class MixerBuilder:
 
 
 def refuse_stale(codec: Codec, combine: Rule, buckets: Sequence[Bucket]) -> None:
-    """ValueError for a rate over the share of a difference that arrives: what didn't is mixed again in each round."""
+    """Raise ValueError if the mixing rate exceeds the share of a difference that the codec transmits per round."""
     if not (codec.remembers and buckets):
         return
     rate = combine.largest_rate
     arrives = min(share_that_arrives(codec, bucket.flat.dtype) for bucket in buckets)
     if arrives < RULE_OF_THUMB * rate:
         raise ValueError(
-            f"{codec} passes about {arrives:.2g} of a difference on in a round, less than the rate {rate:.3g} of "
+            f"{codec} transmits about {arrives:.2g} of a difference per round, less than the mixing rate {rate:.3g} of "
             f"{combine}: workers would diverge. Use Gossip(rate={max(arrives, 0.01):.1g}), or a codec that sends more"
         )
 
 
 def place(plan: GossipPlan, per_node: int, workers: int) -> None:
-    """Give topology and rule their place in a run of so many workers, of which a node has `per_node`; and `check`."""
+    """Adapt the plan's topology and rule to the number of workers and workers per node, then `check` the plan."""
     plan.topology = plan.topology.placed(per_node)
     plan.combine = plan.combine.placed(plan.topology.fragments[0], workers)
     check(plan, workers)
 
 
 def check(plan: GossipPlan, workers: int) -> None:
-    """ValueError, with the remedy, unless rule, topology and states go together; before any worker talks."""
+    """Raise ValueError, with a remedy, if rule, topology and states don't fit together; without communication."""
     fragments = plan.topology.fragments
     refuse_overshoot(plan.codec, plan.combine)
     for fragment in fragments:
@@ -142,9 +142,9 @@ def check(plan: GossipPlan, workers: int) -> None:
     for name, travel in plan.states.items():
         if plan.island.shards > 1 or len(fragments) > 1:
             where = f"an island that shards ({plan.island!r})" if plan.island.shards > 1 else f"{plan.topology!r}"
-            raise ValueError(f"states of an optimizer don't travel with {where}: leave {name!r} out of states")
+            raise ValueError(f"optimizer states can't be mixed with {where}: leave {name!r} out of states")
         try:
             travel.check(plan.topology, workers, plan.weights, plan.delay)
         except ValueError as error:
             text = str(error).replace("Gossip(rate", "Travel(rate")
-            raise ValueError(f"the state {name!r} can't travel so: {text}") from None
+            raise ValueError(f"the optimizer state {name!r} can't be mixed so: {text}") from None

@@ -16,7 +16,7 @@ from lightning_decentral.pipeline.compute.loss import TargetCount, total, weighe
 from lightning_decentral.pipeline.compute.model import Call, StagePlace
 from lightning_decentral.pipeline.compute.stage import deliver
 from lightning_decentral.pipeline.logs import Logs
-from lightning_decentral.pipeline.training_step import TrainingStep, finite, multiply, split
+from lightning_decentral.pipeline.users_step import TrainingStep, finite, multiply, split
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner, checksum
 from tests.pipeline.causal import batch, built, token_mean

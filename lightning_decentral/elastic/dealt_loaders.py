@@ -1,4 +1,4 @@
-"""Joining: where in set-up a worker becomes a member, how long an epoch is, and the examples that each is dealt."""
+"""Joining a run: the moment in set-up when a worker becomes a member, the epoch's length, and its examples."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -20,13 +20,13 @@ class Joining:
     """Processes the training loaders of one fit, in the order in which they are combined.
 
     Args:
-        weight: of this worker's batches.
-        weights: of all workers, as a plan expects them that is made before anybody knows how many begin.
-        begin: takes part in the next round. It gets what makes the run's calendar, where this worker is the oldest of
-            the first view.
+        weight: weight of this worker's batches.
+        weights: expected sum of all workers' weights, used before it is known how many workers begin.
+        begin: function that begins the next round. Its argument makes the run's calendar, if this worker is the oldest
+            of the first members.
 
     Attributes:
-        planned: batches of an epoch that the module has been given for such a plan; or 0.
+        planned: batches of an epoch that the module was given before the members were known; 0 if it didn't ask.
     """
 
     def __init__(self, weight: int, weights: int, begin: Callable[[Callable[[], Calendar]], None]) -> None:
@@ -34,13 +34,13 @@ class Joining:
         self._weight, self._weights, self._begin = weight, weights, begin
 
     def loader(self, member: Participant | None, trainer: Trainer, dataloader: object) -> object:
-        """The loader with the examples that this worker is dealt; with the first one it joins."""
+        """Return the loader with this worker's examples; for its first loader the worker joins the run."""
         if member is None:  # the module asks how many steps there will be
             self.planned = batches_of(trainer, dataloader, self._weights)
             return dealt(
                 trainer, dataloader, self.planned, lambda dealing: ().__iter__
             )  # its length alone is asked for
-        # Its place among those that are combined, also where they are loaded again.
+        # The loader's index among the combined loaders, also when they are loaded again.
         combined = trainer.fit_loop._combined_loader
         place = self._processed if combined is None else self._processed % len(combined.flattened)
         self._processed += 1
@@ -50,14 +50,14 @@ class Joining:
         batches, weights = member.calendar.batches, member.calendar.weights
         if place and combined is None and batches != max(1, own := batches_of(trainer, dataloader, weights)):
             raise ValueError(
-                f"loaders of {batches} and of {own} batches don't go together in an elastic run, whose epochs "
-                "have one length: give loaders of one length, or one loader of pairs"
+                f"loaders of {batches} and of {own} batches can't be combined in an elastic run, as both need one "
+                "epoch length: give loaders of one length, or one loader of pairs"
             )
         deals = partial(member.deals, place=place)
         return dealt(trainer, dataloader, batches, deals, self._weight)
 
     def _join(self, member: Participant, trainer: Trainer, dataloader: Any) -> None:
-        """Make this worker a member from here on."""
+        """Make this worker a member, and set its loops to the run's present round."""
         if member.seed is None:
             member.seed = int(dataloader.sampler.seed) if dealable(dataloader) else 0  # of the order of its examples
         self._begin(lambda: self._calendar(member, trainer, dataloader))
@@ -78,13 +78,13 @@ class Joining:
             loops.go_to(trainer, calendar, member.round)
 
     def _calendar(self, member: Participant, trainer: Trainer, dataloader: object) -> Calendar:
-        """Calendar of a run that begins now, or goes on from a checkpoint."""
+        """Make the calendar of a run that begins now or resumes from a checkpoint."""
         weights = self._weights if self.planned else member.founders
         accumulated, loop = trainer.accumulate_grad_batches, trainer.fit_loop
         batches = batches_of(trainer, dataloader, weights)
         epoch: Any = loop.epoch_progress.current
         batch = loop.epoch_loop.batch_progress
-        # Saved where an epoch's last batch was over, it may or may not have been counted.
+        # A checkpoint saved after an epoch's last batch may or may not have counted that batch.
         begun = 0 if epoch.started == epoch.processed else batches if batch.is_last_batch else batch.current.completed
         rounds = -(-batches // accumulated)
         before = epoch.processed * rounds + min(rounds, -(-begun // accumulated))
@@ -92,7 +92,7 @@ class Joining:
 
 
 def batches_of(trainer: Trainer, dataloader: Any, weights: int) -> int:
-    """Number of batches of an epoch, as limit_train_batches leaves them."""
+    """Return the number of batches of an epoch, after limit_train_batches."""
     found = sized_len(dataloader)
     batches = UNBOUNDED if found is None else found
     if dealable(dataloader):
@@ -102,17 +102,17 @@ def batches_of(trainer: Trainer, dataloader: Any, weights: int) -> int:
 
 
 def refuse_combined(trainer: Trainer, calendar: Calendar) -> None:
-    """ValueError where loaders are combined to an epoch of another length than each of them has."""
+    """Raise a ValueError if the combined loaders' epoch has another length than the run's epoch."""
     combined, batches = trainer.fit_loop._combined_loader, trainer.fit_loop.max_batches
     if combined is not None and len(combined.flattened) > 1 and batches != calendar.batches:
         raise ValueError(
-            f"{len(combined.flattened)} loaders make an epoch of {batches} batches, and an elastic run's has "
-            f"{calendar.batches}: combine them by mode='min_size' or 'max_size_cycle'"
+            f"{len(combined.flattened)} loaders make an epoch of {batches} batches, but this elastic run's epoch has "
+            f"{calendar.batches}: combine the loaders by mode='min_size' or 'max_size_cycle'"
         )
 
 
 def dealable(dataloader: Any) -> bool:
-    """Return whether its examples are those that Lightning would give to each of several workers."""
+    """Return whether Lightning would shard this loader among workers by a DistributedSampler."""
     return (
         type(getattr(dataloader, "sampler", None)) is DistributedSampler
         and getattr(dataloader, "batch_size", None) is not None
@@ -123,17 +123,17 @@ def dealt(
     trainer: Trainer,
     dataloader: Any,
     batches: int,  # of an epoch
-    dealing: Callable[[Dealing], Callable[[], Iterator[Any]]],  # of whom it gets each batch's places
-    weight: int = 1,  # its batches have so many times the examples
+    dealing: Callable[[Dealing], Callable[[], Iterator[Any]]],  # makes the iterator over example indices
+    weight: int = 1,  # multiple of the loader's batch size
 ) -> Any:
-    """The same loader, whose examples are dealt among the members; any other is left as it is."""
+    """Return the loader with its examples dealt among the members; other loaders are returned unchanged."""
     if not dealable(dataloader):
         return dataloader
     before, batch = dataloader.sampler, dataloader.batch_size
     made = Dealing(len(dataloader.dataset), batch, before.shuffle, before.seed)
     limit = trainer.limit_train_batches
     share = 1.0 if limit is None or isinstance(limit, int) else limit
-    if share > 0:  # Lightning takes its share of what it is given: the fewest of which it leaves so many
+    if share > 0:  # Lightning takes its share of the loader's length: the smallest length that leaves `batches`
         batches = next(n for n in count(int(batches / share)) if int(n * share) >= batches)
     sampler = ElasticSampler(batches * batch * weight, dealing(made))
     found: Any = _update_dataloader(dataloader, sampler, mode=RunningStage.TRAINING)
@@ -142,7 +142,7 @@ def dealt(
 
 
 class ElasticSampler(Sampler[int]):
-    """Places of examples, from where the run is to the end of its epoch."""
+    """Sampler of example indices, from the run's present round to the end of its epoch."""
 
     def __init__(self, length: int, ticks: Callable[[], Iterator[Any]]) -> None:
         self._length, self._ticks = length, ticks

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_decentral.compressed.strategy import CompressedStrategy
-from lightning_decentral.gossip.rounds import MixerBuilder, place
+from lightning_decentral.gossip.mixer_builder import MixerBuilder, place
 from lightning_decentral.gossip.strategy import GossipStrategy
 from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.making import parameters_of

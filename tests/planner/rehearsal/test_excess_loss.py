@@ -16,10 +16,10 @@ from lightning_decentral.gossip.plan.weights import mixing_matrix
 from lightning_decentral.planner.candidates import Candidate
 from lightning_decentral.planner.rehearsal import rehearse
 from lightning_decentral.planner.rehearsal.crew import Crew
-from lightning_decentral.planner.rehearsal.disagreement import Drift, correlation, grown, probed
 from lightning_decentral.planner.rehearsal.evaluation import HeldOutEvaluation
+from lightning_decentral.planner.rehearsal.excess_loss import Drift, correlation, grown, probed
 from lightning_decentral.planner.rehearsal.jobs import Foreknowledge, RehearsalJob
-from lightning_decentral.planner.rehearsal.loop import LoopSettings
+from lightning_decentral.planner.rehearsal.loop_settings import LoopSettings
 from lightning_decentral.planner.rehearsal.search import Early, SearchCourse, search
 
 SIZE, WORKERS, NOISE = 3000, 4, 0.5

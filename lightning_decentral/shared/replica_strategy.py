@@ -1,7 +1,7 @@
-"""Strategies whose workers have a whole model each (gossip, partial backprop): equal at the start, their exact mean.
+"""Strategies whose workers each have a whole model (gossip, partial backprop): equal at the start, averaged when shown.
 
 The replicas may differ while training. Everything that Lightning does once for all of them (validation, checkpoints,
-the model handed back after `fit`) sees their exact mean; each worker's own trajectory is never touched by it.
+the model returned after `fit`) uses their exact mean, which doesn't change how a worker trains.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,22 +15,22 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_decentral.shared.checkpoint.reading import refuse_other_number
-from lightning_decentral.shared.checkpoint.replica import ReplicaCheckpoints, WholeModel
+from lightning_decentral.shared.checkpoint.resuming_replicas import ReplicaCheckpoints, WholeModel
 from lightning_decentral.shared.compute.device import DeviceSteps
 from lightning_decentral.shared.compute.layout import ModelLayout, lay_states
 from lightning_decentral.shared.evaluation import PrunedTogether, callbacks_of
+from lightning_decentral.shared.setup_and_step import WorkersStrategy
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
 from lightning_decentral.shared.wire.fsdp import is_sharded, refuse_sharded
 from lightning_decentral.shared.wire.mean import mean, of_mean
 from lightning_decentral.shared.wire.transport import Transport
-from lightning_decentral.shared.workers import WorkersStrategy
 
 Call = Callable[[], Any]
 Evaluate = Literal["mean", "own"]
 
 
 class ReplicaStrategy(WorkersStrategy):
-    """One replica of the model per worker; gradients stay local unless the method sends them."""
+    """Trains one replica of the model on each worker; gradients stay local unless the method sends them."""
 
     evaluate: Evaluate = "mean"
     """Model that is validated, tested and used for prediction: the mean of the workers, or each worker's own model."""
@@ -49,22 +49,22 @@ class ReplicaStrategy(WorkersStrategy):
         self._trained: nn.Module | None = None
 
     def arrange(self) -> None:
-        """The model is equal everywhere and the optimizers don't exist yet."""
+        """Prepare the model, which is equal on all workers, before the optimizers exist."""
 
     @property
     def keeps(self) -> bool:
-        """True where a worker has state that no other has, and needs it to go on exactly."""
+        """Return whether a worker has state that no other worker has, and that exact resuming needs."""
         return self.drifts
 
     def progress_state(self) -> dict[str, Any]:
-        """Rounds and messages in flight, as tensors and primitives."""
+        """Return rounds and messages in flight, as tensors and primitives."""
         return {}
 
     def load_progress_state(self, state: dict[str, Any]) -> None:
-        """Go on where `progress_state` was taken."""
+        """Restore the rounds and messages that `progress_state` returned."""
 
     def share(self) -> float | None:
-        """This worker's weight in the mean of the workers; all sum to one. None: all equal."""
+        """Return this worker's weight in the mean of the workers; all weights sum to one. None: all are equal."""
         return None
 
     def refuse(self, module: nn.Module, fitting: bool) -> None:
@@ -110,7 +110,7 @@ class ReplicaStrategy(WorkersStrategy):
             return self.member.evaluate(*self._calls(self._module, "predict_step", args, kwargs))
 
     def _calls(self, module: LightningModule, name: str, args: Any, kwargs: Any) -> tuple[Call, Call]:
-        """A step of the module by itself, and inside the module's own call."""
+        """Return two functions that run a step: by itself, and inside the module's own call."""
         return (
             lambda: getattr(module, name)(*args, **kwargs),
             lambda: self._forward_redirection(module, module, name, *args, **kwargs),
@@ -132,7 +132,7 @@ class ReplicaStrategy(WorkersStrategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Update; where all take the same one, an optimizer that decides by the loss (line search) gets their mean."""
+        """Take an optimizer step; where all workers take the same one, LBFGS's line search gets their mean loss."""
         alike = isinstance(optimizer, LBFGS) and self.wire is not None and not self.drifts
         # Under manual optimization the devices of a worker have averaged gradients in the backward.
         assert self.lightning_module is not None
@@ -178,11 +178,11 @@ class ReplicaStrategy(WorkersStrategy):
         start_from_worker_0([*module.parameters(), *module.buffers()], self.wire.world, self.root_device)
 
     def plan(self) -> dict[str, str]:
-        """Settings that a run must have in common with the one that it goes on from, as text."""
+        """Return, as text, the settings that a run must share with the run that it resumes."""
         return {}
 
     def restart(self) -> None:
-        """Begin anew from the parameters as they are now. Collective."""
+        """Begin the rounds anew from the parameters as they are now. Collective."""
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         saved = self.checkpoints

@@ -1,9 +1,9 @@
-"""Traffic of a plan: copies and bytes that each worker and each node's network card sends; cliques.
+"""Planned traffic: copies of the parameters that each worker and each node's network card sends; cliques.
 
-What is really sent is counted in `wire.peer`, `wire.coded_clique` and `wire.assembly`; `wire.exchange.Traffic` adds up.
+`wire.peer`, `wire.coded_clique` and `wire.assembly` count the bytes that are really sent, as `wire.exchange.Traffic`.
 
-A step whose graph is disjoint cliques of equal weights all-reduces in them, where messages travel as they are or a rule
-lets owners of parts add up codes; in every other one peers send each other messages.
+In a step whose graph is disjoint cliques of equal weights the workers of a clique all-reduce, if messages aren't
+encoded, or if the rule allows owners of parts to add up codes. In every other step peers send each other messages.
 """
 
 from collections import Counter
@@ -22,30 +22,30 @@ from lightning_decentral.gossip.plan.weights import Weights
 
 
 class Cliques(Enum):
-    """Ways to exchange in a step in which all of a clique receive from all of it with equal weights."""
+    """Ways to exchange messages in a clique, a group of workers that receive from all of it with equal weights."""
 
-    TOLD = "each tells each, as with codes that no owner of a part adds up"
-    RING = "a ring all-reduces what travels as it is"
+    PEERS = "each sends to each, as with codes that no owner of a part adds up"
+    RING = "a ring all-reduces unencoded messages"
     OWNERS = "owners of parts add up codes"
 
 
 @dataclass(frozen=True)
 class RoundLoad:
-    """Load of one worker's exchange: its messages, and how many share a network card."""
+    """Load of one worker's exchange: its messages, and how many workers share a network card."""
 
-    clique: int = 0  # workers that all-reduce together, the worker included; 0 where peers exchange
+    clique: int = 0  # workers that all-reduce together, the worker included; 0 if peers exchange messages
     inside: int = 0  # messages to or from workers of the same node, whichever are more; in a clique 1 if in one node
-    between: int = 0  # the same with other nodes
+    between: int = 0  # messages to or from workers of other nodes, whichever are more; in a clique 1 if over nodes
     flows: int = 1  # workers of the node, or cliques on it, that use its network card at the same time
     per_node: int = 1  # the most workers of the clique that share a node
 
 
 @dataclass(frozen=True)
 class Round:
-    """One step. sources[i]: i and its sources, filled up with i to equal lengths, [size, most + 1].
+    """Messages of one step. sources[i]: i and its sources, filled up with i to equal lengths, [size, most + 1].
 
     Args:
-        more: messages of a worker's whom `sources` leave out, where a part of all workers stands for them.
+        more: messages of a worker from sources that `sources` leaves out, if a part of all workers is simulated.
     """
 
     sources: npt.NDArray[np.intp]
@@ -53,8 +53,8 @@ class Round:
     more: int = 0
 
     @property
-    def heard(self) -> npt.NDArray[np.intp]:
-        """[size]: messages that each worker mixes; of a clique that all-reduces one, which is that of all."""
+    def received(self) -> npt.NDArray[np.intp]:
+        """Number of messages that each worker mixes, [size]; 1 in a clique that all-reduces."""
         others = (self.sources != np.arange(len(self.sources))[:, None]).sum(axis=1) + self.more
         together = [load.clique > 0 for load in self.loads]
         return np.asarray(np.where(together, np.minimum(others, 1), others), dtype=np.intp)
@@ -68,7 +68,7 @@ class Round:
 def rounds(
     topology: Topology, weights: Weights, size: int, workers_per_node: int, cliques: Cliques = Cliques.RING
 ) -> tuple[Round, ...]:
-    """Rounds of a period, one for each step."""
+    """Make the rounds of a period, one for each step."""
     found = []
     for step, together in enumerate(_partitions(topology, weights, size, cliques)):
         graph = step_graph(topology, size, step)
@@ -82,10 +82,10 @@ def rounds(
 def rounds_of_part(
     topology: Topology, weights: Weights, part: int, whole: int, workers_per_node: int, cliques: Cliques
 ) -> tuple[Round, ...]:
-    """Rounds of a part of `whole` workers, which all make in the same kind of graph, with the messages of the whole.
+    """Make the rounds of `part` of `whole` workers, with as many messages as if all workers were there.
 
-    A clique of the whole part is one of all. Of peers there is one more for each doubling, where there was from half
-    of the part to the part (an exponential graph), or they are everybody.
+    A clique of the whole part is scaled to all workers. The number of peers grows by one for each doubling of the
+    workers, if it does from half of the part to the part (an exponential graph), or peers are all workers.
     """
     # Half of the nodes, or of the only node's workers.
     half = part // 2 if part <= workers_per_node else max(1, part // workers_per_node // 2) * workers_per_node
@@ -117,7 +117,7 @@ def _peer_loads(graph: StepGraph, per_node: int) -> tuple[RoundLoad, ...]:
         return sum(other // per_node != rank // per_node for other in others)
 
     pairs = list(enumerate(zip(graph.sources, graph.targets, strict=True)))
-    # Both directions go on at the same time: the one with more messages counts.
+    # Both directions run at the same time: the direction with more messages counts.
     between = [max(outside(rank, ranks) for ranks in both) for rank, both in pairs]
     inside = [max(len(ranks) - outside(rank, ranks) for ranks in both) for rank, both in pairs]
     nodes = [between[start : start + per_node] for start in range(0, len(between), per_node)]
@@ -139,27 +139,27 @@ def _cliques(cliques: Partition, size: int, per_node: int) -> tuple[RoundLoad, .
 
 
 def all_reduce_copies(size: int, workers_per_node: int) -> float:
-    """2 (n - 1) / n: what a ring all-reduce over n workers sends out of each node, in units of the parameters' bytes;
-    0 on one node."""
+    """2 (n - 1) / n: copies of the parameters that a ring all-reduce over n workers sends out of each node; 0 on one
+    node."""
     return 2 * (size - 1) / size if size > workers_per_node else 0.0
 
 
 def copies_through_card(
     topology: Topology, weights: Weights, size: int, workers_per_node: int, cliques: Cliques = Cliques.RING
 ) -> list[float]:
-    """Most that any node sends out through its card, by step of a period, in units of the parameters' bytes.
+    """Copies of the parameters that the busiest node sends through its network card, for each step of a period.
 
-    A message to a worker of another node counts 1; a ring all-reduce over c workers 2 (c - 1) / c for each of its
-    links that leaves the node, and 2 / c for each pair, one of whom is elsewhere, where owners of parts do it. What a
-    node receives is as much wherever in-degrees equal out-degrees.
+    A message to a worker of another node counts 1; a ring all-reduce over c workers counts 2 (c - 1) / c for each of
+    its links that leaves the node; where owners of parts add up codes, each pair of workers on two nodes counts 2 / c.
+    A node receives as many copies as it sends if in-degrees equal out-degrees.
     """
     by_node = copies_by_node(topology, weights, size, workers_per_node, cliques)
     return [max(sent.values(), default=0.0) for sent in by_node]
 
 
 def copies_sent(topology: Topology, weights: Weights, rank: int, size: int, cliques: Cliques = Cliques.RING) -> float:
-    """Copies that one worker sends in a step, the mean over a period, in units of its message's bytes. 1 for each
-    target, 2 (c - 1) / c of an all-reduce over c workers."""
+    """Copies of its message that one worker sends per step, the mean over a period: 1 for each target, 2 (c - 1) / c
+    for an all-reduce over c workers."""
     steps, sent = _partitions(topology, weights, size, cliques), 0.0
     for step, partition in enumerate(steps):
         if partition is None:
@@ -173,7 +173,7 @@ def copies_sent(topology: Topology, weights: Weights, rank: int, size: int, cliq
 def mean_copies(
     topology: Topology, weights: Weights, size: int, workers_per_node: int, cliques: Cliques = Cliques.RING
 ) -> float:
-    """Copies that the busiest node sends out through its card in a step, as a mean over a period."""
+    """Copies of the parameters that the busiest node sends through its network card per step, mean over a period."""
     steps = copies_by_node(topology, weights, size, workers_per_node, cliques)
     nodes = {node for sent in steps for node in sent}
     return max((sum(sent.get(node, 0.0) for sent in steps) / len(steps) for node in nodes), default=0.0)
@@ -182,7 +182,7 @@ def mean_copies(
 def copies_by_node(
     topology: Topology, weights: Weights, size: int, workers_per_node: int, cliques: Cliques = Cliques.RING
 ) -> list[dict[int, float]]:
-    """{node: copies that it sends out} of each step of a period, without silent nodes: see `copies_through_card`."""
+    """{node: copies that it sends out} for each step of a period, without silent nodes: see `copies_through_card`."""
     steps = []
     for step, together in enumerate(_partitions(topology, weights, size, cliques)):
         if together is None:  # peers
@@ -203,16 +203,16 @@ def copies_by_node(
 
 
 def _partitions(topology: Topology, weights: Weights, size: int, cliques: Cliques) -> Sequence[Partition | None]:
-    """Cliques in which each step of a period reduces; None where peers exchange."""
-    found = None if cliques is Cliques.TOLD else partitions(topology, weights, size)
+    """Cliques that all-reduce in each step of a period; None for a step in which peers exchange messages."""
+    found = None if cliques is Cliques.PEERS else partitions(topology, weights, size)
     return found or [None] * topology.period(size)
 
 
 def partition(topology: Topology, weights: Weights, size: int, step: int) -> Partition | None:
-    """The cliques of one step, each sorted, a silent worker alone; None where the step isn't a mean over cliques."""
+    """Cliques of one step, each sorted, a silent worker alone; None if the step isn't a mean over cliques."""
     rows = [weights.row(topology, rank, size, step) for rank in range(size)]
     cliques = tuple(dict.fromkeys(tuple(sorted(row)) for row in rows))
-    # A mean over cliques: those of whom everybody receives, itself included, are disjoint.
+    # A mean over cliques: the sets of a worker and its sources are disjoint.
     if sum(map(len, cliques)) != size:
         return None
     equal = all(abs(w - 1 / len(row)) < 1e-12 for row in rows for w in row.values())
@@ -220,13 +220,13 @@ def partition(topology: Topology, weights: Weights, size: int, step: int) -> Par
 
 
 def partitions(topology: Topology, weights: Weights, size: int) -> tuple[Partition | None, ...] | None:
-    """Cliques that all-reduce in each step of a period, or None where peers exchange; None where no step pays."""
+    """Cliques that all-reduce in each step of a period, None for a step of peers; None if all-reducing never pays."""
     steps = [partition(topology, weights, size, step) for step in range(topology.period(size))]
     # Two workers exchange the same bytes as peers.
     pays = [cliques is not None and any(len(c) > 2 for c in cliques) for cliques in steps]
     if not any(pays):
         return None
-    # Then steps of pairs go with the cliques, and no peers are needed.
+    # Then steps of pairs all-reduce, too, and no peers are needed.
     if all(steps):
         return tuple(steps)
     return tuple(cliques if worth else None for cliques, worth in zip(steps, pays, strict=True))
