@@ -90,7 +90,7 @@ def test_equal_blocks_are_cut_evenly() -> None:
     [
         ("jobs: []", "must have a list of one or more `jobs`"),
         ("[1]", "must have a list of one or more `jobs`"),
-        ("jobs: [", "is no YAML of jobs"),
+        ("jobs: [", "isn't a YAML file of jobs"),
         ("jobs: [{pieces: [1]}]", "job 1: each job needs a name"),
         ("jobs: [{name: a}]", "job 1: give either pieces, a profile, or overrides of a training"),
         ("jobs: [{name: a, pieces: [1]}, {name: a, pieces: [2]}]", "two jobs are called 'a'"),
