@@ -304,5 +304,5 @@ def test_wrong_places_and_budgets_are_refused() -> None:
         trainer(SpilledStrategy(), devices=2)
     with pytest.raises(ValueError, match="memory_bytes must be positive, got 0"):
         SpilledStrategy(memory_bytes=0)
-    with pytest.raises(ValueError, match="can.t copy to mps"):
+    with pytest.raises(ValueError, match=r"can.t copy to mps"):
         SpilledStrategy().parallel_devices = [torch.device("mps")]
