@@ -21,5 +21,5 @@ def test_a_buffer_that_changes_late_is_worker_0_s(tmp_path: Path, made: type[Lat
 
 
 def test_a_module_that_comes_after_the_cuts_are_found_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="a parameter is trained that wasn't there in the first step"):
+    with pytest.raises(RuntimeError, match="a parameter is trained that didn't exist in the first step"):
         run(tmp_path, Renewed(), strategy=partial_backprop(), max_steps=6)

@@ -568,7 +568,7 @@ class Lossless(Tower):
 @pytest.mark.parametrize(("module", "options", "message"), [
     (Synchronized, {"depth": Staircase()}, "ValueError: SyncBatchNorm gathers over all workers.*use plain BatchNorm"),
     (Manual, {}, "ValueError: Manual optimizes manually.*use automatic optimization"),
-    (ByHand, {}, "ValueError: ByHand overrides backward by hand.*remove LightningModule.backward"),
+    (ByHand, {}, "ValueError: ByHand overrides backward, .*remove LightningModule.backward"),
     (Chainless, {}, "ValueError: no chain of blocks to cut in Chainless.*give cuts=\\[names\\]"),
     (Skipping, {"cuts": ["network.blocks.2"]}, "ValueError: no cut at network.blocks.2: .*goes around the boundary"),
     (Skipping, {}, "ValueError: no chain of blocks.*goes around the boundary"),

@@ -107,5 +107,5 @@ class Sampled(Language):
 
 
 def test_an_evaluation_that_differs_between_stages_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="an evaluation gives LlamaForCausalLM other inputs on stage 0 than on the"):
+    with pytest.raises(RuntimeError, match="an evaluation gives LlamaForCausalLM different inputs on stage 0 and"):
         forked(Sampled("llama"), pipeline(2), tmp_path, max_steps=3)

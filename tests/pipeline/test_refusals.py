@@ -151,7 +151,7 @@ def test_more_stages_than_blocks_are_refused_before_a_process_starts(
     for options, words in (
         ({"devices": 16}, "16 stages for a model of [4-6] blocks: use 1 to [4-6] stages"),
         ({"devices": 4, "stages": 3}, "4 workers aren't a multiple of stages=3"),
-        ({"devices": 2, "partition": Counted((1, 1))}, "and [4-6] blocks: give one number per stage"),
+        ({"devices": 2, "partition": Counted((1, 1))}, "and [4-6] blocks: give one number for each stage"),
     ):
         devices = options.pop("devices")
         strategy: Any = TokenPipelineStrategy(start_method=start_method, **options)

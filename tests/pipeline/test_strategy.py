@@ -487,7 +487,7 @@ CASES = {
     "two models": (
         Two,
         {"devices": 2},
-        "one model that it knows in Two, found GPT2LMHeadModel, LlamaForCausalLM",
+        "exactly one known model in Two, but found GPT2LMHeadModel, LlamaForCausalLM",
     ),
     "memory": (lambda: Full("llama"), {"devices": 2}, "stage 1 ran out of memory: take more slices"),
 }

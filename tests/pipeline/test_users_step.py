@@ -72,7 +72,7 @@ def test_gradients_are_handed_over_by_a_loss():
     (loss / 4 * 8).backward(retain_graph=True)
     assert weight.grad.tolist() == [12.0, 14.0, 16.0]
     assert bias.grad is None
-    with pytest.raises(RuntimeError, match="goes back once"):
+    with pytest.raises(RuntimeError, match="loss has one backward"):
         loss.backward()
 
 

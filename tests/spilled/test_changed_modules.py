@@ -203,8 +203,8 @@ class PrunesLate(Callback):
     (Moves, None, "block layers.2 writes to parameter layers.2.weight"),
     (MovesByData, None, "block layers.2 writes to parameter layers.2.weight"),
     (Clamps, None, "a step writes to parameter extra"),
-    (Prunes, None, "parameter layers.1.weight was registered, removed or reparametrized between"),
-    (Chain, PrunesLate, "parameter layers.1.weight was registered, removed or reparametrized between"),
+    (Prunes, None, "parameter layers.1.weight was registered, removed or reparametrized during"),
+    (Chain, PrunesLate, "parameter layers.1.weight was registered, removed or reparametrized during"),
 ])  # fmt: skip
 def test_changes_within_a_step_are_refused(module: Any, callback: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):

@@ -254,18 +254,18 @@ class OneCacheForAll(Boards):
 
 @pytest.mark.parametrize(("module", "options", "message"), [
     (InPlace, {}, "block layers.0 changes its input in place"),
-    (Remembers, {}, "block layers.2 gives another result when its backward runs it again: keep"),
+    (Remembers, {}, "block layers.2 gives another result when its backward runs it again. Keep"),
     (Caches, {}, r"block layers.2 gives another result .*again \(.*use_cache=False"),
-    (Wraps, {}, "block layers.0 returns a SimpleNamespace, in which gradients aren't found"),
-    (Boards, {}, r"block layers.0 writes into a Board that it is given, .*use_cache=False"),
-    (BoardInPlace, {}, r"block layers.0 writes into a Board that it is given, .*use_cache=False"),
-    (BoardIsADictionary, {}, r"block layers.0 writes into a dict that it is given, .*use_cache=False"),
-    (BoardIsRead, {}, r"block layers.0 is given a Board that holds tensors which need gradients, .*use_cache=False"),
-    (OneCacheForAll, {}, r"block layers.0 is given the same KeysAndValues again, .*use_cache=False"),
+    (Wraps, {}, "block layers.0 returns a SimpleNamespace, in which gradients can't be found"),
+    (Boards, {}, r"block layers.0 writes into a Board among its arguments, .*use_cache=False"),
+    (BoardInPlace, {}, r"block layers.0 writes into a Board among its arguments, .*use_cache=False"),
+    (BoardIsADictionary, {}, r"block layers.0 writes into a dict among its arguments, .*use_cache=False"),
+    (BoardIsRead, {}, r"block layers.0 gets a Board with tensors that need gradients, .*use_cache=False"),
+    (OneCacheForAll, {}, r"block layers.0 gets the same KeysAndValues again, .*use_cache=False"),
     (Regularized, {}, r"parameter layers.1.weight is used outside .*resident=\['layers.1.weight'\]"),
     (Manual, {}, "Manual optimizes manually"),
     (Compiled, {}, "layers.1 is compiled"),
-    (Chain, {"blocks": ["layers.7"]}, "no module named 'layers.7' in Chain: there are layers, layers.0"),
+    (Chain, {"blocks": ["layers.7"]}, "no module named 'layers.7' in Chain: known are layers, layers.0"),
     (Chain, {"resident": ["coffee"]}, "no module named 'coffee' in Chain"),
     (Chain, {"blocks": ["layers", "layers.1"]}, "block layers.1 lies within another block"),
     (Chain, {"blocks": "coffee"}, "blocks must be 'auto' or names of modules, got 'coffee'"),
@@ -304,5 +304,5 @@ def test_wrong_places_and_budgets_are_refused() -> None:
         trainer(SpilledStrategy(), devices=2)
     with pytest.raises(ValueError, match="memory_bytes must be positive, got 0"):
         SpilledStrategy(memory_bytes=0)
-    with pytest.raises(ValueError, match="no copies to mps"):
+    with pytest.raises(ValueError, match=r"can.t copy to mps"):
         SpilledStrategy().parallel_devices = [torch.device("mps")]

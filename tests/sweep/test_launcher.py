@@ -314,7 +314,7 @@ def launching(folder: Path, *words: str) -> None:
         (["hydra.launcher.resume=true"], "nothing to resume in sweep"),
         (
             ["trainer.devices=1,3", "hydra.launcher.devices=2"],
-            "larger than granted: member 1 asks for 3, the sweep has cpu:0",
+            "member 1 asks for trainer.devices=3, but the sweep has only cpu:0",
         ),
         (["hydra.launcher.memory_bytes=900"], "at least [0-9,]+ bytes .* more than any device .*strategy=spilled"),
     ],

@@ -1,18 +1,18 @@
-"""Truncated backward: what lies below a cut runs without an autograd graph, gradients across a boundary are scaled.
+"""Truncated backward: below a cut the forward runs without an autograd graph; gradients across a boundary are scaled.
 
-What is passed above a cut makes no gradient (`Bypass`, the one place that touches `requires_grad` within a step).
+Segments above a cut that aren't trained make no gradient (`Bypass`, the only place that changes `requires_grad`).
 
-Verifying a cut by its gradients: is it what it claims to be? The doubling test, parameter by parameter.
+A cut is verified by its gradients with the doubling test, parameter by parameter.
 
-Three gradients of the same loss: g plain, g2 with what flows back across the boundary doubled, g0 with the cut. A cut
-is true if what flows across the boundary is exactly what the cut removes, for every parameter:
+Three gradients of the same loss: g plain, g2 with the gradient across the boundary doubled, g0 with the cut. A cut
+is valid if the gradient across the boundary is exactly what the cut removes, for every parameter:
 
     g2 - g == g - g0
 
-above   g2 == g,  g0 == g         the cut doesn't change it
-below   g2 == 2 g,  no g0         all of it crosses the boundary
-tied    both parts are there      used on both sides, each part crosses or doesn't
-leak    the law is broken         something goes around the boundary (a skip connection): no cut here
+above   g2 == g,  g0 == g         the cut doesn't change the gradient
+below   g2 == 2 g,  no g0         all of the gradient crosses the boundary
+tied    both parts exist          used on both sides, each part crosses or doesn't
+leak    the equation fails        a path goes around the boundary (a skip connection): no cut here
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,13 +30,13 @@ from lightning_decentral.shared.compute.modules import compiles
 
 
 class _ScaleGradient(torch.autograd.Function):
-    """y = x;  dL/dx = factor dL/dy."""
+    """Identity whose gradient is scaled: y = x;  dL/dx = factor dL/dy."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
         ctx.factor = factor
-        # The same memory and version: what a block that begins in place must not change stays an error. No view, of
-        # which autograd allows no change in place: where others read x, too, the gradient that goes by is seen as a
+        # The same memory and version: a block that begins in place and must not stays an error. Not a view, which
+        # autograd doesn't let change in place: where others read x, too, the gradient around the boundary is found as a
         # leak.
         return x.detach()
 
@@ -46,7 +46,7 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 def scale_gradient(value: Any, factor: float) -> Any:
-    """The same tensors; what flows back through them is multiplied by the factor."""
+    """Return the same tensors, with their gradients multiplied by the factor."""
     if factor == 1.0:
         return value
 
@@ -58,10 +58,10 @@ def scale_gradient(value: Any, factor: float) -> Any:
 
 
 class Cutter:
-    """Boundaries in a module: the inputs of some of its blocks, in the order of the forward.
+    """Cuts a module at boundaries: the inputs of some of its blocks, in the order of the forward.
 
-    Between `with cutter.at(cut, factors)` what runs before boundary `cut` has no graph: no saved activations, no
-    backward. Gradients that flow back across boundary j are multiplied by factors[j]. Outside the module is untouched.
+    Within `with cutter.at(cut, factors)` everything before boundary `cut` runs without a graph: no saved activations,
+    no backward. Gradients across boundary j are multiplied by factors[j]. Code outside the module isn't changed.
 
     Args:
         root: the module, or a LightningModule around it.
@@ -74,33 +74,33 @@ class Cutter:
         self._factors: Sequence[float] = [1.0] * len(boundaries)
         self._active, self._graph_wanted = False, True
         if compiles():
-            # What was compiled before (a first validation) knows nothing of the hooks, and would pass them by.
+            # Code compiled before (a first validation) doesn't know the hooks and would bypass them.
             torch.compiler.reset()
         blocks = [root.get_submodule(name) for name in boundaries]
         self._hooks = [b.register_forward_pre_hook(self._crossing(j), with_kwargs=True) for j, b in enumerate(blocks)]
-        # The member of `root` that holds all boundaries; None where root's own forward passes them.
+        # The child of `root` that contains all boundaries; None if root's own forward runs them.
         heads, nested = {name.partition(".")[0] for name in boundaries}, all("." in name for name in boundaries)
         found = root.get_submodule(heads.pop()) if len(heads) == 1 and nested else None
-        # A list has no forward whose beginning could be hooked.
+        # A list has no forward to hook.
         self._network = None if isinstance(found, (nn.ModuleList, nn.ModuleDict)) else found
         if self._network is not None:
-            # It may run several times in a step, and each time its own bottom comes first.
+            # The network may run several times in a step, each time from its bottom.
             self._hooks.append(self._network.register_forward_pre_hook(self._enter))
             self._hooks.append(self._network.register_forward_hook(self._leave, always_call=True))
 
     def remove(self) -> None:
-        """Take the hooks out of the module."""
+        """Remove the hooks from the module."""
         for hook in self._hooks:
             hook.remove()
 
     @contextmanager
     def at(self, cut: int | None, factors: Sequence[float] | None = None) -> Iterator[None]:
-        """Cut at this boundary, or nowhere. The grad mode afterwards is the one before, also after an exception."""
+        """Cut at this boundary, or nowhere. The grad mode is restored afterwards, also after an exception."""
         before = torch.is_grad_enabled()
         self.met, self._cut, self._active = [], cut, True
         self._factors = factors or [1.0] * len(self._factors)
         try:
-            if self._network is None:  # root's own forward passes the boundaries: what runs first lies below
+            if self._network is None:  # root's own forward runs the boundaries: what runs first lies below
                 self._enter()
             yield
         finally:
@@ -127,35 +127,35 @@ class Cutter:
             factor = self._factors[index]
             return scale_gradient(args, factor), scale_gradient(kwargs, factor)
 
-        # Not compiled with what it stands before: it sets the grad mode for all that follows.
+        # Not compiled with the block after it: the hook sets the grad mode for all that follows.
         return torch.compiler.disable(hook) if compiles() else hook
 
 
 class Bypass:
-    """No parameter requires a gradient from `begin` to `end`, of those that do otherwise. Gradients flow through what
-    they compute; none is made for them, and nothing is kept to make one.
+    """Turns off `requires_grad` of parameters from `begin` to `end`. Gradients flow through what the parameters
+    compute, but none is made for the parameters themselves, and nothing is saved for it.
 
-    That long, and not for the forward only: activation checkpointing runs the forward again in the backward, and must
-    find what it found.
+    It lasts through the backward: activation checkpointing runs the forward again in the backward, in the same
+    state.
     """
 
     def __init__(self) -> None:
         self._parameters: list[nn.Parameter] = []
 
     def begin(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Bypass these parameters from now on, no others."""
+        """Bypass these parameters from now on, and no others."""
         self.end()
         self._parameters = [p for p in parameters if p.requires_grad]
         self._require(False)
 
     def end(self) -> None:
-        """All as the user set them."""
+        """Restore `requires_grad` of all parameters as the user set it."""
         self._require(True)
         self._parameters = []
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """Restore for a while `requires_grad` as the user set it."""
+        """Restore `requires_grad` as the user set it, within this context."""
         self._require(True)
         try:
             yield
@@ -169,14 +169,14 @@ class Bypass:
 
 # ---- verification --------------------------------------------------------------------------------------
 
-TOLERANCE = 1e-3  # of a parameter's gradient: closer ones are equal
-FLOOR = 1e-6  # of the whole gradient: some are zero but for rounding (the bias of an attention's keys)
+TOLERANCE = 1e-3  # of a parameter's gradient: smaller differences count as equal
+FLOOR = 1e-6  # of the whole gradient: some are zero except for rounding (the bias of an attention's keys)
 
 Gradients = dict[str, Tensor | None]
 
 
 class Verdict(Enum):
-    """Position of a parameter relative to a cut."""
+    """Position of a parameter relative to a cut: above, below, tied, a leak."""
 
     ABOVE = "above"
     BELOW = "below"
@@ -187,13 +187,13 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Judged:
-    """One boundary: the verdict of every parameter by name."""
+    """Verdicts of one boundary: every parameter's position, by name."""
 
     boundary: str
     verdicts: Mapping[str, Verdict]
 
     def refuse(self) -> None:
-        """ValueError where the cut isn't one."""
+        """ValueError if the boundary isn't a valid cut."""
         leaks = [name for name, verdict in self.verdicts.items() if verdict is Verdict.LEAK]
         if leaks:
             more = f" and {len(leaks) - 1} more" if len(leaks) > 1 else ""
@@ -203,13 +203,13 @@ class Judged:
                 "exactly: cut elsewhere"
             )
         if not any(verdict in (Verdict.BELOW, Verdict.TIED) for verdict in self.verdicts.values()):
-            raise ValueError(f"no cut at {self.boundary}: no parameter lies below it, nothing would be saved")
+            raise ValueError(f"no cut at {self.boundary}: no parameter lies below it, so it saves nothing: cut higher")
 
 
 def judge(root: nn.Module, boundaries: list[str], run: Run) -> list[Judged]:
-    """The verdict of every parameter about every boundary. Needs a module whose gradients nobody keeps.
+    """Judge every parameter's position relative to every boundary. Changes the module's gradients.
 
-    Three runs (one shared by all boundaries) of forward and backward; `run` must draw the same random numbers each
+    Runs three forwards and backwards (one shared by all boundaries); `run` must draw the same random numbers each
     time.
 
     Raises:
@@ -228,13 +228,13 @@ def judge(root: nn.Module, boundaries: list[str], run: Run) -> list[Judged]:
 
 
 def gradients(root: nn.Module, run: Run, cut: AbstractContextManager[None]) -> Gradients:
-    """Gradients by name of the parameter; None where the loss doesn't reach it."""
+    """Gradients by parameter name; None if the loss doesn't depend on the parameter."""
     root.zero_grad(set_to_none=True)
     with cut:
         loss = run()
     if not loss.requires_grad:
-        raise ValueError("cut like this the loss has no graph: the forward itself changes the grad mode around the cut")
-    # Outside of the cut, as in training: what activation checkpointing runs again must come out the same.
+        raise ValueError("the forward changes the grad mode around the cut, so the loss has no graph: cut elsewhere")
+    # After the cut, as in training: activation checkpointing must recompute the same.
     loss.backward()
     found = {name: p.grad for name, p in root.named_parameters()}
     root.zero_grad(set_to_none=True)
@@ -246,7 +246,7 @@ def _judged(root: nn.Module, cutter: Cutter, index: int, boundaries: list[str], 
     try:
         doubled = gradients(root, run, cutter.at(None, factors))
         left = gradients(root, run, cutter.at(index))
-    except torch.OutOfMemoryError:  # a RuntimeError, too, but no fault of the cut
+    except torch.OutOfMemoryError:  # a RuntimeError, too, but not caused by the cut
         raise
     except RuntimeError as error:  # the plain step before worked
         reason = str(error).partition("\n")[0]
@@ -256,13 +256,13 @@ def _judged(root: nn.Module, cutter: Cutter, index: int, boundaries: list[str], 
 
 
 def verdict(plain: Tensor | None, doubled: Tensor | None, left: Tensor | None, floor: float) -> Verdict:
-    """Verdict on one parameter from its three gradients; a difference of norm `floor` is rounding."""
+    """Judge one parameter by its three gradients; a difference of norm `floor` is rounding."""
     if plain is None or doubled is None:
         return Verdict.UNUSED
     rest = torch.zeros_like(plain) if left is None else left
     across, removed = doubled - plain, plain - rest
     small = TOLERANCE * max(float(plain.norm()), float(rest.norm())) + floor
-    if not float((across - removed).norm()) <= small:  # so NaN is a leak, too
+    if not float((across - removed).norm()) <= small:  # so NaN counts as a leak, too
         return Verdict.LEAK
     if left is None:
         return Verdict.BELOW

@@ -1,4 +1,4 @@
-"""Frozen parameters in the optimizer: what happens at a step to those that no worker trained (skip, decay, forget)."""
+"""Frozen parameters in the optimizer: what a step does to parameters that no worker trained (skip, decay, forget)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -10,16 +10,16 @@ from torch.optim import Optimizer
 
 
 class Absent(ABC):
-    """Called before one optimizer's update with the parameters below the cuts; their `.grad` is None."""
+    """Policy for parameters below the cuts, called before an optimizer's update; their `.grad` is None."""
 
     @abstractmethod
     def settle(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-        """Do to them what belongs to this step."""
+        """Change these parameters as this step requires."""
 
 
 @dataclass(frozen=True)
 class Skip(Absent):
-    """x stays, the optimizer's state stays, no weight decay: as if the step weren't there."""
+    """Leave x and its optimizer state unchanged, without weight decay, as if the step didn't happen."""
 
     def settle(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
         """torch's optimizers pass over parameters without gradients."""
@@ -27,10 +27,10 @@ class Skip(Absent):
 
 @dataclass(frozen=True)
 class Decay(Absent):
-    """x <- (1 - learning rate * weight decay) x, the optimizer's state stays.
+    """Apply weight decay only: x <- (1 - learning rate * weight decay) x; the optimizer's state doesn't change.
 
-    So that the decay of a parameter doesn't depend on how often it is trained. It is what AdamW does to every
-    parameter, and what SGD without momentum makes of its L2 term. A step that a loss scaler skips decays all the same.
+    So a parameter's decay doesn't depend on how often it is trained. AdamW decays every parameter like this, and SGD
+    without momentum by its L2 term. A step that a loss scaler skips decays, too.
     """
 
     @torch.no_grad()
@@ -45,7 +45,7 @@ class Decay(Absent):
 
 @dataclass(frozen=True)
 class Forget(Absent):
-    """x stays, its optimizer state is dropped: memory for what is trained at the moment; moments begin anew later."""
+    """Drop the optimizer state and keep x: saves memory; the moments begin anew when x is trained again."""
 
     def settle(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
@@ -53,7 +53,7 @@ class Forget(Absent):
 
 
 def settle(absent: Absent, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    """`.grad` of the parameters becomes None; then what was chosen."""
+    """Set `.grad` of the parameters to None, then apply the policy."""
     for parameter in parameters:  # a user's zero_grad may leave zeros, with which optimizers would update
         parameter.grad = None
     absent.settle(optimizer, parameters)

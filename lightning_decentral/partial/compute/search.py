@@ -1,4 +1,4 @@
-"""Finding cuts in a network: from `"auto"`, `"blocks"`, a number or names to boundaries verified on a copy."""
+"""Search for cuts in a network: from `"auto"`, `"blocks"`, a number or names to boundaries verified on a copy."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,9 +18,9 @@ AUTO_SEGMENTS = 4
 
 @dataclass(frozen=True)
 class CutPlan:
-    """Verified boundaries and, for every parameter, the segment it belongs to, from the bottom.
+    """Verified boundaries and, for every parameter, its segment, from the bottom.
 
-    A tied parameter belongs to the highest segment it's used in, one that no gradient reached to the highest of all.
+    A tied parameter belongs to the highest segment that uses it, one without a gradient to the highest of all.
     Without a boundary there is one segment: a model of one layer.
     """
 
@@ -35,17 +35,17 @@ class CutPlan:
         return len(self.boundaries) + 1
 
     def lowest_use(self, segment: int) -> int:
-        """The lowest segment in which one of this segment's parameters is used, which a tied one may be far below."""
+        """Lowest segment that uses a parameter of this segment; a tied one may be used far below."""
         tied = [
             sum(judged.verdicts[name] is Verdict.ABOVE for judged in self.judged)
-            for name, of in self.segment_of.items()
-            if of == segment and any(judged.verdicts[name] is Verdict.TIED for judged in self.judged)
+            for name, own in self.segment_of.items()
+            if own == segment and any(judged.verdicts[name] is Verdict.TIED for judged in self.judged)
         ]
         return min([segment, *tied])
 
 
 def check_wish(cuts: Cuts) -> None:
-    """ValueError where it can't be one, whatever the module is."""
+    """ValueError for a `cuts` option that is impossible for any module."""
     match cuts:
         case "auto" | "blocks":
             return
@@ -66,15 +66,15 @@ def search(
     run_of: Callable[[nn.Module], Run],
     decide: Decide = by_itself,
 ) -> CutPlan:
-    """The plan for `module`; nothing of it is changed, all runs are those of a copy.
+    """Find and verify cuts of `module`; all runs use a copy, and nothing of the module changes.
 
     Args:
-        run_of: from the copy to a function that returns its loss on a small batch, the same each time.
-        decide: of several workers, which all search: they run alike, as often and in the same order.
+        run_of: maps the copy to a function that returns its loss on a small batch, the same each time.
+        decide: agrees with other workers, which all search: they run alike, equally often and in the same order.
 
     Raises:
-        ValueError: an unknown name, more cuts than blocks allow, a cut that isn't one (with the reason), or no chain; a
-            copy that computes with parameters of the module itself.
+        ValueError: an unknown name, more cuts than blocks, a cut that fails the verification, no chain of blocks; a
+        copy that computes with parameters of the module itself.
     """
     check_wish(cuts)
     copied = trial_copy(module)
@@ -88,13 +88,13 @@ def search(
         unknown = [name for name in cuts if name not in dict(copied.named_modules()) or not name]
         if unknown:
             names = [name for chain in candidates(copied)[:1] for name in chain.names]
-            some = f"there are {', '.join(names[:4])}, ..." if names else "it has no chain of blocks"
+            some = f"there are {', '.join(names[:4])}, ..." if names else "the module has no chain of blocks"
             raise ValueError(f"no module named {unknown[0]!r} to cut at: {some}")
         return plan(trial, list(cuts))
 
 
 def _likeliest(module: nn.Module) -> list[BlockSequence]:
-    """Chains of which something is trained before those that are frozen: a teacher may look as its student does."""
+    """Order chains with trained parameters before frozen ones: a teacher may look like its student."""
     modules = dict(module.named_modules())
     return sorted(
         candidates(module),
@@ -103,7 +103,7 @@ def _likeliest(module: nn.Module) -> list[BlockSequence]:
 
 
 def _along_a_chain(trial: Trial, chains: Sequence[BlockSequence], number: int | None, balance: Balance) -> CutPlan:
-    trial.try_out()  # what is wrong with the step itself is not the chains' fault
+    trial.try_out()  # an error of the step itself isn't the chains' fault
     layers = [part for part in trial.module.modules() if any(True for _ in part.parameters(recurse=False))]
     if number is None and len(layers) < 2:  # nothing to cut
         costs = trial.measure([], [parameter_bytes(trial.module.parameters())])
@@ -112,7 +112,7 @@ def _along_a_chain(trial: Trial, chains: Sequence[BlockSequence], number: int | 
     for chain in chains:
         try:
             return _cut_chain(trial, chain, number, balance)
-        except TooFewBlocks:  # this chain can be cut, only not so often: no reason to try another one
+        except TooFewBlocks:  # this chain can be cut, only less often: no reason to try another
             raise
         except ValueError as error:
             reasons.append(f"{chain}: {error}")
@@ -121,11 +121,11 @@ def _along_a_chain(trial: Trial, chains: Sequence[BlockSequence], number: int | 
 
 
 class TooFewBlocks(ValueError):
-    """More cuts than the chain has places for."""
+    """Error: more cuts than the chain of blocks has places for."""
 
 
 def _cut_chain(trial: Trial, chain: BlockSequence, number: int | None, balance: Balance) -> CutPlan:
-    """Cut so that the pieces balance; the first holds what comes before the chain, the last what comes after."""
+    """Cut into balanced pieces; the first includes what comes before the chain, the last what comes after."""
     pieces = min(AUTO_SEGMENTS, len(chain.names)) if number is None else number + 1
     sizes = [parameter_bytes(trial.module.get_submodule(name).parameters()) for name in chain.names]
     costs = trial.measure(chain.names[1:], sizes)
@@ -137,15 +137,15 @@ def _cut_chain(trial: Trial, chain: BlockSequence, number: int | None, balance: 
 
 
 def plan(trial: Trial, boundaries: list[str]) -> CutPlan:
-    """Judge these boundaries and sort the parameters; refuses what isn't a cut."""
+    """Verify these boundaries and sort the parameters into segments; ValueError for an invalid cut."""
     judged = trial.judge(boundaries)
     for verdicts in judged:
         verdicts.refuse()
     members: list[list[nn.Parameter]] = [[] for _ in range(len(boundaries) + 1)]
     segment_of = {}
     for name, parameter in trial.module.named_parameters():
-        # Boundaries that lie below it. Tied and unused ones count as above: what they contribute later is then averaged
-        # over all contributors of the segment above, for unused ones of the loss, which is exact.
+        # Counts boundaries below the parameter. Tied and unused ones count as above: what they contribute later is
+        # averaged over all contributors of the segment above, for unused ones of the loss, which is exact.
         segment_of[name] = len(judged) - [j.verdicts[name] for j in judged].count(Verdict.BELOW)
         members[segment_of[name]].append(parameter)
     costs = trial.measure(boundaries, [parameter_bytes(m) for m in members])
@@ -154,10 +154,10 @@ def plan(trial: Trial, boundaries: list[str]) -> CutPlan:
 
 def joints(module: nn.Module, run_of: Callable[[nn.Module], Run]) -> tuple[str, ...]:
     """Modules at whose inputs the network may be cut: every block of the likeliest chain that can be cut between all
-    of its blocks, and the first module behind it. Empty where there is no such chain.
+    blocks, and the first module after it. Empty if there is no such chain.
 
     Args:
-        run_of: from a copy of the module to a function that returns its loss on a small batch, the same each time.
+        run_of: maps a copy of the module to a function that returns its loss on a small batch, the same each time.
     """
     copied = trial_copy(module)
     with uncompiled():
@@ -169,7 +169,7 @@ def _between_all(trial: Trial, chains: Sequence[BlockSequence]) -> CutPlan:
     if not names:
         raise ValueError(f"no chain of blocks to cut in {trial.name} between all blocks: give cuts=[names]")
     found = plan(trial, list(names))
-    # Embeddings that are the head's weight, too, belong to it: what held nothing else is no segment of its own.
+    # Embeddings that are the head's weight, too, belong to the head: they form no segment of their own.
     filled = [name for j, name in enumerate(names) if j in found.segment_of.values()]
     return found if len(filled) == len(names) else plan(trial, filled)
 

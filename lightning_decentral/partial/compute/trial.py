@@ -1,7 +1,7 @@
-"""A trial copy of a network, by whose runs cuts are found; of several workers, which run theirs together.
+"""Trial copy of a network, whose runs find the cuts; several workers run their copies together.
 
-What a step changes is put back for the next run: the module's buffers and parameters' gradients (`untouched`), and its
-Python side (`own_state`: counters, queues, generators). What a step keeps outside of its module isn't seen.
+Each run's changes are undone for the next: the module's buffers and parameters' gradients (`untouched`), and its
+Python state (`own_state`: counters, queues, generators). State that a step keeps outside of its module isn't seen.
 """
 
 import copy
@@ -26,23 +26,23 @@ Found = TypeVar("Found")
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 HOLDING = (list, tuple, dict, set, deque)
 DRAWING = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-LONGEST = 10_000  # a longer list is data, not what a step counts or keeps: it would be copied for every run
+LONGEST = 10_000  # a longer list is data, not a step's counter or state: it would be copied for every run
 
 
 class Decide(Protocol):
-    """Decides what a run of the copy showed, where several workers run theirs together."""
+    """Interface: agrees on the result of a computation that several workers run together."""
 
     def __call__(self, compute: Callable[[], Found], /) -> Found: ...
 
 
 def by_itself(compute: Callable[[], Found], /) -> Found:
-    """Result of this worker's own run."""
+    """Return the result of this worker's own run."""
     return compute()
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A copy of the network and its step. What the search goes by is what its runs show, and nothing else."""
+    """Copy of the network and its step. The search uses only results of its runs."""
 
     module: nn.Module
     run: Run
@@ -53,7 +53,7 @@ class Trial:
         return type(self.module).__name__
 
     def try_out(self) -> None:
-        """ValueError where the step itself can't be run on the copy."""
+        """ValueError if the step itself can't run on the copy."""
 
         def once() -> None:
             self.run()
@@ -67,7 +67,7 @@ class Trial:
         return self.decide(lambda: measure(self.module, names, sizes, self.run))
 
     def entered(self) -> list[str]:
-        """Modules in the order in which a forward enters them, but for those entered twice."""
+        """List the modules in the order in which a forward enters them, without those entered twice."""
 
         def watched() -> list[str]:
             names: list[str] = []
@@ -78,15 +78,15 @@ class Trial:
             finally:
                 for hook in hooks:
                     hook.remove()
-            return [name for name in names if names.count(name) == 1]  # a boundary is met once in a pass
+            return [name for name in names if names.count(name) == 1]  # a boundary is passed once in a forward
 
         return self.decide(watched)
 
 
 def trial_copy(module: nn.Module) -> nn.Module:
-    """A copy in which every parameter may show its gradient; ValueError if it can't be copied."""
+    """Copy a module so that every parameter can show its gradient; ValueError if it can't be copied."""
     attributes = [value for part in module.modules() for value in vars(part).values()]
-    # What pruning has computed from mask and parameter, which torch doesn't copy; a forward computes it anew.
+    # Tensors that pruning computed from mask and parameter aren't copied by torch; a forward computes them anew.
     computed = {id(v): v.detach().clone() for v in attributes if isinstance(v, Tensor) and not v.is_leaf}
     # A LightningModule leaves its trainer out of copies, but not its Fabric.
     around = {id(fabric): fabric for fabric in (vars(part).get("_fabric") for part in module.modules())}
@@ -95,14 +95,14 @@ def trial_copy(module: nn.Module) -> nn.Module:
     except (RuntimeError, TypeError) as error:
         reason = str(error).split(". ")[0]
         raise ValueError(
-            f"{type(module).__name__} can't be copied, and cuts are verified on a copy ({reason}): "
-            "keep what can't be copied out of the module"
+            f"{type(module).__name__} can't be copied, but cuts are verified on a copy ({reason}): "
+            "don't store what can't be copied in the module"
         ) from error
-    generator = torch.Generator().manual_seed(0)  # its own: the run's random numbers stay as they are
+    generator = torch.Generator().manual_seed(0)  # its own generator: the run's random state doesn't change
     for parameter in trial.parameters():
         if parameter.is_floating_point():
             parameter.requires_grad_(True)
-            # A matrix of zeros passes no gradient on, which would hide what lies below it.
+            # A matrix of zeros passes no gradient on, which would hide what lies below.
             if parameter.ndim > 1 and not parameter.detach().any():
                 noise = torch.randn(parameter.shape, generator=generator) * 0.02
                 parameter.data.copy_(noise)
@@ -111,8 +111,8 @@ def trial_copy(module: nn.Module) -> nn.Module:
 
 @contextmanager
 def untouched(module: nn.Module) -> Iterator[None]:
-    """Put back what runs of a copy change in the module itself: a copy shares the functions that it keeps (a lambda).
-    ValueError, behind the runs: gradients have reached the module's own parameters.
+    """Undo changes that runs of a copy make in the module itself, as a copy shares its functions (a lambda).
+    ValueError, after the runs: gradients have reached the module's own parameters.
     """
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     before = {name: _state_of(p.grad) for name, p in module.named_parameters()}
@@ -129,8 +129,8 @@ def untouched(module: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
     if reached is not None:
         raise ValueError(
-            f"{type(module).__name__} keeps a function (a lambda, a closure) that computes with its own {reached}, "
-            "also in the copy on which cuts are verified: make it a method"
+            f"{type(module).__name__} keeps a function (a lambda, a closure) that uses the module's own {reached} even "
+            "in the copy on which cuts are verified: make the function a method"
         )
 
 
@@ -139,8 +139,8 @@ def _state_of(gradient: Tensor | None) -> tuple[int, int]:
 
 
 def own_state(module: nn.Module) -> Callable[[], None]:
-    """A function that gives every part of the module the plain attributes that it has now."""
-    # Tensors and modules that a list refers to are put back as what they are, not as copies.
+    """Return a function that restores the plain attributes of every part of the module."""
+    # Tensors and modules in a list are restored as themselves, not as copies.
     held = {id(one): one for one in (*module.modules(), *module.parameters(), *module.buffers())}
     parts = [vars(part) for part in module.modules()]
     saved = [(own, _copied({n: v for n, v in own.items() if _is_state(n, v)}, held)) for own in parts]
@@ -165,14 +165,14 @@ def _copied(state: dict[str, Any], held: dict[int, Any]) -> dict[str, Any]:
     for name, value in state.items():
         try:
             found[name] = copy.deepcopy(value, dict(held))
-        except (RuntimeError, TypeError):  # a file, a lock: it stays as a step leaves it
+        except (RuntimeError, TypeError):  # a file, a lock: it stays as the step leaves it
             continue
     return found
 
 
 @torch.no_grad()
 def write_back(buffer: Tensor, value: Tensor) -> None:
-    """buffer <- value, where it has changed. Others may be of a kind that can't be written: expanded, sparse."""
+    """Restore a buffer's value if it has changed. Unchanged ones may be unwritable: expanded, sparse."""
     if buffer.layout is not torch.strided:
         return
     if buffer.shape != value.shape or not torch.equal(buffer.nan_to_num(), value.nan_to_num()):

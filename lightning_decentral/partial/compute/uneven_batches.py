@@ -10,11 +10,11 @@ KEPT = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
     *("generator", "prefetch_factor", "persistent_workers"),
 )
-"""Options that a loader keeps when its batches are shared out."""
+"""Options that a data loader keeps when its batches are shared out."""
 
 
 def counts(shares: Sequence[float], samples: int) -> list[int]:
-    """Whole numbers in proportion to the shares that add up to `samples`: one each, the rest by largest remainders.
+    """Whole numbers in proportion to the shares, with sum `samples`: one each, the rest by largest remainders.
     ValueError: fewer samples than workers.
     """
     if samples < len(shares):
@@ -28,14 +28,14 @@ def counts(shares: Sequence[float], samples: int) -> list[int]:
 
 
 class SharedBatches(Sampler[list[int]]):
-    """The worker's slice of every global batch: the samples that a DistributedSampler gives all workers together.
+    """Sampler of this worker's slice of every global batch: the samples of all workers' DistributedSamplers.
 
     An incomplete last batch is left out.
 
     Args:
-        sampler: this worker's.
-        batch_size: of each worker, if all had the same.
-        sizes: samples of each worker; they add up to the number of workers times `batch_size`.
+        sampler: this worker's DistributedSampler.
+        batch_size: of each worker, if all were equal.
+        sizes: samples of each worker; their sum is the number of workers times `batch_size`.
     """
 
     def __init__(self, sampler: DistributedSampler[Any], batch_size: int, sizes: Sequence[int]) -> None:
@@ -47,7 +47,7 @@ class SharedBatches(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         rows = []
         for rank in range(len(self.sizes)):
-            other = copy.copy(self.sampler)  # of the same seed and epoch: with another rank, another worker's samples
+            other = copy.copy(self.sampler)  # with the same seed and epoch: another rank gives another worker's samples
             other.rank = rank
             rows.append(list(other))
         first = sum(self.sizes[: self.sampler.rank])
@@ -58,8 +58,8 @@ class SharedBatches(Sampler[list[int]]):
 
 
 def shared(loader: object, shares: Sequence[float]) -> tuple[DataLoader[object], tuple[int, ...]]:
-    """The same loader with batches shared out, and the samples of each worker. ValueError: it isn't a DataLoader with a
-    batch size and a DistributedSampler.
+    """Return a loader with unequal batches, and the samples of each worker. ValueError: not a DataLoader with a batch
+    size and a DistributedSampler.
     """
     if not isinstance(loader, DataLoader) or not isinstance(loader.sampler, DistributedSampler):
         raise ValueError(

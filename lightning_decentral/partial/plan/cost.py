@@ -9,14 +9,14 @@ from lightning_decentral.shared.plan.profile import BlockCost
 
 
 def compute_fraction(costs: Sequence[BlockCost], depth: int) -> float:
-    """(F + 2 F_top) / (3 F): a worker's compute against a full step, the backward twice the forward's F seconds."""
+    """Fraction of a full step's compute: (F + 2 F_top) / (3 F), with a backward twice the forward's F seconds."""
     lowest = len(costs) - depth
     return selected_fraction(costs, range(lowest, len(costs)), lowest)
 
 
 def selected_fraction(costs: Sequence[BlockCost], trained: Sequence[int], lowest: int) -> float:
-    """(F + F_passed + F_trained) / (3 F): gradients of inputs from the lowest piece up that the backward goes through,
-    of weights where trained, each as long as the forward."""
+    """Fraction of a full step's compute: (F + F_passed + F_trained) / (3 F). Gradients of inputs are computed from the
+    lowest segment up, gradients of weights for trained segments; each takes as long as the forward."""
     forward, passed = _seconds(costs), _seconds(costs[lowest:])
     own = _seconds([costs[piece] for piece in trained])
     return (forward + passed + own) / (3 * forward) if forward else 1.0
@@ -27,7 +27,7 @@ def _seconds(costs: Sequence[BlockCost]) -> float:
 
 
 def memory_fraction(costs: Sequence[BlockCost], depth: int) -> float:
-    """Saved activations of the top `depth` pieces against all."""
+    """Saved activations of the top `depth` pieces over those of all pieces."""
     saved = saved_bytes(costs)
     return saved_bytes(costs[-depth:]) / saved if saved else 1.0
 
@@ -37,16 +37,16 @@ def saved_bytes(costs: Sequence[BlockCost]) -> int:
 
 
 class Balance(ABC):
-    """Quantity that the pieces of an automatic cut should have equally much of."""
+    """Quantity that the pieces of an automatic cut should share equally."""
 
     @abstractmethod
     def of(self, cost: BlockCost) -> float:
-        """The size of a block."""
+        """Size of a block in this quantity."""
 
 
 @dataclass(frozen=True)
 class Blocks(Balance):
-    """Equally many blocks."""
+    """Number of blocks."""
 
     def of(self, cost: BlockCost) -> float:
         return 1.0
@@ -54,7 +54,7 @@ class Blocks(Balance):
 
 @dataclass(frozen=True)
 class SavedBytes(Balance):
-    """Activations that the backward needs: the same in every run, and about proportional to compute."""
+    """Bytes of activations saved for the backward: the same in every run, and roughly proportional to compute."""
 
     def of(self, cost: BlockCost) -> float:
         return float(cost.saved_bytes)
@@ -62,7 +62,7 @@ class SavedBytes(Balance):
 
 @dataclass(frozen=True)
 class Seconds(Balance):
-    """Measured seconds of the forward: as good as the clock, so cuts may differ from run to run."""
+    """Measured seconds of the forward: as noisy as the clock, so cuts may differ from run to run."""
 
     def of(self, cost: BlockCost) -> float:
         return cost.forward_seconds
@@ -70,7 +70,7 @@ class Seconds(Balance):
 
 @dataclass(frozen=True)
 class Parameters(Balance):
-    """Bytes of the parameters: what travels."""
+    """Bytes of the parameters, and so of the gradients that are sent."""
 
     def of(self, cost: BlockCost) -> float:
         return float(cost.parameter_bytes)
@@ -79,9 +79,9 @@ class Parameters(Balance):
 def partition(sizes: Sequence[float], pieces: int) -> list[int]:
     """Starts of the second to last of `pieces` contiguous, non-empty pieces whose largest sum is as small as possible.
 
-    Among equally good ones, the least sum of squares.
+    Among equally good cuts, the least sum of squares.
     """
-    # Squared, as plain sums have the same total for all cuts, which would decide nothing between equals.
+    # Squared, as plain sums have the same total for all cuts and couldn't decide between equals.
     at = linear_partition(piece_sums(sizes) ** 2, pieces)
     assert at is not None  # callers have as many blocks
     return list(at[1:-1])

@@ -18,30 +18,30 @@ from lightning_decentral.shared.plan.arguments import checked
 @checked
 @dataclass(frozen=True, kw_only=True)
 class DepthAssignment(ABC):
-    """depth(rank, size, step, segments) in 1..segments; full during the first `warm_up` steps.
+    """Depth of each worker at each step: depth(rank, size, step, segments) in 1..segments; full during the warm-up.
 
     Args:
-        warm_up: optimizer steps at full depth before the assignment begins; below one, their part of the whole run,
-            which `timed` makes steps.
+        warm_up: optimizer steps at full depth before the assignment begins; below one, a fraction of the whole run,
+        which `timed` converts to steps.
 
     Raises:
-        ValueError: a negative warm-up, or one that is neither a part nor a number of steps.
+        ValueError: a warm-up that is negative, or neither a fraction nor a number of steps.
     """
 
     warm_up: float = 0
     whole: ClassVar[bool] = False
-    """True where a tied parameter gets its whole gradient, from below its segment, too; else the top `depth`'s."""
+    """True if a tied parameter gets its whole gradient, also from below its segment; else only the top `depth`'s."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.warm_up < math.inf:
             raise ValueError(f"warm_up must be at least 0 steps, got {self.warm_up}: 0 begins at once")
         if self.warm_up > 1 and self.warm_up != round(self.warm_up):
-            raise ValueError(f"warm_up must be whole steps or a part of the run below 1, got {self.warm_up}")
+            raise ValueError(f"warm_up must be whole steps or a fraction of the run below 1, got {self.warm_up}")
 
     def timed(self, total_steps: float) -> "DepthAssignment":
-        """The same in a run of so many optimizer steps: warm_up <- round(warm_up * total_steps) where it is a part.
+        """Convert a fractional warm-up to steps of a run: warm_up <- round(warm_up * total_steps).
 
-        A part of a run without a known end (infinite or negative, as Lightning gives it) is no step.
+        A fraction of a run without a known end (infinite or negative, as Lightning gives it) is 0 steps.
         """
         if not 0 < self.warm_up < 1:
             return self
@@ -52,79 +52,79 @@ class DepthAssignment(ABC):
         return segments if step < self.warm_up else self.after(rank, size, step - int(self.warm_up), segments)
 
     def trained(self, rank: int, size: int, step: int, segments: int) -> tuple[int, ...]:
-        """The segments that this worker trains at this step, from the bottom; the lowest is `segments - depth`.
+        """Segments that this worker trains at this step, from the bottom; the lowest is `segments - depth`.
 
-        The highest is trained by all workers or by none.
+        The highest segment is trained by all workers or by none.
         """
         return top(self.depth(rank, size, step, segments), segments)
 
     @abstractmethod
     def after(self, rank: int, size: int, step: int, segments: int) -> int:
-        """The depth, `step` counted from the end of the warm-up."""
+        """Depth of this worker, with `step` counted from the end of the warm-up."""
 
     def reach(self, size: int, segments: int) -> int:
-        """The largest depth that any worker ever has after the warm-up."""
+        """Largest depth of any worker after the warm-up."""
         return segments
 
     def share(self, rank: int, size: int) -> float:
-        """This worker's part of a global batch; all workers' sum to one."""
+        """This worker's fraction of a global batch; the sum over all workers is one."""
         return 1 / size
 
 
 def ended(total_steps: float) -> bool:
-    """Return whether a run of so many steps has a known end: data without a length give infinity, or -1."""
+    """Return whether a run with this number of steps has a known end: data without a length give infinity, or -1."""
     return 0 <= total_steps < math.inf
 
 
 def top(depth: int, segments: int) -> tuple[int, ...]:
-    """The highest `depth` of the segments, from the bottom."""
+    """List the highest `depth` segments, from the bottom."""
     return tuple(range(segments - depth, segments))
 
 
 def contributors(assignment: DepthAssignment, size: int, step: int, segments: int) -> list[tuple[int, ...]]:
-    """Ranks that train each segment, from the bottom, at this step."""
+    """Ranks that train each segment at this step, from the bottom."""
     trained = [assignment.trained(r, size, step, segments) for r in range(size)]
     return [tuple(r for r, own in enumerate(trained) if s in own) for s in range(segments)]
 
 
 def check(assignment: DepthAssignment, size: int, segments: int) -> None:
-    """Every segment has a contributor at some step; ValueError: the lowest ones never have."""
+    """Check that every segment has a contributor at some step; ValueError: the lowest ones never do."""
     reach = assignment.reach(size, segments)
     if reach < segments and assignment.warm_up == 0:
         raise ValueError(
             f"{assignment} never trains the lowest {segments - reach} of {segments} segments: "
-            "let some worker at some step have the full depth, or give a warm_up"
+            "give some worker at some step the full depth, or give a warm_up"
         )
 
 
 def of_fraction(fraction: float, segments: int) -> int:
-    """max(1, ceil(fraction * segments)): the depth that holds this fraction of the segments."""
+    """Depth of this fraction of the segments: max(1, ceil(fraction * segments))."""
     return max(1, math.ceil(fraction * segments - 1e-9))  # 0.07 * 100 is 7.000000000000001 in floats
 
 
 def check_fractions(fractions: tuple[float, ...]) -> None:
-    """ValueError where a fraction isn't in (0, 1] or there is none."""
+    """ValueError if a fraction isn't in (0, 1] or there is none."""
     wrong = [f for f in fractions if not 0 < f <= 1]
     if wrong or not fractions:
         raise ValueError(f"fractions must be in (0, 1] and at least one, got {fractions}: 1 is the full depth")
 
 
 class Order(ABC):
-    """depth(step, segments) in 1..segments, a pure function."""
+    """Order of depths over steps: depth(step, segments) in 1..segments, a pure function."""
 
     @abstractmethod
     def depth(self, step: int, segments: int) -> int:
         """Number of the top segments that are trained at this step."""
 
     def reach(self, segments: int) -> int:
-        """The largest depth that ever comes."""
+        """Largest depth of all steps."""
         return segments
 
 
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Cyclic(Order):
-    """depth = ceil(f_t segments), f_t the fractions in turn; with None all depths in turn: segments, ..., 2, 1.
+    """Fractions in turn: depth = ceil(f_t segments); with None all depths in turn: segments, ..., 2, 1.
 
     ValueError: a fraction outside of (0, 1].
     """
@@ -147,7 +147,7 @@ class Cyclic(Order):
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Random(Order):
-    """Every depth from 1 to segments with probability 1 / segments, independent of the others.
+    """Random depths: each from 1 to segments with probability 1 / segments, independent of other steps.
 
     Args:
         seed: of the sequence; the same on every worker.
@@ -156,14 +156,14 @@ class Random(Order):
     seed: int = 0
 
     def depth(self, step: int, segments: int) -> int:
-        # Of seed and step alone: all workers agree without asking, and a resumed run goes on with the same depths.
+        # A function of seed and step: all workers agree without communication, also in a resumed run.
         return random.Random(f"{self.seed}/{step}").randint(1, segments)
 
 
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Full(DepthAssignment):
-    """depth = segments: ordinary data-parallel training."""
+    """Full depth, depth = segments: ordinary data-parallel training."""
 
     def after(self, rank: int, size: int, step: int, segments: int) -> int:
         return segments
@@ -172,14 +172,14 @@ class Full(DepthAssignment):
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Temporal(DepthAssignment):
-    """depth = order(step), the same on every worker.
+    """The same depth on every worker: depth = order(step).
 
-    All save compute and traffic in the same step, so the step gets shorter: seconds (1 + 2 f) / 3 of full ones at
-    fraction f of equal blocks. The peak of memory is that of the largest depth: with a warm-up, or an order with full
-    steps such as the default, as much as `Full` needs. The first quarter of the run is at full depth.
+    All workers save compute and traffic in the same step, so the step gets shorter: (1 + 2 f) / 3 of a full step at
+    fraction f of equal blocks. Peak memory is that of the largest depth: with a warm-up, or an order with full steps
+    such as the default, as much as `Full` needs. By default the first quarter of the run is at full depth.
     """
 
-    warm_up: float = 0.25  # loses least of what was tried (benchmarks/partial.py accuracy)
+    warm_up: float = 0.25  # lost least in measurements (benchmarks/partial.py accuracy)
     order: Order = field(default_factory=Cyclic)
 
     def after(self, rank: int, size: int, step: int, segments: int) -> int:
@@ -192,10 +192,10 @@ class Temporal(DepthAssignment):
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Staircase(DepthAssignment):
-    """depth = ceil((rank + 1) segments / size): worker i of n trains the top i / n.
+    """Staircase of depths: depth = ceil((rank + 1) segments / size), so worker i of n trains the top i / n.
 
-    Mean compute (2n + 1) / (3n) of full for n equal segments. The deepest worker does a full step, so a synchronous
-    step isn't shorter: the others' devices are free for other work meanwhile.
+    Mean compute is (2n + 1) / (3n) of full for n equal segments. The deepest worker runs a full step, so a synchronous
+    step isn't shorter: the other workers' devices are free for other work meanwhile.
 
     Source: the spatial variant of structured partial backpropagation, Kumar et al. 2111.10672.
     """
@@ -208,15 +208,15 @@ class Staircase(DepthAssignment):
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Balanced(Staircase):
-    """The depths of the staircase, and batches in proportion to 1 / (1 + 2 i / n) for worker i = rank + 1 of n.
+    """Staircase of depths, with batches in proportion to 1 / (1 + 2 i / n) for worker i = rank + 1 of n.
 
-    A worker's step takes n_i (1 + 2 i / n) for equal segments: the same for all. Gradients are weighted by samples, so
-    that a segment's is the mean over the samples of its contributors. The warm-up has the same shares; an incomplete
-    last batch of an epoch is left out.
+    A worker's step takes n_i (1 + 2 i / n) for equal segments: the same on all. Gradients are weighted by samples, so a
+    segment's gradient is the mean over its contributors' samples. The warm-up has the same shares; an incomplete last
+    batch of an epoch is left out.
     """
 
     def share(self, rank: int, size: int) -> float:
-        # Of no step: loaders are made once, so the warm-up has these shares, too.
+        # Independent of the step: loaders are made once, so the warm-up has these shares, too.
         rates = [1 / (1 + 2 * (r + 1) / size) for r in range(size)]
         return rates[rank] / sum(rates)
 
@@ -224,7 +224,7 @@ class Balanced(Staircase):
 @checked
 @dataclass(frozen=True, kw_only=True)
 class PerWorker(DepthAssignment):
-    """depth = ceil(f_rank segments): fixed fractions, for devices that are unequally fast.
+    """Fixed fractions for each worker, for devices of unequal speed: depth = ceil(f_rank segments).
 
     ValueError: a fraction outside of (0, 1]; at set-up, another number of fractions than of workers.
     """

@@ -1,6 +1,6 @@
 """Step time forecast of partial backprop from a profile: the backward stops at a cut, each block is a segment.
 
-depth d: forward of all, backward of the top d, all-reduce and update of what is trained of them
+Depth d: forward of all blocks, backward of the top d, all-reduce and update of the trained ones.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ Trained = tuple[int, ...]  # segments, from the bottom
 
 
 def cut(blocks: Sequence[BlockCost], trained: Trained) -> tuple[BlockCost, ...]:
-    """The trained blocks as they are, below them the forward only; between them half of the backward, the inputs'."""
+    """Return the trained blocks unchanged, the blocks below forward only, and those between with half a backward."""
     passed = [block.backward_seconds / 2 if b > trained[0] else 0.0 for b, block in enumerate(blocks)]
     return tuple(
         block if b in trained else replace(block, backward_seconds=passed[b], update_seconds=0.0, parameter_bytes=0)
@@ -38,11 +38,11 @@ def cut(blocks: Sequence[BlockCost], trained: Trained) -> tuple[BlockCost, ...]:
 
 @dataclass(frozen=True)
 class PartialForecast(Method):
-    """Every step as long as that of the worker that is last, each at its own depth, gradients all-reduced.
+    """Forecast in which every step takes as long as the slowest worker, each at its own depth, then an all-reduce.
 
-    A warm-up of a part w of the run counts as that part, w full steps + (1 - w) steady ones; one of some steps takes
-    memory only.
-    A segment that only some workers train is taken to cost what all of them would.
+    A warm-up of fraction w of the run counts as w full steps + (1 - w) steady ones; a warm-up in steps only affects
+    memory.
+    A segment that only some workers train is assumed to cost as much as if all did.
     """
 
     equal: ClassVar[bool] = False
@@ -71,7 +71,7 @@ class PartialForecast(Method):
         return np.asarray(last[:, WARM_STEPS:].mean(axis=1), dtype=np.float64)
 
     def tasks(self, setting: Setting) -> list[Task[str]]:
-        """The first step of the deepest worker."""
+        """Tasks of the deepest worker's first step."""
         return self._step(setting, min(self._trained(setting, 0)), 1.0)
 
     def card_bytes(self, setting: Setting) -> float:
@@ -82,7 +82,7 @@ class PartialForecast(Method):
         return share * data_parallel.DataParallel().card_bytes(setting)
 
     def memory_bytes(self, setting: Setting) -> float:
-        """Memory at the largest depth, which a warm-up makes the full one."""
+        """Memory at the largest depth; with a warm-up, at full depth."""
         segments = len(setting.model.blocks)
         reach = segments if self.depth.warm_up else self.depth.reach(setting.cluster.workers, segments)
         blocks = enumerate(setting.model.blocks, reach - segments)
@@ -91,12 +91,12 @@ class PartialForecast(Method):
 
     @property
     def _whole(self) -> float:
-        """The part of the run at full depth."""
-        # Of a warm-up in steps nobody knows it: a forecast has no length of the run.
+        """Fraction of the run at full depth."""
+        # Unknown for a warm-up in steps: a forecast has no length of the run.
         return self.depth.warm_up if self.depth.warm_up < 1 else 0.0
 
     def _trained(self, setting: Setting, step: int) -> list[Trained]:
-        """Segments that each worker trains at a step behind the warm-up."""
+        """Segments that each worker trains at a step after the warm-up."""
         workers, segments = setting.cluster.workers, len(setting.model.blocks)
         steady = replace(self.depth, warm_up=0)
         return [steady.trained(r, workers, step, segments) for r in range(setting.cluster.simulated.workers)]

@@ -1,4 +1,4 @@
-"""Selections of segments for fine-tuning (LISA, block coordinates): gradients flow through those that are left out."""
+"""Selections of segments for fine-tuning (LISA, block coordinates): gradients flow through unselected segments."""
 
 import random
 from abc import abstractmethod
@@ -12,17 +12,17 @@ from lightning_decentral.shared.plan.arguments import at_least, checked
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Selection(DepthAssignment):
-    """trained = chosen(step), the same on every worker; the backward ends at the lowest of them.
+    """Assignment that trains chosen segments, the same on every worker; the backward ends at the lowest of them.
 
-    What lies above it and isn't chosen passes gradients on and gets none of its own. A tied parameter is trained with
-    the highest segment that uses it, the backward then goes down to the lowest.
+    Unchosen segments above it pass gradients on but get none. A tied parameter is trained with the highest segment
+    that uses it; the backward then continues to the lowest.
     """
 
     whole: ClassVar[bool] = True
 
     @abstractmethod
     def chosen(self, step: int, segments: int) -> tuple[int, ...]:
-        """The segments trained, from the bottom, at least one; `step` counted from the end of the warm-up."""
+        """Segments to train, from the bottom, at least one; `step` counts from the end of the warm-up."""
 
     def after(self, rank: int, size: int, step: int, segments: int) -> int:
         return segments - self.chosen(step, segments)[0]
@@ -35,14 +35,14 @@ class Selection(DepthAssignment):
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Lisa(Selection):
-    """The lowest segment, the highest, and `blocks` of those between drawn anew every `every` steps.
+    """LISA: train the lowest segment, the highest, and `blocks` of those between, drawn anew every `every` steps.
 
-    With `cuts="blocks"` the lowest holds the embeddings and the highest the head, which the paper always trains. Its
-    memory is saved where the optimizer's state is dropped, too: `absent=Forget()`.
+    With `cuts="blocks"` the lowest has the embeddings and the highest the head, which the paper always trains. Memory
+    is saved only if the optimizer's state is dropped, too: `absent=Forget()`.
 
     Args:
-        every: optimizer steps of a draw, K in the paper.
-        blocks: drawn without replacement, all with the same chance; gamma in the paper.
+        every: optimizer steps between draws, K in the paper.
+        blocks: number drawn without replacement, all equally likely; gamma in the paper.
         seed: of the draws; the same on every worker.
 
     Raises:
@@ -62,7 +62,7 @@ class Lisa(Selection):
 
     def chosen(self, step: int, segments: int) -> tuple[int, ...]:
         between = range(1, segments - 1)
-        # Of seed and draw alone: all workers agree without asking, and a resumed run goes on with the same blocks.
+        # A function of seed and draw: all workers agree without communication, also in a resumed run.
         drawn = random.Random(f"{self.seed}/{step // self.every}").sample(between, min(self.blocks, len(between)))
         return tuple(sorted({0, *drawn, segments - 1}))
 
@@ -70,9 +70,9 @@ class Lisa(Selection):
 @checked
 @dataclass(frozen=True, kw_only=True)
 class BlockCoordinate(Selection):
-    """One segment for `every` steps, then the next; each sweep over all segments in an order drawn anew.
+    """Block coordinate descent: train one segment for `every` steps, then the next, in a new random order each sweep.
 
-    With Adam and `absent=Forget()`, which keeps the optimizer's state of this segment only and begins it anew, this is
+    With Adam and `absent=Forget()`, which keeps only the current segment's optimizer state and begins it anew, this is
     BAdam.
 
     Args:

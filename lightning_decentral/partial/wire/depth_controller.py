@@ -1,4 +1,4 @@
-"""Partial backprop at run time, on one worker: the verified cuts in its module, and the cut of each step."""
+"""Controller of partial backprop on one worker: sets each step's cut in the module, at verified boundaries."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,10 +20,10 @@ from lightning_decentral.shared.wire.transport import Wire
 
 
 class DepthController:
-    """Cuts `module` by the plan as the assignment gives it.
+    """Cuts `module` at each step as the depth assignment requires.
 
     Args:
-        place: of this worker.
+        place: this worker's rank and share of the batch.
 
     Raises:
         ValueError: the assignment leaves a segment without contributors.
@@ -37,7 +37,7 @@ class DepthController:
         for name, segment in plan.segment_of.items():
             self.segments[segment].append(parameters[name])
         self.bypass = Bypass()  # active from a forward to the end of its backward
-        self.step, self.contributors = -1, list[tuple[int, ...]]()  # of the step that was cut last
+        self.step, self.contributors = -1, list[tuple[int, ...]]()  # of the latest step that was cut
         self._cutter = Cutter(module, plan.boundaries)
         self.own(0)
 
@@ -46,7 +46,7 @@ class DepthController:
         self._cutter.remove()
 
     def own(self, step: int) -> tuple[int, ...]:
-        """Segments that this worker trains at this step, whose `contributors` are kept: asked once a step."""
+        """Segments that this worker trains at this step; also updates `contributors`: computed once a step."""
         if step != self.step:
             self.step = step
             self.contributors = contributors(self.assignment, self.place.size, step, self.plan.segments)
@@ -57,15 +57,15 @@ class DepthController:
         return len(self.segments) - self.lowest(self.own(step))
 
     def lowest(self, trained: Sequence[int]) -> int:
-        """The segment where the backward ends that trains these."""
+        """Segment where a backward that trains these segments ends."""
         return min(map(self.plan.lowest_use, trained)) if self.assignment.whole else trained[0]
 
     def alone(self, step: int) -> AbstractContextManager[None]:
-        """Cut for a worker whose gradients stay its own."""
+        """Cut this step's backward on a worker that keeps its own gradients."""
         return self._cut(self.own(step), None)
 
     def together(self, step: int) -> AbstractContextManager[None]:
-        """Cut, and scale what crosses the boundaries so that a plain sum over workers is the contributors' mean."""
+        """Cut, and scale gradients at the boundaries so that a plain sum over workers is the contributors' mean."""
         own = self.own(step)
         return self._cut(own, factors(self.contributors, self.place.shares))
 
@@ -75,7 +75,7 @@ class DepthController:
         return self._cutter.at(lowest - 1 if lowest else None, scales)  # boundary j is between segments j and j + 1
 
     def absent(self) -> list[nn.Parameter]:
-        """Trainable parameters that no worker trains at the step that was cut last."""
+        """Trainable parameters that no worker trains at the latest cut step."""
         found = zip(self.contributors, self.segments, strict=True)
         return [p for ranks, members in found if not ranks for p in members if p.requires_grad]
 
@@ -86,8 +86,8 @@ class DepthController:
 
 
 def factors(contributors: Sequence[Sequence[int]], weights: Sequence[float]) -> list[float]:
-    """Gradient factors of the boundaries between segments j and j + 1. By them a gradient that crossed all above
-    segment s, and that of the loss, was multiplied by W / W_s. A segment that nobody trains changes nothing."""
+    """Gradient factors of the boundaries between segments j and j + 1. They multiply a gradient that crossed all
+    boundaries above segment s by W / W_s. A segment that nobody trains changes nothing."""
     sums = [float(sum(weights[rank] for rank in ranks)) for ranks in contributors]
     assert not sums[-1] or len(contributors[-1]) == len(weights), (
         "what lies above the last boundary is trained by all workers, or by none"
@@ -99,11 +99,11 @@ def factors(contributors: Sequence[Sequence[int]], weights: Sequence[float]) -> 
 
 
 class CutSteps(DeviceSteps):
-    """Steps of a worker whose backward stops at a cut, and whose gradients are averaged segment by segment in it.
+    """Runs steps whose backward stops at a cut, and averages their gradients segment by segment during the backward.
 
     Args:
         absent: what the optimizer does to parameters that no worker trained.
-        waiting: around what waits for the other workers.
+        waiting: context around waits for other workers.
     """
 
     def __init__(self, absent: Absent, waiting: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
@@ -112,7 +112,7 @@ class CutSteps(DeviceSteps):
         self._absent, self._waiting, self._blocked = absent, waiting, False
 
     def drive(self, driver: DepthController, wire: Wire | None, equal: EqualReplicas, bucket_bytes: int | None) -> None:
-        """The cuts are found. Collective."""
+        """Start to use the cuts that were found. Collective."""
         if wire is not None:
             self.reducer = Reducer(driver.segments, driver.place, wire.group, wire.hosts, bucket_bytes)
             equal.join(self.reducer)
@@ -120,18 +120,18 @@ class CutSteps(DeviceSteps):
 
     def before(self, loss: Any) -> None:
         self.begin()
-        # Within the backward: what hooks of the user's see and change behind it is what the update takes.
+        # Within the backward: the update uses what the user's hooks see and change afterwards.
         at_the_end(loss, self.end)
 
     def begin(self) -> None:
-        """Before a backward; only the last one of an accumulated step sends."""
+        """Prepare for a backward; only the last backward of an accumulated step sends gradients."""
         if self.reducer is not None and self.driver is not None and not self._blocked:
             with self.driver.bypass.lifted():
                 self.reducer.refresh()
             self.reducer.begin(self.driver.contributors)
 
     def end(self) -> None:
-        """After it."""
+        """Finish a backward: wait for the averaged gradients."""
         if self.driver is not None:
             self.driver.bypass.end()
         if self.reducer is not None and not self._blocked:
@@ -139,7 +139,7 @@ class CutSteps(DeviceSteps):
                 self.reducer.finish()
 
     def settle(self, optimizer: Optimizer) -> None:
-        """Before its update: what no worker has trained in this step."""
+        """Handle parameters that no worker trained in this step, before the optimizer's update."""
         if self.reducer is not None:
             self.reducer.serve([p for group in optimizer.param_groups for p in group["params"]])
         if self.driver is not None:
@@ -154,7 +154,7 @@ class CutSteps(DeviceSteps):
             self._blocked = False
 
     def close(self) -> None:
-        """Leave the module as it was."""
+        """Restore the module as it was before the cuts."""
         if self.driver is not None:
             self.driver.remove()
         if self.reducer is not None:

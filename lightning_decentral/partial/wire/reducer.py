@@ -2,9 +2,9 @@
 
     grad_s = (1 / W_s) sum_{i in contributors of s} w_i g_i,s        W_s = sum_{i in contributors of s} w_i
 
-Worker i's weight w_i is its share of the global batch. What it has in `.grad` of segment s is already multiplied by
-W / W_s (W over all workers): what flows back across a boundary is scaled there (`depth_controller.factors`). That makes
-a parameter used in several segments exact, too: each part of its gradient crossed its own boundaries.
+Worker i's weight w_i is its share of the global batch. Its `.grad` of segment s is already multiplied by W / W_s (W
+over all workers): gradients across a boundary are scaled there (`depth_controller.factors`). So a parameter used in
+several segments is exact, too: each part of its gradient crossed its own boundaries.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,18 +24,18 @@ Group = Callable[[Sequence[Sequence[int]] | None], Transport | None]
 
 
 def sent_bytes(piece_bytes: float, contributors: int, size: int) -> float:
-    """(k + n - 2) / n of the piece: mean bytes that a worker sends to average a piece over k contributors of n workers.
+    """Mean bytes that a worker sends to average a piece over k contributors of n workers: (k + n - 2) / n of the piece.
 
-    The contributors reduce it to one of them (k - 1 messages), who hands it to all (n - 1 messages); with k = n it is
-    the 2 (n - 1) / n of an all-reduce, with no contributor nothing. Over n equal pieces with 1, 2, ..., n contributors
-    it sums to exactly 3/4 of a full all-reduce.
+    The contributors reduce it to one of them (k - 1 messages), which sends it to all (n - 1 messages). With k = n this
+    is an all-reduce's 2 (n - 1) / n, without a contributor nothing. Over n equal pieces with 1, 2, ..., n contributors
+    the sum is exactly 3/4 of a full all-reduce.
     """
     return (contributors + size - 2) / size * piece_bytes if contributors and size > 1 else 0.0
 
 
 @dataclass(frozen=True)
 class Rank:
-    """A worker's place: its rank, the number of workers, the share of the global batch of each."""
+    """Rank of a worker, the number of workers, and each worker's share of the global batch."""
 
     rank: int
     shares: tuple[float, ...]
@@ -46,14 +46,14 @@ class Rank:
 
 
 class ContributorBucket(GradientBucket):
-    """Gradients with the same contributors."""
+    """Bucket of gradients that have the same contributors."""
 
     def __init__(
         self,
         ranks: Ranks,
         parameters: Sequence[nn.Parameter],
         flat: Tensor,  # (elements of all gradients,), for this backward
-        place: int,  # of the last of them in the order of backward
+        place: int,  # position of the last of them in the order of backward
     ) -> None:
         super().__init__(parameters)
         self.ranks, self.flat, self.place = ranks, flat, place
@@ -61,16 +61,16 @@ class ContributorBucket(GradientBucket):
 
 
 class Packing:
-    """Bucket layout: which gradients travel together. Each has its place in one tensor for each type and device.
+    """Bucket layout: which gradients are sent together. All gradients of a dtype and device share one tensor.
 
     Args:
         segments: trained parameters of each segment from the bottom.
-        bucket_bytes: of a bucket at most, unless one parameter is larger; by default `bucket_bytes_of` them.
+        bucket_bytes: maximum of a bucket, unless one parameter is larger; by default `bucket_bytes_of` them.
     """
 
     def __init__(self, segments: Sequence[Sequence[nn.Parameter]], bucket_bytes: int | None) -> None:
         self._most = bucket_bytes or bucket_bytes_of(p for segment in segments for p in segment)
-        self._pieces = [  # never split; the last parameters first, as backward meets them
+        self._pieces = [  # never split; the last parameters first, as in the backward
             (segment, members, sum(p.numel() for p in members))
             for segment in reversed(range(len(segments)))
             for members in chunked(reversed(segments[segment]), self._most)
@@ -78,8 +78,8 @@ class Packing:
         self._stores: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def buckets(self, contributors: Sequence[Ranks]) -> list[ContributorBucket]:
-        """Buckets in the order in which backward completes them; what nobody contributes to is in none."""
-        # Parameters that will share a bucket: (their contributors, place of the last of them, they, their elements)
+        """Buckets in the order in which the backward completes them; without segments that have no contributor."""
+        # Parameters that share a bucket: (contributors, position of the last one, parameters, elements)
         kinds: dict[tuple[torch.dtype, torch.device], list[tuple[Ranks, int, list[nn.Parameter], int]]] = {}
         for place, (segment, members, elements) in enumerate(self._pieces):
             ranks, size = contributors[segment], members[0].element_size()
@@ -94,7 +94,7 @@ class Packing:
         found: list[ContributorBucket] = []
         for (dtype, device), rows in kinds.items():
             sizes = [elements for *_, elements in rows]
-            # As large as was needed so far: contributors, and with them the sizes, change from step to step.
+            # As large as needed so far: contributors, and so the sizes, change from step to step.
             store = self._stores.get((dtype, device))
             if store is None or store.numel() < sum(sizes):
                 store = self._stores[dtype, device] = torch.empty(sum(sizes), dtype=dtype, device=device)
@@ -104,16 +104,16 @@ class Packing:
 
 
 class Reducer(Average):
-    """Averages gradients segment by segment, from the top, as soon as the backward has made them.
+    """Averages gradients segment by segment, from the top, as soon as the backward has computed them.
 
-    A segment with all workers as contributors is all-reduced. With k of n, they reduce it among themselves to one, who
-    hands it to all; others send nothing for it. With none, nothing is sent and no gradient appears.
+    A segment with all workers as contributors is all-reduced. With k of n, they reduce it to one contributor, which
+    sends it to all; other workers send nothing. Without contributors nothing is sent and no gradient appears.
 
     Args:
         segments: parameters of each segment from the bottom.
-        group: makes groups of workers; every worker calls it at the same point.
+        group: makes process groups; every worker calls it at the same point.
         hosts: the same for CPU tensors.
-        bucket_bytes: gradients that travel together, at most, unless one parameter is larger; by default
+        bucket_bytes: maximum size of gradients sent together, unless one parameter is larger; by default
             `bucket_bytes_of` them.
     """
 
@@ -126,7 +126,7 @@ class Reducer(Average):
         bucket_bytes: int | None = None,
     ) -> None:
         super().__init__()
-        self.sent_bytes = 0.0  # this worker's part of what travelled so far (the mean over the workers of a collective)
+        self.sent_bytes = 0.0  # this worker's part of the traffic so far (in a collective, the mean over workers)
         self._segments, self._place, self._bucket_bytes = segments, place, bucket_bytes
         self._group, self._world, self._hosts = group, of_all(group), of_all(hosts)
         self._groups: dict[Ranks, Transport | None] = {}  # of contributors
@@ -137,7 +137,7 @@ class Reducer(Average):
         self.refresh()
 
     def refresh(self) -> None:
-        """Take in what is trained now: freezing and unfreezing come at any time, on all workers in the same step."""
+        """Update which parameters are trained: freezing may change at any step, on all workers alike."""
         trained = [[p for p in segment if p.requires_grad] for segment in self._segments]
         before = self._launcher.watched
         if self._launcher.watch([p for segment in trained for p in segment]):
@@ -146,61 +146,61 @@ class Reducer(Average):
             self._packing = Packing(trained, self._bucket_bytes)
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         self._launcher.watch(())
-        self._reported = []  # nobody waits for the last answers
+        self._reported = []  # no worker waits for the last answers
 
     # ---- one backward -------------------------------------------------------------------------------------------
 
     def serve(self, parameters: Sequence[nn.Parameter]) -> None:
-        """RuntimeError for one that no segment has, and that is trained now."""
+        """RuntimeError for a trained parameter that belongs to no segment."""
         if same(parameters, self._served):
             return
         known = {p for segment in self._segments for p in segment}
         if any(p not in known for p in parameters if p.requires_grad):
             raise RuntimeError(
-                "a parameter is trained that wasn't there in the first step, which found the cuts, so that nobody "
+                "a parameter is trained that didn't exist in the first step, which found the cuts, so no worker "
                 "averages its gradient: replace modules before fit, or train with strategy='compressed'"
             )
         self._served = parameters
 
     def begin(self, contributors: Sequence[Ranks]) -> None:
-        """Before the backward whose gradients are to be averaged. Collective where a group is met first."""
+        """Prepare a backward whose gradients are to be averaged. Collective when a group is first needed."""
         self._contributors = contributors
         self.enter()
         for ranks in contributors:  # all workers know the plan, so all make a group together
             if 1 < len(ranks) < len(self._place.shares) and ranks not in self._groups:
                 self._groups[ranks] = self._group([ranks])
-        # They start in this order, whatever is complete first: workers with unequal graphs still pair the right ones.
+        # They start in this order, whichever is complete first: unequal graphs still pair equal buckets.
         self._launcher.begin(self._packing.buckets(contributors))
 
     def _launch(self, bucket: ContributorBucket) -> None:
         if self._place.rank not in bucket.ranks:
             return
         pack(bucket.gradients, bucket.parameters, bucket.flat)
-        # w_i / W, whatever the segment: `factors` has done the rest.
+        # w_i / W, whatever the segment: `factors` has scaled the rest.
         bucket.flat.mul_(self._place.shares[self._place.rank])
         if len(bucket.ranks) == len(self._place.shares):
             bucket.pending = self._world.all_reduce(bucket.flat)
-        elif (group := self._groups.get(bucket.ranks)) is not None:  # else it is the only contributor
+        elif (group := self._groups.get(bucket.ranks)) is not None:  # else this worker is the only contributor
             bucket.pending = group.reduce(bucket.flat, target=0)
 
     def finish(self) -> None:
-        """After the backward: start what is left, hand on, wait, and put the means into `.grad`. RuntimeError: a
-        gradient appeared in a segment that this worker doesn't contribute to.
+        """Start remaining buckets after the backward, send on, wait, and put the means into `.grad`. RuntimeError:
+        a gradient appeared in a segment to which this worker doesn't contribute.
         """
         self._refuse_strays()
         self._launcher.rest()
         buckets, size = self._launcher.buckets, len(self._place.shares)
         gradients = [gradient for bucket in buckets for gradient in bucket.gradients]
-        # The hosts exchange who used what: no host reads what its device computes.
+        # The hosts exchange which parameters were used: no host reads what its device computes.
         flags = flag(gradients, torch.empty(len(gradients) + 1, dtype=torch.int32))
         flags[-1] = self.news()
         exchanged = self._hosts.all_reduce(flags)
         self.report(flags[-1], exchanged)
-        for bucket in buckets:  # all under way before the first landing waits
+        for bucket in buckets:  # all are under way before the first wait
             self.sent_bytes += sent_bytes(bucket.bytes, len(bucket.ranks), size)
-            if len(bucket.ranks) < size:  # from the first of the contributors to all
+            if len(bucket.ranks) < size:  # from the first contributor to all
                 if bucket.pending is not None:
                     bucket.pending.wait()
                 bucket.pending = self._world.broadcast(bucket.flat, source=bucket.ranks[0])
@@ -208,7 +208,7 @@ class Reducer(Average):
         some = iter(used(gradients, flags, exchanged))
         for bucket in buckets:
             if bucket.pending is not None:
-                bucket.pending.wait()  # on a device the stream does
+                bucket.pending.wait()  # on a device the stream waits
             bucket.store(bucket.flat, [next(some) for _ in bucket.parameters])
         self._launcher.begin(())
         self.leave()
@@ -219,13 +219,13 @@ class Reducer(Average):
             trained = [p.grad for p in parameters if p.requires_grad and p.grad is not None]
             if self._place.rank not in ranks and any(bool(gradient.any()) for gradient in trained):
                 raise RuntimeError(
-                    f"a gradient appeared below the cut, in segment {segment}: the network runs otherwise than "
-                    "in the first step; keep its forward the same, or train this part with strategy='ddp'"
+                    f"a gradient appeared below the cut, in segment {segment}, so the network ran differently from the "
+                    "first step: keep its forward the same, or train this part with strategy='ddp'"
                 )
 
 
 def of_all(group: Group) -> Transport:
-    """A new group of all workers. Collective."""
+    """Make a new process group of all workers. Collective."""
     made = group(None)
     assert made is not None
     return made

@@ -1,4 +1,4 @@
-"""Cost models fitted from a few measurements (as TeraPipe does): slices, the loss, messages; a step's time by them.
+"""Cost models fitted from a few measurements (as in TeraPipe): slices, the loss, messages, and a step's time.
 
     a chunk      t(i, j) = t(i, 0) + a0 + a1 i + a2 j + a3 i j      (j > 0; i tokens after j tokens of context)
     a message    latency + i / rate                                 between two stages
@@ -20,7 +20,7 @@ from lightning_decentral.pipeline.plan.slicing import Situation
 
 @dataclass(frozen=True)
 class Measured:
-    """`seconds` for `tokens` tokens after `context` tokens."""
+    """Measured `seconds` of `tokens` tokens after `context` tokens."""
 
     tokens: int
     context: int
@@ -29,12 +29,12 @@ class Measured:
 
 @dataclass(frozen=True)
 class CostModel:
-    """seconds(tokens, context). Without context, linear between the measured points (and beyond, at the last slope).
+    """Cost model: seconds(tokens, context). Without context, linear between measured points (and beyond the last).
 
     Args:
-        alone: (tokens, seconds) without context, ascending, two at least.
+        alone: (tokens, seconds) without context, ascending, at least two.
         coefficients: a0, a1, a2, a3.
-        error: the root mean square of (predicted - measured) / measured over what it was fitted to.
+        error: the root mean square of (predicted - measured) / measured over the fitted measurements.
     """
 
     alone: tuple[tuple[int, float], ...]
@@ -42,7 +42,7 @@ class CostModel:
     error: float = 0.0
 
     def __call__(self, tokens: int, context: int) -> float:
-        """Seconds of a slice: positive."""
+        """Predict the seconds of a slice: positive."""
         counts, seconds = zip(*self.alone, strict=True)
         found = float(np.interp(tokens, counts, seconds))
         if not counts[0] <= tokens <= counts[-1]:
@@ -50,8 +50,8 @@ class CostModel:
             slope = (seconds[b] - seconds[a]) / (counts[b] - counts[a])
             found = float(seconds[a] + slope * (tokens - counts[a]))
         added = _row(tokens, context) @ np.array(self.coefficients) if context else 0.0
-        # What was fitted may fall below zero, as a0 has any sign: at least half of what the shortest measured slice
-        # takes, in proportion where this one is shorter.
+        # The fit may fall below zero, as a0 has any sign: at least half of the shortest measured slice's seconds, in
+        # proportion for a shorter slice.
         least = 0.5 * seconds[0] * min(1.0, tokens / counts[0])
         return max(float(found + added), float(least))
 
@@ -61,7 +61,7 @@ def _row(tokens: int, context: int) -> np.ndarray:
 
 
 def fit(measurements: Iterable[Measured]) -> CostModel:
-    """The cost model with the least squared relative error.
+    """Fit the cost model with the least squared relative error.
 
     Raises:
         ValueError: fewer than two lengths without context, or fewer than four measurements with context.
@@ -80,7 +80,7 @@ def fit(measurements: Iterable[Measured]) -> CostModel:
         )
     points = _rising([(n, float(np.median(alone[n]))) for n in sorted(alone)])
     base = CostModel(points, (0.0, 0.0, 0.0, 0.0))
-    # Each equation is divided by what was measured, so that short slices count as much as long ones.
+    # Each equation is divided by its measurement, so that short slices count as much as long ones.
     rows = np.stack([_row(m.tokens, m.context) / m.seconds for m in with_context])
     missing = np.array([1 - base(m.tokens, 0) / m.seconds for m in with_context])
     model = CostModel(points, _least_squares(rows, missing))
@@ -89,7 +89,7 @@ def fit(measurements: Iterable[Measured]) -> CostModel:
 
 
 def _rising(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """The nearest points that never fall: neighbours that do are both given their mean (isotonic regression)."""
+    """Fit the nearest points that never fall: falling neighbours both get their mean (isotonic regression)."""
     pools: list[tuple[float, int]] = []
     for _, seconds in points:
         pools.append((seconds, 1))
@@ -104,7 +104,7 @@ def _least_squares(rows: np.ndarray, wanted: np.ndarray) -> tuple[float, float, 
     """min |rows a - wanted|^2 with a1, a2, a3 >= 0: more tokens or context never cost less, despite noise."""
     scale = np.abs(rows).max(axis=0)  # tokens * context is a million times the constant
     best, residual = np.zeros(4), float("inf")
-    # Tried is every choice of which are zero; with three there are only eight.
+    # Every choice of zeros is tried: three coefficients give eight.
     for used in ([0, *some] for count in range(4) for some in combinations((1, 2, 3), count)):
         found = np.zeros(4)
         found[used] = np.linalg.lstsq(rows[:, used] / scale[used], wanted, rcond=None)[0]
@@ -117,7 +117,7 @@ def _least_squares(rows: np.ndarray, wanted: np.ndarray) -> tuple[float, float, 
 
 @dataclass(frozen=True)
 class Link:
-    """seconds(tokens) = latency_seconds + token_seconds * tokens, from a sender's result to the receiver's."""
+    """Link between stages: seconds(tokens) = latency_seconds + token_seconds * tokens, from result to arrival."""
 
     latency_seconds: float = 0.0
     token_seconds: float = 0.0
@@ -127,20 +127,20 @@ class Link:
 
 
 def through(short: tuple[int, float], long: tuple[int, float]) -> Link:
-    """The line through two (tokens, seconds); neither number is below zero."""
+    """Fit the line through two points (tokens, seconds); neither coefficient is below zero."""
     token_seconds = max(0.0, (long[1] - short[1]) / max(1, long[0] - short[0]))
     return Link(max(0.0, short[1] - token_seconds * short[0]), token_seconds)
 
 
 @dataclass(frozen=True)
 class StageCost:
-    """A stage's costs, by the clock.
+    """Measured costs of one stage.
 
     Args:
-        loss_seconds: of the loss over a whole micro-batch, there and back; 0 but on the last stage.
-        link: to the next stage and back; 0 behind the last one.
-        stretch: the largest factor by which a step took longer than the timeline of its parts: 1 where nothing
-            disturbed.
+        loss_seconds: of the loss over a whole micro-batch, forward and backward; 0 except on the last stage.
+        link: to the next stage and back; 0 for the last stage.
+        stretch: the largest factor by which a measured step exceeded the timeline of its parts; 1 if none did.
+
     """
 
     forward: CostModel
@@ -151,7 +151,7 @@ class StageCost:
 
 
 def action_seconds(profiles: Sequence[StageCost], slices: Sequence[int], action: Action) -> float:
-    """Seconds of one action on its own stage; the last forward of a micro-batch on the last stage includes the loss."""
+    """Seconds of one action on its own stage; the last stage's last forward of a micro-batch includes the loss."""
     place = slices[action.slice], sum(slices[: action.slice])
     found = profiles[action.stage]
     if action.kind is Kind.BACKWARD:
@@ -161,7 +161,7 @@ def action_seconds(profiles: Sequence[StageCost], slices: Sequence[int], action:
 
 
 def message_seconds(links: Sequence[Link], slices: Sequence[int], action: Action) -> float:
-    """Seconds of an action's message: forward over its own stage's link, backward over that of the stage before."""
+    """Seconds of an action's message: forward over its own stage's link, backward over the previous stage's link."""
     link = action.stage if action.kind is Kind.FORWARD else action.stage - 1
     return links[link](slices[action.slice])
 
@@ -169,17 +169,17 @@ def message_seconds(links: Sequence[Link], slices: Sequence[int], action: Action
 def expected(
     profiles: Sequence[StageCost], schedule: Schedule, num_microbatches: int, slices: Sequence[int]
 ) -> ScheduleForecast:
-    """The timeline of a step."""
+    """Forecast a training step from the stages' measured costs."""
     costs = cache(partial(action_seconds, profiles, slices))
     link = partial(message_seconds, [found.link for found in profiles], slices)
-    # Asked once for all micro-batches, which cost the same.
+    # Costs are computed once for all micro-batches, which cost the same.
     first = lambda action: costs(Action(action.kind, action.stage, 0, action.slice))  # noqa: E731
     return forecast(schedule, len(profiles), num_microbatches, len(slices), first, link)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Priced(Situation):
-    """A situation whose steps are simulated with each stage's own costs, the loss and every link."""
+    """Situation whose steps are simulated with each stage's own costs, the loss and every link."""
 
     profiles: tuple[StageCost, ...]
 
@@ -188,13 +188,13 @@ class Priced(Situation):
 
 
 def priced(profiles: Sequence[StageCost], schedule: Schedule, num_microbatches: int) -> Priced:
-    """Situation that slices are planned for where all stages are measured.
+    """Make the situation for which slices are planned when all stages are measured.
 
-    error = sqrt(sum (e_k t_k)^2) / sum t_k        of the sum of what is fitted, t_k for a whole sequence, e_k off each
-                                                   and independently
+    error = sqrt(sum (e_k t_k)^2) / sum t_k        of the sum of fitted costs, t_k for a whole sequence
+                                                   with independent errors e_k
     """
     tokens = profiles[0].forward.alone[-1][0]
-    # The slowest there and back together; one ratio splits it, as a situation has one for all stages.
+    # The slowest stage's forward and backward together; one ratio splits it, as a situation has one for all stages.
     ratio = sum(p.backward(tokens, 0) for p in profiles) / sum(p.forward(tokens, 0) for p in profiles)
     fits = [costs for found in profiles for costs in (found.forward, found.backward)]
     whole = [costs(costs.alone[-1][0], 0) for costs in fits]

@@ -1,4 +1,4 @@
-"""TeraPipe's dynamic program: cuts of a line into pieces, the cheapest under a bound, exact for any costs.
+"""TeraPipe's dynamic program: cut a line into pieces of least cost under a bound, exact for any costs.
 
 whole(t) = min { sum of the pieces' costs | every piece costs at most t }
 best     = min over t of  whole(t) + factor * t
@@ -16,7 +16,7 @@ from lightning_decentral.shared.plan.linear_partition import Costs
 
 
 def table(boundaries: Sequence[int], seconds: Callable[[int, int], float]) -> Costs:
-    """[end, start]: seconds(tokens, context) of the piece between two boundaries; infinite where end <= start.
+    """Cost table: [end, start] is seconds(tokens, context) of the piece between two boundaries; else infinite.
 
     Raises:
         ValueError: a cost that isn't a positive, finite number.
@@ -35,14 +35,14 @@ def table(boundaries: Sequence[int], seconds: Callable[[int, int], float]) -> Co
 
 @dataclass(frozen=True)
 class Cuts:
-    """A line cut at these boundaries' indices, ends included, and the sum of its pieces' costs."""
+    """Cut of a line: indices of its boundaries, including both ends, and the sum of its pieces' costs."""
 
     seconds: float
     at: tuple[int, ...]
 
 
 def cheapest(costs: Costs, bound: float, max_pieces: int) -> Cuts | None:
-    """min { sum of costs | each at most bound, at most max_pieces }; of equals, the fewest pieces. None: impossible.
+    """Find the cut min { sum of costs | each at most bound, at most max_pieces }; among equals, the fewest pieces.
 
         whole(i, c) = min_j { whole(j, c - 1) + cost(j..i) | cost(j..i) <= bound }
 
@@ -68,10 +68,10 @@ def cheapest(costs: Costs, bound: float, max_pieces: int) -> Cuts | None:
 
 
 def over_bounds(candidates: Sequence[float], whole: Callable[[float], Cuts | None], factor: float) -> Cuts | None:
-    """Return what attains min over t in candidates of whole(t) + factor * t, exactly; None where no bound is possible.
+    """Return the cut that attains min over t in candidates of whole(t) + factor * t, exactly; None if no bound works.
 
     Args:
-        whole: never grows with t.
+        whole: the best cut under bound t; its cost never grows with t.
     """
     bounds = sorted(set(candidates))
     best: tuple[float, Cuts] | None = None
@@ -82,7 +82,7 @@ def over_bounds(candidates: Sequence[float], whole: Callable[[float], Cuts | Non
             continue
         at_high = whole(bounds[high])
         if at_high is None:
-            continue  # nor is any smaller bound possible
+            continue  # no smaller bound is possible either
         value = at_high.seconds + factor * bounds[high]
         if best is None or value < best[0]:
             best = value, at_high
@@ -94,7 +94,7 @@ def over_bounds(candidates: Sequence[float], whole: Callable[[float], Cuts | Non
 
 
 def piece_boundaries(length_tokens: int, granularity: int) -> list[int]:
-    """The boundaries of pieces of this size, both ends included; the last one is shorter where it doesn't divide the
+    """Boundaries of pieces of this size, including both ends; the last piece is shorter if the size doesn't divide the
     length.
 
     Raises:
@@ -105,7 +105,7 @@ def piece_boundaries(length_tokens: int, granularity: int) -> list[int]:
 
 
 def lengths(boundaries: Sequence[int], at: Sequence[int]) -> tuple[int, ...]:
-    """Lengths between the cuts at these boundaries."""
+    """Lengths of the pieces between these boundaries."""
     return tuple(boundaries[b] - boundaries[a] for a, b in pairwise(at))
 
 

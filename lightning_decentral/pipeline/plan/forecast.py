@@ -1,6 +1,6 @@
-"""Forecast of a token pipeline from a measured profile: the schedule's tasks, then the mean over equal stages.
+"""Step time forecast of a token pipeline from a measured profile: its schedule, then the mean over equal stages.
 
-Every pipeline of P stages takes the batches of its P devices, so that a step sees as many samples as under data
+Every pipeline of P stages takes the batches of its P devices, so a step uses as many samples as under data
 parallelism.
 """
 
@@ -31,9 +31,9 @@ from lightning_decentral.shared.plan.timeline import Task
 @checked
 @dataclass(frozen=True)
 class Pipelining(Method):
-    """seconds = makespan of M micro-batches in S slices + the all-reduce of the largest stage + its update.
+    """Forecast of a pipeline's step: makespan of M micro-batches in S slices + largest stage's all-reduce + its update.
 
-    The slowest of all devices is taken to be in every stage: an upper bound where stragglers are few.
+    Every stage is assumed to have the slowest of all devices: an upper bound if stragglers are few.
 
     Args:
         stages: P; None: all devices are one pipeline.
@@ -41,7 +41,7 @@ class Pipelining(Method):
         slices: S of each micro-batch; 1 for a model without a token axis.
 
     Raises:
-        ValueError: in a setting, where P doesn't divide the devices or exceeds the blocks.
+        ValueError: in a setting whose number of devices P doesn't divide, or whose model has fewer than P blocks.
     """
 
     stages: int | None = None
@@ -55,9 +55,9 @@ class Pipelining(Method):
         at_least(1, "leave it out for the default", stages=self.stages, **numbers)
 
     def prices(self, setting: Setting) -> tuple[Price, ...]:
-        """(hidden states to the next stage, gradients between equal stages)."""
+        """Return the prices of (hidden states to the next stage, gradients between equal stages)."""
         stages, cluster = self._stages(setting), setting.cluster
-        flows = min(stages, cluster.per_node) if cluster.nodes > 1 else 1  # a node's stages share its card
+        flows = min(stages, cluster.per_node) if cluster.nodes > 1 else 1  # the stages on a node share its network card
         equal, per_node = cluster.workers // stages, max(1, cluster.per_node // stages)
         price, everywhere = setting.network.price, cluster.reach(cluster.workers)
         sent = price("exchange", cluster.reach(stages), 2 if stages > 1 else 1)
@@ -71,33 +71,33 @@ class Pipelining(Method):
         return synchronous(lambda f: self._run(setting, f).seconds + f * fixed, factors) + reduced
 
     def tasks(self, setting: Setting) -> list[Task[str]]:
-        """One step of one pipeline, without the update."""
+        """Tasks of one step of one pipeline, without the update."""
         stages = self._stages(setting)
         actions = self.schedule.actions(stages, self.microbatches or stages, self.slices)
         seconds, link = self._costs(setting, 1.0)
         return tasks(actions, self.slices, halved(seconds) if self.schedule.splits else seconds, link)
 
     def card_bytes(self, setting: Setting) -> float:
-        """2 (r - 1) / r of the bytes of the parameters on a node, in r pipelines. Hidden states go on to the next node,
-        as large gradients back to the one before."""
+        """Bytes through a node's network card: 2 (r - 1) / r of the node's parameters, in r pipelines. Hidden states go
+        to the next node and equally large gradients come back."""
         stages, cluster = self._stages(setting), setting.cluster
         replicas, held = cluster.workers // stages, min(1.0, cluster.per_node / stages)
         gradients = 2 * (replicas - 1) / replicas * held * setting.model.parameter_bytes if cluster.nodes > 1 else 0.0
         hidden = stages * max(part[-1].output_bytes for part in self._parts(setting))
-        shown = min(cluster.workers, 2 * lcm(stages, cluster.per_node))  # behind which places repeat
+        shown = min(cluster.workers, 2 * lcm(stages, cluster.per_node))  # beyond which places repeat
         pairs = [(w, w + 1) for w in range(shown - 1) if w // stages == (w + 1) // stages]
         cut = [{w // cluster.per_node for w in pair} for pair in pairs]
-        # The most neighbours on other nodes that the stages of one node have.
+        # The maximum number of a node's stages whose neighbours are on other nodes.
         crossings = max(Counter(node for nodes in cut if len(nodes) > 1 for node in nodes).values(), default=0)
         return gradients + crossings * hidden
 
     def memory_bytes(self, setting: Setting) -> float:
-        """Bytes on the fullest stage, its chunks in flight included."""
+        """Bytes on the fullest stage, including its chunks in flight."""
         model, parts = setting.model, self._parts(setting)
         state = model.state_bytes / max(1, model.parameter_bytes)
         held = self._run(setting, 1.0).chunks_in_flight
         saved = [sum(block.saved_bytes for block in part) * self._chunk(setting) for part in parts]
-        # 2: parameters and as many gradients.
+        # Factor 2: parameters and equally large gradients.
         return max((2 + state) * _bytes(p) + chunks * s for p, chunks, s in zip(parts, held, saved, strict=True))
 
     def _run(self, setting: Setting, factor: float) -> ScheduleForecast:
@@ -106,7 +106,7 @@ class Pipelining(Method):
         return forecast(self.schedule, *counts, *self._costs(setting, factor))
 
     def _costs(self, setting: Setting, factor: float) -> tuple[Costs, Costs]:
-        """(seconds of an action: its stage's blocks, in its direction; seconds of a message)."""
+        """Return (seconds of an action: its stage's blocks, in its direction; seconds of a message)."""
         parts, chunk = self._parts(setting), self._chunk(setting)
         hidden = max(part[-1].output_bytes for part in parts) * chunk
         forward = [factor * chunk * sum(block.forward_seconds for block in part) for part in parts]
@@ -115,9 +115,9 @@ class Pipelining(Method):
         return seconds, always(self.prices(setting)[0].seconds(hidden))
 
     def _chunk(self, setting: Setting) -> float:
-        """A slice of a micro-batch, as a share of a profiled batch."""
+        """A micro-batch's slice as a fraction of a profiled batch."""
         stages = self._stages(setting)
-        # All slices cost the same here, which `Balanced` and `Planned` come close to.
+        # All slices cost the same here; `Balanced` and `Planned` come close to that.
         return stages / (self.microbatches or stages) / self.slices
 
     def _stages(self, setting: Setting) -> int:
@@ -128,7 +128,7 @@ class Pipelining(Method):
         return stages
 
     def _parts(self, setting: Setting) -> list[tuple[BlockCost, ...]]:
-        """The blocks of each stage."""
+        """List the blocks of each stage."""
         blocks = setting.model.blocks
         counts = self.partition.counts(blocks, NOTHING, NOTHING, self._stages(setting))
         return [blocks[sum(counts[:r]) : sum(counts[: r + 1])] for r in range(len(counts))]

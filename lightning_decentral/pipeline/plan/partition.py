@@ -1,4 +1,4 @@
-"""Pipeline partition: which blocks stand on which stage (even, the slowest stage fastest, as given).
+"""Pipeline partition: which blocks each stage gets (equal numbers, fastest slowest stage, or given numbers).
 
     min over cuts of  max over stages of (sum of the stage's block seconds + what only the first or last stage has)
 
@@ -20,18 +20,18 @@ NOTHING = BlockCost()
 
 
 def weighed(parameter_bytes: int) -> BlockCost:
-    """A block that nobody has measured: bytes stand in for seconds, as long as all blocks are such."""
+    """Cost of an unmeasured block: bytes stand in for seconds, as long as no block is measured."""
     return BlockCost(forward_seconds=float(parameter_bytes), parameter_bytes=parameter_bytes)
 
 
 def refuse_more_stages_than_blocks(num_stages: int, num_blocks: int) -> None:
-    """ValueError: a stage without a block would only pass on what it gets."""
+    """ValueError for more stages than blocks: a stage without a block would only pass on its input."""
     if not 1 <= num_stages <= num_blocks:
         raise ValueError(f"{num_stages} stages for a model of {num_blocks} blocks: use 1 to {num_blocks} stages")
 
 
 class Partition(ABC):
-    """Policy that spreads blocks over stages; a frozen value that knows no model."""
+    """Policy that assigns blocks to stages; a frozen value that knows no model."""
 
     @abstractmethod
     def counts(
@@ -42,26 +42,26 @@ class Partition(ABC):
 
 @dataclass(frozen=True)
 class Even(Partition):
-    """Equal numbers of blocks; left over ones go to the middle stages."""
+    """Equal numbers of blocks for each stage; left-over blocks go to the middle stages."""
 
     def counts(
         self, blocks: Sequence[BlockCost], embedding: BlockCost, head: BlockCost, num_stages: int
     ) -> tuple[int, ...]:
         refuse_more_stages_than_blocks(num_stages, len(blocks))
         few, more = divmod(len(blocks), num_stages)
-        first = (num_stages - more) // 2  # the ends have embedding and head
+        first = (num_stages - more) // 2  # the first and last stage have embedding and head
         return tuple(few + (first <= r < first + more) for r in range(num_stages))
 
 
 @checked
 @dataclass(frozen=True)
 class Fastest(Partition):
-    """The slowest stage as fast as can be, by what its blocks cost, none over `max_bytes`; of equals, the least sum.
+    """Partition whose slowest stage is fastest, no stage over `max_bytes`; among equals, the least sum of squares.
 
     The embedding stands on the first stage, the head on the last. ValueError: no partition within `max_bytes`.
 
     Args:
-        max_bytes: of parameters on one stage.
+        max_bytes: maximum bytes of parameters on one stage.
     """
 
     max_bytes: int | None = None
@@ -92,7 +92,7 @@ class Fastest(Partition):
 @checked
 @dataclass(frozen=True)
 class Counted(Partition):
-    """Explicit numbers of blocks, one for each stage."""
+    """Given numbers of blocks, one for each stage."""
 
     blocks: tuple[int, ...]
 
@@ -106,7 +106,7 @@ class Counted(Partition):
     ) -> tuple[int, ...]:
         if len(self.blocks) != num_stages or sum(self.blocks) != len(blocks):
             raise ValueError(
-                f"blocks {self.blocks} are {len(self.blocks)} stages with {sum(self.blocks)} blocks, there are "
-                f"{num_stages} stages and {len(blocks)} blocks: give one number per stage that sum to the blocks"
+                f"blocks={self.blocks} is for {len(self.blocks)} stages and {sum(self.blocks)} blocks, but there are "
+                f"{num_stages} stages and {len(blocks)} blocks: give one number for each stage, with the blocks as sum"
             )
         return self.blocks

@@ -1,4 +1,4 @@
-"""Token slicing policies: where to cut a sequence so that its slices keep all stages busy.
+"""Token slicing policies: where a sequence is cut so that its slices keep all stages busy.
 
     t_i = seconds(l_i, l_1 + .. + l_(i-1));   T = sum t_i + (P - 1) max t_j
 
@@ -35,12 +35,12 @@ BACKWARD_OVER_FORWARD = 2.0  # a backward multiplies two matrices for each that 
 def plan(
     length_tokens: int, num_stages: int, seconds: Seconds, *, granularity: int = 1, max_slices: int | None = None
 ) -> tuple[int, ...]:
-    """The slices l_1, l_2, .. that minimise sum t_i + (num_stages - 1) max t_j, exactly.
+    """Find the slices l_1, l_2, .. that minimise sum t_i + (num_stages - 1) max t_j, exactly.
 
     Args:
         seconds: seconds(tokens, context) of one slice on one stage: positive.
-        granularity: slices are multiples of it, except the last where it doesn't divide the length.
-        max_slices: no more than so many.
+        granularity: slices are multiples of it, except the last if it doesn't divide the length.
+        max_slices: maximum number of slices.
 
     Raises:
         ValueError: a number below 1.
@@ -58,7 +58,7 @@ def plan(
 
 
 def balance(length_tokens: int, num_slices: int, seconds: Seconds, *, granularity: int = 1) -> tuple[int, ...]:
-    """Exactly `num_slices` slices whose largest cost is smallest.
+    """Cut into exactly `num_slices` slices whose largest cost is smallest.
 
     Raises:
         ValueError: more slices than pieces of this granularity.
@@ -68,8 +68,8 @@ def balance(length_tokens: int, num_slices: int, seconds: Seconds, *, granularit
     at = linear_partition(table(boundaries, seconds), num_slices)
     if at is None:
         raise ValueError(
-            f"{length_tokens} tokens are {len(boundaries) - 1} pieces of {granularity}, less than {num_slices} slices: "
-            "ask for fewer slices or a smaller granularity"
+            f"{length_tokens} tokens are {len(boundaries) - 1} pieces of {granularity}, fewer than {num_slices} "
+            "slices: ask for fewer slices or a smaller granularity"
         )
     return lengths(boundaries, at)
 
@@ -77,14 +77,14 @@ def balance(length_tokens: int, num_slices: int, seconds: Seconds, *, granularit
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Situation:
-    """Costs and limits that slices are planned for.
+    """Costs and limits for which slices are planned.
 
     Args:
         seconds: seconds(tokens, context) forward of one slice on the slowest stage.
-        backward_over_forward: how much longer a backward takes.
+        backward_over_forward: seconds of a backward over those of a forward.
         link_seconds: until the next stage has a result.
-        max_tokens_in_flight: the most tokens whose activations the first stage may hold.
-        error: of simulated steps, relative: a smaller difference counts as none.
+        max_tokens_in_flight: maximum of tokens whose activations the first stage may keep.
+        error: of simulated steps, relative: smaller differences don't count.
     """
 
     num_stages: int
@@ -103,7 +103,7 @@ class Situation:
         at_least(0, "leave it out for the default", link_seconds=self.link_seconds, **factors)
 
     def step_seconds(self, slices: Sequence[int]) -> float:
-        """The makespan of a step with these slices, by the timeline."""
+        """Forecast the seconds of a training step with these slices, by the timeline."""
         contexts = [sum(slices[:i]) for i in range(len(slices))]
         forward = [self.seconds(tokens, context) for tokens, context in zip(slices, contexts, strict=True)]
         longer = {Kind.FORWARD: 1.0, Kind.BACKWARD: self.backward_over_forward}
@@ -112,13 +112,13 @@ class Situation:
         return forecast(self.schedule, *sizes, costs, always(self.link_seconds)).seconds
 
     def held(self, slices: Sequence[int]) -> int:
-        """The most tokens whose activations the first stage, which holds most, has at once."""
+        """Maximum of tokens whose activations the first stage, which keeps most, has at once."""
         first = self.schedule.actions(self.num_stages, self.num_microbatches, len(slices))[0]
         return in_flight(first, slices)
 
 
 def equal(length_tokens: int, num_slices: int, *, granularity: int = 1) -> tuple[int, ...]:
-    """Slices of equal length; where that can't be, the first ones are longer by `granularity`.
+    """Cut into slices of equal length; otherwise the first slices are longer by `granularity`.
 
     Raises:
         ValueError: more slices than pieces of this granularity.
@@ -135,17 +135,17 @@ class Slicing(ABC):
     """Policy that cuts a sequence into slices; a frozen value that knows no length."""
 
     measures: bool = False
-    """True where `situation.seconds` must come from measurements of the real model."""
+    """True if the policy needs `situation.seconds` from measurements of the real model."""
 
     @abstractmethod
     def slices(self, length_tokens: int, situation: Situation) -> tuple[int, ...]:
-        """The lengths of the slices: positive, with sum `length_tokens`. ValueError where it can't."""
+        """Lengths of the slices: positive, with sum `length_tokens`. ValueError if the policy can't cut this length."""
 
 
 @checked
 @dataclass(frozen=True)
 class Uniform(Slicing):
-    """`n` slices of equal length; where n doesn't divide it, the first ones are a token longer."""
+    """Cut into `n` slices of equal length; if n doesn't divide the length, the first slices are a token longer."""
 
     n: int = 8
 
@@ -159,7 +159,7 @@ class Uniform(Slicing):
 @checked
 @dataclass(frozen=True)
 class Balanced(Slicing):
-    """`n` slices of equal cost, by a cost model fitted from measurements of the real model.
+    """Cut into `n` slices of equal cost, by a cost model fitted from measurements of the real model.
 
     Args:
         granularity: slices are multiples of it.
@@ -179,19 +179,19 @@ class Balanced(Slicing):
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Planned(Slicing):
-    """Slices with the shortest simulated step within the memory bound, by measurements of the real model; of equals
-    within the situation's error, the fewest.
+    """Cut so that a simulated step is shortest within the memory bound, by measurements of the real model.
 
-    Tried are slices of equal cost (`balance`) and of equal length for every number up to `max_slices`, and `plan`. Not
-    proven to be optimal under one forward one backward, whose makespan has no closed form for unequal slices; never
-    worse than what was tried by more than the error.
+
+    Among slices within the situation's error, the fewest are taken. Candidates are slices of equal cost (`balance`) and
+    of equal length for every number up to `max_slices`, and `plan`. The result isn't proven to be optimal under 1F1B,
+    whose makespan has no closed form for unequal slices; it's never worse than a candidate by more than the error.
 
     Args:
         granularity: slices are multiples of it.
-        max_slices: no more than so many.
+        max_slices: maximum number of slices.
 
     Raises:
-        ValueError: while planning, nothing that was tried fits into the memory bound.
+        ValueError: while planning, no candidate fits into the memory bound.
 
     Source of the choice among equals: the one-standard-error rule for the sizes of trees, Breiman et al.,
     Classification and Regression Trees, 1984.
@@ -214,12 +214,12 @@ class Planned(Slicing):
         fitting = [slices for slices in dict.fromkeys(tried) if allowed is None or situation.held(slices) <= allowed]
         if not fitting:
             raise ValueError(
-                f"no plan with at most {self.max_slices} slices holds at most {allowed} tokens on the "
-                "first stage: allow more tokens or slices, or take the one-forward-one-backward schedule"
+                f"no plan with at most {self.max_slices} slices keeps at most {allowed} tokens on the "
+                "first stage: allow more tokens or slices, or use the one-forward-one-backward schedule"
             )
         seconds = {slices: situation.step_seconds(slices) for slices in fitting}
         fastest = min(fitting, key=seconds.__getitem__)
-        # Fewer slices ask less of network and machine; seconds within the error must not cost memory either.
+        # Fewer slices load network and machine less; seconds within the error mustn't cost memory either.
         good = [slices for slices in fitting if seconds[slices] <= (1 + situation.error) * seconds[fastest]]
         frugal = [slices for slices in good if situation.held(slices) <= situation.held(fastest)]
         return min(frugal, key=lambda slices: (len(slices), seconds[slices]))
@@ -228,7 +228,7 @@ class Planned(Slicing):
 @checked
 @dataclass(frozen=True)
 class Given(Slicing):
-    """Explicit lengths of slices, in tokens."""
+    """Cut into slices of given lengths, in tokens."""
 
     lengths: tuple[int, ...]
 
@@ -240,7 +240,7 @@ class Given(Slicing):
     def slices(self, length_tokens: int, situation: Situation) -> tuple[int, ...]:
         if sum(self.lengths) != length_tokens:
             raise ValueError(
-                f"slices {self.lengths} sum to {sum(self.lengths)}, the sequence has {length_tokens} tokens: "
-                "give lengths that sum to it, pad to one length, or use Uniform, Balanced or Planned, which replan"
+                f"slices {self.lengths} sum to {sum(self.lengths)}, but the sequence has {length_tokens} tokens: "
+                "give lengths with that sum, pad to one length, or use Uniform, Balanced or Planned, which replan"
             )
         return self.lengths

@@ -1,4 +1,4 @@
-"""Exchange and measurement between stages: activations and their gradients, costs, who owns which parameter.
+"""Communication and measurement between stages: activations and their gradients, costs, ownership of parameters.
 
-Public: the boundaries of `executor` (activations compressed for the wire); all else serves the strategy.
+Public: the boundaries of `executor` (activations compressed for sending); all else serves the strategy.
 """

@@ -1,8 +1,8 @@
-"""Executes a stage's part of a schedule: the schedule decides, the stage computes, a channel sends without a wait.
+"""Executor of a stage's part of a schedule: the stage computes each action, a channel sends results without a wait.
 
-Point-to-point messages carry hidden states down and their gradients up. A `Boundary` writes them for the wire
-(activation compression). Training with anything but `ExactActivations` isn't exact any more. Source: 2301.02654 (it
-hurts most at early boundaries).
+Point-to-point messages send hidden states forward and their gradients backward. A `Boundary` encodes them (activation
+compression). Training with anything but `ExactActivations` isn't exact. Source: 2301.02654 (compression hurts most at
+early boundaries).
 """
 
 import time
@@ -27,19 +27,18 @@ from lightning_decentral.shared.wire.transport import Message, Transport
 
 
 class Boundary:
-    """Form of messages, whose shapes and types are known on both sides before they are sent; here the tensors
-    themselves."""
+    """Encoding of messages between stages, with shapes and dtypes known on both sides before sending; here none."""
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate the tensor that a message for a tensor of this shape and dtype is received into."""
+        """Allocate the tensor into which a message for a tensor of this shape and dtype is received."""
         return torch.empty(tuple(shape), dtype=dtype, device=device)
 
     def encode(self, tensor: Tensor) -> Tensor:  # (batch, tokens, width)
-        """The message, of the buffer's shape and type; contiguous."""
+        """Encode a tensor as a message of the buffer's shape and dtype; contiguous."""
         return tensor.contiguous()
 
     def decode(self, message: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:  # as `buffer` makes it
-        """The tensor, or what is left of it."""
+        """Decode a message into a tensor of this shape and dtype."""
         return message
 
 
@@ -50,7 +49,7 @@ class ExactActivations(Boundary):
 
 @dataclass(frozen=True)
 class Bfloat16Activations(Boundary):
-    """Rounded to bfloat16: two bytes a number, a relative error of 2^-9 at most."""
+    """Hidden states and gradients rounded to bfloat16: two bytes a number, a relative error of at most 2^-9."""
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(tuple(shape), dtype=torch.bfloat16, device=device)
@@ -64,9 +63,9 @@ class Bfloat16Activations(Boundary):
 
 @dataclass(frozen=True)
 class Int8Activations(Boundary):
-    """round(127 x / max |x|) with one scale for each row (token): one byte a number and four for the scale.
+    """Hidden states and gradients in 8 bits: round(127 x / max |x|), a byte a number and 4 for each row's scale.
 
-    The error of a number is at most max |x| / 254 of its row.
+    The error of a number is at most max |x| / 254 of its row (token).
     """
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -85,10 +84,10 @@ class Int8Activations(Boundary):
 
 
 class Edge(NamedTuple):
-    """Connection that carries one direction between two neighbouring stages.
+    """Connection that sends in one direction between two neighbouring stages.
 
-    By NCCL a transport of its own: a communicator does its calls strictly in order, so that what is sent would wait
-    behind receives that were posted before. By gloo, which matches messages by tag, edges may share one.
+    Over NCCL each edge has its own transport: a communicator runs its calls strictly in order, so a message would wait
+    behind receives that were posted before. Over gloo, which matches messages by tag, edges may share one.
     """
 
     over: Transport
@@ -99,11 +98,11 @@ Edges = Mapping[tuple[Kind, int], Edge]  # Edges of one stage: (direction, neigh
 
 
 class Channel:
-    """The way of one stage to its neighbours during one step.
+    """Sends and receives one stage's messages to and from its neighbours during one step.
 
     Args:
-        edges: of this stage; none where there is no neighbour.
-        shapes: of what leaves a stage forward, by (micro-batch, slice, stage).
+        edges: of this stage; empty without neighbours.
+        shapes: of each forward message, by (micro-batch, slice, sending stage).
     """
 
     def __init__(
@@ -119,12 +118,12 @@ class Channel:
         self._leaving: dict[Action, tuple[Pending, Tensor]] = {}
 
     def expect(self, action: Action) -> None:
-        """Post the receive of what this action begins with, so that it arrives while the stage computes; those of one
-        neighbour in the order of the schedule."""
+        """Post the receive of this action's input, so that it arrives while the stage computes; receives from one
+        neighbour must be posted in the schedule's order."""
         source = action.stage - TOWARDS[action.kind]
         if (action.kind, source) not in self._edges:
             return
-        # A gradient has the shape of the hidden state that left the lower one of the two stages.
+        # A gradient has the shape of the hidden state that the lower of the two stages sent.
         shape = self._shapes[action.microbatch, action.slice, min(source, action.stage)]
         message = self._boundary.buffer(*shape, self._device)
         over, peer = self._edges[action.kind, source]
@@ -137,22 +136,22 @@ class Channel:
         pending, message, shape = self._arriving.pop(action)
         with _naming(action.stage, action.stage - TOWARDS[action.kind]):
             pending.wait()
-        if action.kind is Kind.BACKWARD:  # a gradient that comes back shows that the hidden state had arrived
+        if action.kind is Kind.BACKWARD:  # a received gradient shows that the hidden state had arrived
             self._let_go(Action(Kind.FORWARD, action.stage, action.microbatch, action.slice))
         return self._boundary.decode(message, *shape)
 
     def send(self, action: Action, tensor: Tensor) -> None:  # (batch, tokens, width)
-        """Hand on what this action came to."""
+        """Send the action's result to the neighbouring stage."""
         target = action.stage + TOWARDS[action.kind]
         _, dtype = self._shapes[action.microbatch, action.slice, min(target, action.stage)]
-        message = self._boundary.encode(tensor.to(dtype))  # under autocast it may be of another type than expected
+        message = self._boundary.encode(tensor.to(dtype))  # under autocast its dtype may differ from the expected one
         over, peer = self._edges[action.kind, target]
         with _naming(action.stage, target):
             (pending,), _ = over.exchange([Message(peer, message, _tag(action))], [])
-        self._leaving[action] = pending, message  # gloo reads it later
+        self._leaving[action] = pending, message  # gloo reads the message later
 
     def close(self) -> None:
-        """Return when everything that was sent has left."""
+        """Wait until all messages have been sent."""
         for action in list(self._leaving):
             self._let_go(action)
 
@@ -164,33 +163,33 @@ class Channel:
 
 @contextmanager
 def _naming(stage: int, peer: int) -> Iterator[None]:
-    """Context manager that calls a lost peer by its stage."""
+    """Raise `PeerLost` with the stage's number for a peer lost in this context."""
     try:
         yield
     except PeerLost as error:
         raise PeerLost(
-            f"stage {stage} lost stage {peer}: it ended or its network is cut; see that stage's own output"
+            f"stage {stage} lost stage {peer}: it ended or its network is cut; see the output of stage {peer}"
         ) from error
 
 
 def _tag(action: Action) -> int:
-    """Distinguishes the messages of one direction between two stages."""
+    """Message tag, unique for one direction between two stages."""
     return 2 * (action.microbatch << 12 | action.slice) + (action.kind is Kind.BACKWARD)  # room for 4096 slices
 
 
 LossOf = Callable[[int, Tensor], Tensor]
-"""(micro-batch, output of the last stage, all slices together) -> the scalar that goes back."""
+"""(micro-batch, output of the last stage, all slices joined) -> the loss, a scalar."""
 
 Clock = Callable[[], float]  # Seconds since any moment.
 _name = cache(str)  # of an action: a profile names each, and a run has few
 
 
 class Executor:
-    """The actions of one stage in one step.
+    """Executes the actions of one stage in one step.
 
     Args:
-        loss_of: of the last stage; called once for each micro-batch, when its last slice has come through.
-        own: what `own_seconds` are read from; by default the processor time of this thread.
+        loss_of: computes the loss on the last stage; called for each micro-batch after its last slice's forward.
+        own: clock of `own_seconds`; by default the processor time of this thread.
     """
 
     def __init__(self, stage: Stage, channel: Channel, loss_of: LossOf, own: Clock = time.thread_time) -> None:
@@ -198,20 +197,20 @@ class Executor:
         self._grads: dict[int, list[Tensor]] = {}
         self._due: dict[int, list[int]] = defaultdict(list)  # slices that went forward, of each micro-batch
         self.spans: dict[Action, Span] = {}
-        """Span in which each action computed, without its wait for what comes in; on a device, when it was launched."""
+        """Span in which each action computed, without waits for its input; on a device, when it was launched."""
         self.own_seconds: dict[Action, float] = {}
-        """Seconds of each action: fewer than its span where the machine does something else meanwhile."""
+        """Seconds of each action: fewer than its span if the machine does other work meanwhile."""
         self.loss_seconds = 0.0
-        """Seconds of the loss, forward and backward, within `own_seconds`."""
+        """Seconds of the loss, forward and backward, included in `own_seconds`."""
 
     def run(self, actions: Sequence[Action], posts: Posts | None = None) -> None:
-        """Take all actions in order.
+        """Run all actions in order.
 
         Args:
-            posts: which receives are posted before which of them; by default two ahead.
+            posts: the receives to post before each action; by default two ahead.
 
         Raises:
-            AssertionError: the order isn't one that a backward needs.
+            AssertionError: a backward needs another order of actions.
             PeerLost: a neighbouring stage ended.
         """
         do = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward, Kind.WEIGHTS: self._weights}
@@ -242,9 +241,9 @@ class Executor:
             self._channel.send(action, output)
 
     def _finish(self, microbatch: int) -> None:
-        """The loss over all slices, and its gradient towards each of them."""
+        """Compute the loss over all slices, and its gradient with respect to each slice."""
         own, parts = self._own(), self._stage.outputs.pop(microbatch)
-        whole = joined(parts).requires_grad_()  # a leaf: each slice goes on from here with its part when its turn comes
+        whole = joined(parts).requires_grad_()  # a leaf: each slice's backward starts from its part of it
         loss = self._loss_of(microbatch, whole)
         with _outside_autocast(whole.device):
             loss.backward()
@@ -254,10 +253,10 @@ class Executor:
 
     def _backward(self, action: Action) -> None:
         due, last = self._due[action.microbatch], self._stage.place.last
-        assert action.slice in due, f"{action}: hasn't gone forward"
-        assert due[-1] == action.slice, f"{action}: slices {due[due.index(action.slice) + 1 :]} must come back first"
+        assert action.slice in due, f"{action}: its forward hasn't run"
+        assert due[-1] == action.slice, f"{action}: slices {due[due.index(action.slice) + 1 :]} must run backward first"
         due.pop()
-        # From the end of the list, as slices come back last first.
+        # From the end of the list: slices run backward last first.
         grad = self._grads[action.microbatch].pop() if last else self._channel.receive(action)
         with self._timed(action), _outside_autocast(grad.device):
             towards = self._stage.backward(action.microbatch, action.slice, grad)
@@ -271,7 +270,7 @@ class Executor:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:  # (batch, tokens, ..) each
-    """The output of all slices; of a single one as it is, which may be one number a sample."""
+    """Join all slices' outputs; a single slice is returned as it is and may have one number a sample."""
     return torch.cat(list(parts), dim=1) if len(parts) > 1 else parts[0]
 
 

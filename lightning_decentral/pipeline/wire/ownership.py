@@ -1,7 +1,7 @@
-"""Stage ownership: which stage holds which parameter; model and optimizer state split over stages, joined again.
+"""Stage ownership: which stage has which parameter; split model and optimizer state over stages, and join it again.
 
-A stage's parameters keep the names that they have in the whole model, so that a checkpoint of the whole is the union of
-what the stages have.
+A stage's parameters keep their names in the whole model, so a checkpoint of the whole is the union of the stages'
+checkpoints.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,25 +20,25 @@ Form = tuple[tuple[int, ...], torch.dtype, bool]  # Shape, type, and whether it 
 
 
 class Ownership:
-    """One stage's part of a module.
+    """Tracks which parameters of a module this stage has, and which other stages share them.
 
     Args:
-        module: the whole, with the pipelined model somewhere in it.
-        over: the stages of this pipeline; None: there is but one.
+        module: the whole module, which contains the pipelined model.
+        over: the stages of this pipeline; None: a single stage.
     """
 
     def __init__(self, module: nn.Module, model: Pipelined, place: StagePlace, over: Transport | None) -> None:
         self._module, self._model, self._over = module, model, over
         self.order = _named(module)
-        """The first name of each parameter of the whole model, in its order."""
+        """First name of each parameter of the whole model, in the model's order."""
         self.state_keys = list(module.state_dict())
-        """Names of the whole model's state."""
-        self._shapes = {parameter: parameter.shape for parameter in self.order}  # what others hold will be empty
+        """Keys of the whole model's state_dict."""
+        self._shapes = {parameter: parameter.shape for parameter in self.order}  # other stages' will be empty
         inside = set(model.module.parameters())
         model.keep(place)
         self.kept = set(module.parameters())
         for parameter in self.order.keys() - self.kept:
-            parameter.data = parameter.data.new_empty(0)  # gives up the memory; `give_back` fills the same object
+            parameter.data = parameter.data.new_empty(0)  # frees the memory; `give_back` fills the same object
         mine = (
             *([self.order[p] for p in self.order if p in self.kept], list(module.state_dict())),
             [(path, type(part).__name__) for path, part in module.named_modules()],
@@ -46,29 +46,29 @@ class Ownership:
         rows = [mine] if over is None else gather_objects(over, mine)
         self._keys = [set(keys) for _, keys, _ in rows]
         assert set(self.state_keys) <= set().union(*self._keys), "every key of the state has a stage that holds it"
-        # By module, since buffers come while training.
+        # By module, since buffers may appear while training.
         self._everywhere = {path for path, _ in set.intersection(*({*parts} for *_, parts in rows))}
         holders = {name: [r for r, (names, *_) in enumerate(rows) if name in names] for name in self.order.values()}
         self.several = [name for name in self.order.values() if len(holders[name]) > 1]
-        """Names of parameters that stand on several stages, the same list on all."""
+        """Names of parameters on several stages, the same list on all stages."""
         self._names = _named(module)
         rank, kept = 0 if over is None else over.rank, [p for p in self.order if p in self.kept]
         self.tied = {p: holders[self.order[p]] for p in kept if p in inside and len(holders[self.order[p]]) > 1}
-        """Parameters of the model that stand on several stages, and on which."""
+        """Parameters of the model on several stages, with these stages."""
         self.outside = [p for p in kept if p not in inside]
-        """Parameters outside the model; every stage has them, the last one uses them."""
+        """Parameters outside the model: every stage has them, the last stage uses them."""
         self.counted = dict.fromkeys(p for p in kept if holders[self.order[p]][0] == rank)
-        """Parameters that a sum over the stages takes from this one, in the order of the model."""
+        """Parameters that this stage contributes to sums over stages, in the order of the model."""
 
     # ---- what is trained now: freezing and thawing come at any time ---------------------------------------------
 
     def flags(self) -> Tensor:
-        """[several]: 1 where this stage trains it, 0 where it's frozen here, -1 where it isn't here."""
+        """[several]: 1 if this stage trains the parameter, 0 if it's frozen here, -1 if it isn't here."""
         here = {self.order[p]: float(p.requires_grad) for p in (*self.tied, *self.outside)}
         return torch.tensor([here.get(name, -1.0) for name in self.several], dtype=torch.float64)
 
     def refuse_uneven(self, flags: Tensor) -> None:  # (stages, several)
-        """RuntimeError, the same on all stages, for what is trained on some of them alone, by the `flags` of each."""
+        """RuntimeError on all stages for a parameter that only some stages train, by the `flags` of each stage."""
         for name, column in zip(self.several, flags.unbind(1), strict=True):
             if len({flag for flag in column.tolist() if flag >= 0}) > 1:
                 raise RuntimeError(
@@ -77,10 +77,10 @@ class Ownership:
                 )
 
     def refuse_changed(self, together: bool = False) -> None:
-        """RuntimeError where this stage's parameters, or their names, aren't those of set-up.
+        """RuntimeError if this stage's parameters, or their names, have changed since set-up.
 
         Args:
-            together: on all stages, where it is so on one. Then collective.
+            together: raise on all stages if one stage's have changed; then collective.
         """
         now, reason = self._names if self._over is None else _named(self._module), ""
         if now != self._names:
@@ -100,9 +100,9 @@ class Ownership:
 
     @torch.no_grad()
     def share_buffers(self, device: torch.device) -> None:
-        """Every stage gets the last one's buffers, but for those of other stages' blocks. Collective.
+        """Copy the last stage's buffers to every stage, except those of other stages' blocks. Collective.
 
-        What a step of the user's does after its call of the model, it does on the last stage alone.
+        Code of the user's step after its call of the model runs only on the last stage.
         """
         if self._over is not None:
             forms = gather_objects(self._over, self._forms(everywhere=True))
@@ -110,7 +110,7 @@ class Ownership:
                 self._put(name, form, self._over.size - 1, device, self._over)
 
     def _forms(self, everywhere: bool) -> dict[str, Form]:
-        """{buffer: form}: of modules that all stages have, or of blocks."""
+        """Forms of buffers by name: those of modules on all stages, or those of blocks."""
         found = {}
         for path, part in self._module.named_modules():
             for leaf, buffer in part._buffers.items() if (path in self._everywhere) == everywhere else ():
@@ -120,11 +120,11 @@ class Ownership:
         return found
 
     def _put(self, name: str, form: Form, owner: int, device: torch.device, over: Transport) -> None:
-        """The owner's values in this buffer, which may be missing here, or of another form. Collective."""
+        """Copy the owner's values into a buffer, which may be missing here or have another form. Collective."""
         (shape, dtype, persistent), (path, _, leaf) = form, name.rpartition(".")
         part = dict(self._module.named_modules()).get(path)
         own = None if part is None else part._buffers.get(leaf)
-        fits = own is not None and (own.shape, own.dtype) == (shape, dtype)  # not one that a step has made
+        fits = own is not None and (own.shape, own.dtype) == (shape, dtype)  # a step may have made it anew
         values = torch.empty(shape, dtype=dtype, device=device)
         if own is not None and fits:
             values.copy_(own)
@@ -142,14 +142,14 @@ class Ownership:
         self.share_buffers(device)
         held = self._forms(everywhere=False)
         self._model.restore()
-        self._module.cpu()  # and one tensor after the other: a device need only have room for its own stage
-        over, self._over = self._over, None  # its group ends with the fit
+        self._module.cpu()  # then tensor by tensor: a device needs room only for its own stage
+        over, self._over = self._over, None  # the group ends with the fit
         if over is None:
             return
         whole = {name: p for name, p in self._module.state_dict(keep_vars=True).items() if isinstance(p, nn.Parameter)}
         trained = gather_objects(over, {name for name, parameter in whole.items() if parameter.requires_grad})
-        for name in (name for name in self.state_keys if name in whole):  # in one order: pruning for good changes it
-            # Of those that all have the last one's, too: a step may have written to one there alone.
+        for name in (name for name in self.state_keys if name in whole):  # in one order: permanent pruning changes it
+            # The last stage's, also if all stages have the tensor: only there a step may have written to it.
             owner = [r for r, keys in enumerate(self._keys) if name in keys][-1]
             tensor = whole[name]
             shape = self._shapes.get(tensor, tensor.shape)
@@ -164,8 +164,8 @@ class Ownership:
 
 
 def _named(module: nn.Module) -> dict[nn.Parameter, str]:
-    """{parameter: its first name}."""
-    # By hand: `named_parameters` counts as a reading of all parameters, of which a stage has a part (`totals`).
+    """Map each parameter to its first name."""
+    # By hand: `named_parameters` counts as a read of all parameters, of which a stage has a part (`totals`).
     named: dict[nn.Parameter, str] = {}
     for path, part in module.named_modules():
         for leaf, parameter in part._parameters.items():
@@ -175,7 +175,7 @@ def _named(module: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def optimizer_part(optimizer: Optimizer, state: State, order: Mapping[nn.Parameter, str]) -> State:
-    """One stage's optimizer state by the names of parameters instead of their numbers."""
+    """Convert a stage's optimizer state to the names of parameters instead of their numbers."""
     names = [[order[p] for p in group["params"]] for group in optimizer.param_groups]
     flat = [name for group in names for name in group]
     settings = [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]]
@@ -183,7 +183,7 @@ def optimizer_part(optimizer: Optimizer, state: State, order: Mapping[nn.Paramet
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, str]]:
-    """[group]: its settings as text, parameters left out."""
+    """List each parameter group's settings as text, without its parameters."""
     return [
         {
             key: repr(value.tolist() if isinstance(value, Tensor) else value)
@@ -195,13 +195,13 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, str]]:
 
 
 def check_same_groups(workers: Sequence[Sequence[Sequence[Mapping[str, str]]]]) -> None:
-    """See that one file can hold the groups of all.
+    """Check that one checkpoint can hold the parameter groups of all workers.
 
     Args:
-        workers: of each, of each of its optimizers, `settings_of` it.
+        workers: `settings_of` each optimizer of each worker.
 
     Raises:
-        ValueError: on all workers, their optimizers have come to other groups.
+        ValueError: on all workers, the optimizers' groups have become different.
     """
     for rank, others in enumerate(workers):
         for theirs, ours in zip(others, workers[0], strict=True):
@@ -220,16 +220,16 @@ def check_same_groups(workers: Sequence[Sequence[Sequence[Mapping[str, str]]]]) 
 
 
 def joined_names(parts: Sequence[Sequence[Sequence[str]]], order: Sequence[str]) -> list[list[str]]:
-    """[group]: names of all stages' parameters of this group, in the order of the whole model."""
+    """Merge the names of all stages' parameters in each group, in the order of the whole model."""
     place = {name: i for i, name in enumerate(order)}
     return [sorted({name for part in parts for name in part[g]}, key=place.__getitem__) for g in range(len(parts[0]))]
 
 
 def optimizer_whole(parts: Sequence[State], order: Sequence[str]) -> State:
-    """The state that the optimizer of the whole model would have."""
+    """Merge the stages' optimizer states into the whole model's."""
     groups = joined_names([part["names"] for part in parts], order)
     number = {name: i for i, name in enumerate(name for group in groups for name in group)}
-    # Reversed: the first stage's, where several have one.
+    # Reversed: of several stages' states for a parameter, the first stage's stays.
     state = {number[name]: values for part in reversed(parts) for name, values in part["state"].items()}
     settings = [
         {**setting, "params": [number[name] for name in group]}
@@ -239,15 +239,15 @@ def optimizer_whole(parts: Sequence[State], order: Sequence[str]) -> State:
 
 
 def optimizer_own(whole: State, groups: Sequence[Sequence[str]], own: Sequence[Sequence[str]]) -> State:
-    """One stage's part of it, by the numbers that its optimizer has.
+    """Extract one stage's part of the whole optimizer state, by the numbers in its own optimizer.
 
     Raises:
-        ValueError: the state is of other groups.
+        ValueError: the state has other parameter groups.
     """
     sizes, wanted = [len(group["params"]) for group in whole["param_groups"]], [len(group) for group in groups]
     if sizes != wanted:
         raise ValueError(
-            f"the checkpoint's optimizer has groups of {sizes} parameters, this one's have {wanted}: "
+            f"the checkpoint's optimizer has groups of {sizes} parameters, but this optimizer's have {wanted}: "
             "resume with the same configure_optimizers"
         )
     flat = (i for group in whole["param_groups"] for i in group["params"])

@@ -1,13 +1,13 @@
-"""Planner of a run's slices: planned for each length of sequence when it first comes, the same on every stage.
+"""Planner of slices: for each new sequence length, plans where to cut, the same on every stage.
 
-Stage costs are measured by a few real steps of all stages at once, in 1, 2, 4, 8 and 16 equal slices:
+Stage costs are measured in a few real steps of all stages together, in 1, 2, 4, 8 and 16 equal slices:
 
     t = p w_S      p    processor seconds of a chunk among S slices, the mean of ROUNDS steps
-                   w_S  with which the timeline of w_S p and the messages takes as long as such a step, the median
+                   w_S  factor for which the timeline of w_S p and the messages is as long as the median such step
 
-So a chunk is measured where it will stand: while the other stages compute and share memory with it (with a single
-slice: while they wait), its keys and values held with those of the whole sequence, gradients added to those of later
-slices. On a device p is read from the clock.
+So a chunk is measured in real conditions: while other stages compute and share memory (with a single slice: while
+they wait), with the keys and values of the whole sequence, gradients added to those of later slices. On a device p is
+read from the clock.
 """
 
 import statistics
@@ -48,12 +48,12 @@ COUNTS = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True)
 class MeasuredSteps:
-    """The same step of all stages, several times.
+    """Measurements of one step of all stages, repeated several times.
 
     Args:
-        seconds: the median.
+        seconds: the median of the steps.
         own: processor seconds of each action, the mean.
-        loss_seconds: of them, those of the loss.
+        loss_seconds: the loss's part of `own`.
     """
 
     slices: tuple[int, ...]
@@ -62,7 +62,7 @@ class MeasuredSteps:
     loss_seconds: float
 
     def stretch(self, actions: Sequence[Sequence[Action]], links: Sequence[Link]) -> float:
-        """w_S; where messages alone were measured to take longer than the step, as if they took nothing."""
+        """Return w_S; messages that were measured to take longer than the step count as free."""
         link = partial(message_seconds, links, self.slices)
         most = self.seconds / self._makespan(actions, 1.0, lambda action: 0.0)
         if self._makespan(actions, 0.0, link) >= self.seconds:
@@ -80,10 +80,10 @@ class MeasuredSteps:
 def profile(pipe: StageRunner, call: Call) -> StageCost:
     """Measure this stage with one micro-batch, all stages together; changes no random state. Collective.
 
-    The gradients of the model's parameters are gone afterwards.
+    Removes the gradients of the model's parameters.
 
     Raises:
-        ValueError: the sequence is too short to fit anything.
+        ValueError: the sequence is too short for a fit.
     """
     device, length = call.inputs.device, pipe.model.length(call)
     if length < max(COUNTS):
@@ -96,10 +96,10 @@ def profile(pipe: StageRunner, call: Call) -> StageCost:
 
 
 def _measured(pipe: StageRunner, call: Call, slices: tuple[int, ...]) -> MeasuredSteps:
-    """One step after the other as in training, where a step finds the memory that one like it has left; the first one
-    not yet, nor does it count."""
+    """Run steps as in training, where a step reuses the memory of the step before; the first step doesn't
+    count."""
     now = clock(call.inputs.device)
-    # Processor time leaves out other work on the machine, but sees nothing of what a device does.
+    # Processor time excludes other work on the machine, but doesn't see a device's work.
     own = time.thread_time if call.inputs.device.type == "cpu" else now
     steps = []
     for _ in range(1 + ROUNDS):
@@ -116,13 +116,13 @@ def _measured(pipe: StageRunner, call: Call, slices: tuple[int, ...]) -> Measure
 
 
 def _loss(_: int, logits: Tensor) -> Tensor:  # (batch, length, vocabulary)
-    """Cross entropy with the first token as every target: as long as any targets take."""
+    """Cross entropy with the first token as every target: any targets take as long."""
     flat = logits.flatten(0, -2).float()
     return functional.cross_entropy(flat, torch.zeros(len(flat), dtype=torch.int64, device=flat.device))
 
 
 def fitted(measured: Sequence[MeasuredSteps], schedule: Schedule, stage: int, links: Sequence[Link]) -> StageCost:
-    """A stage's costs from steps in several numbers of slices; a split backward in one."""
+    """Fit a stage's costs to measured steps in several numbers of slices; a split backward counts as one."""
     there, back, losses, stretches = [], [], [], []
     for steps in measured:
         actions = schedule.actions(len(links), 1, len(steps.slices))
@@ -133,7 +133,7 @@ def fitted(measured: Sequence[MeasuredSteps], schedule: Schedule, stage: int, li
                 (action.kind is Kind.FORWARD, steps.own[action]) for action in actions[stage] if action.slice == index
             ]
             place = tokens, sum(steps.slices[:index])
-            # The loss ran inside the last forward, and has a number of its own.
+            # The loss ran within the last forward, and is measured separately.
             closing = losses[-1] if index == len(steps.slices) - 1 else 0.0
             there.append(Measured(*place, stretch * sum(t for forward, t in own if forward) - closing))
             back.append(Measured(*place, stretch * sum(t for forward, t in own if not forward)))
@@ -155,7 +155,7 @@ def ping(pipe: StageRunner, call: Call) -> Link:
 
 
 def _one_way(pipe: StageRunner, call: Call, tokens: int, stage: int) -> float:
-    """Half the median time there and back, without the first one; on the next stage a number without meaning."""
+    """Return half the median round trip, without the first; on the next stage a meaningless number."""
     channel, now = pipe.channel([call], [(0, tokens)]), clock(call.inputs.device)
     known = pipe.model.shape(call, 0, tokens)
     assert known is not None
@@ -165,7 +165,7 @@ def _one_way(pipe: StageRunner, call: Call, tokens: int, stage: int) -> float:
         begin = now()
         if pipe.rank == stage:
             channel.send(there, message)
-            channel.expect(back)  # not before what it answers (`in_step`)
+            channel.expect(back)  # not before the message that it answers (`in_step`)
             channel.receive(back)
         else:
             channel.expect(there)
@@ -177,12 +177,12 @@ def _one_way(pipe: StageRunner, call: Call, tokens: int, stage: int) -> float:
 
 
 def clock(device: torch.device) -> Clock:
-    """Seconds by the clock, read when the device has finished what the current stream was given."""
+    """Seconds by the clock, read after the device has finished the current stream's work."""
     if device.type == "cpu":
         return time.perf_counter
 
     def now() -> float:
-        # Not the whole device: on other streams there are receives that end when the other stage has answered.
+        # Not the whole device: other streams have receives that end only when the other stage answers.
         cuda.current_stream(device).synchronize()
         return time.perf_counter()
 
@@ -190,32 +190,32 @@ def clock(device: torch.device) -> Clock:
 
 
 class SlicePlanner:
-    """Slices by size of micro-batch and length.
+    """Plans the slices for each micro-batch size and sequence length.
 
     Args:
-        schedule: what the slices are planned for.
+        schedule: the schedule for which slices are planned.
     """
 
     def __init__(self, schedule: Schedule, microbatches: int) -> None:
         self._schedule, self.microbatches = schedule, microbatches
         self.slices: dict[str, list[int]] = {}
         self.profiles: list[StageCost] = []
-        """Measured costs of the stages, where the slicing measures."""
+        """Measured costs of the stages, if the slicing measures."""
         self._measured = (0, 0, 0)
         self.stages: list[str] = []
-        """Description of what each stage holds."""
+        """Description of each stage's blocks."""
 
     def plan(
         self, slicing: Slicing, call: Call, pipe: StageRunner, world: Transport | None, planned: Callable[[], None]
     ) -> list[int]:
-        """The slices for such a call; planned where it's the first of its length and size. Collective over `world`.
+        """Return the slices for a call; the first call of a length and size makes a plan. Collective over `world`.
 
-        A slicing that measures takes gradients away: all stages' costs are measured, before every step where one is
-        due. A measurement serves all sequences that aren't longer, of this batch size, with a mask or without, if it
-        had one.
+        A slicing that measures removes gradients: all stages' costs are measured before a step that needs it. A
+        measurement serves all sequences that aren't longer, with this batch size, and with a mask only if it had
+        one.
 
         Args:
-            planned: called when a new plan is made.
+            planned: called for each new plan.
         """
         length = pipe.model.length(call)
         if slicing.measures:
@@ -227,17 +227,17 @@ class SlicePlanner:
                 batch, longest, masked = rows[0].tolist()
             if batch != self._measured[0] or longest > self._measured[1] or masked > self._measured[2]:
                 cost = profile(pipe, call)
-                # The first pipeline's, so that a length has one plan.
+                # The first pipeline's lengths, so that a length has one plan.
                 self.profiles = [cost] if world is None else gather_objects(world, cost)[: pipe.size]
                 self._measured = batch, longest, masked
         key = f"{call.inputs.shape[0]} x {length}{'' if call.attention_mask is None else ', masked'}"
-        if key not in self.slices:  # a length keeps its plan, also where a later measurement comes out otherwise
+        if key not in self.slices:  # a length keeps its plan, also if a later measurement differs
             self.slices[key] = list(slicing.slices(length, self.situation(pipe.size)))
             planned()
         return self.slices[key]
 
     def situation(self, num_stages: int) -> Situation:
-        """Situation that slices are planned for; without measurements a slice costs its length."""
+        """Make the situation for which slices are planned; without measurements a slice costs its length."""
         if self.profiles:
             return priced(self.profiles, self._schedule, self.microbatches)
         return Situation(
@@ -248,13 +248,13 @@ class SlicePlanner:
         )
 
     def expected(self) -> ScheduleForecast | None:
-        """Forecast of a step with the latest plan by its timeline; None where nothing was measured."""
+        """Forecast a step with the latest plan by its timeline; None without measurements."""
         if not self.slices or not self.profiles:
             return None
         return expected(self.profiles, self._schedule, self.microbatches, [*self.slices.values()][-1])
 
     def summary(self) -> dict[str, str]:
-        """Stages, slices, bubble and memory, as text."""
+        """Describe stages, slices, bubble and memory as text."""
         slices, found = ([*self.slices.values()] or [[]])[-1], self.expected()
         sizes = len(self.stages), self.microbatches, max(1, len(slices))
         equal = forecast(self._schedule, *sizes, lambda action: 1.0)

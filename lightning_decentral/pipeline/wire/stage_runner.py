@@ -1,4 +1,4 @@
-"""Runs a stage step after step: its channel, its shapes, tied weights, and what stages sum when a step ends."""
+"""Runner of a stage, step after step: its channel, message shapes, tied weights, and sums over stages after a step."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -25,13 +25,13 @@ Program = tuple[Sequence[Action], Posts]  # Actions of a stage in a step, and wh
 
 
 class StageRunner:
-    """One stage of one pipeline.
+    """Runs one stage of one pipeline.
 
     Args:
         model: after `keep(place)`.
-        over: the stages, for whatever is small; None: there is but one.
+        over: the stages, for small messages; None: a single stage.
         edges: to the neighbours, for hidden states and gradients.
-        hosts: of the stages, for what a training step reports; None: there is but one.
+        hosts: the stages over CPU tensors, for what a training step reports; None: a single stage.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class StageRunner:
     def train(
         self, calls: Sequence[Call], slices: Sequence[int], loss_of: LossOf, own: Clock = time.thread_time
     ) -> Executor:
-        """Forward and backward of all micro-batches; gradients are added to `.grad`. Collective."""
+        """Run forward and backward of all micro-batches; gradients are added to `.grad`. Collective."""
         return self._run(calls, slices, loss_of, self.program(len(calls), len(slices)), own)[0]
 
     def program(self, microbatches: int, slices: int) -> Program:
-        """Program of a training step; the same object for the same numbers."""
+        """Actions and receives of a training step; the same object for the same numbers."""
         if (microbatches, slices) not in self._programs:
             stages = self.schedule.actions(self.size, microbatches, slices)
             self._programs[microbatches, slices] = self._posting(stages, slices)
@@ -75,10 +75,10 @@ class StageRunner:
         return own, in_step(stages, slices)[self.rank] if queued else two_ahead(own)
 
     def evaluate(self, call: Call, slices: Sequence[int]) -> Tensor:
-        """The model's output, on every stage. Collective.
+        """Return the model's output on every stage. Collective.
 
         Raises:
-            ValueError: this stage was asked something else than the last one.
+            ValueError: this stage's inputs differ from the last stage's.
         """
         stages = self.schedule.actions(self.size, 1, len(slices))
         forward = [[action for action in actions if action.kind is Kind.FORWARD] for actions in stages]
@@ -88,7 +88,7 @@ class StageRunner:
         if self.over is None:
             assert output is not None
             return output
-        # Only the last stage knows type and shape: they travel first, with a checksum of what it answers.
+        # Only the last stage knows dtype and shape: they are sent first, with a checksum of the inputs.
         head = torch.zeros(11, dtype=torch.int64, device=self.device)
         mine = torch.tensor(checksum([call.inputs.cpu()]), dtype=torch.float64).view(torch.int64)
         if output is not None:
@@ -98,8 +98,8 @@ class StageRunner:
         kind, dims, *shape, theirs = head.tolist()
         if theirs != int(mine):
             raise ValueError(
-                f"an evaluation gives {type(self.model.module).__name__} other inputs on stage {self.rank} than on the "
-                "last one: give every stage the same batches, and draw from generators that all stages seed alike"
+                f"an evaluation gives {type(self.model.module).__name__} different inputs on stage {self.rank} and on "
+                "the last stage: give every stage the same batches, and draw from generators that all stages seed alike"
             )
         values = torch.empty(shape[:dims], dtype=DTYPES[kind], device=self.device)
         if output is not None:
@@ -122,7 +122,7 @@ class StageRunner:
         if self._known_repeatable or not (len(slices) > 1 or repeated):
             executor.run(*program)
             return executor, stage
-        # The first time: ValueError where this model can't be run in slices, or again.
+        # Checked the first time: ValueError if this model can't run in slices, or run again.
         sliced = "slices of a sequence", "train with slicing=Uniform(1)"
         again = "a forward and its recomputation", "train with activations=Keep()"
         with unchanged(self.model.module, *(again if repeated else sliced)):
@@ -131,8 +131,8 @@ class StageRunner:
         return executor, stage
 
     def channel(self, calls: Sequence[Call], bounds: Sequence[tuple[int, int]]) -> Channel:
-        """The way to the neighbours for one step with these calls and bounds of slices."""
-        shapes: dict[tuple[int, int, int], Shape] = {}  # looked up twice a message: asked of the model once a step
+        """Make the channel to the neighbours for one step with these calls and slice bounds."""
+        shapes: dict[tuple[int, int, int], Shape] = {}  # computed once a step: each is used twice a message
         places = [(m, s, call, ends) for m, call in enumerate(calls) for s, ends in enumerate(bounds)]
         for microbatch, index, call, ends in places if self.over is not None else ():
             known = self.model.shape(call, *ends)
@@ -144,9 +144,9 @@ class StageRunner:
 
     @torch.no_grad()
     def _learn(self, call: Call) -> None:
-        """Run zeros once through the stages, one after the other, where shapes aren't known beforehand. Collective."""
+        """Learn unknown shapes: run zeros once through all stages, one after the other. Collective."""
         shapes: list[Shape] = []
-        # Dropout draws nothing, and no statistics are taken of zeros.
+        # Dropout draws no numbers, and running statistics don't see the zeros.
         with evaluating(self.model.module), put_back(self.model.module):
             for r in range(self.size):
                 mine: Shape | None = None
@@ -163,18 +163,18 @@ class StageRunner:
     # ---- sums at the end of a step --------------------------------------------------------------------------------
 
     def gather(self, value: T) -> list[T]:
-        """Every stage's value, for what is small. Collective."""
+        """Gather a small value from every stage. Collective."""
         return [value] if self.over is None else gather_objects(self.over, value)
 
     def total(self, number: Tensor) -> Tensor:  # (..), in place
-        """The sum over the stages."""
+        """Sum a number over the stages, in place. Collective."""
         if self.over is None:
             return number
         self.over.all_reduce(number).wait()
         return number
 
     def tie(self, tied: Mapping[nn.Parameter, Sequence[int]], outside: Sequence[nn.Parameter]) -> None:
-        """Sum the gradients of what stands on several stages and is trained. Collective."""
+        """Sum the gradients of trained parameters that stand on several stages. Collective."""
         if self.over is None:
             return
         for parameter, stages in ((p, stages) for p, stages in tied.items() if p.requires_grad):
@@ -191,17 +191,17 @@ class StageRunner:
 
 
 def checksum(inputs: Sequence[Tensor]) -> float:
-    """The same for the same inputs of all calls, on the host, and hardly for others."""
+    """Checksum of the inputs of all calls, on the host."""
     result = 0.0
     for tensor in inputs:
         flat = tensor.flatten().double()
-        # Weighed by place: the same tokens in another order are another batch.
+        # Weighted by position: the same tokens in another order are another batch.
         result += float((flat * (torch.arange(flat.numel(), dtype=torch.float64) % 1009 + 1)).sum())
     return result
 
 
 def rows_of(row: Tensor, over: Transport | None) -> Tensor:  # (n,)
-    """[stages, n]: every stage's row, where it lies. Collective."""
+    """Gather every stage's row on its device: [stages, n]. Collective."""
     if over is None:
         return row[None]
     pending, rows = over.all_gather(row)
@@ -210,5 +210,5 @@ def rows_of(row: Tensor, over: Transport | None) -> Tensor:  # (n,)
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    # Zeros for none: the other stages wait for a message all the same.
+    # Zeros if there is no gradient: the other stages wait for a message.
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()

@@ -1,6 +1,6 @@
-"""Blocks of a model: which modules are loaded by themselves, and where each parameter, or a copy of it, stands.
+"""Blocks of a model: which modules are loaded separately, and where each parameter, or a copy of it, is.
 
-A copy that somebody wrote to is refused: a parameter on the host wouldn't learn of it.
+Writing to a copy raises an error: the parameter on the host wouldn't change.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class ParameterPlace:
-    """An attribute of a module that is a parameter; one that modules share has several places and one name."""
+    """Attribute of a module that is a parameter; a parameter shared by modules has several places and one name."""
 
     module: nn.Module
     attribute: str
@@ -31,24 +31,24 @@ class ParameterPlace:
         return found
 
     def put(self, tensor: Tensor) -> None:
-        # An assignment would take parameters only.
+        # An assignment would accept only parameters.
         self.module._parameters[self.attribute] = tensor  # type: ignore[assignment]
-        if isinstance(self.module, nn.RNNBase):  # keeps a list of its own
+        if isinstance(self.module, nn.RNNBase):  # keeps its own list
             self.module._flat_weights = [getattr(self.module, name) for name in self.module._flat_weights_names]
 
 
 def moved(name: str) -> ValueError:
-    """The error of a parameter that isn't where it was when a step began."""
+    """Make the error for a parameter that isn't where it was when the step began."""
     return ValueError(
-        f"parameter {name} was registered, removed or reparametrized between the begin and the backward of a step, "
-        "which runs blocks again: do it between two steps, as in on_train_batch_start"
+        f"parameter {name} was registered, removed or reparametrized during a step, but its backward runs blocks "
+        "again: do it between two steps, as in on_train_batch_start"
     )
 
 
 @contextmanager
 def placed(places: Iterable[ParameterPlace], tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """The tensors stand in the places of their names; afterwards, what stood there before."""
-    before = [(place, place.held) for place in places if place.name in tensors]  # put back behind it
+    """Put tensors in the places of the parameters with their names, and restore the former ones afterwards."""
+    before = [(place, place.held) for place in places if place.name in tensors]  # restored afterwards
     try:
         for place, _ in before:
             place.put(tensors[place.name])
@@ -59,15 +59,15 @@ def placed(places: Iterable[ParameterPlace], tensors: Mapping[str, Tensor]) -> I
 
 
 def as_standing(places: Sequence[ParameterPlace], hosts: Mapping[str, Tensor]) -> None:
-    """Parameters are frozen or thawed as what stands for them, which is all that a user's step can reach."""
+    """Freeze or thaw parameters like their stand-ins, which are all that a user's step can reach."""
     for place in places:
         if hosts[place.name].requires_grad != place.held.requires_grad:
             hosts[place.name].requires_grad_(place.held.requires_grad)
 
 
 def places(root: nn.Module) -> list[ParameterPlace]:
-    """Places of all parameters in the module, by their first names."""
-    names: dict[int, str] = {}  # by identity: a parameter that modules share has its first name
+    """List the places of all parameters in the module, by their first names."""
+    names: dict[int, str] = {}  # by identity: a shared parameter has its first name
     found = []
     for prefix, module in root.named_modules():
         for attribute, parameter in module._parameters.items():
@@ -78,26 +78,26 @@ def places(root: nn.Module) -> list[ParameterPlace]:
 
 
 def move_buffers(root: nn.Module, place: torch.device) -> None:
-    """Move what isn't a parameter to the device: buffers, and the own state of modules without parameters."""
+    """Move buffers to the device, and the plain tensors of modules without parameters."""
     for module in root.modules():
         if any(True for _ in module.parameters()):
             module._buffers.update({k: b if b is None else b.to(place) for k, b in module._buffers.items()})
         else:
-            module.to(place)  # tables that aren't registered as buffers
+            module.to(place)  # tensors that aren't registered as buffers
 
 
 def find(root: nn.Module, wish: str | Sequence[str], resident: Sequence[str]) -> list[str]:
-    """Names of the blocks: those wished for and, of the rest, every outermost module that has parameters of its own.
+    """Find the blocks' names: the given ones and, elsewhere, every outermost module that has its own parameters.
 
-    "auto" wishes for the members of chains of layers, see `modules.candidates`: layers before stages, if one stage
-    holds most of them all, and before the branches inside of layers. Parameters of a module around blocks, or around
-    what is resident, belong to none.
+    "auto" takes the members of chains of layers, see `modules.candidates`: layers before stages, if one stage has most
+    of all layers, and before the branches inside of layers. Parameters of a module around blocks, or around resident
+    modules, belong to no block.
 
     Args:
-        resident: names of modules and parameters that aren't loaded by themselves.
+        resident: names of modules and parameters that aren't loaded separately.
 
     Raises:
-        ValueError: a name that isn't there, or a block within another one.
+        ValueError: an unknown name, or a block within another block.
     """
     modules = {name for name, _ in root.named_modules() if name}
     named = modules | {name for name, _ in root.named_parameters(remove_duplicate=False)}
@@ -106,7 +106,7 @@ def find(root: nn.Module, wish: str | Sequence[str], resident: Sequence[str]) ->
     wished = [] if isinstance(wish, str) else list(wish)
     for name in [*(name for name in wished if name not in modules), *(name for name in resident if name not in named)]:
         raise ValueError(
-            f"no module named {name!r} in {type(root).__name__}: there are {', '.join(sorted(modules)[:4])}, ..."
+            f"no module named {name!r} in {type(root).__name__}: known are {', '.join(sorted(modules)[:4])}, ..."
         )
     within = [name for name in wished if any(_inside(name, other) for other in wished)]
     if within:
@@ -115,7 +115,7 @@ def find(root: nn.Module, wish: str | Sequence[str], resident: Sequence[str]) ->
 
 
 def _chained(root: nn.Module) -> list[str]:
-    """Members of chains that don't overlap: of two that do, the outer one, unless one member holds over half of it."""
+    """Members of chains that don't overlap: of two, the outer chain, unless one member has over half of its size."""
     sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in root.named_modules()}
 
     def rank(chain: BlockSequence) -> tuple[bool, int]:
@@ -136,7 +136,7 @@ def _blocks(module: nn.Module, prefix: str, wished: set[str], resident: set[str]
         if name in resident or not any(True for _ in child.parameters()):
             continue
         if not inside and (name in wished or any(p is not None for p in child._parameters.values())):
-            yield name  # the outermost one: its parameters travel together
+            yield name  # the outermost module: its parameters are loaded together
         else:
             yield from _blocks(child, f"{name}.", wished, resident)
 

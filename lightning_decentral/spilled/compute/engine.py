@@ -1,8 +1,8 @@
-"""Offloading engine: a module whose parameters live on the host, and its steps within a budget of bytes on the device.
+"""Offloading engine: runs a module whose parameters live on the host, within a memory budget of the device.
 
-The first step of every kind is measured block by block and checked, the second one timed; from the third on the shards
-of a plan are loaded one ahead. Between steps the module is as it was: its parameters are the host's. Where a step finds
-other parameters in it (pruned, reparametrized, tied, replaced), blocks and measurements begin anew.
+The first step of every kind is measured block by block and checked, the second is timed; from the third on, a plan's
+shards are loaded one ahead. Between steps the module is unchanged: its parameters are the host's. If a step finds
+other parameters (pruned, reparametrized, tied, replaced), blocks and measurements begin anew.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ Announce = Callable[[str, ShardPlan], None]
 
 
 class Engine:
-    """Takes the place of the calls of a module's blocks, until `detach`.
+    """Replaces the calls of a module's blocks by offloaded ones, until `detach`.
 
     Args:
-        budget_bytes: of the device, for everything.
+        budget_bytes: total memory budget on the device.
         blocks: "auto", or names of modules.
         resident: names of modules and parameters whose copies stay on the device during a whole step.
         announce: called with every plan and the kind of its step.
 
     Raises:
-        ValueError: see `blocks.find`; a block that is compiled, or larger than the budget.
+        ValueError: see `blocks.find`; also for a block that is compiled, or larger than the budget.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class Engine:
         self._module, self._budget_bytes, self._announce = module, budget_bytes, announce
         self._wished = blocks, resident
         self._spilling: list[Spilling] = []
-        self._first: dict[str, Footprint] = {}  # of kinds of step that were measured once, and not yet timed
+        self._first: dict[str, Footprint] = {}  # of kinds of steps that were measured once, but not yet timed
         self._kind = ""
         self._arrange(places(module))
 
     def _renew(self) -> None:
-        """The module's parameters may be others, and in other places, than at the last step."""
+        """Update the blocks if the module's parameters, or their places, have changed since the last step."""
         found = places(self._module)
         if found != self._places:
             self._arrange(found)
@@ -74,11 +74,11 @@ class Engine:
             own = tuple(place for place in found if place.module in inside)
             self._spilling.append(Spilling(index, name, module, own))
         for name, part in self._module.named_modules():
-            around = vars(part).get("_compiler_ctx")  # a LightningModule's
+            around = vars(part).get("_compiler_ctx")  # set by LightningModule.compile
             if around or part._compiled_call_impl is not None or "_orig_mod" in part._modules:
                 raise ValueError(
-                    f"{name or type(part).__name__} is compiled, and compiled code doesn't see that its parameters "
-                    "come and go: train the module without torch.compile"
+                    f"{name or type(part).__name__} is compiled, but compiled code doesn't see that its parameters "
+                    "are loaded and removed: train the module without torch.compile"
                 )
         self._loader = Loader(self.device, [block.parameters for block in self._spilling])
         self._standing = Standing(found, self._spilling, self.device.place)
@@ -90,9 +90,9 @@ class Engine:
             )
         block_places.move_buffers(self._module, self.device.place)
         for place in found:
-            place.held.data = self.device.pinned(place.held.data)  # optimizers go on holding the parameter
+            place.held.data = self.device.pinned(place.held.data)  # optimizers keep the same parameter object
         for block in self._spilling:
-            # What torch calls in place of _call_impl, which `spilled` calls in turn: hooks run where they did.
+            # torch calls this instead of _call_impl, and `spilled` calls _call_impl in turn: hooks run as before.
             block.module._compiled_call_impl = self._called(block)
 
     def _called(self, block: Spilling) -> Callable[..., Any]:
@@ -102,7 +102,7 @@ class Engine:
             if self._loader.in_step:
                 return within(*args, **kwargs)
             self._renew()
-            module = block.module  # another block now, or none any more
+            module = block.module  # the block may have been replaced or removed
             again = module._compiled_call_impl
             return (within if again is call else again or module._call_impl)(*args, **kwargs)  # outside of a step
 
@@ -113,7 +113,7 @@ class Engine:
             block.module._compiled_call_impl = None
 
     def detach(self) -> None:
-        """The module without a trace of this."""
+        """Restore the module as it was before."""
         self._release()
         self._loader.end()
 
@@ -125,18 +125,18 @@ class Engine:
 
     @contextmanager
     def step(self, kind: str, given: Any, backward: bool = False) -> Iterator[None]:
-        """Context manager of a step: a block's parameters are on the device while it runs, no others but the resident.
+        """Run a step: each block's parameters are on the device only while it runs, resident ones always.
 
-        Args:
-            kind: "training", ...; each has its own plan.
-            given: the batch.
-            backward: whether `finish` is called later, behind the backward.
+        kind: "training", ...; each kind has its own plan.
+        given: the batch.
+        backward: whether `finish` is called later, after the backward.
+
         """
         self._renew()
         hosts = list(self._loader.hosts.values())
         self.device.note([*hosts, *(host.grad for host in hosts)], [*self._module.buffers(), *tree_leaves(given)])
         self._kind = kind
-        # The first step of a kind is checked, which takes time: the second one is timed.
+        # The first step of a kind is checked, which takes time, so the second is timed.
         self._loader.begin(self.plans.get(kind), checks=kind not in self._first)
         with self.counting(), placed(self._places, self._standing.fill(self._loader)):
             yield
@@ -149,25 +149,25 @@ class Engine:
             self.finish()
 
     def counting(self) -> AbstractContextManager[Any]:
-        """Bytes are counted within, in the first step of every kind."""
+        """Count bytes in this context, in the first step of every kind."""
         return Counting(self.device.ledger, self._standing.absent) if self._loader.checks else nullcontext()
 
     def finish(self) -> None:
-        """A step has ended: what was measured becomes a plan."""
+        """End a step: turn its measurements into a plan."""
         log = self._loader.log
         self._loader.end()
         if log is None:
             return
         first, footprint = self._first.pop(self._kind, None), log.footprint(self._blocks())
         if first is None:
-            plan(footprint, self._budget_bytes)  # refuses at once what can't fit
+            plan(footprint, self._budget_bytes)  # raises at once if nothing fits
             self._first[self._kind] = footprint
-        elif both := joined(first, footprint):  # else the next step is a first one again
+        elif both := joined(first, footprint):  # else the next step counts as a first one
             self.plans[self._kind] = plan(both, self._budget_bytes)
             self._announce(self._kind, self.plans[self._kind])
 
     def _look(self) -> None:
-        """The places may hold others than at the last step; if others are trained, a step has other bytes."""
+        """Check for changed parameters since the last step; if others are trained, a step has other bytes."""
         self._loader.hosts = {place.name: place.held for place in self._places}
         trained = [(host.requires_grad, host.shape) for host in self._loader.hosts.values()]
         if trained != self._trained:
@@ -182,20 +182,20 @@ class Engine:
 
 
 class Standing:
-    """No numbers where blocks are loaded by themselves, and a copy for the whole step where a parameter is resident."""
+    """Stand-ins for parameters during a step: empty ones for offloaded blocks, copies for resident parameters."""
 
     def __init__(self, places: Sequence[ParameterPlace], blocks: Sequence[Spilling], device: torch.device) -> None:
         loaded = {name for block in blocks for name in block.parameters}
         self._hollow: dict[str, Tensor] = {}
         for name, held in ((place.name, place.held) for place in places if place.name in loaded):
-            # Scalar NaN (0 for integers), to be expanded: a wrong use of it shows. (): a few bytes.
+            # Scalar NaN (0 for integers), expanded: wrong use shows. (): a few bytes.
             nothing = float("nan") if held.is_floating_point() or held.is_complex() else 0
             self._hollow[name] = torch.full((), nothing, dtype=held.dtype, device=device)
-        # By storage, which `expand` keeps: names of the parameters without numbers.
+        # By storage, which `expand` keeps: names of the parameters without values.
         self.absent = {base.untyped_storage()._cdata: name for name, base in self._hollow.items()}
 
     def fill(self, loader: Loader) -> Mapping[str, Tensor]:
-        """Stand-ins for the loader's parameters, by name; call `look` where the step's forward ends."""
+        """Return stand-ins for the loader's parameters, by name; call `look` at the end of the step's forward."""
         apply: Callable[[Loader, Tensor], Tensor] = Resident.apply
         self._loader = loader
         self._stay = {n: apply(loader, host) for n, host in loader.hosts.items() if n not in self._hollow}
@@ -208,15 +208,15 @@ class Standing:
         return standing
 
     def look(self) -> None:
-        """The host's parameters are frozen and thawed as what stood for them, which isn't held any longer. ValueError:
-        somebody wrote to what stood there.
+        """Freeze or thaw the host's parameters like their stand-ins, which are then freed. ValueError: code wrote to
+        a stand-in.
         """
         hosts, standing = self._loader.hosts, {**self._away, **self._stay}
         for name, tensor in self._away.items():
             hosts[name].requires_grad_(tensor.requires_grad)
         for name, copy in self._stay.items():
             if copy.requires_grad and not hosts[name].requires_grad:
-                # The gradient of this copy, which was made for a frozen parameter, is the host's.
+                # The gradient of this copy of a frozen parameter belongs to the host's parameter.
                 hosts[name].requires_grad_(True)
                 copy.register_hook(partial(self._add, hosts[name]))
         checked = {name: hosts[name] for name in self._stay} if self._loader.checks else {}
@@ -229,7 +229,7 @@ class Standing:
 
 
 class Resident(torch.autograd.Function):
-    """A parameter's copy that stays on the device during the step; its gradient goes back to the host."""
+    """Copy of a parameter that stays on the device during the step; its gradient is sent to the host."""
 
     @staticmethod
     def forward(ctx: Any, loader: Loader, host: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Recomputation: the two forwards of a block, of which the first keeps no graph, and the second comes out the same.
+"""Recomputation: a block runs forward twice; the first run keeps no graph, and the second gives the same result.
 
-Which kernels torch takes depends on whether gradients are wanted. So the first forward records a graph as the second
-one does, in which nothing is kept. A backward that comes upon it would lose gradients, and is an error. The second one
-finds what a call depends on besides inputs and parameters as the first one found it (`Moment`).
+torch chooses kernels by whether gradients are wanted. So the first forward records a graph like the second, but saves
+nothing in it. A backward that reaches this graph would lose gradients, and raises an error. The second forward starts
+from the same state as the first (`Moment`): all that a call depends on besides inputs and parameters.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ from lightning_decentral.spilled.compute.transfer import OffloadDevice
 
 Holder = dict[Any, Any] | list[Any]
 NUMBERS = (bool, int, float, str, type(None))
-LEAVES = (*NUMBERS, nn.Module, type, ModuleType)  # a module's buffers are looked after elsewhere
+LEAVES = (*NUMBERS, nn.Module, type, ModuleType)  # a module's buffers are handled elsewhere
 
 
 def as_trained(copies: Mapping[str, Tensor], trained: Mapping[str, bool]) -> dict[str, Tensor]:
-    """Leaves that need gradients where these parameters are trained."""
+    """Make leaf tensors of the copies, which need gradients if their parameters are trained."""
     return {name: copy.detach().requires_grad_(trained[name]) for name, copy in copies.items()}
 
 
 @contextmanager
 def graph_dropped(block: str, leaves: Iterable[Tensor]) -> Iterator[None]:
-    """Context manager in which operations run as where a backward follows, and nothing is saved for it."""
+    """Run operations in this context as if a backward followed, but save nothing for it."""
 
     def refuse(_: Any) -> Tensor:
         raise ValueError(
-            f"a tensor that block {block} made and didn't return is used by the loss, which loses its gradients: "
-            "return it from the block, or name a larger block in blocks"
+            f"the loss uses a tensor that block {block} made but didn't return, and loses its gradients. "
+            "Return the tensor from the block, or name a larger block in blocks"
         )
 
     for leaf in leaves:
         if leaf.requires_grad:
-            leaf.register_hook(refuse)  # also where nothing was saved on the way to it
+            leaf.register_hook(refuse)  # also where nothing was saved on the way to the leaf
     with torch.enable_grad(), saved_tensors_hooks(lambda tensor: None, refuse):
         yield
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward whose results have no graph; ValueError where one is asked for."""
+    """Make a backward whose results have no graph; ValueError if a graph is requested."""
     once = once_differentiable(backward)
 
     def checked(ctx: Any, *gradients: Any) -> Any:
         if torch.is_grad_enabled():
             raise ValueError(
-                "gradients that are differentiable themselves (create_graph=True, as a gradient penalty or forces need "
-                "them) don't go through blocks that run again in the backward: train without strategy='spilled'"
+                "differentiable gradients (create_graph=True, as for a gradient penalty or forces) don't work through "
+                "blocks that run again in the backward: train without strategy='spilled'"
             )
         return once(ctx, *gradients)
 
@@ -65,23 +65,23 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Moment:
-    """Random numbers, autocast, default type, plain attributes and buffers just before a call of the module.
+    """Random numbers, autocast, default dtype, plain attributes and buffers just before a call of a module.
 
-    Create it before the call, `seal` it behind, run the second call within `again`.
+    Create it before the call, call `seal` after it, and run the second call within `again`.
     """
 
     def __init__(self, module: nn.Module, device: OffloadDevice) -> None:
         self._module, self._device = module, device
         self._random = device.random_state()
-        self._default = torch.get_default_dtype()  # modules may make tensors of no given type
+        self._default = torch.get_default_dtype()  # modules may make tensors without a given dtype
         self._autocast, self._remembered = Autocast(device.place), Remembered(module)
         held = [(part, name, buffer) for part in module.modules() for name, buffer in part._buffers.items()]
-        # (module, name, the buffer, its values): kept until `seal` finds which ones the call changed.
+        # (module, name, the buffer, its values): kept until `seal` finds which buffers the call changed.
         self._buffers = [(part, name, b, b.clone()) for part, name, b in held if b is not None]
 
     def seal(self) -> None:
-        """Keep the former values of what the call changed only."""
-        # Values are compared, as not every operation counts versions; a device is asked once for all of them.
+        """Keep the former values only of what the call changed."""
+        # Values are compared, as some operations don't count versions; a device is asked once for all of them.
         rows = [r for r in self._buffers if r[0]._buffers[r[1]] is r[2] and r[2].shape == r[3].shape]
         same = torch.stack([(r[2] == r[3]).all() for r in rows]).tolist() if rows else []
         kept = {id(r[3]) for r, unchanged in zip(rows, same, strict=True) if unchanged}
@@ -89,7 +89,7 @@ class Moment:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Context manager in which the forward's state is as it was then; afterwards as it is now."""
+        """Restore the state of the first forward in this context, and afterwards the present state."""
         random, default = self._device.random_state(), torch.get_default_dtype()
         now = [(module, name, module._buffers[name]) for module, name, *_ in self._buffers]
         with self._autocast.again(), self._remembered.again():
@@ -100,18 +100,18 @@ class Moment:
                     module._buffers[name] = former
                 yield
             finally:
-                for module, name, held in now:  # the first call's: running statistics move once
+                for module, name, held in now:  # the first call's: running statistics change once
                     module._buffers[name] = held
                 torch.set_default_dtype(default)
                 self._device.set_random_state(random)
 
 
 class Taken:
-    """Nested values, and the distinct tensors in them separately, in order.
+    """Nested values split into their structure and their distinct tensors, in order.
 
     Attributes:
-        tensors: those, until they are dropped.
-        others: what is no tensor.
+        tensors: the distinct tensors, until they are dropped.
+        others: the values that aren't tensors.
     """
 
     def __init__(self, values: Any) -> None:
@@ -119,23 +119,23 @@ class Taken:
         self.tensors = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
         index = {id(tensor): i for i, tensor in enumerate(self.tensors)}
         self.others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
-        # (index of a tensor, None), or (None, what is no tensor)
+        # (index of a tensor, None), or (None, a value that isn't a tensor)
         self._leaves = [(index[id(leaf)], None) if isinstance(leaf, Tensor) else (None, leaf) for leaf in leaves]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Any:
-        """The values with these in the places of the tensors."""
+        """Rebuild the values with these tensors."""
         leaves = [leaf if index is None else tensors[index] for index, leaf in self._leaves]
         return tree_unflatten(leaves, self._form)
 
     def drop(self) -> list[Tensor]:
-        """The tensors; they are held no longer."""
+        """Return the tensors and keep them no longer."""
         tensors, self.tensors = self.tensors, []
         return tensors
 
 
 @runtime_checkable
 class Cache(Protocol):
-    """Cache of keys and values, like those of transformers: a block writes its own there, and reads them at once."""
+    """Interface of a cache of keys and values, as in transformers: a block writes and reads its own entries."""
 
     def update(self, *args: Any, **kwargs: Any) -> Any: ...
 
@@ -144,11 +144,11 @@ class Cache(Protocol):
 
 @dataclass(frozen=True)
 class _Held:
-    """A dictionary, a list, or the attributes of an object, and what they held."""
+    """A dictionary, a list, or an object's attributes, with their former contents."""
 
     holder: Holder
     former: Holder
-    owner: Any  # the outermost object, or a cache, that it is a part of
+    owner: Any  # the outermost object, or a cache, that contains it
 
     @property
     def changed(self) -> bool:
@@ -163,13 +163,13 @@ class _Held:
 
 
 class GivenObjects:
-    """Objects among the arguments of a call: the second run finds their attributes as the first one found them.
+    """Objects among the arguments of a call: the second run finds their attributes as the first run did.
 
-    Create it before the call; `put_back` behind it, and run the second call within `again`.
+    Create it before the call, call `put_back` after it, and run the second call within `again`.
 
     Args:
         arguments: (args, kwargs) of the call.
-        inputs: the tensors in them that the backward gives gradients to.
+        inputs: the tensors among them that get gradients in the backward.
     """
 
     def __init__(self, arguments: tuple[Iterable[Any], dict[str, Any]], inputs: Sequence[Tensor]) -> None:
@@ -181,34 +181,34 @@ class GivenObjects:
             value, owner = waiting.pop()
             if isinstance(value, LEAVES) or id(value) in seen:
                 continue
-            seen.add(id(value))  # objects may hold each other in circles
+            seen.add(id(value))  # objects may refer to each other in circles
             if isinstance(value, Tensor):
                 self._tensors.append((value, _version(value), owner))
                 continue
             attributes = getattr(value, "__dict__", None)
             if attributes is not None and not isinstance(owner, Cache) and isinstance(value, Cache):
-                owner = value  # what a cache holds is its own, also where others hold the cache
+                owner = value  # a cache owns its contents, also if other objects refer to the cache
             holders = [holder for holder in (value, attributes) if isinstance(holder, (dict, list))]
             self._held += [_Held(holder, _copy(holder), owner) for holder in holders]
             parts = [part for holder in holders for part in _parts(holder)]
             waiting += [(part, owner) for part in (*parts, *(value if isinstance(value, tuple) else ()))]
-        # Types of the objects that hold other tensors which need gradients.
+        # Types of the objects with other tensors that need gradients.
         self.unreached = [type(owner).__name__ for tensor, _, owner in self._tensors if tensor.requires_grad]
 
     def put_back(self) -> tuple[list[Any], list[str]]:
-        """(caches that were written to, and are as before now; types of what else was written to)."""
+        """Return (restored caches to which the call wrote, types of other objects to which it wrote)."""
         self._held = [held for held in self._held if held.changed]
         others = [held.owner for held in self._held if not isinstance(held.owner, Cache)]
         others += [owner for tensor, version, owner in self._tensors if _version(tensor) != version]
         caches = {id(held.owner): held.owner for held in self._held if isinstance(held.owner, Cache)}
-        self._tensors = []  # they are held no longer: their memory is the device's
+        self._tensors = []  # kept no longer: their memory is the device's
         for held in self._held:
             _put(held.holder, held.former)
         return list(caches.values()), [type(owner).__name__ for owner in others]
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Context manager in which the objects are as before the call; afterwards as they are now."""
+        """Restore the objects in this context as before the call, and afterwards their present state."""
         now = [_copy(held.holder) for held in self._held]
         try:
             for held in self._held:
@@ -220,7 +220,7 @@ class GivenObjects:
 
 
 def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # those made by inference count nothing
+    return 0 if tensor.is_inference() else tensor._version  # tensors made in inference mode count nothing
 
 
 def _copy(holder: Holder) -> Holder:

@@ -3,7 +3,7 @@
     forward    y = block(x; copy of w), whose graph is dropped;    x and the random state go to the host
     backward   y = block(x; copy of w) again, with a graph, then  dx, dw = vjp(dy);    dw goes to the host
 
-Autograd sees the host's parameters: gradients are added up, and hooks called, as if nothing had been copied.
+Autograd sees the host's parameters: gradients accumulate and hooks run as if nothing had been copied.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ PLAIN = (bool, int, float, str, type(None))  # what a block may return in additi
 
 @dataclass(frozen=True)
 class Spilling:
-    """One block of a module: what is called, and the places of its parameters."""
+    """Block of a module: its original call, and the places of its parameters."""
 
     index: int
     name: str
     module: nn.Module
     places: tuple[ParameterPlace, ...]
-    # By identity, caches that it wrote to, and that were put back as they were.
+    # Identities of caches to which the block wrote, and which were restored.
     emptied: WeakValueDictionary[int, Any] = field(default_factory=WeakValueDictionary, compare=False)
 
     @property
@@ -52,16 +52,16 @@ class Spilling:
 
 
 def spilled(block: Spilling, loader: Loader) -> Callable[..., Any]:
-    """A function to be called in the block's place."""
+    """Return a function that replaces the block's call."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         given = Taken((args, kwargs))
-        # A cache that comes again in a training step: none is kept, so the caller counts on what isn't there.
+        # A cache that returns in a training step is empty, but the caller expects content.
         again = [other for other in given.others if block.emptied.get(id(other), block) is other]
         if again:
             raise ValueError(
-                f"block {block.name} is given the same {type(again[0]).__name__} again, which is as empty as it was "
-                "before the training step: pass no cache (use_cache=False)"
+                f"block {block.name} gets the same {type(again[0]).__name__} again, which is as empty as before the "
+                "training step: pass no cache (use_cache=False)"
             )
         run = Run(block, loader, given)
         block_places.as_standing(block.places, loader.hosts)
@@ -71,8 +71,8 @@ def spilled(block: Spilling, loader: Loader) -> Callable[..., Any]:
             return run.once(*args, **kwargs)
         if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
             raise ValueError(
-                f"block {block.name} is differentiated by torch.func or in forward mode, which its second run in the "
-                "backward can't serve: use loss.backward(), or train without strategy='spilled'"
+                f"block {block.name} is differentiated by torch.func or in forward mode, but it runs again in the "
+                "backward, which supports neither: use loss.backward(), or train without strategy='spilled'"
             )
         token = _Parameters.apply(run, *hosts)  # type: ignore[no-untyped-call]
         return run.reply(_Computed.apply(run, token, *inputs))  # type: ignore[no-untyped-call]
@@ -81,7 +81,7 @@ def spilled(block: Spilling, loader: Loader) -> Callable[..., Any]:
 
 
 class Run:
-    """One call of a block, and what its backward needs; of the arguments `given` only the form is kept."""
+    """One call of a block, with what its backward needs; of the arguments only the structure is kept."""
 
     def __init__(self, block: Spilling, loader: Loader, given: Taken) -> None:
         self._block, self._loader, self._given = block, loader, given
@@ -93,7 +93,7 @@ class Run:
     # ---- forward ------------------------------------------------------------------------------------------------
 
     def once(self, *args: Any, **kwargs: Any) -> Any:
-        """The call, when no backward follows: what it is given it may change."""
+        """Call the block when no backward follows; it may change its inputs."""
         copies = self._loader.enter(self._block.index)
         before = block_places.versions(copies)
         with placed(self._block.places, copies):
@@ -102,12 +102,12 @@ class Run:
         return answer
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:  # any shapes: the distinct tensors given
-        """Call the block; its results' tensors."""
+        """Call the block and return its results' tensors."""
         loader, came = self._loader, [tensor._version for tensor in inputs]
         copies = loader.enter(self._block.index)
         place = loader.device.place
         self._wanted = [tensor.requires_grad for tensor in inputs]
-        # Those that aren't on the device stay where they are; the others go to the host.
+        # Tensors that aren't on the device stay where they are; the others are sent to the host.
         self._elsewhere = {i: tensor.detach() for i, tensor in enumerate(inputs) if tensor.device != place}
         self._kept = loader.send([tensor for tensor in inputs if tensor.device == place])
         self._moment = Moment(self._block.module, loader.device)
@@ -115,8 +115,8 @@ class Run:
         self._objects = GivenObjects((args, kwargs), inputs)
         if self._objects.unreached:
             raise ValueError(
-                f"block {self._block.name} is given a {self._objects.unreached[0]} that holds tensors which need "
-                "gradients, and get none there: pass them in lists or dictionaries, and no cache (use_cache=False)"
+                f"block {self._block.name} gets a {self._objects.unreached[0]} with tensors that need gradients, but "
+                "they would get none: pass them in lists or dictionaries, and no cache (use_cache=False)"
             )
         self._trained = {name: loader.hosts[name].requires_grad for name in copies}
         leaves, before = as_trained(copies, self._trained), block_places.versions(copies)
@@ -126,7 +126,7 @@ class Run:
         self._check_objects()
         if any(tensor._version != version for tensor, version in zip(inputs, came, strict=True)):
             raise ValueError(
-                f"block {self._block.name} changes its input in place, which its backward needs as it was: "
+                f"block {self._block.name} changes its input in place, but its backward needs the original: "
                 "use operations that make a new tensor (inplace=False)"
             )
         self._moment.seal()
@@ -138,23 +138,23 @@ class Run:
         return results
 
     def reply(self, results: Sequence[Tensor]) -> Any:
-        """Return the block's output with these tensors in it."""
+        """Return the block's output, built with these tensors."""
         return self._answer.with_tensors(results)
 
     def _check_objects(self) -> None:
-        """Restore caches to before the call: what it wrote has no graph, and the device needn't hold it. ValueError for
-        what else it wrote into, and for what it returns in which gradients aren't found."""
+        """Restore caches to before the call, so the device needn't keep what the block wrote. ValueError for other
+        objects that it wrote to, and for results in which gradients can't be found."""
         caches, others = self._objects.put_back()
         self._block.emptied.update((id(cache), cache) for cache in caches)
         if others:
             raise ValueError(
-                f"block {self._block.name} writes into a {others[0]} that it is given, which its backward needs as it "
-                "was: return what it writes as tensors, and pass no cache (use_cache=False)"
+                f"block {self._block.name} writes into a {others[0]} among its arguments, but its backward needs the "
+                "original: return new values as tensors, and pass no cache (use_cache=False)"
             )
         wrong = [other for other in self._answer.others if not isinstance(other, PLAIN)]
         if wrong:
             raise ValueError(
-                f"block {self._block.name} returns a {type(wrong[0]).__name__}, in which gradients aren't found: "
+                f"block {self._block.name} returns a {type(wrong[0]).__name__}, in which gradients can't be found: "
                 "return tensors, or lists, tuples and dictionaries of them"
             )
 
@@ -165,15 +165,15 @@ class Run:
     # ---- backward -----------------------------------------------------------------------------------------------
 
     def prefetch(self) -> None:
-        """Bring the inputs to the device."""
+        """Load the inputs to the device."""
         if self._arriving is None and self._kept is not None:
             self._arriving = self._loader.device.fetch(self._kept.land())
 
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Gradients of the inputs; those of the parameters are on their way to the host."""
+        """Return gradients of the inputs; those of the parameters are being sent to the host."""
         if self._kept is None:
             raise RuntimeError(
-                f"a second backward through block {self._block.name}, whose inputs the first one used up: "
+                f"a second backward through block {self._block.name}, whose inputs the first backward used up: "
                 "run one backward for each forward (no retain_graph)"
             )
         copies = self._loader.enter(self._block.index, self)
@@ -198,12 +198,12 @@ class Run:
         return [tensor.detach().requires_grad_(wanted) for tensor, wanted in zip(tensors, self._wanted, strict=True)]
 
     def _again(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The results' tensors, with a graph."""
+        """Run the block again and return its results' tensors, with a graph."""
         try:
             with self._moment.again(), self._objects.again(), torch.enable_grad():
                 args, kwargs = self._given.with_tensors(inputs)
                 answer = Taken(self._block.module._call_impl(*args, **kwargs))
-        except torch.OutOfMemoryError:  # a RuntimeError, too, but none of the block's making
+        except torch.OutOfMemoryError:  # a RuntimeError, too, but not caused by the block
             raise
         except RuntimeError as error:
             raise self._unlike(f" ({error})") from error
@@ -211,7 +211,7 @@ class Run:
             self._loader.log.ran_again()
         results, seen = answer.drop(), self._seen
         again = self._loader.device.send(results).land() if self._loader.checks else []
-        # Equal, up to rounding where a device adds in no fixed order.
+        # Equal, up to rounding on a device that adds in no fixed order.
         alike = partial(torch.allclose, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
         if [a.shape for a in seen] != [b.shape for b in again] or not all(map(alike, seen, again)):
             raise self._unlike("")
@@ -220,13 +220,13 @@ class Run:
 
     def _unlike(self, reason: str) -> ValueError:
         return ValueError(
-            f"block {self._block.name} gives another result when its backward runs it again{reason}: keep what it "
-            "remembers from call to call in buffers, numbers or lists of its own, not in iterators, files or other "
-            "objects, draw from generators that it holds, and pass no cache (use_cache=False)"
+            f"block {self._block.name} gives another result when its backward runs it again{reason}. Keep its state "
+            "between calls in its own buffers, numbers or lists, not in iterators, files or other objects; draw from "
+            "its own generators; pass no cache (use_cache=False)"
         )
 
     def landed(self) -> list[Tensor | None]:
-        """Gradients of the parameters, on the host; nothing else holds them."""
+        """Gradients of the parameters, on the host; the caller owns them alone."""
         if self._gradients is None:
             return [None for _ in self._block.parameters]
         names, leaving = self._gradients
@@ -236,7 +236,7 @@ class Run:
 
 
 class _Parameters(torch.autograd.Function):
-    """The host's parameters stand behind a token, so that their gradients may land while the device goes on."""
+    """Links the host's parameters to a token, so that their gradients may arrive while the device continues."""
 
     @staticmethod
     def forward(ctx: Any, run: Run, *hosts: Tensor) -> Tensor:
@@ -250,7 +250,7 @@ class _Parameters(torch.autograd.Function):
 
 
 class _Computed(torch.autograd.Function):
-    """The block of a token for its parameters, and its inputs."""
+    """Runs a block, linked to its parameters by a token, and to its inputs."""
 
     @staticmethod
     def forward(ctx: Any, run: Run, token: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:

@@ -1,7 +1,7 @@
-"""Host-device copies: the device that computes is a CUDA device, or the CPU in its place, whose bytes are counted.
+"""Host-device copies for a CUDA device, or for the CPU as a stand-in, whose bytes are counted.
 
-A `Ledger` tracks the memory of a device which isn't there: bytes of every storage that an operation makes, until it
-dies.
+A `Ledger` tracks the memory of a simulated device: the bytes of every storage that an operation makes, until the
+storage is freed.
 """
 
 import weakref
@@ -21,11 +21,11 @@ DEVICE, HOST = "device", "host"
 
 
 class Ledger:
-    """Ledger of living storages: where each is, and how many bytes of them.
+    """Ledger of live storages: where each is, and its bytes.
 
     Attributes:
         present_bytes: on the device now.
-        peak_bytes: the most since `forget_peak`.
+        peak_bytes: the maximum since `forget_peak`.
     """
 
     def __init__(self) -> None:
@@ -43,12 +43,12 @@ class Ledger:
                 self._change(where, size)
 
     def where(self, tensor: Tensor) -> str | None:
-        """Place of the tensor's storage; None for one that nobody recorded."""
+        """Place of the tensor's storage; None if it wasn't recorded."""
         entry = self._living.get(tensor.untyped_storage()._cdata)
         return entry and entry[0]
 
     def forget_peak(self) -> None:
-        """Begin again at what is present."""
+        """Reset the peak to the present bytes."""
         self.peak_bytes = self.present_bytes
 
     def _strike(self, key: int, _dead: Any = None) -> None:
@@ -61,11 +61,11 @@ class Ledger:
 
 
 class Counting(TorchDispatchMode):
-    """Writes what operations make into a ledger.
+    """Mode that records the results of operations in a ledger.
 
     Args:
-        absent: names of tensors by storage that stand for parameters which aren't on the device: computing with one is
-            an error.
+        absent: names of parameters by the storage of their stand-ins, while they aren't on the device: computing with
+        one is an error.
     """
 
     def __init__(self, ledger: Ledger, absent: Mapping[int, str]) -> None:
@@ -81,60 +81,60 @@ class Counting(TorchDispatchMode):
         if made:
             if wrong := [self._absent[key] for key in old if key in self._absent]:
                 raise ValueError(
-                    f"parameter {wrong[0]} is used outside of a call of the block that holds it, when it isn't on the "
+                    f"parameter {wrong[0]} is used outside of a call of its block, when it isn't on the "
                     f"device: give resident=[{wrong[0]!r}] to keep it there during the whole step"
                 )
-            # As on a real device: a result of host tensors only is on the host, any other one on the device.
+            # As on a real device: a result of host tensors only is on the host, any other result on the device.
             on_host = bool(given) and all(self._ledger.where(tensor) == HOST for tensor in given)
             self._ledger.add(made, HOST if on_host else DEVICE)
         return result
 
 
 def _counted(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.layout is torch.strided  # sparse ones have no storage to ask
+    return isinstance(leaf, Tensor) and leaf.layout is torch.strided  # sparse tensors have no storage to ask
 
 
 class Copies:
     """Copies on their way to the device, or to the host.
 
     Args:
-        held: what they are made from, where that isn't done yet.
+        held: the tensors that they are made from, until the copies are done.
     """
 
     def __init__(self, copies: list[Tensor], event: cuda.Event | None = None, held: Sequence[Tensor] = ()) -> None:
         self._copies, self._event = copies, event
-        # Memory that is still read isn't given back; versions show whether it was written to meanwhile.
+        # Memory that is still read isn't freed; versions show whether it was written to meanwhile.
         self._held = [(tensor, tensor._version) for tensor in held]
 
     def ready(self) -> list[Tensor]:
-        """The copies on the device; the current stream waits for them."""
+        """Return the copies on the device; the current stream waits for them."""
         if self._event is not None:
             self._event.wait()
         return self._copies
 
     def land(self) -> list[Tensor]:
-        """The copies on the host, which waits for them. ValueError: what was to be copied was changed meanwhile."""
+        """Return the copies on the host, which waits for them. ValueError: a source was changed meanwhile."""
         if self._event is not None:
             self._event.synchronize()
-        held, self._held = self._held, []  # from here on their memory may be used again
+        held, self._held = self._held, []  # from here on their memory may be reused
         if any(tensor._version != version for tensor, version in held):
             raise ValueError(
-                "the input of a block was changed in place behind it, before its copy had reached the host: "
+                "the input of a block was changed in place after the block ran, before its copy had reached the host: "
                 "use an operation that makes a new tensor"
             )
         return self._copies
 
 
 class OffloadDevice:
-    """Device that blocks compute on, and whose copies come and go: parameters live on the host.
+    """Device that computes blocks, with copies to and from it: parameters live on the host.
 
-    Here the CPU stands in for one. Its bytes are those of the copies, and of what operations make while a `Counting`
-    into its ledger is active.
+    This class uses the CPU as a stand-in. Its bytes are those of the copies, and of operations' results while a
+    `Counting` into its ledger is active.
 
     Attributes:
-        place: as torch calls it.
-        ledger: of bytes, where nobody else counts them.
-        overlaps: whether it copies while it computes.
+        place: the torch device.
+        ledger: of bytes, if no allocator counts them.
+        overlaps: whether the device copies while it computes.
     """
 
     overlaps: ClassVar[bool] = False
@@ -143,17 +143,17 @@ class OffloadDevice:
         self.place, self.ledger = place, Ledger()
 
     def pinned(self, tensor: Tensor) -> Tensor:
-        """The same values in host memory from which the device copies by itself."""
+        """Return the same values in host memory from which the device copies asynchronously."""
         return tensor
 
     def fetch(self, hosts: Sequence[Tensor]) -> Copies:
-        """Start to copy to the device."""
-        copies = [host.detach().clone() for host in hosts]  # real ones: computing with the wrong is found
-        self.ledger.add(copies, DEVICE)  # as if it were one
+        """Start to copy tensors to the device."""
+        copies = [host.detach().clone() for host in hosts]  # real copies: computing with the wrong ones is found
+        self.ledger.add(copies, DEVICE)  # as on a real device
         return Copies(copies)
 
     def send(self, tensors: Sequence[Tensor], like: Sequence[Tensor] | None = None) -> Copies:
-        """Start to copy to the host, with the strides of `like`."""
+        """Start to copy tensors to the host, with the strides of `like`."""
         copies = [
             torch.empty_like(other, dtype=tensor.dtype, requires_grad=False).copy_(tensor.detach())
             if tensor.layout is torch.strided
@@ -164,62 +164,62 @@ class OffloadDevice:
         return Copies(copies)
 
     def put(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> None:
-        """Start to copy into these tensors of the host; `settle` waits. On the computing stream, behind what makes
-        them."""
+        """Start to copy into these tensors of the host, on the computing stream, after what makes the sources; `settle`
+        waits."""
         with torch.no_grad():
             for host, tensor in zip(hosts, tensors, strict=True):
                 host.copy_(tensor, non_blocking=True)
 
     def note(self, hosts: Sequence[Any], present: Sequence[Any]) -> None:
-        """Record tensors on the host and on the device before a step, where bytes are counted; no others count."""
+        """Record tensors on the host and on the device before a step, if bytes are counted; no others count."""
         self.ledger.add(hosts, HOST)
         self.ledger.add(present, DEVICE)
 
     def settle(self) -> None:
-        """The host waits until the device has computed all that it was asked for; calls on the CPU return then."""
+        """Wait until the device has computed all its work; on the CPU calls return only then."""
 
     def present_bytes(self) -> int:
         """Bytes on the device now."""
         return self.ledger.present_bytes
 
     def peak_bytes(self) -> int:
-        """The most since `forget_peak`."""
+        """Maximum bytes on the device since `forget_peak`."""
         return self.ledger.peak_bytes
 
     def forget_peak(self) -> None:
-        """Begin again at what is present."""
+        """Reset the peak to the present bytes."""
         self.ledger.forget_peak()
 
     def now(self) -> float:
-        """Seconds, once the device has computed all that it was asked for."""
+        """Seconds by the clock, after the device has computed all its work."""
         self.settle()
         return perf_counter()
 
     def random_state(self) -> list[Tensor]:
-        """States of the random generators that computing on it draws from."""
+        """States of the random number generators that computing on the device uses."""
         return [torch.get_rng_state()]
 
     def set_random_state(self, state: list[Tensor]) -> None:
-        """Go on drawing where `random_state` was taken."""
+        """Restore the random number generators' states."""
         torch.set_rng_state(state[0])
 
 
 class Cuda(OffloadDevice):
-    """One stream for each way; nothing may be given back before `settle` has seen that nobody uses it any more."""
+    """CUDA device with one stream for each direction; nothing may be freed before `settle` has waited for its users."""
 
     overlaps: ClassVar[bool] = True
 
     def __init__(self, place: torch.device) -> None:
         super().__init__(place)
-        self._in, self._out = cuda.Stream(place), cuda.Stream(place)  # both ways at once over the bus
+        self._in, self._out = cuda.Stream(place), cuda.Stream(place)  # both directions at once over the bus
 
     def pinned(self, tensor: Tensor) -> Tensor:
         return cuda.pinned(tensor)
 
     def fetch(self, hosts: Sequence[Tensor]) -> Copies:
-        # Made on the computing stream, as all memory of the device, so that there is one pool of it.
+        # Allocated on the computing stream, as all memory of the device, so that there is one pool.
         copies = [torch.empty_like(host, device=self.place, requires_grad=False) for host in hosts]
-        # Behind whatever used that memory before.
+        # After whatever used that memory before.
         self._in.wait_stream(cuda.current_stream(self.place))
         with cuda.on(self._in), torch.no_grad():
             for copy, host in zip(copies, hosts, strict=True):
@@ -227,7 +227,7 @@ class Cuda(OffloadDevice):
         return Copies(copies, self._in.record_event())
 
     def send(self, tensors: Sequence[Tensor], like: Sequence[Tensor] | None = None) -> Copies:
-        self._out.wait_stream(cuda.current_stream(self.place))  # behind what makes them
+        self._out.wait_stream(cuda.current_stream(self.place))  # after what makes them
         with cuda.on(self._out), torch.no_grad():
             copies = [
                 cuda.host_like(other, self.place, tensor.dtype).copy_(tensor, non_blocking=True)
@@ -238,10 +238,10 @@ class Cuda(OffloadDevice):
         return Copies(copies, self._out.record_event(), tensors)
 
     def note(self, hosts: Sequence[Any], present: Sequence[Any]) -> None:
-        """The allocator knows."""
+        """Do nothing: the allocator counts bytes."""
 
     def settle(self) -> None:
-        # The computing stream alone: copies to the host may still be on their way.
+        # Only the computing stream: copies to the host may still be on their way.
         cuda.current_stream(self.place).synchronize()
 
     def present_bytes(self) -> int:

@@ -1,8 +1,8 @@
-"""Optimizer update: on the host, where parameters, gradients and state live, or streamed to the device (offload).
+"""Optimizer update: on the host, where parameters, gradients and state live, or streamed through the device (offload).
 
-On the device it takes a few parameters at a time; parameter, gradient and state come and go.
+On the device a few parameters at a time are updated; parameter, gradient and state are copied there and back.
 
-present + sum over what travels together of (parameter + gradient + state + what the update makes) <= memory_bytes
+present + sum over parameters updated together of (parameter + gradient + state + temporary memory) <= memory_bytes
 """
 
 import copy
@@ -23,19 +23,19 @@ from lightning_decentral.spilled.compute.transfer import Counting, OffloadDevice
 Step = Callable[[], Any]
 Groups = list[dict[str, Any]]
 Updating = Callable[[Optimizer, Mapping[str, Tensor]], AbstractContextManager[None]]
-"""Context manager around an optimizer's step, given the module's parameters by name."""
-TRIED = 3  # what a first step leaves in the state acts in the next one
+"""Context around an optimizer's step, made from the optimizer and the module's parameters by name."""
+TRIED = 3  # the state of a first step acts in the next one
 
 
 class Update(ABC):
-    """A place for the update."""
+    """Policy for where the optimizer's update runs: on the host or on the device."""
 
     def refuse(self, optimizer: Optimizer) -> None:  # noqa: B027  # a host takes every optimizer
-        """ValueError for one whose update can't run there."""
+        """ValueError for an optimizer that can't run there."""
 
     @abstractmethod
     def begin(self, device: OffloadDevice, budget_bytes: int) -> Updating:
-        """Return what makes the updates of one run."""
+        """Return the context in which a run's updates are made."""
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,16 @@ class OnHost(Update):
     """Update on the host: any optimizer, all parameters at once, at the speed of the host's memory."""
 
     def begin(self, device: OffloadDevice, budget_bytes: int) -> Updating:
-        return lambda optimizer, named: nullcontext()  # parameters, gradients and state are there already
+        return lambda optimizer, named: nullcontext()  # parameters, gradients and state are on the host already
 
 
 @dataclass(frozen=True)
 class OnDevice(Update):
     """Update on the device, as many parameters at a time as fit, with their gradients and state: for optimizers that
-    update each parameter by itself."""
+    update each parameter independently."""
 
     def refuse(self, optimizer: Optimizer) -> None:
-        # The first update finds the others that know of several parameters.
+        # The first update finds other optimizers that aren't independent.
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise ValueError(
@@ -65,7 +65,7 @@ class OnDevice(Update):
 
 
 class StreamedUpdate:
-    """Takes the place of an optimizer's step, within `budget_bytes` of the device for everything."""
+    """Replaces an optimizer's step by one streamed through the device, within its total budget of `budget_bytes`."""
 
     def __init__(self, device: OffloadDevice, budget_bytes: int) -> None:
         self._device, self._budget_bytes = device, budget_bytes
@@ -77,11 +77,11 @@ class StreamedUpdate:
         """Context manager in which `optimizer.step` brings what it updates to the device. ValueError: a parameter whose
         update is larger than the budget, or an optimizer that updates one with what it knows of others.
         """
-        own = vars(optimizer).get("step")  # a scheduler's, which counts
+        own = vars(optimizer).get("step")  # a scheduler's step, which counts
         plain = optimizer.step
 
         def step(closure: Callable[[], Any] | None = None) -> Any:
-            # Before anything travels: forward and backward load the host's parameters themselves.
+            # Before any copy: forward and backward load the host's parameters themselves.
             with torch.enable_grad():
                 loss = closure() if closure is not None else None
             self._update(optimizer, plain, named)
@@ -92,14 +92,14 @@ class StreamedUpdate:
             yield
         finally:
             del vars(optimizer)["step"]
-            vars(optimizer).update({} if own is None else {"step": own})  # a scheduler's goes on counting
+            vars(optimizer).update({} if own is None else {"step": own})  # the scheduler's step continues to count
 
     def _update(self, optimizer: Optimizer, plain: Step, named: Mapping[str, Tensor]) -> None:
         if self._optimizer is not optimizer:
             self._optimizer, self._needs = optimizer, {}
         every = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
         given = [p for p in every if p.grad is not None]
-        # Groups may have lost some, and others are of another shape now.
+        # Groups may have lost parameters, or parameters changed their shape.
         self._needs = {p: (shape, n) for p, (shape, n) in self._needs.items() if p in every and shape == p.shape}
         room = self._budget_bytes - self._device.present_bytes()
         for parameter in given:
@@ -117,10 +117,10 @@ class StreamedUpdate:
             plain()  # a scheduler that counts steps counts this one
 
     def _fitting(self, given: Sequence[Tensor], room: int) -> Iterator[list[Tensor]]:
-        """Yield parameters in order, as lists that fit `room` bytes; one that hasn't been measured goes alone."""
+        """Yield parameters in order, as lists that fit `room` bytes; an unmeasured parameter comes alone."""
         together, used = list[Tensor](), 0
         for parameter in given:
-            # An unmeasured one takes all the room, so that it goes alone: its state may appear only with its update.
+            # An unmeasured parameter takes all the room, so it comes alone: its state may appear only with its update.
             need = self._needs.get(parameter, (None, room))[1]
             if together and used + need > room:
                 yield together
@@ -151,7 +151,7 @@ class StreamedUpdate:
                         stack.enter_context(on_device(self._device, optimizer, parameter, group))
                 plain()
                 for group, was in zip(optimizer.param_groups, before, strict=True):
-                    # Kept for all parameters of a group: every visit of a part of it would change it anew.
+                    # State for all parameters of a group: each partial update of the group would change it anew.
                     changed = [key for key in group if key != "params" and group[key] is not was.get(key)]
                     if changed:
                         raise ValueError(
@@ -160,38 +160,38 @@ class StreamedUpdate:
                         )
         finally:
             optimizer.param_groups = groups
-        self._device.settle()  # what was put has come, and the memory that is given back isn't used any more
+        self._device.settle()  # copies have arrived, and freed memory isn't used any more
 
 
 @contextmanager
 def on_device(
     device: OffloadDevice, optimizer: Optimizer, parameter: Tensor, group: Mapping[str, Any]
 ) -> Iterator[None]:
-    """Context manager with one parameter, its gradient and its state on the device, which then come back into the very
-    tensors that left. ValueError: tensors within lists, which would stay.
+    """Move one parameter, its gradient and its state to the device in this context, then back into the same tensors.
+    ValueError: tensors within lists, which wouldn't move.
     """
     assert parameter.grad is not None
-    host, gradient = parameter.data, parameter.grad  # of one shape, on the host
+    host, gradient = parameter.data, parameter.grad  # of the same shape, on the host
     state: MutableMapping[str, Any] = optimizer.state.get(parameter, {})
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-    # A counter stays on the host, unless the optimizer wants it where the parameter is.
+    # A counter stays on the host, unless the optimizer needs it next to the parameter.
     moves = bool(group.get("capturable") or group.get("fused"))
     left = {key: value for key, value in tensors.items() if value.dim() or moves}
     try:
-        # In one call, behind one event.
+        # In one call, with one event.
         parameter.data, parameter.grad, *states = device.fetch([host, gradient, *left.values()]).ready()
         state.update(zip(left, states, strict=True))
         yield
-        state = optimizer.state.get(parameter, {})  # may have appeared only now
+        state = optimizer.state.get(parameter, {})  # the state may have appeared only now
         for key, value in state.items():
             if not isinstance(value, Tensor) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
-                raise ValueError(f"the optimizer keeps tensors within {key!r}: update on the host (update=OnHost())")
+                raise ValueError(f"the optimizer's {key!r} contains tensors: update on the host (update=OnHost())")
         device.put([parameter.data], [host])
         there = {
             key: value
             for key, value in state.items()
             if isinstance(value, Tensor) and value.device == device.place
-            if key in left or value is not tensors.get(key)  # one that stayed
+            if key in left or value is not tensors.get(key)  # a tensor that stayed
         }
         form = {key: (value.shape, value.dtype) for key, value in left.items()}
         old = {key: value for key, value in there.items() if form.get(key) == (value.shape, value.dtype)}
@@ -207,24 +207,23 @@ def on_device(
 def _too_small(parameter: Tensor, needed_bytes: int, budget_bytes: int, named: Mapping[str, Tensor]) -> str:
     name = next((name for name, other in named.items() if other is parameter), "of no name")
     return (
-        f"parameter {name} needs {needed_bytes} bytes to be updated on the device, memory_bytes={budget_bytes}: "
+        f"parameter {name} needs {needed_bytes} bytes for an update on the device, over memory_bytes={budget_bytes}: "
         f"give at least {needed_bytes}, or update on the host (update=OnHost())"
     )
 
 
 def verify(optimizer: Optimizer, step: Callable[[], Any], parameters: Sequence[Tensor]) -> None:
-    """ValueError where two of the parameters, the smallest, come out otherwise separately than together."""
+    """ValueError if the two smallest parameters are updated differently alone than together."""
     two = sorted(parameters, key=torch.Tensor.numel)[:2]
     together, separately = (_tried(optimizer, step, visits) for visits in ([two], [[one] for one in two]))
     if not all(map(torch.equal, together, separately)):
         raise ValueError(
-            f"{type(optimizer).__name__} updates a parameter with what it knows of others: "
-            "update on the host (update=OnHost())"
+            f"{type(optimizer).__name__} updates a parameter using others: update on the host (update=OnHost())"
         )
 
 
 def only(groups: Groups, parameters: Sequence[Tensor]) -> Groups:
-    """Copies of the groups that hold only these parameters."""
+    """Copy parameter groups with only these parameters."""
     chosen = set(map(id, parameters))
     return [{**group, "params": [p for p in group["params"] if id(p) in chosen]} for group in groups]
 

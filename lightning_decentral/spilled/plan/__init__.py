@@ -1,4 +1,4 @@
-"""Plans of CPU offload as plain values, without torch: what a step asks of its device, which blocks travel together.
+"""Plans of CPU offload as plain values, without torch: a step's memory needs, and which blocks are loaded together.
 
 Nothing here is public.
 """

@@ -1,9 +1,9 @@
-"""Shard plan of CPU offload: consecutive blocks, two shards of which fit the device: one computes, one comes.
+"""Shard plan of CPU offload: consecutive blocks are loaded together; one shard computes while the next is loaded.
 
     T = load_1 + sum_i max(compute_i, load_{i+1})
     bytes at visit v = other_v + sent_{v-1} + awaited_{v+1} + bytes(shard(v) and the next one) <= budget
 
-A step visits its blocks in forward order and then, in general, in backward order. Its `Footprint` is what was measured,
+A step visits its blocks in forward order and then, in general, in backward order. Its `Footprint` has the measurements,
 block by block.
 
 Source: spilling and double buffering, Nagrecha et al. 2110.08633.
@@ -15,15 +15,15 @@ from functools import cache, cached_property
 from itertools import accumulate, pairwise
 
 Shards = tuple[tuple[int, ...], ...]
-MOST_CAPS = 200  # sizes of shards that are tried; one a block would be quadratically many
+MOST_CAPS = 200  # sizes of shards that are tried; one for each block would be quadratically many
 
 
 @dataclass(frozen=True)
 class BlockFootprint:
-    """Consecutive layers that are loaded together."""
+    """Measured block: consecutive layers that are loaded together."""
 
     name: str
-    parameters: Mapping[str, int]  # bytes by name; a parameter that blocks share has one name
+    parameters: Mapping[str, int]  # bytes by name; a shared parameter has one name
 
     @property
     def parameter_bytes(self) -> int:
@@ -32,46 +32,46 @@ class BlockFootprint:
 
 @dataclass(frozen=True)
 class Visit:
-    """One time that a step comes to a block, until it comes to the next one."""
+    """Measured visit of a step to a block, until the visit to the next block."""
 
-    block: int  # which one, by its place among the blocks
+    block: int  # its index among the blocks
     backward: bool  # whether it computes the forward again and then the backward
     seconds: float  # without waiting for any load
-    other_bytes: int  # that the device holds at most besides loaded parameters: activations, gradients, what stays
+    other_bytes: int  # maximum on the device in addition to loaded parameters: activations, gradients, resident tensors
     sent_bytes: int = 0  # on their way to the host when the next visit begins
-    awaited_bytes: int = 0  # of inputs that come from the host while the visit before computes
-    again_seconds: float = 0.0  # of `seconds`, those of the forward's second run
-    saved_bytes: int = 0  # what the second run saved for the backward
+    awaited_bytes: int = 0  # of inputs that are loaded from the host during the visit before
+    again_seconds: float = 0.0  # part of `seconds`: the forward's second run
+    saved_bytes: int = 0  # saved by the second run for the backward
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """One step as it was measured, block by block."""
+    """Measurements of one step, block by block."""
 
     blocks: tuple[BlockFootprint, ...]
     visits: tuple[Visit, ...]
     opening_bytes: int  # on the device before the first visit
     bytes_per_second: float  # of the link between host and device
-    overlaps: bool = True  # whether the device computes while parameters come
+    overlaps: bool = True  # whether the device computes while parameters are loaded
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of all blocks' parameters, each once."""
+        """Bytes of all blocks' parameters, each parameter once."""
         return self.bytes_of(range(len(self.blocks)))
 
     @property
     def plain_bytes(self) -> int:
-        """An upper estimate for the same step without spilling: parameters, gradients, everything saved at once."""
+        """Upper estimate of bytes for the step without spilling: parameters, gradients, all saved tensors at once."""
         saved = sum(visit.saved_bytes for visit in self.visits)
         return 2 * self.parameter_bytes + saved + max((visit.other_bytes for visit in self.visits), default=0)
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The visited blocks in the order of their first visits."""
+        """Visited blocks in the order of their first visits."""
         return tuple(dict.fromkeys(visit.block for visit in self.visits))
 
     def bytes_of(self, blocks: Collection[int]) -> int:
-        """Bytes of these blocks' parameters, each once."""
+        """Bytes of these blocks' parameters, each parameter once."""
         return sum({k: v for block in blocks for k, v in self.blocks[block].parameters.items()}.values())
 
 
@@ -89,7 +89,7 @@ def double_buffered(loads_seconds: Sequence[float], computes_seconds: Sequence[f
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """Plan of shards: which blocks travel together."""
+    """Assignment of blocks to shards, whose parameters are loaded together."""
 
     footprint: Footprint
     shards: Shards
@@ -104,12 +104,12 @@ class ShardPlan:
 
     @cached_property
     def route(self) -> list[int]:
-        """The shard of every visit."""
+        """List the shard of every visit."""
         return [self.shard_of[visit.block] for visit in self.footprint.visits]
 
     @cached_property
     def coming(self) -> list[int | None]:
-        """[visit]: the next other shard on the route; None at the end."""
+        """[visit]: the next different shard on the route; None at the end."""
         found: list[int | None] = []
         after: int | None = None
         last: int | None = None
@@ -121,13 +121,13 @@ class ShardPlan:
 
     @cached_property
     def loaded_bytes(self) -> list[int]:
-        """Parameters on the device at every visit: its shard's and those of the one that comes."""
+        """Bytes of parameters on the device at every visit: its shard's and those of the loading shard."""
         pairs = zip(self.route, self.coming, strict=True)
         return [self._bytes_of(now, now if then is None else then) for now, then in pairs]
 
     @cached_property
     def needs_bytes(self) -> list[int]:
-        """[visit]: the most bytes that the device holds."""
+        """[visit]: maximum bytes on the device."""
         visits = self.footprint.visits
         sent = [0, *(visit.sent_bytes for visit in visits)]
         awaited = [*(visit.awaited_bytes for visit in visits[1:]), 0]
@@ -141,7 +141,7 @@ class ShardPlan:
 
     @property
     def load_bytes(self) -> list[int]:
-        """Parameters that come for each stay at a shard: those that weren't there during the stay before the last."""
+        """Bytes of parameters loaded for each stay at a shard: those that neither of the two stays before had."""
         stays = [(shard,) for shard, _ in self._stays()]
         there = [(), *stays[:1], *(a + b for a, b in pairwise(stays))]
         return [
@@ -150,19 +150,19 @@ class ShardPlan:
 
     @property
     def seconds(self) -> float:
-        """T of a step on this route."""
+        """Predict the seconds T of a step on this route."""
         loads = [size / self.footprint.bytes_per_second for size in self.load_bytes]
         computes = [seconds for _, seconds in self._stays()]
         return double_buffered(loads, computes) if self.footprint.overlaps else sum(loads) + sum(computes)
 
     @cached_property
     def _bytes_of(self) -> Callable[..., int]:
-        """Bytes of these shards' parameters, each once."""
+        """Bytes of these shards' parameters, each parameter once."""
         blocks = self.shards
         return cache(lambda *shards: self.footprint.bytes_of([block for shard in shards for block in blocks[shard]]))
 
     def _stays(self) -> list[tuple[int, float]]:
-        """(shard, seconds) of consecutive visits to one shard."""
+        """Return (shard, seconds) of consecutive visits to one shard."""
         found: list[tuple[int, float]] = []
         for shard, visit in zip(self.route, self.footprint.visits, strict=True):
             here = found.pop()[1] if found and found[-1][0] == shard else 0.0
@@ -171,14 +171,14 @@ class ShardPlan:
 
 
 def plan(footprint: Footprint, budget_bytes: int) -> ShardPlan:
-    """The fastest of the plans that fit; of equally fast ones, that with the fewest shards. ValueError: not even single
-    blocks fit (which one, its bytes, the least budget).
+    """Find the fastest plan that fits; among equally fast ones, that with the fewest shards. ValueError: not even
+    single blocks fit (names the block, its bytes, the least budget).
     """
     finest = ShardPlan(footprint, tuple((block,) for block in footprint.order))
-    _refuse(finest, budget_bytes)  # shards of one block need the least: what is too small for them is too small
+    _refuse(finest, budget_bytes)  # shards of one block need the least: a budget too small for them is too small
     sizes = [footprint.blocks[block].parameter_bytes for block in footprint.order]
     sums = {total for start in range(len(sizes)) for total in accumulate(sizes[start:]) if total <= budget_bytes}
-    caps = sorted(sums)[:: max(1, len(sums) // MOST_CAPS)]  # sizes that consecutive blocks have together
+    caps = sorted(sums)[:: max(1, len(sums) // MOST_CAPS)]  # total sizes of consecutive blocks
     packed = {_packed(footprint, cap) for cap in caps}
     others = [ShardPlan(footprint, shards) for shards in packed if shards != finest.shards]
     fitting = [finest, *(other for other in others if other.peak_bytes <= budget_bytes)]
@@ -186,7 +186,7 @@ def plan(footprint: Footprint, budget_bytes: int) -> ShardPlan:
 
 
 def _packed(footprint: Footprint, cap_bytes: int) -> Shards:
-    """Shards as long as they stay within the cap."""
+    """Make shards as long as they stay within the cap."""
     packs: list[tuple[int, ...]] = [()]
     for block in footprint.order:
         if packs[-1] and footprint.bytes_of([*packs[-1], block]) > cap_bytes:
@@ -196,34 +196,34 @@ def _packed(footprint: Footprint, cap_bytes: int) -> Shards:
 
 
 def _refuse(finest: ShardPlan, budget_bytes: int) -> None:
-    """ValueError where blocks that travel alone need more than there is."""
+    """ValueError if blocks that are loaded alone need more than the budget."""
     footprint, least = finest.footprint, finest.peak_bytes
     if least <= budget_bytes:
         return
     remedy = f"give memory_bytes of at least {least}, smaller batches, or smaller blocks (blocks=[names])"
     if least not in finest.needs_bytes:
         raise ValueError(
-            f"{footprint.opening_bytes} bytes are on the device before the first block, with which they are {least}, "
-            f"memory_bytes={budget_bytes}: {remedy}"
+            f"{footprint.opening_bytes} bytes are on the device before the first block, so the step needs {least}, "
+            f"over memory_bytes={budget_bytes}: {remedy}"
         )
     visit = finest.needs_bytes.index(least)
     block, after = footprint.blocks[footprint.visits[visit].block], finest.coming[visit]
     own, both = block.parameter_bytes, finest.loaded_bytes[visit]
     coming = "" if after is None else footprint.blocks[finest.shards[after][0]].name
-    then = f", {both - own} for {coming}, which comes meanwhile" if coming else ""
+    then = f", {both - own} for {coming}, which is loaded meanwhile" if coming else ""
     raise ValueError(
         f"block {block.name} needs {least} bytes of the device ({own} for its parameters{then}, {least - both} for "
-        f"activations, gradients and what stays), memory_bytes={budget_bytes}: {remedy}"
+        f"activations, gradients and resident tensors), over memory_bytes={budget_bytes}: {remedy}"
     )
 
 
-STATES = 2  # tensors of an optimizer's state for each parameter, as Adam has them
+STATES = 2  # tensors in an optimizer's state for each parameter, as in Adam
 
 
 def summary(plan: ShardPlan, budget_bytes: int | None) -> dict[str, str]:
-    """Summary of a plan for the user when training begins, line by line."""
+    """Describe a plan for the user when training begins, line by line."""
     footprint, limit = plan.footprint, "no limit" if budget_bytes is None else size(budget_bytes)
-    # A step without loads and without computing anything twice would take the rest.
+    # A step without loads and repeated computing would take the rest.
     lost = max(0.0, plan.seconds - sum(visit.seconds - visit.again_seconds for visit in footprint.visits))
     names = [[footprint.blocks[block].name for block in blocks] for blocks in plan.shards]
     spans = [row[0] if len(row) == 1 else f"{row[0]} ... {row[-1]} ({len(row)} blocks)" for row in names]

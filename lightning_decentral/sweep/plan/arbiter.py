@@ -1,9 +1,9 @@
-"""Arbiter (scheduler) of a sweep: which member may use which device. Events in, orders out; no clock, no socket.
+"""Arbiter (scheduler) of a sweep: decides which member may use which device, by events alone: no clock, no socket.
 
-A member requests, is granted, and returns its grant within a quantum; between two grants it waits with its parameters
-on the device, until somebody else needs the room.
+A member requests a device, is granted one, and returns it within a quantum. Between two grants the member waits with
+its parameters on the device, until another member needs the memory.
 
-    running on a device:  peak bytes of the one that runs + sum of the kept bytes of those that wait there <= memory
+        running on a device:  peak bytes of the running member + sum of kept bytes of members waiting there <= memory
 """
 
 import math
@@ -14,12 +14,12 @@ from enum import Enum
 from lightning_decentral.shared.plan.timeline import Span
 from lightning_decentral.sweep.plan.policy import Job, Policy
 
-# Two grants of one member with less than this between them are one bar of a drawing.
+# Two grants of one member with a shorter gap than this are one bar of a chart.
 SEAM_SECONDS = 0.002
 
 
 class Instruction(Enum):
-    """Instruction that a member is given."""
+    """Instruction that the arbiter gives to a member."""
 
     RUN = "run"
     ENTER = "enter"
@@ -29,7 +29,7 @@ class Instruction(Enum):
 
 
 class Phase(Enum):
-    """AWAY: on the host (data, checkpoints, its start). WAITING: for a device. RUNNING: on one."""
+    """Phase of a member: AWAY on the host (data, checkpoints, start), WAITING for a device, RUNNING on a device."""
 
     AWAY = "away"
     WAITING = "waiting"
@@ -38,12 +38,12 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class TurnReport:
-    """Report of a member with the grant that it returns; None: not known yet."""
+    """Report that a member sends when it returns a grant; None: not known yet."""
 
-    progress: float | None = None  # the share of all its work that is done, in 0..1
-    remaining_seconds: float | None = None  # predicted device time until it is through
-    peak_bytes: int | None = None  # what it needed on the device, at most
-    kept_bytes: int = 0  # what it leaves there while it waits
+    progress: float | None = None  # fraction of all its work that is done, in 0..1
+    remaining_seconds: float | None = None  # predicted device time until the member ends
+    peak_bytes: int | None = None  # maximum that the member needed on the device
+    kept_bytes: int = 0  # memory that stays on the device while the member waits
 
 
 @dataclass
@@ -65,7 +65,7 @@ class MemberAccount:
     spans: list[Span] = field(default_factory=list)
 
     def close(self, now: float) -> None:
-        """Close the grant: its devices' time until now is counted as the member's."""
+        """Close the grant and add its devices' time until now to the member's."""
         for device in self.devices:
             self.busy_seconds += now - self.since
             start = self.since
@@ -79,9 +79,9 @@ Orders = list[tuple[str, Instruction]]
 
 
 class Arbiter:
-    """The rights of all members of a sweep on its devices, each of which one member has at a time.
+    """Decides which members of a sweep may use which devices; a device has one running member at a time.
 
-    A member stays on the devices where it started with CUDA, and wherever the memory is given.
+    On CUDA devices, and wherever memory is limited, a member stays on the devices where it started.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Arbiter:
         policy: Policy,
         devices: Sequence[str],
         *,
-        memory_bytes: int | None = None,  # of each device; None: whatever is there, and nobody ever leaves
+        memory_bytes: int | None = None,  # of each device; None: no limit, and no member is ever evicted
         quantum_seconds: float = 0.25,  # how long a grant lasts
     ) -> None:
         self.policy, self.devices, self.memory_bytes = policy, tuple(devices), memory_bytes
@@ -100,8 +100,8 @@ class Arbiter:
         self._grants = 0
 
     def join(self, name: str, width: int = 1) -> MemberAccount:
-        """A new member; with pinned members, at home on the devices where the fewest are. ValueError: more devices than
-        there are.
+        """Add a member; members that stay on their devices get those with the fewest members. ValueError: more devices
+        than the sweep has.
         """
         self.refuse_wider(name, width)
         homes = [device for member in self.members.values() for device in member.home]
@@ -110,25 +110,25 @@ class Arbiter:
         return self.members[name]
 
     def refuse_wider(self, name: str, width: int) -> None:
-        """ValueError where a member asks for more devices than there are."""
+        """ValueError if a member asks for more devices than the sweep has."""
         if width > len(self.devices):
             raise ValueError(
-                f"a sweep over trainer.devices larger than granted: member {name} asks for {width}, the sweep has "
+                f"member {name} asks for trainer.devices={width}, but the sweep has only "
                 f"{', '.join(self.devices)}: raise hydra.launcher.devices or lower trainer.devices"
             )
 
     def request(self, name: str) -> None:
-        """The member waits for a device from now on."""
+        """Record that the member waits for a device from now on."""
         self.members[name].phase = Phase.WAITING
 
     def give_back(self, name: str, turn: TurnReport, now: float) -> None:
-        """The member returns what it was granted; it may request again at once."""
+        """Record that the member returns its grant; it may request again at once."""
         member = self.members[name]
         member.close(now)
         member.phase, member.turn = Phase.AWAY, turn
 
     def left(self, name: str) -> None:
-        """The member has nothing on its device any more."""
+        """Record that the member has nothing on its device any more."""
         self.members[name].resident = self.members[name].leaving = False
 
     def leave(self, name: str, now: float) -> None:
@@ -137,30 +137,30 @@ class Arbiter:
         self.ended[name] = member
 
     def settle(self, now: float) -> Orders:
-        """Decide who runs, leaves, prepares: to be called after every event, or after all that came together."""
+        """Decide which members run, leave or load: call it after every event, or after all simultaneous events."""
         return [*self._fill(now), *self._prepare()]
 
     def rests_seconds(self, now: float) -> float:
-        """Seconds until `settle` must be called again although no event came."""
+        """Seconds until `settle` must be called again even without an event."""
         return math.inf
 
     def jobs(self, *phases: Phase) -> list[Job]:
-        """The members in these phases, as a policy sees them."""
+        """Describe the members in these phases for a policy."""
         known = [m.turn.remaining_seconds for m in self.members.values() if m.turn.remaining_seconds is not None]
         expected = sum(known) / len(known) if known else 0.0
         return [self.seen(member, expected) for member in self.members.values() if member.phase in phases]
 
     def seen(self, member: MemberAccount, expected: float) -> Job:
-        """Job as a policy sees it; before its first turn, a member is as long as expected: the mean of the others."""
+        """Describe a member for a policy; before its first turn, it is as long as expected: the mean of the others."""
         known = member.turn.remaining_seconds
         remaining = expected if known is None else known
         piece = min(remaining, self.quantum_seconds)
-        # A member that has had a turn and still can't predict (a fit without an end) is not asked again first.
+        # A member that has had a turn and still can't predict (a fit without an end) isn't preferred again.
         measured = known is not None or member.served >= 0
         return Job(member.name, member.arrived, remaining, piece, member.served, measured)
 
     def _fill(self, now: float) -> Iterator[tuple[str, Instruction]]:
-        """Free devices go to those whom the policy prefers among the waiting."""
+        """Give free devices to the waiting members that the policy prefers."""
         taken = {device for member in self.members.values() for device in member.devices}
         free = [device for device in self.devices if device not in taken]
         waiting = self.jobs(Phase.WAITING)
@@ -171,26 +171,26 @@ class Arbiter:
             wanted = [device for device in free if not member.home or device in member.home][: member.width]
             if not wanted:
                 continue
-            # One that needs several, or room that others must leave first, keeps what is free from those behind it.
+            # A member that needs several devices, or memory that others must free first, blocks those after it.
             free = [device for device in free if device not in wanted]
             if len(wanted) == member.width:
                 yield from self._admit(member, tuple(wanted), now)
 
     def _admit(self, member: MemberAccount, devices: tuple[str, ...], now: float) -> Iterator[tuple[str, Instruction]]:
-        """Run the member, if there is room; otherwise those who can are asked to make some."""
+        """Run the member, if there is memory; otherwise ask other members to leave."""
         leaving = self._in_the_way(member)
         if leaving:
             for other in leaving:
                 if not other.leaving and other.phase is Phase.WAITING:
                     other.leaving = True
                     yield other.name, Instruction.LEAVE
-            return  # it goes on waiting: when they have left, `settle` comes here again
+            return  # the member still waits: when the others have left, `settle` comes here again
         member.phase, member.devices, member.resident = Phase.RUNNING, devices, True
         member.served, member.since, self._grants = self._grants, now, self._grants + 1
         yield member.name, Instruction.RUN
 
     def _in_the_way(self, member: MemberAccount) -> list[MemberAccount]:
-        """Members that must leave before it runs, least preferred by the policy first; an unmeasured one runs alone."""
+        """Members that must leave before it runs, least preferred first; an unmeasured member runs alone."""
         if self.memory_bytes is None:
             return []
         neighbours = [other for other in self._neighbours(member) if other.resident]
@@ -199,7 +199,7 @@ class Arbiter:
             return neighbours
         jobs = [job for job in self.jobs(*Phase) if self.members[job.name] in neighbours]
         rank = {job.name: (self.policy.key(job, jobs, ()), job.arrived) for job in jobs}
-        # Those who leave already, then those who wait: who doesn't wait can't be sent away.
+        # Members that leave already, then waiting members: others can't be asked to leave.
         order = sorted(neighbours, key=lambda m: (m.leaving, m.phase is Phase.WAITING, rank[m.name]), reverse=True)
         excess = peak + sum(other.turn.kept_bytes for other in neighbours) - self.memory_bytes
         for count, other in enumerate(order):
@@ -212,22 +212,22 @@ class Arbiter:
         return [m for m in self.members.values() if m is not member and set(m.home) & set(member.home)]
 
     def _prepare(self) -> Iterator[tuple[str, Instruction]]:
-        """While one runs, the next brings its parameters to the device: where both have room (double buffering)."""
+        """Load the next member's parameters while another runs, if both have memory (double buffering)."""
         if self.memory_bytes is None:
             return
         for running in [member for member in self.members.values() if member.phase is Phase.RUNNING]:
             neighbours = self._neighbours(running)
             waiting = [job for job in self.jobs(Phase.WAITING) if self.members[job.name] in neighbours]
-            if not waiting or running.turn.peak_bytes is None:  # nobody knows what room an unmeasured one leaves
+            if not waiting or running.turn.peak_bytes is None:  # how much memory an unmeasured member leaves is unknown
                 continue
             after = self.members[self.policy.choose(waiting, ()).name]
             there = running.turn.peak_bytes + sum(m.turn.kept_bytes for m in neighbours if m.resident)
             if not after.resident and there + after.turn.kept_bytes <= self.memory_bytes:
-                after.resident = after.turn.peak_bytes is not None  # an unmeasured one comes when it runs, alone
+                after.resident = after.turn.peak_bytes is not None  # an unmeasured member loads when it runs, alone
                 if after.resident:
                     yield after.name, Instruction.ENTER
 
     def spans(self) -> dict[str, Span]:
-        """Every stretch of every member, as `member/number`."""
+        """Spans of all members' time on devices, as `member/number`."""
         everyone: Mapping[str, MemberAccount] = {**self.ended, **self.members}
         return {f"{name}/{i}": span for name, member in everyone.items() for i, span in enumerate(member.spans)}

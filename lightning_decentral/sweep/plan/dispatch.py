@@ -1,6 +1,6 @@
-"""Dispatch of many jobs to few devices: whose piece is loaded and whose computes, decided one event at a time.
+"""Dispatch of many jobs to few devices: decides, event by event, which pieces are loaded and computed where.
 
-Knows no clock: `simulation` feeds it events of a virtual time. Processes of a real sweep are ordered by `arbiter`.
+It has no clock: `simulation` feeds it events of a virtual time. `arbiter` orders the processes of a real sweep.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from lightning_decentral.sweep.plan.policy import Job, Policy
 @checked
 @dataclass(frozen=True)
 class WorkPiece:
-    """A shard or a batch: `compute_seconds` on a device, after `load_seconds` (bytes / rate) of moving there."""
+    """Piece of a job, a shard or a batch: `compute_seconds` on a device, after `load_seconds` (bytes / rate)."""
 
     compute_seconds: float
     load_seconds: float = 0.0
@@ -30,12 +30,12 @@ class WorkPiece:
 @checked
 @dataclass(frozen=True)
 class Queue:
-    """A job: pieces that run one after the other, on whichever device."""
+    """Job as a queue of pieces that run one after the other, on any device."""
 
     name: str  # unique
     pieces: tuple[WorkPiece, ...]
-    arrival_seconds: float = 0.0  # before that it can't run
-    memory_bytes: float = 0.0  # a device with less can't run it, nor load it next to a job with which it doesn't fit
+    arrival_seconds: float = 0.0  # the job can't run before
+    memory_bytes: float = 0.0  # needed on a device, together with those of a job that it is loaded next to
 
     def __post_init__(self) -> None:
         if not self.pieces:
@@ -47,14 +47,14 @@ class Queue:
 
 @dataclass(frozen=True)
 class Processor:
-    """Computes one piece at a time and loads one piece at a time, the next one while this one computes."""
+    """Device that computes one piece at a time and loads one piece at a time, the next one while this one computes."""
 
     name: str
     memory_bytes: float = inf
 
 
 def devices(number: int, memory_bytes: float = inf) -> tuple[Processor, ...]:
-    """Equal ones."""
+    """Make equal devices."""
     if number < 1:
         raise ValueError(f"devices must be at least 1, got {number}: give 1 or more")
     return tuple(Processor(f"device {i}", memory_bytes) for i in range(number))
@@ -62,7 +62,7 @@ def devices(number: int, memory_bytes: float = inf) -> tuple[Processor, ...]:
 
 @dataclass(frozen=True)
 class DispatchOrder:
-    """Load piece `piece` of job `job` on device `device` (all numbers from 0) where `load`, otherwise compute it."""
+    """Order to load (`load`) or compute piece `piece` of job `job` on device `device` (all numbers from 0)."""
 
     device: int
     job: int
@@ -72,7 +72,7 @@ class DispatchOrder:
 
 @dataclass
 class _Slot:
-    """Slot of a device: what it computes and what comes next on it, by (job, piece)."""
+    """State of a device: what it computes and what runs next on it, by (job, piece)."""
 
     computing: tuple[int, int] | None = None
     coming: tuple[int, int] | None = None
@@ -81,7 +81,7 @@ class _Slot:
 
 @dataclass
 class _Progress:
-    """Progress of a job: pieces that have run, its last grant, and whether it waits."""
+    """Progress of a job: pieces that have run, its last grant, and whether the job waits."""
 
     done: int = 0
     served: int = -1
@@ -89,11 +89,11 @@ class _Progress:
 
 
 class Dispatch:
-    """Record what happened, then ask what to do: `orders` holds for everything that happened at one moment.
+    """Records what happened and decides what to do: call `orders` after all events of one moment are recorded.
 
-    A free device takes the policy's choice among the jobs that wait. While it computes, it also chooses what comes
-    next, if that has to be loaded: among the jobs that wait and the next piece of the job it computes. A loaded piece
-    stays where it is. ValueError: no jobs, two of one name, or one that needs more memory than any device has.
+    A free device takes the policy's choice among the waiting jobs. While a device computes, it also chooses its next
+    piece, if that must be loaded: among the waiting jobs and the next piece of the computing job. A loaded piece
+    stays on its device. ValueError: no jobs, two with one name, or one that needs more memory than any device has.
     """
 
     def __init__(self, queues: Sequence[Queue], devices: Sequence[Processor], policy: Policy) -> None:
@@ -106,7 +106,7 @@ class Dispatch:
         for queue in queues:
             if queue.memory_bytes > most:
                 raise ValueError(
-                    f"job {queue.name} needs {queue.memory_bytes:.0f} bytes, the largest device has {most:.0f}: "
+                    f"job {queue.name} needs {queue.memory_bytes:.0f} bytes, but the largest device has {most:.0f}: "
                     "cut it into smaller shards"
                 )
         self.queues, self.devices, self.policy = queues, devices, policy
@@ -131,13 +131,13 @@ class Dispatch:
         self._slots[device].loaded = True
 
     def finished(self, device: int) -> None:
-        """The piece that computed there."""
+        """Record that the piece which computed on this device has ended."""
         slot = self._slots[device]
         assert slot.computing is not None
         job = slot.computing[0]
         slot.computing = None
         self._progress[job].done += 1
-        # Its next piece may be loaded here already: then no other device takes it.
+        # The job's next piece may be loaded here already: then no other device takes it.
         own_next = slot.coming is not None and slot.coming[0] == job
         self._progress[job].waits = not own_next and self._progress[job].done < len(self.queues[job].pieces)
 
@@ -149,7 +149,7 @@ class Dispatch:
     # ---- what to do ---------------------------------------------------------------------------------------------
 
     def orders(self) -> Iterator[DispatchOrder]:
-        """Yield orders to be carried out now: free devices first, then what can be loaded ahead."""
+        """Yield orders to carry out now: free devices first, then loads ahead."""
         for device, slot in enumerate(self._slots):
             if slot.computing is None and slot.coming is None:
                 yield from self._take(device)
@@ -161,11 +161,11 @@ class Dispatch:
                 yield from self._take(device)
 
     def _take(self, device: int) -> Iterator[DispatchOrder]:
-        """Choose what comes next on a device: ahead, while it computes, only what has to be loaded."""
+        """Choose a device's next piece: while it computes, only a piece that must be loaded."""
         slot, ahead = self._slots[device], self._slots[device].computing
         room = self.devices[device].memory_bytes - (self.queues[ahead[0]].memory_bytes if ahead else 0.0)
-        # {job: its next piece}: jobs that nobody computes or loads, and that fit next to the one that computes here;
-        # of that one the piece after.
+        # {job: its next piece}: jobs that aren't computed or loaded, and that fit next to the job that computes here;
+        # of that job the piece after.
         waiting = enumerate(self._progress)
         pieces = {j: it.done for j, it in waiting if it.waits and self.queues[j].memory_bytes <= room}
         if ahead and ahead[1] + 1 < len(self.queues[ahead[0]].pieces):
@@ -185,7 +185,7 @@ class Dispatch:
             yield DispatchOrder(device, job, pieces[job], load=True)
 
     def _job(self, job: int, piece: int) -> Job:
-        """Job as a policy sees it from this piece on; made anew after each grant only."""
+        """Describe the job for a policy from this piece on; computed anew only after each grant."""
         served = self._progress[job].served
         known = self._jobs.get((job, piece))
         if known is None or known.served != served:
@@ -196,12 +196,12 @@ class Dispatch:
 
 
 def remaining_seconds(queue: Queue) -> list[float]:
-    """[piece] -> seconds of computing from this piece on."""
+    """[piece]: seconds of computing from this piece on."""
     return list(accumulate(piece.compute_seconds for piece in reversed(queue.pieces)))[::-1]
 
 
 def refuse_one_name_for_two(names: Sequence[str]) -> None:
-    """ValueError for a name that two jobs have."""
+    """ValueError if two jobs have the same name."""
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ValueError(f"two jobs are called {twice!r}: give each its own name")

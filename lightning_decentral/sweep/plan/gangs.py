@@ -3,9 +3,9 @@
     cycle = max_g sum_j t_j,d(j,g)        d(j, .) a permutation: which piece of job j device g runs
 
 An iteration of job j is a gang of G pieces, one for each device, with a barrier at its end; a device runs one piece at
-a time. In a cycle every job makes one iteration and every device runs N pieces, one of each job, in some order. With
-that period no barrier ever waits: all of a job's pieces lie within the cycle, whatever the order. So the largest sum on
-a device is not only a lower bound of the cycle but the cycle itself, and the order decides when jobs complete.
+a time. In a cycle every job runs one iteration, and every device one piece of each job, in some order. With that period
+no barrier ever waits: all of a job's pieces lie within the cycle, whatever the order. So the largest sum on a device is
+not only a lower bound of the cycle but the cycle itself, and the order decides when jobs complete.
 
     complementary pair, depths i/N:   2 F + B (N + 1) / N   against  2 (F + B)
     N jobs on a Latin square:         N F + B (N + 1) / 2   against  N (F + B)
@@ -22,15 +22,15 @@ from math import factorial, isfinite
 from lightning_decentral.shared.plan.timeline import Span, Task, run
 from lightning_decentral.sweep.plan.milp import MILP, NoSolution
 
-MOST_TRIED = 200_000  # pieces that all orders of the jobs may come to
+MOST_TRIED = 200_000  # maximum number of pieces in all orders of the jobs that are tried
 
 
 @dataclass(frozen=True)
 class Gang:
-    """A job whose iteration has a piece of each depth."""
+    """Job whose iteration has one piece for each device."""
 
     name: str
-    seconds: tuple[float, ...]  # of the pieces, as many as devices
+    seconds: tuple[float, ...]  # of the pieces, one for each device
     iterations: int = 1  # of the whole job
 
     def __post_init__(self) -> None:
@@ -41,8 +41,8 @@ class Gang:
 
 
 def of_depths(name: str, forward: float, backward: float, depths: Sequence[float], iterations: int = 1) -> Gang:
-    """Pieces of forward + backward depth seconds: a worker of a depth trains that share of the model. ValueError: a
-    depth that is no share.
+    """Make a job with pieces of forward + backward * depth seconds: depth is the trained fraction of the model.
+    ValueError: a depth outside of 0..1.
     """
     wrong = [depth for depth in depths if not 0 <= depth <= 1]
     if wrong:
@@ -51,13 +51,13 @@ def of_depths(name: str, forward: float, backward: float, depths: Sequence[float
 
 
 def staircase(name: str, forward: float, backward: float, size: int, iterations: int = 1) -> Gang:
-    """Depths i / size, i = 1..size: those of `partial.depth.Staircase`."""
+    """Make a job with depths i / size, i = 1..size: those of `partial.depth.Staircase`."""
     return of_depths(name, forward, backward, [(i + 1) / size for i in range(size)], iterations)
 
 
 @dataclass(frozen=True)
 class Turns:
-    """Assignment of pieces to devices, and the order in which devices go through the jobs."""
+    """Assignment of pieces to devices, and the order in which devices run the jobs."""
 
     gangs: tuple[Gang, ...]
     pieces: tuple[tuple[int, ...], ...]  # pieces[j][g] is the number of the piece of job j on device g
@@ -72,17 +72,17 @@ class Turns:
 
     @property
     def cycle_seconds(self) -> float:
-        """The largest sum on a device."""
+        """Seconds of a cycle: the largest sum on a device."""
         jobs = range(len(self.gangs))
         return max(sum(self.seconds(j, g) for j in jobs) for g in range(self.devices))
 
     @property
     def unaware_seconds(self) -> float:
-        """A cycle of gangs one after the other, each as long as its longest piece."""
+        """Seconds of a cycle of gangs one after the other, each as long as its longest piece."""
         return sum(max(gang.seconds) for gang in self.gangs)
 
     def spans(self) -> dict[tuple[str, int, int], Span]:
-        """(job, iteration, device) -> when, for all iterations of all jobs; one that is through is left out of turn."""
+        """Spans of all iterations by (job, iteration, device); later cycles skip jobs that have ended."""
         tasks = []
         for iteration in range(max(gang.iterations for gang in self.gangs)):
             for j in self.order:
@@ -105,29 +105,29 @@ class Turns:
 
 
 def ordered(turns: Turns) -> Turns:
-    """Sort jobs for the least mean completion time: all orders are tried for a few jobs of few iterations, beyond that
-    fewest seconds first."""
+    """Sort jobs for the least mean completion time: a few jobs of few iterations try all orders, otherwise the shortest
+    run first."""
     jobs = range(len(turns.gangs))
     if factorial(len(jobs)) * turns.devices * sum(gang.iterations for gang in turns.gangs) > MOST_TRIED:
         work = [gang.iterations * sum(gang.seconds) for gang in turns.gangs]
         return replace(turns, order=tuple(sorted(jobs, key=lambda j: (work[j], j))))
-    # One order for all devices is enough for jobs of one iteration: exchanging two neighbours so that all devices agree
+    # One order for all devices suffices for jobs of one iteration: exchanging two neighbours so that all devices agree
     # never delays a job's end (concurrent open shop).
     orders = (replace(turns, order=order) for order in permutations(jobs))
     return min(orders, key=lambda found: (found.mean_completion_seconds(), found.order))
 
 
 def lower_bound_seconds(gangs: Sequence[Gang]) -> float:
-    """max( longest piece, sum of all pieces / G ): no assignment has a shorter cycle."""
+    """Lower bound of a cycle under any assignment: max( longest piece, sum of all pieces / G )."""
     every = [seconds for gang in gangs for seconds in gang.seconds]
     return max(*every, sum(every) / len(gangs[0].seconds))
 
 
 class Pairing(ABC):
-    """An assignment of every job's pieces to devices."""
+    """Policy that assigns every job's pieces to devices."""
 
     def turns(self, gangs: Sequence[Gang]) -> Turns:
-        """The assignment, jobs in the given order; ValueError for no job, or jobs with unequal numbers of pieces."""
+        """Assign the pieces, jobs in the given order; ValueError for no job, or jobs with unequal numbers of pieces."""
         sizes = {gang.name: len(gang.seconds) for gang in gangs}
         if not gangs or len(sizes) < len(gangs):
             raise ValueError(f"jobs must be one or more of different names, got {[gang.name for gang in gangs]}")
@@ -137,12 +137,12 @@ class Pairing(ABC):
 
     @abstractmethod
     def pieces(self, gangs: Sequence[Gang]) -> list[list[int]]:
-        """[job][device] -> number of its piece."""
+        """[job][device]: number of its piece."""
 
 
 @dataclass(frozen=True)
 class Unaware(Pairing):
-    """d(j, g) = g: what workers get whose rank is their device, all deep ones on the same."""
+    """Assign pieces by rank, d(j, g) = g: all deep workers share one device."""
 
     def pieces(self, gangs: Sequence[Gang]) -> list[list[int]]:
         return [list(range(len(gang.seconds))) for gang in gangs]
@@ -150,7 +150,7 @@ class Unaware(Pairing):
 
 @dataclass(frozen=True)
 class ComplementaryPairing(Pairing):
-    """Two by two, those of like spread: one's longest piece with the other's shortest. Exact for two jobs."""
+    """Pair jobs of like spread: one's longest piece runs with the other's shortest. Exact for two jobs."""
 
     def pieces(self, gangs: Sequence[Gang]) -> list[list[int]]:
         like = sorted(range(len(gangs)), key=lambda j: max(gangs[j].seconds) - min(gangs[j].seconds), reverse=True)
@@ -160,7 +160,7 @@ class ComplementaryPairing(Pairing):
 
 @dataclass(frozen=True)
 class LatinSquare(Pairing):
-    """d(j, g) = (j + g) mod G, pieces by length. Equal sums for G equal jobs, and for any multiple of G."""
+    """Assign d(j, g) = (j + g) mod G, pieces by length: equal sums for G equal jobs, and for any multiple of G."""
 
     def pieces(self, gangs: Sequence[Gang]) -> list[list[int]]:
         rows = [_ascending(gang) for gang in gangs]
@@ -169,7 +169,7 @@ class LatinSquare(Pairing):
 
 @dataclass(frozen=True)
 class GreedyGangs(Pairing):
-    """Jobs of the largest spread first: the longest piece to the device with the least so far, and so on."""
+    """Assign greedily, jobs of the largest spread first: the longest piece to the device with the least so far."""
 
     def pieces(self, gangs: Sequence[Gang]) -> list[list[int]]:
         loads = [0.0] * len(gangs[0].seconds)
@@ -185,9 +185,11 @@ class GreedyGangs(Pairing):
 
 @dataclass(frozen=True)
 class ExactGangs(Pairing):
-    """min T:  sum_d x_jdg = 1,  sum_g x_jdg = 1,  sum_jd t_jd x_jdg <= T,  x_jdg in {0, 1}.
+    """Assign by a mixed-integer program, min T:
 
-    Needs scipy (extra `schedule`). Better of it and `GreedyGangs` where the time runs out.
+        sum_d x_jdg = 1,  sum_g x_jdg = 1,  sum_jd t_jd x_jdg <= T,  x_jdg in {0, 1}
+
+    Needs scipy (extra `schedule`). If the time runs out, the better of its result and `GreedyGangs`.
     """
 
     limit_seconds: float = 10.0

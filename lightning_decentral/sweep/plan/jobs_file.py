@@ -1,4 +1,4 @@
-"""Jobs file (YAML): pieces written out in seconds, steps of a measured profile, or real trainings.
+"""Jobs file (YAML): jobs as pieces in seconds, as steps of a measured profile, or as real trainings.
 
     jobs:
       - name: small
@@ -13,10 +13,10 @@
       - name: wide
         overrides: [recipe=vit, model.config.hidden_size=96, trainer.max_steps=40]
 
-A step of a model in n shards is 2 n pieces: n forward, n backward, in which a shard runs forward once more.
-Each piece moves its shard's parameters: load = bytes / rate, 0 without a rate. A step of a training is one piece.
+A step of a model in n shards is 2 n pieces: n forward, n backward, in which a shard runs forward again. Each piece
+loads its shard's parameters: load = bytes / rate, 0 without a rate. A step of a training is one piece.
 
-Jobs of several devices at once stand in files of their own:
+Jobs that use several devices at once have their own files:
 
     jobs:                                                        # --policy jigsaw: seconds of a piece for each device
       - {name: a, seconds: [2.0, 3.0], iterations: 100}
@@ -57,12 +57,12 @@ PIECE = ("compute_seconds", "load_seconds")
 
 @dataclass(frozen=True)
 class Training:
-    """A job that is a real training; a step is a piece."""
+    """Job that is a real training; each of its steps is a piece."""
 
     name: str
     overrides: tuple[str, ...]  # on the command line of `recipes/train.py`
     steps: int  # `trainer.max_steps` among them
-    step_seconds: float | None = None  # of its profile; None: to be measured
+    step_seconds: float | None = None  # from its profile; None: to be measured
     arrival_seconds: float = 0.0
     memory_bytes: float = 0.0
 
@@ -72,15 +72,15 @@ class Training:
 
 @dataclass(frozen=True)
 class Jobs:
-    """Jobs of a file, each kind in its order: queues of pieces without a training behind them, and trainings."""
+    """Jobs of a file, each kind in order: queues of pieces without a training, and trainings."""
 
     queues: tuple[Queue, ...]
     trainings: tuple[Training, ...] = ()
 
 
 def read_jobs(path: str | Path) -> Jobs:
-    """Read jobs of a YAML file as above; profiles are looked for next to it. ValueError: can't be read, no list of
-    jobs, an unknown key, something that isn't a number, two of one name.
+    """Read jobs from a YAML file; profiles are looked for next to the file. ValueError: unreadable, no list of jobs, an
+    unknown key, not a number, two jobs with one name.
     """
     placed = [(job, Path(path).parent, place) for job, place in _entries(path)]
     queues = tuple(_queue(*entry) for entry in placed if "overrides" not in entry[0])
@@ -88,14 +88,14 @@ def read_jobs(path: str | Path) -> Jobs:
 
 
 def _entries(path: str | Path) -> list[tuple[Mapping[str, Any], str]]:
-    """(job, its place for messages)"""
+    """Return (job, its place in the file for messages) of each job."""
     text = text_of(path, "give a YAML file of jobs")
     try:
         found = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=True)
-    except OSError:  # of OmegaConf, for a number or a text alone
+    except OSError:  # by OmegaConf, for a number or a text alone
         found = text.strip()
     except (YAMLError, OmegaConfBaseException) as error:
-        raise ValueError(f"{path} is no YAML of jobs: {' '.join(str(error).split())}") from None
+        raise ValueError(f"{path} isn't a YAML file of jobs: {' '.join(str(error).split())}") from None
     jobs = found.get("jobs") if isinstance(found, dict) else None
     if not isinstance(jobs, list) or not jobs:
         raise ValueError(f"{path} must have a list of one or more `jobs`, got {jobs!r}")
@@ -107,8 +107,8 @@ def _entries(path: str | Path) -> list[tuple[Mapping[str, Any], str]]:
 
 
 def read_gangs(path: str | Path) -> list[Gang]:
-    """Read a file for JigSaw: jobs whose iteration has a piece for each device. ValueError: as `read_jobs`, and for an
-    entry that has neither a list of `seconds` nor depths.
+    """Read a jobs file for JigSaw: an iteration has a piece for each device. ValueError: as `read_jobs`, and for a job
+    with neither a list of `seconds` nor depths.
     """
     gangs = []
     for job, place in _entries(path):
@@ -129,7 +129,7 @@ def read_gangs(path: str | Path) -> list[Gang]:
 
 
 def read_tables(path: str | Path) -> list[Table]:
-    """Read a file for SPASE: what each job takes on so many devices. ValueError: as `read_jobs`, and for an entry
+    """Read a jobs file for SPASE: each job's seconds by number of devices. ValueError: as `read_jobs`, and for a job
     without a table of `seconds`.
     """
     tables = []
@@ -137,7 +137,7 @@ def read_tables(path: str | Path) -> list[Table]:
         found = job.get("seconds")
         if not isinstance(found, dict) or not all(isinstance(devices, int) for devices in found):
             raise ValueError(
-                f"{place}: --policy spase needs a table of devices and seconds of the whole job on so many, "
+                f"{place}: --policy spase needs a table of seconds of the whole job by devices, "
                 f"seconds: {{1: 8.0, 2: 4.5}}, got {dict(job)}"
             )
         _known(job, ALLOCATED, place)
@@ -150,17 +150,17 @@ def _training(job: Mapping[str, Any], folder: Path, place: str) -> Training:
     _known(job, TRAINED, place)
     name, overrides = str(job["name"]), job["overrides"]
     if "/" in name:
-        raise ValueError(f"{place}: {name!r} is the name of a folder, too: leave out the /")
+        raise ValueError(f"{place}: the name {name!r} also names a folder: leave out the /")
     if not isinstance(overrides, list) or not all(isinstance(one, str) for one in overrides):
         raise ValueError(f"{place}: overrides must be a list of texts such as optimizer.lr=1e-3, got {overrides!r}")
     seconds = read(folder / str(job["profile"])).model.seconds if "profile" in job else None
     when = {key: _number(job, key, place, 0.0) for key in WHEN}
-    Queue(name, (WorkPiece(0.0),), **when)  # refuses what can't be scheduled, before anything is measured
+    Queue(name, (WorkPiece(0.0),), **when)  # raises if the job can't be scheduled, before anything is measured
     # The last override of the steps decides, as it does for Hydra.
     found = [match[1] for one in overrides if (match := re.fullmatch(r"\+{0,2}trainer\.max_steps=(.*)", one))]
     if not found or not found[-1].isdecimal() or int(found[-1]) < 1:
         got = f", got {found[-1]}" if found else ""
-        raise ValueError(f"{place}: how many steps?{got}: its overrides need one such as trainer.max_steps=40")
+        raise ValueError(f"{place}: the number of steps is missing{got}: add an override such as trainer.max_steps=40")
     return Training(name, tuple(overrides), int(found[-1]), seconds, **when)
 
 
@@ -190,8 +190,8 @@ def _queue(job: Mapping[str, Any], folder: Path, place: str) -> Queue:
 
 
 def step_pieces(model: Model, shards: int = 1, load_bytes_per_second: float = float("inf")) -> list[WorkPiece]:
-    """A training step: the whole batch in one shard; otherwise forward shard by shard, and back. ValueError: more
-    shards than blocks.
+    """List the pieces of a training step: the whole batch in one shard, otherwise forward and backward of each shard.
+    ValueError: more shards than blocks.
     """
     if shards == 1:
         return [WorkPiece(model.seconds, model.parameter_bytes / load_bytes_per_second)]
@@ -200,18 +200,18 @@ def step_pieces(model: Model, shards: int = 1, load_bytes_per_second: float = fl
     behind = [sum(b.backward_seconds + b.update_seconds for b in group) for group in groups]
     loads = [sum(b.parameter_bytes for b in group) / load_bytes_per_second for group in groups]
     there = [WorkPiece(f, load) for f, load in zip(forward, loads, strict=True)]
-    # Forward once more, as only the shard's input was kept.
+    # Forward again, as only the shard's input was kept.
     back = [WorkPiece(f + b, load) for f, b, load in zip(forward, behind, loads, strict=True)]
     return [*there, *reversed(back)]
 
 
 def split(blocks: Sequence[BlockCost], shards: int) -> list[list[BlockCost]]:
-    """Split into consecutive groups, none empty: the largest has as few bytes as can be, then the least sum of squares.
+    """Split blocks into consecutive groups, none empty: smallest largest bytes, then the least sum of squares.
     ValueError: more shards than blocks.
     """
     if shards > len(blocks):
         raise ValueError(f"{shards} shards need as many blocks, the profile has {len(blocks)}: give fewer shards")
-    # Squared, as plain sums have the same total for all cuts, which would decide nothing between equals.
+    # Squared, as plain sums have the same total for all cuts and couldn't decide between equals.
     at = linear_partition(piece_sums([block.parameter_bytes for block in blocks]) ** 2, shards)
     assert at is not None  # there are as many blocks
     return [list(blocks[start:end]) for start, end in pairwise(at)]
@@ -220,7 +220,7 @@ def split(blocks: Sequence[BlockCost], shards: int) -> list[list[BlockCost]]:
 def _known(entry: Mapping[str, Any], keys: Sequence[str], place: str) -> None:
     unknown = [str(key) for key in entry if key not in keys]
     if unknown:
-        raise ValueError(f"{place}: no {unknown[0]!r}, there are {', '.join(keys)}")
+        raise ValueError(f"{place}: unknown key {unknown[0]!r}, known are {', '.join(keys)}")
 
 
 def _numbers(entry: Mapping[str, Any], key: str, place: str) -> tuple[float, ...]:
@@ -230,7 +230,7 @@ def _numbers(entry: Mapping[str, Any], key: str, place: str) -> tuple[float, ...
 
 
 def _number(entry: Mapping[Any, Any], key: str | int, place: str, default: float | None) -> float:
-    """None: there is no default."""
+    """Read a number; a default of None: the key is required."""
     value = entry.get(key, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)):  # to Python, True is a number
         raise ValueError(f"{place}: {key} must be a number, got {value!r}")

@@ -1,4 +1,4 @@
-"""Mixed-integer program: min c x over A x <= b with some x whole numbers, by scipy's HiGHS (extra `schedule`)."""
+"""Mixed-integer program: min c x over A x <= b with some x integers, by scipy's HiGHS (extra `schedule`)."""
 
 from collections.abc import Mapping
 
@@ -9,11 +9,11 @@ SCALES = (1.0, 3.0, 1 / 3)  # rows times another number are off by another one
 
 
 class NoSolution(ValueError):
-    """The solver found nothing in its time."""
+    """Error: the solver found no solution within its time."""
 
 
 class MILP:
-    """A mixed-integer program, written row by row; every variable is at least 0."""
+    """Mixed-integer program, built row by row; every variable is at least 0."""
 
     def __init__(self) -> None:
         self._variables: list[tuple[float, float, int]] = []  # (cost, upper bound, whether it is a whole number)
@@ -30,16 +30,16 @@ class MILP:
         return len(self._variables) - 1
 
     def equal(self, terms: Mapping[int, float], value: float) -> None:
-        """sum of coefficient * variable = value"""
+        """Add the row: sum of coefficient * variable = value."""
         self._rows.append((terms, value, value))
 
     def at_most(self, terms: Mapping[int, float], value: float) -> None:
-        """sum of coefficient * variable <= value"""
+        """Add the row: sum of coefficient * variable <= value."""
         self._rows.append((terms, -float("inf"), value))
 
     def solve(self, limit_seconds: float) -> tuple[tuple[float, ...], float]:
-        """Return the best point found within the limit, and a lower bound of every point's cost. NoSolution: none was
-        found. ValueError: no scipy."""
+        """Return the best point found within the limit, and a lower bound of every point's cost. NoSolution: no point
+        was found. ValueError: scipy is missing."""
         try:
             from scipy import optimize, sparse
         except ModuleNotFoundError:

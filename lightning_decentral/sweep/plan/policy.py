@@ -1,6 +1,6 @@
-"""Scheduling policies (LRTF, SRTF, round robin, FIFO, complementary, ASHA): the waiting job of least key is next.
+"""Scheduling policies (LRTF, SRTF, round robin, FIFO, complementary, ASHA): the waiting job of least key runs next.
 
-A policy may also compare `Score`s, what members reported at their validations, and end jobs for them.
+A policy may also compare `Score`s, which members report at their validations, and end jobs early.
 """
 
 import math
@@ -15,7 +15,7 @@ MODES = ("min", "max")
 
 @dataclass(frozen=True)
 class Score:
-    """One validation of one member."""
+    """Score of a member at one validation."""
 
     metric: str  # the name under which the value was logged
     mode: str  # whether "min" or "max" is good
@@ -24,7 +24,7 @@ class Score:
 
     @property
     def loss(self) -> float:
-        """The smaller, the better; a value that is no number is worst."""
+        """Score as a loss: smaller is better; NaN is worst."""
         if math.isnan(self.value):
             return math.inf
         return self.value if self.mode == "min" else -self.value
@@ -37,19 +37,19 @@ Histories = Mapping[str, Sequence[Score]]  # {member: its scores, in the order o
 
 
 class Scoreboard:
-    """The histories of all members, and who was ended for them."""
+    """Score histories of all members, and which members were ended early."""
 
     def __init__(self) -> None:
         self.histories: dict[str, list[Score]] = {}
-        self.verdicts: dict[str, str] = {}  # by member, why it was ended early
+        self.verdicts: dict[str, str] = {}  # {member: why it was ended early}
 
     def add(self, member: str, score: Score) -> None:
-        """Add a score. A member that goes on from a checkpoint repeats steps: older scores of them count no more."""
+        """Add a score. A member that resumes from a checkpoint repeats steps: older scores of these are dropped."""
         before = self.histories.get(member, [])
         self.histories[member] = [*(old for old in before if old.step < score.step), score]
 
     def best(self, member: str) -> Score | None:
-        """The best score that the member has reported; None: none yet."""
+        """Best score that the member has reported; None: no score yet."""
         return min(self.histories.get(member, []), key=lambda score: score.loss, default=None)
 
 
@@ -58,16 +58,16 @@ Key = tuple[float, ...]
 
 @dataclass(frozen=True)
 class Job:
-    """A training in progress, as a policy sees it. Its pieces (shards or batches) run one after the other.
+    """Training in progress, as a policy sees it. Its pieces (shards or batches) run one after the other.
 
     Args:
         name: unique.
         arrived: its place in the order of arrival.
-        remaining_seconds: predicted device time of all its pieces that haven't run.
-        next_seconds: predicted device time of the piece that would run now.
-        served: the number of the grant that it had last, of all grants so far; -1 before its first.
-        measured: whether its seconds come from itself; otherwise they are a guess, and policies that go by them let it
-            run first, to know.
+        remaining_seconds: predicted device time of all its remaining pieces.
+        next_seconds: predicted device time of its next piece.
+        served: number of its latest grant, among all grants; -1 before its first.
+        measured: whether its seconds were measured; otherwise they are a guess, and policies that use seconds run the
+            job first, to measure it.
     """
 
     name: str
@@ -79,35 +79,35 @@ class Job:
 
 
 Watched = tuple[str | None, str | None]
-"""(metric, mode): the name of a logged metric, and whether its "min" or "max" is good; a metric of None: what the first
-checkpoint callback that monitors one monitors, and its mode; a mode of None: "min"."""
+"""(metric, mode): the name of a logged metric, and whether its "min" or "max" is good. Metric None: the metric and mode
+of the first checkpoint callback that monitors one; mode None: "min"."""
 
 
 class Policy(ABC):
-    """An order among waiting jobs; equal keys go by arrival."""
+    """Policy that orders waiting jobs; equal keys go by arrival."""
 
     @abstractmethod
     def key(self, job: Job, waiting: Sequence[Job], running: Sequence[Job]) -> Key:
-        """The smaller, the sooner.
+        """Sort key of a waiting job: the smallest key runs first.
 
         Args:
-            waiting: all jobs that could run now, this one included.
+            waiting: all jobs that could run now, including this one.
             running: the jobs on the other devices at this moment.
         """
 
     def choose(self, waiting: Sequence[Job], running: Sequence[Job] = ()) -> Job:
-        """min over the waiting of (key, arrived); ValueError if nobody waits."""
+        """Choose the waiting job with the least (key, arrived); ValueError if no job waits."""
         if not waiting:
             raise ValueError("no job waits: ask a policy only while one does")
         return min(waiting, key=lambda job: (self.key(job, waiting, running), job.arrived))
 
     @property
     def watched(self) -> Watched | None:
-        """Score that jobs must report; None: none, and nobody is ended."""
+        """Metric and mode of the scores that jobs must report; None: no scores, and no job is ended early."""
         return None
 
     def verdict(self, histories: Histories, name: str) -> str | None:
-        """Reason why the job of this name, whose last score is new, ends here; None: it goes on."""
+        """Reason to end this job early, given its newest score; None: it continues."""
         return None
 
 
@@ -121,7 +121,7 @@ class LRTF(Policy):
     """
 
     def key(self, job: Job, waiting: Sequence[Job], running: Sequence[Job]) -> Key:
-        return (job.measured, -job.remaining_seconds)  # False is less: unmeasured ones run first, to be known
+        return (job.measured, -job.remaining_seconds)  # False is less: unmeasured jobs run first, to be measured
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class SRTF(Policy):
 
 @dataclass(frozen=True)
 class RoundRobin(Policy):
-    """Job that has waited for the most grants first: equal shares."""
+    """Round robin, equal shares: the job that has waited for the most grants runs first."""
 
     def key(self, job: Job, waiting: Sequence[Job], running: Sequence[Job]) -> Key:
         return (job.served,)
@@ -142,7 +142,7 @@ class RoundRobin(Policy):
 
 @dataclass(frozen=True)
 class FIFO(Policy):
-    """First in, first out: who came first runs whenever it can."""
+    """First in, first out: the earliest job runs whenever it can."""
 
     def key(self, job: Job, waiting: Sequence[Job], running: Sequence[Job]) -> Key:
         return (job.arrived,)
@@ -150,7 +150,7 @@ class FIFO(Policy):
 
 @dataclass(frozen=True)
 class Complementary(Policy):
-    """Long pieces with short ones: the next piece that keeps the mean of what runs closest to the mean of all.
+    """Run long pieces with short ones: the next piece keeps the running mean closest to the mean of all.
 
         | (sum of the running pieces + next) / (running + 1) - mean over waiting and running |
 
@@ -167,21 +167,21 @@ class Complementary(Policy):
 @checked
 @dataclass(frozen=True)
 class ASHA(RoundRobin):
-    """Asynchronous successive halving: jobs share the devices equally, and the worst are ended early, by rungs.
+    """Asynchronous successive halving: jobs share devices equally, and the worst are ended early at rungs.
 
         rung k is a job's validation number r_k = min_validations * reduction_factor^k
-        a job that comes there as one of n so far goes on if fewer than max(1, floor(n / reduction_factor)) were better
+        a job that is one of n at a rung so far goes on if fewer than max(1, floor(n / reduction_factor)) were better
 
-    Nobody waits for the others to come to a rung: the first goes on, and who went on is not asked again before its next
-    rung. Of equal scores all go on.
+    No job waits for others to reach a rung: the first one continues, and a job that continued is next judged at its
+    next rung. Of equal scores all continue.
 
     Source: Li et al. 1810.05934, in the form that ends jobs rather than pausing and promoting them, as in Optuna.
 
     Args:
-        metric, mode: what is compared, see `Watched`.
+        metric, mode: the compared score, see `Watched`.
 
     Raises:
-        ValueError: a value that can't be.
+        ValueError: an impossible value.
     """
 
     metric: str | None = None
@@ -223,4 +223,4 @@ POLICIES: Mapping[str, Policy] = {
     "round_robin": RoundRobin(),
     "srtf": SRTF(),
 }
-"""Policies for jobs that have no scores, by their names on command lines."""
+"""Policies for jobs without scores, by their names on command lines."""

@@ -1,6 +1,6 @@
-"""Arbiter for `schedule --run`: it carries a schedule out, and measures the steps of jobs that take turns.
+"""Arbiter for `schedule --run`: carries out a schedule with real trainings, and measures the steps of its jobs.
 
-Every batch is a grant of its own, as every piece of a simulation is.
+Every batch is its own grant, like every piece in a simulation.
 """
 
 import math
@@ -13,13 +13,13 @@ from lightning_decentral.sweep.plan.dispatch import Processor, Queue, remaining_
 from lightning_decentral.sweep.plan.policy import Job, Policy
 from lightning_decentral.sweep.plan.simulation import Ran, Spans
 
-EVERY_BATCH = 0.0  # a quantum of so many seconds is over after one
+EVERY_BATCH = 0.0  # a quantum of 0 seconds ends after one batch
 
 
 class Scheduled(Arbiter):
-    """Members that are jobs: they arrive as the jobs do, and policies see what they see in a simulation.
+    """Arbiter whose members are jobs: they arrive as the jobs do, and policies see what a simulation shows.
 
-    No device is granted before all members have asked for one: the clock starts then, and nobody's start is counted.
+    No device is granted before all members have asked for one: then the clock starts, so no process start is counted.
     """
 
     def __init__(self, queues: Sequence[Queue], policy: Policy, devices: Sequence[str]) -> None:
@@ -36,16 +36,16 @@ class Scheduled(Arbiter):
 
     def give_back(self, name: str, turn: TurnReport, now: float) -> None:
         super().give_back(name, turn, now)
-        # What it asked for before is over: it may have ended without a message.
+        # Its earlier request is void: the member may have ended without a message.
         self._asking = [other for other in self._asking if other != name]
         until = self._until.setdefault(name, {0: 0.0})
-        # Of a step, the first time that it is done: accumulated batches report the step before again.
+        # A step counts when it is first done: accumulated batches report the step before again.
         done = round((turn.progress or 0.0) * len(self._queues[name].pieces))
         until.setdefault(done, self.members[name].busy_seconds)
 
     def leave(self, name: str, now: float) -> None:
         super().leave(name, now)
-        self._absent.discard(name)  # the others don't wait for one that failed at its start
+        self._absent.discard(name)  # the others don't wait for a member that failed at its start
         self._asking = [other for other in self._asking if other != name]
 
     def settle(self, now: float) -> Orders:
@@ -68,8 +68,8 @@ class Scheduled(Arbiter):
         return Job(member.name, member.arrived, remaining[done], pieces[done].compute_seconds, member.served)
 
     def ran(self, rows: Sequence[Processor]) -> Spans:
-        """Every stretch of every member in the rows of a simulation's devices, in seconds since all were there.
-        ValueError: one ended before its last piece.
+        """Spans of all members on a simulation's devices, in seconds since all members had started. ValueError: a
+        member ended before its last piece.
         """
         for name, member in self.ended.items():
             _refuse_early(name, member.turn.progress or 0.0)
@@ -81,12 +81,12 @@ class Scheduled(Arbiter):
         }
 
     def step_seconds(self, name: str, number: int, *, first: int) -> list[float]:
-        """Device seconds of so many steps of a job, from its member that has ended:
+        """Device seconds of `number` steps of a job whose member has ended:
 
             seconds of step k = grants until k steps were done - grants until k - 1 were
 
-        The `first`, slower than others, are as they were; the others as their mean. ValueError: it made fewer steps
-        than it should have, or several in a batch.
+        The `first` steps, slower than others, keep their seconds; the others get their mean. ValueError: fewer steps
+        than required, or several in a batch.
         """
         until, steps = self._until.get(name, {}), len(self._queues[name].pieces)
         _refuse_early(name, max(until, default=0) / steps)

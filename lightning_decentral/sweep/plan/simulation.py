@@ -15,12 +15,12 @@ from lightning_decentral.shared.plan.timeline import Span
 from lightning_decentral.sweep.plan.dispatch import Dispatch, Processor, Queue, WorkPiece
 from lightning_decentral.sweep.plan.policy import Policy
 
-INSTANT_SECONDS = 1e-9  # events so close happen at one moment: sums of floats differ in their last digit
+INSTANT_SECONDS = 1e-9  # closer events happen at one moment: sums of floats differ in their last digit
 
 
 @dataclass(frozen=True)
 class Ran:
-    """A piece of a job on a device, or its loading."""
+    """Piece of a job that ran on a device, or its loading."""
 
     job: str
     piece: int
@@ -34,23 +34,23 @@ Spans = dict[Ran, Span]
 
 
 def row(device: Processor, load: bool) -> str:
-    """The span's worker: a device computes and loads at the same time."""
+    """Name of the span's worker: a device computes and loads at the same time."""
     return f"{device.name} loads" if load else device.name
 
 
 def simulate(queues: Sequence[Queue], devices: Sequence[Processor], policy: Policy) -> Spans:
-    """Simulate a schedule: spans in which each piece is loaded and computed, and where.
+    """Simulate a schedule and return the spans in which each piece is loaded and computed, and where.
 
     ValueError: no jobs, two of one name, or one that needs more memory than any device has.
     """
     dispatch = Dispatch(queues, devices, policy)
-    # (when, device, job, whether a load): the end of a load or of a piece; an arrival's device is -1.
+    # (time, device, job, whether a load): the end of a load or of a piece; an arrival has device -1.
     events = [(queue.arrival_seconds, -1, job, False) for job, queue in enumerate(queues)]
     heapq.heapify(events)
     spans: Spans = {}
     while events:
         moment = events[0][0] + INSTANT_SECONDS
-        while events and events[0][0] <= moment:  # all events of a moment are passed on before anything is decided
+        while events and events[0][0] <= moment:  # all events of a moment are recorded before any decision
             now = events[0][0]
             _, device, job, load = heapq.heappop(events)
             if device < 0:
@@ -73,7 +73,7 @@ def simulate(queues: Sequence[Queue], devices: Sequence[Processor], policy: Poli
 
 
 def computed(spans: Mapping[Ran, Span]) -> Spans:
-    """Spans of computing, without the loading."""
+    """Select the spans of computing, without loading."""
     return {ran: span for ran, span in spans.items() if not ran.load}
 
 
@@ -86,18 +86,18 @@ def finish_seconds(spans: Mapping[Ran, Span]) -> dict[str, float]:
 
 
 def makespan_seconds(queues: Sequence[Queue], spans: Mapping[Ran, Span]) -> float:
-    """max finish - min arrival"""
+    """Makespan in seconds: max finish - min arrival."""
     return max(finish_seconds(spans).values()) - min(queue.arrival_seconds for queue in queues)
 
 
 def mean_completion_seconds(queues: Sequence[Queue], spans: Mapping[Ran, Span]) -> float:
-    """mean over jobs of (finish - arrival)"""
+    """Mean completion time in seconds: mean over jobs of (finish - arrival)."""
     finish = finish_seconds(spans)
     return sum(finish[queue.name] - queue.arrival_seconds for queue in queues) / len(queues)
 
 
 def busy_fraction(queues: Sequence[Queue], spans: Mapping[Ran, Span], devices: Sequence[Processor]) -> float:
-    """sum of computing seconds / (devices makespan); 1 where nothing takes time."""
+    """Fraction of device time spent computing: sum of computing / (devices makespan); 1 if nothing takes time."""
     whole = makespan_seconds(queues, spans) * len(devices)
     return sum(span.finish - span.start for span in computed(spans).values()) / whole if whole else 1.0
 
@@ -106,13 +106,13 @@ def busy_fraction(queues: Sequence[Queue], spans: Mapping[Ran, Span], devices: S
 
 
 def pipelined_seconds(pieces: Sequence[WorkPiece]) -> float:
-    """load_1 + sum_i max(compute_i, load_(i+1)): one device on these pieces in this order."""
+    """Seconds of one device for these pieces in this order: load_1 + sum_i max(compute_i, load_(i+1))."""
     loads = [*(piece.load_seconds for piece in pieces[1:]), 0.0]
     return pieces[0].load_seconds + sum(max(p.compute_seconds, load) for p, load in zip(pieces, loads, strict=True))
 
 
 def lower_bound_seconds(queues: Sequence[Queue], devices: Sequence[Processor]) -> float:
-    """No policy has a smaller makespan:
+    """Lower bound of the makespan under any policy:
 
         max( max_j (arrival_j + T_j), max_r (r + sum of compute of jobs that arrive at r or later / m) ) - first arrival
 

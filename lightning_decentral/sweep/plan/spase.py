@@ -2,8 +2,8 @@
 
     min max_j (s_j + sum_k t_jk x_jk)      x_jk: job j runs on k devices, for t_jk seconds, without a break
 
-Two jobs that share a device run one after the other. A table {devices: seconds} of each job comes from short trials,
-the best way to run it on so many devices; what isn't in the table isn't considered.
+Two jobs that share a device run one after the other. Each job's table {devices: seconds} comes from short trials of the
+best way to run it on that many devices; other numbers of devices aren't considered.
 
 Source: select parallelism, allocate, schedule: Saturn, Nagrecha and Kumar 2309.01226.
 """
@@ -23,7 +23,7 @@ TOLERANCE = 1e-4  # of a gap: the solver is off by 1e-6 of M in each of the rows
 @checked
 @dataclass(frozen=True)
 class Table:
-    """{number of devices: seconds of the whole job on so many}."""
+    """Table of a job: {number of devices: seconds of the whole job}."""
 
     name: str
     seconds: Mapping[int, float]
@@ -34,16 +34,16 @@ class Table:
             raise ValueError(f"job {self.name} must map 1 or more devices to seconds above 0, got {dict(self.seconds)}")
 
     def within(self, devices: int) -> "Table":
-        """The table without what needs more devices; ValueError if nothing is left."""
+        """Drop entries that need more devices; ValueError if nothing is left."""
         found = {k: s for k, s in self.seconds.items() if k <= devices}
         if not found:
-            raise ValueError(f"job {self.name} needs {min(self.seconds)} devices, there are {devices}")
+            raise ValueError(f"job {self.name} needs {min(self.seconds)} devices, but there are {devices}")
         return Table(self.name, found)
 
 
 @dataclass(frozen=True)
 class Granted:
-    """A job's devices (numbers from 0), and when it has them."""
+    """Devices that a job gets (numbers from 0), and when."""
 
     name: str
     devices: tuple[int, ...]
@@ -53,11 +53,11 @@ class Granted:
 
 @dataclass(frozen=True)
 class SpasePlan:
-    """Plan of all jobs."""
+    """Plan of all jobs: each job's devices and time."""
 
     granted: tuple[Granted, ...]
     bound_seconds: float  # proven: no plan is shorter
-    how: str  # what found it
+    how: str  # the algorithm that found it
 
     @property
     def gap(self) -> float:
@@ -78,13 +78,13 @@ class SpasePlan:
 
 
 def lower_bound_seconds(tables: Sequence[Table], devices: int) -> float:
-    """max( max_j min_k t_jk, sum_j min_k k t_jk / m )"""
+    """Lower bound of the makespan: max( max_j min_k t_jk, sum_j min_k k t_jk / m )."""
     longest = max(min(table.seconds.values()) for table in tables)
     return max(longest, sum(min(k * s for k, s in table.seconds.items()) for table in tables) / devices)
 
 
 def _fitting(tables: Sequence[Table], devices: int) -> list[Table]:
-    """The tables without what needs more devices. ValueError: no jobs, two of one name, or one that doesn't fit."""
+    """Drop table entries that need more devices. ValueError: no jobs, two with one name, or one that doesn't fit."""
     names = [table.name for table in tables]
     if not tables or len(set(names)) < len(names):
         raise ValueError(f"jobs must be one or more of different names, got {names}")
@@ -93,15 +93,15 @@ def _fitting(tables: Sequence[Table], devices: int) -> list[Table]:
 
 @dataclass(frozen=True)
 class GreedySpase:
-    """Greedy thresholds: for every T of the tables, each job on the fewest device-seconds that take T at most; longest
-    job first, on the devices that are free first. The best T counts.
+    """Greedy scheduler: for every threshold T of the tables, each job gets the fewest device-seconds with time at most
+    T. The longest job is placed first, on the devices that are free first. The best T is used.
 
     Source: the thresholds of Turek, Wolf and Yu 1992.
     """
 
     def plan(self, tables: Sequence[Table], devices: int) -> SpasePlan:
-        """Plan the jobs on equal devices; ValueError for no jobs, two of one name, or one that needs more devices than
-        there are.
+        """Plan the jobs on equal devices; ValueError for no jobs, two with one name, or one that needs more devices
+        than exist.
         """
         tables = _fitting(tables, devices)
         shortest = max(min(table.seconds.values()) for table in tables)
@@ -117,15 +117,15 @@ class GreedySpase:
 
 @dataclass(frozen=True)
 class ExactSpase:
-    """Mixed-integer program for small sets of jobs; `gap` bounds how far its makespan is from the optimum.
+    """Exact scheduler for few jobs by a mixed-integer program; `gap` bounds its distance from the optimum.
 
-    Needs scipy (extra `schedule`). The better of it and `GreedySpase`, with the gap that is left when the time is over.
+    Needs scipy (extra `schedule`). Returns the better of it and `GreedySpase`, with the gap left at the time limit.
     """
 
     limit_seconds: float = 10.0
 
     def plan(self, tables: Sequence[Table], devices: int) -> SpasePlan:
-        """Plan the jobs on equal devices, with the refusals of `GreedySpase.plan`."""
+        """Plan the jobs on equal devices, with the errors of `GreedySpase.plan`."""
         tables = _fitting(tables, devices)
         greedy = GreedySpase().plan(tables, devices)
         if greedy.gap == 0:
@@ -158,7 +158,7 @@ class ExactSpase:
             p.equal(dict.fromkeys(row.values(), 1.0), 1.0)
             p.equal({**dict.fromkeys(has[j], 1.0), **{x: -float(k) for k, x in row.items()}}, 0.0)
             p.at_most({start[j]: 1.0, **lasts[j], end: -1.0}, 0.0)
-        # Every plan satisfies it; without it the bound of the relaxation, in which M forbids little, is weak.
+        # Every plan satisfies this row; without it the relaxation's bound, in which M forbids little, is weak.
         area = {x: k * table.seconds[k] for table, row in zip(tables, runs, strict=True) for k, x in row.items()}
         p.at_most({**area, end: -float(devices)}, 0.0)
         for i, j in combinations(range(len(tables)), 2):
@@ -167,11 +167,11 @@ class ExactSpase:
                 shared = dict.fromkeys(both, most)
                 p.at_most({start[i]: 1.0, **lasts[i], start[j]: -1.0, before: most, **shared}, 3 * most)
                 p.at_most({start[j]: 1.0, **lasts[j], start[i]: -1.0, before: -most, **shared}, 2 * most)
-        # Devices are alike: the first job has the first ones. Left to find that itself, HiGHS 1.12 calls some worse
-        # plans optimal.
+        # Devices are equal: the first job gets the first ones. Without this row HiGHS 1.12 calls some worse plans
+        # optimal.
         for one, other in pairwise(has[0]):
             p.at_most({other: 1.0, one: -1.0}, 0.0)
-        value, bound = p.solve(self.limit_seconds)  # true to its tolerance only: devices and their order count
+        value, bound = p.solve(self.limit_seconds)  # exact to its tolerance only: devices and their order count
         has_devices = [[g for g, x in enumerate(row) if value[x] > 0.5] for row in has]
         order = sorted(range(len(tables)), key=lambda j: value[start[j]])
         sizes = {j: len(has_devices[j]) for j in order}

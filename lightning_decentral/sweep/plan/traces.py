@@ -1,10 +1,10 @@
-"""Public traces of jobs (Tiresias, Gavel) as queues: who arrived when and asked for how many devices and iterations.
+"""Public traces of jobs (Tiresias, Gavel) as queues: arrivals, and requested devices and iterations.
 
     seconds of a piece = devices * iterations in it * step seconds of the model's profile * variation
 
-A trace holds no seconds of single iterations that would hold elsewhere; these are synthesised from measured profiles,
-with the profile's own variation between steps. A job that asked for several devices becomes that many times the work
-on one device at a time.
+A trace has no seconds of single iterations that would hold elsewhere; they are synthesised from measured profiles, with
+the profile's own variation between steps. A job that asked for several devices becomes that many times the work on one
+device at a time.
 
 Layouts: Tiresias (github.com/SymbioticLab/Tiresias, simulator/60_job.csv: comma-separated, with a header), Gavel
 (github.com/stanford-futuredata/gavel, scheduler/traces: tab-separated, without one).
@@ -22,12 +22,12 @@ from lightning_decentral.shared.plan.profile import Profile
 from lightning_decentral.sweep.plan.dispatch import Queue, WorkPiece
 
 PIECES = 20
-DRAWS = 100  # steps whose mean variation stands for those of a piece
+DRAWS = 100  # steps whose mean variation stands for that of a piece
 
 
 @dataclass(frozen=True)
 class Submitted:
-    """A line of a trace."""
+    """Job of a trace, one line."""
 
     name: str
     model: str
@@ -37,8 +37,8 @@ class Submitted:
 
 
 Layout = Callable[[str], Iterator[tuple[int, Mapping[str, str]]]]
-"""Text of a trace -> (number of a line, its fields by the names of `Submitted`), for each job; ValueError for a line
-with other columns, or a header without the needed ones."""
+"""Parser of a trace's text: (line number, its fields by the names of `Submitted`) for each job; ValueError for a line
+with wrong columns, or a header without the needed ones."""
 
 TIRESIAS = {
     "name": "job_id",
@@ -51,7 +51,7 @@ GAVEL_WIDTHS = (9, 10)  # fields of a line
 
 
 def tiresias(text: str) -> Iterator[tuple[int, Mapping[str, str]]]:
-    """job_id,num_gpu,submit_time,iterations,model_name,duration,interval"""
+    """Parse Tiresias's columns: job_id,num_gpu,submit_time,iterations,model_name,duration,interval."""
     reader = csv.reader(text.splitlines())
     header = [name.strip() for name in next(reader, [])]
     missing = [name for name in TIRESIAS.values() if name not in header]
@@ -64,7 +64,8 @@ def tiresias(text: str) -> Iterator[tuple[int, Mapping[str, str]]]:
 
 
 def gavel(text: str) -> Iterator[tuple[int, Mapping[str, str]]]:
-    """type, command, (directory,) option for steps, needs data, steps, scale factor, weight, objective, arrival
+    """Parse Gavel's columns: type, command, (directory,) option for steps, needs data, steps, scale factor, weight,
+    objective, arrival.
 
     Jobs are named after their line.
     """
@@ -73,7 +74,7 @@ def gavel(text: str) -> Iterator[tuple[int, Mapping[str, str]]]:
         if not line.strip():
             continue
         if len(fields) not in GAVEL_WIDTHS:
-            raise ValueError(f"line {number}: {len(fields)} fields between tabs, there must be 9 or 10")
+            raise ValueError(f"line {number}: {len(fields)} fields between tabs, but 9 or 10 are needed")
         # From the end, as older files lack the directory.
         model, steps, devices, arrival = fields[0], fields[-5], fields[-4], fields[-1]
         named = {"name": str(number), "model": model.strip(), "devices": devices}
@@ -84,14 +85,14 @@ LAYOUTS: Mapping[str, Layout] = {"tiresias": tiresias, "gavel": gavel}
 
 
 def read_trace(path: str | Path, layout: Layout) -> list[Submitted]:
-    """Read the jobs of a trace from a file, in its order; ValueError: can't be read, has no jobs, or malformed (the
-    line's number).
+    """Read the jobs of a trace from a file, in order; ValueError: unreadable, no jobs, or malformed (with the line's
+    number).
     """
     text = text_of(path, "give a trace")
     try:
         found = [_submitted(number, fields) for number, fields in layout(text)]
         if not found:
-            raise ValueError("the trace has no jobs: give one with at least one line")
+            raise ValueError("the trace has no jobs: give a trace with at least one line")
     except ValueError as error:
         raise ValueError(f"{path}, {error}") from None
     return found
@@ -115,8 +116,8 @@ def _submitted(number: int, fields: Mapping[str, str]) -> Submitted:
 def queues(
     jobs: Sequence[Submitted], profiles: Mapping[str, Profile], pieces: int = PIECES, seed: int = 0
 ) -> list[Queue]:
-    """Cut each job into that many pieces, as equal in iterations as possible. Profiles are by the trace's names of
-    models; that under "" serves all others. ValueError: a model without profile, naming it."""
+    """Cut each job into `pieces` pieces, as equal in iterations as possible. Profiles are keyed by the trace's names of
+    models; the key "" serves all others. ValueError: a model without a profile."""
     if pieces < 1:
         raise ValueError(f"pieces must be at least 1, got {pieces}")
     random, found = Random(seed), []

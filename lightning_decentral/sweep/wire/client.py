@@ -1,4 +1,4 @@
-"""Scheduler client of a sweep's member: it asks the arbiter for its device, and waits until it has it."""
+"""Scheduler client of a sweep's member: asks the arbiter for a device, and waits until it is granted."""
 
 import json
 import os
@@ -14,46 +14,46 @@ from lightning_decentral.sweep.plan.arbiter import Instruction, TurnReport
 from lightning_decentral.sweep.plan.policy import MODES, Score, Watched
 from lightning_decentral.sweep.wire.own_clock import standing_still
 
-# In the environment of every process of a member: its Admission.
+# Environment variable in every process of a member, with its Admission.
 VARIABLE = "LIGHTNING_DECENTRAL_SWEEP"
-LONGEST_BYTES = 1 << 16  # of a message, which has some hundred
+LONGEST_BYTES = 1 << 16  # maximum of a message, which usually has some hundred
 
 
 @dataclass(frozen=True)
 class Admission:
-    """Admission of a member to its sweep: what it knows of it."""
+    """Admission of a member to its sweep: the settings that its process needs."""
 
     socket: str  # path of the arbiter's socket
-    member: str  # its name
-    width: int = 1  # devices that it was granted
-    quantum_seconds: float = 0.25  # after how long it should return a grant
+    member: str  # the member's name
+    width: int = 1  # number of granted devices
+    quantum_seconds: float = 0.25  # seconds after which a grant should be returned
     memory_bytes: int | None = None  # of its device; None: no limit
-    threads: int | None = None  # processor threads to compute with, on a device that is one
-    watched: Watched | None = None  # the scores that it is asked for, and may be ended for; None: none
+    threads: int | None = None  # processor threads for computing, on a CPU device
+    watched: Watched | None = None  # the score that the member reports, and may be ended for; None: none
 
     def variable(self) -> dict[str, str]:
-        """The environment variable that carries it."""
+        """Environment variable that passes the admission to a process."""
         return {VARIABLE: json.dumps(asdict(self))}
 
     @classmethod
     def found(cls, environment: Mapping[str, str] = os.environ) -> "Admission | None":
-        """Admission of this process, from its environment; None outside a sweep."""
+        """Read this process's admission from its environment; None outside a sweep."""
         text = environment.get(VARIABLE)
         return None if text is None else cls(**json.loads(text))
 
 
 class Baggage(Protocol):
-    """State of a member on its device: it leaves and comes back when the scheduler asks."""
+    """Interface of a member's state on its device, which is moved to the host and back at the scheduler's request."""
 
     def leave(self) -> None:
-        """Move all of it to the host."""
+        """Move all state to the host."""
 
     def enter(self) -> None:
-        """Move all of it to the device again."""
+        """Move all state back to the device."""
 
 
 class Seat:
-    """One member's connection to the arbiter; any wait raises SystemExit when the sweep has ended."""
+    """Connection of a member to the arbiter; every wait raises SystemExit when the sweep has ended."""
 
     def __init__(self, admission: Admission, baggage: Baggage) -> None:
         self.admission, self.baggage = admission, baggage
@@ -61,7 +61,7 @@ class Seat:
         self._connection.connect(admission.socket)
         self._lines, self._orders = Lines(self._connection), deque[Instruction]()
         self.held = False
-        self._since = self._before_seconds = 0.0  # when the present grant began; seconds of those before it
+        self._since = self._before_seconds = 0.0  # when the present grant began; seconds of earlier grants
         write(self._connection, {"say": "hello", "member": admission.member})
 
     @property
@@ -74,11 +74,11 @@ class Seat:
 
     @property
     def fresh(self) -> bool:
-        """True where there is a grant with time left."""
+        """True if there is a grant with time left."""
         return self.held and self.spent_seconds < self.admission.quantum_seconds
 
     def take(self, turn: TurnReport) -> None:
-        """Returns with a grant: the present one while it is fresh, otherwise the next one, as the arbiter sees fit."""
+        """Return with a grant: the present one while time is left, otherwise the next one from the arbiter."""
         if not self.fresh:
             with standing_still():
                 # A renewal is one message: it returns a grant and asks for the next.
@@ -87,25 +87,25 @@ class Seat:
                     while not self.held:
                         self._follow(self._next())
                 except BaseException:
-                    self.baggage.enter()  # a member that is interrupted while it waits may still save what it has
+                    self.baggage.enter()  # a member that is interrupted while it waits may still save its state
                     raise
             self._since = time.perf_counter()
 
     def give(self, turn: TurnReport) -> None:
-        """The device is free for others."""
+        """Free the device for other members."""
         if self.held:
             self._end("release", turn)
 
     def ends(self, score: Score) -> bool:
-        """Return whether the training is over with this score: the scheduler's answer, which comes at once."""
+        """Return whether the scheduler ends the training for this score; it answers at once."""
         with standing_still():
             write(self._connection, {"say": "score", **asdict(score)})
             while (order := self._next()) not in (Instruction.GO_ON, Instruction.END):
-                self._follow(order)  # another order may come before the answer
+                self._follow(order)  # another order may arrive before the answer
         return order is Instruction.END
 
     def vacate(self) -> None:
-        """Report that nothing of this member is on the device any more."""
+        """Report that this member has nothing on the device any more."""
         write(self._connection, {"say": "left"})
 
     def _end(self, event: str, turn: TurnReport) -> None:
@@ -118,7 +118,7 @@ class Seat:
             self.vacate()
         else:
             self.baggage.enter()
-            self.held = order is Instruction.RUN  # ENTER brings its tensors alone, ahead of the grant
+            self.held = order is Instruction.RUN  # ENTER only loads its tensors, ahead of the grant
 
     def _next(self) -> Instruction:
         try:
@@ -130,7 +130,7 @@ class Seat:
 
 
 def turn_of(message: Mapping[str, Any]) -> TurnReport:
-    """The report in a message of a member; ValueError for a value that is no number."""
+    """Read a report from a member's message; ValueError for a value that isn't a number."""
     found = {key: message[key] for key in asdict(TurnReport()) if key in message}
     for key, value in found.items():
         if isinstance(value, bool) or not isinstance(value, (int, float, type(None) if key != "kept_bytes" else int)):
@@ -139,7 +139,7 @@ def turn_of(message: Mapping[str, Any]) -> TurnReport:
 
 
 def score_of(message: Mapping[str, Any]) -> Score:
-    """The score in a message of a member; ValueError for no name, no direction or no number."""
+    """Read a score from a member's message; ValueError without a name, a mode or a number."""
     metric, mode, step, value = (message.get(key) for key in ("metric", "mode", "step", "value"))
     if not isinstance(metric, str) or not isinstance(mode, str) or mode not in MODES:
         raise ValueError(f"{metric!r:.40}, {mode!r:.40} is no metric")
@@ -156,22 +156,22 @@ def write(connection: socket.socket, message: Message) -> None:
 
 
 class Lines:
-    """The messages that arrive on one socket."""
+    """Reads the messages that arrive on one socket."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self._rest = b""
 
     def arrived(self) -> Iterator[Message]:
-        """Reads once, which may wait, and yields what is whole. EOFError: the other side is gone. ValueError: what came
-        is no message."""
+        """Read once, which may wait, and yield complete messages. EOFError: the other side is gone. ValueError:
+        malformed data."""
         try:
             chunk = self.connection.recv(1 << 16)
-        except ConnectionResetError:  # it was killed with messages unread
+        except ConnectionResetError:  # it was killed with unread messages
             chunk = b""
         if not chunk:
             raise EOFError("the other side has closed the connection")
-        # A message may come in pieces.
+        # A message may arrive in pieces.
         *whole, self._rest = (self._rest + chunk).split(b"\n")
         for line in whole:
             try:

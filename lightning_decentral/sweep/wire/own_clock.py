@@ -1,10 +1,10 @@
-"""Clock of a sweep's member: it stands still while the member waits for its turn.
+"""Clock of a sweep's member: stands still while the member waits for its turn.
 
     own time = time - seconds that this thread has waited for a device
 
-What measures durations in a member (`trainer.max_time`, a callback's `time.time()`, a logger's seconds) then measures
-the member's own, as in a training alone. `datetime.now()` is the true date, and other threads keep the true clock, by
-which uploads sign and heartbeats are sent.
+Durations measured in a member (`trainer.max_time`, a callback's `time.time()`, a logger's seconds) are then the
+member's own, as in a single training. `datetime.now()` is the true date, and other threads keep the true clock, for
+signed uploads and heartbeats.
 """
 
 import gc
@@ -19,13 +19,13 @@ from typing import Any
 SECONDS, NANOSECONDS = ("time", "monotonic", "perf_counter"), ("time_ns", "monotonic_ns", "perf_counter_ns")
 
 _true_ns = time.monotonic_ns
-_waited_ns: dict[int, int] = {}  # {thread: nanoseconds that it waited}; a forked worker goes on with its parent's
+_waited_ns: dict[int, int] = {}  # {thread: nanoseconds that it waited}; a forked worker continues its parent's
 _standing: set[int] = set()
 
 
 @contextmanager
 def standing_still() -> Iterator[None]:
-    """No time passes for this thread until the outermost of these blocks ends."""
+    """Stop this thread's clock until the outermost of these contexts ends."""
     thread, began = get_ident(), _true_ns()
     if thread in _standing:
         yield
@@ -41,13 +41,13 @@ def standing_still() -> Iterator[None]:
 
 
 class _Own:
-    """One of time's functions, less what the calling thread has waited.
+    """Function of `time`, minus the time that the calling thread has waited.
 
-    No function: as an attribute of a class it would become a method, which those of `time` don't.
+    Not a Python function: as a class attribute it would become a method, unlike those of `time`.
     """
 
     def __init__(self, true: Callable[[], Any], unit: float) -> None:
-        update_wrapper(self, true)  # it is pickled by the function's name
+        update_wrapper(self, true)  # pickled by the function's name
         self._true, self._unit = true, unit
 
     def __call__(self) -> Any:
@@ -58,15 +58,15 @@ class _Own:
 
 
 def _install() -> None:
-    """Replace time's functions wherever they were imported to: `from time import monotonic` binds one by itself."""
-    gc.unfreeze()  # what was frozen for a fork has no referrers to gc
+    """Replace time's functions wherever they were imported: `from time import monotonic` makes a separate reference."""
+    gc.unfreeze()  # gc finds no referrers of what was frozen for a fork
     trues = {name: getattr(time, name) for name in (*SECONDS, *NANOSECONDS)}
     holders = [holder for holder in gc.get_referrers(*trues.values()) if holder is not trues]
     by = {id(true): _Own(true, 1 if name in NANOSECONDS else 1e-9) for name, true in trues.items()}
     for owner in gc.get_objects():
         if type(owner) is FunctionType:  # def __init__(self, clock=time.monotonic)
             owner.__defaults__ = owner.__defaults__ and tuple(by.get(id(value), value) for value in owner.__defaults__)
-        elif issubclass(type(owner), type):  # by setattr: types remember what they have looked up
+        elif issubclass(type(owner), type):  # by setattr: types cache their attributes
             for name, value in list(vars(owner).items()):
                 if id(value) in by:
                     setattr(owner, name, by[id(value)])

@@ -1,7 +1,7 @@
-"""The sweep's end of its members' connections: who sits where, what each sends, and what is no message of a member.
+"""Server's connections to a sweep's members: which member uses which, and rejection of messages from others.
 
-Of that, random bytes or a message that no member would send, nothing reaches the arbiter: its connection is closed. The
-sweep goes on.
+Random bytes, or a message that no member would send, never reach the arbiter: their connection is closed. The sweep
+continues.
 """
 
 import logging
@@ -15,26 +15,26 @@ from lightning_decentral.sweep.wire.client import Lines, Message, write
 
 log = logging.getLogger(__name__)
 
-GUESTS = 64  # connections of which nobody knows yet whose they are
+GUESTS = 64  # maximum of connections whose member isn't known yet
 
 
 class Seats:
-    """Connections by member."""
+    """Connections of a sweep's server by member."""
 
     def __init__(
         self,
         selector: selectors.BaseSelector,
         expects: Callable[[str], bool],  # whether a member of this name trains now
-        receive: Callable[[str, Message], None],  # takes a message of a member; ValueError where it is none
-        leave: Callable[[str], None],  # the process of one that held the device is gone; the member may live on
+        receive: Callable[[str, Message], None],  # handles a member's message; ValueError for a malformed one
+        leave: Callable[[str], None],  # the process with the device is gone; its member may be alive
     ) -> None:
         self._selector, self._expects, self._receive, self._leave = selector, expects, receive, leave
         self._taken: dict[str, Lines] = {}
-        self._guests: list[socket.socket] = []  # by age: the oldest is closed where there are too many
-        self.refused = 0  # how many connections sent what no member sends
+        self._guests: list[socket.socket] = []  # by age: the oldest is closed if there are too many
+        self.refused = 0  # number of connections that sent what no member sends
 
     def accept(self, listener: socket.socket) -> None:
-        """Accept a new connection, of a member as its first message will show."""
+        """Accept a new connection; its first message will name the member."""
         connection, _ = listener.accept()
         lines = Lines(connection)
         self._guests.append(connection)
@@ -43,12 +43,12 @@ class Seats:
             self._refuse(self._guests[0], f"{GUESTS} connections that send nothing")
 
     def write(self, name: str, message: Message) -> None:
-        """Send to the member, unless it has just died: its process reports that next."""
+        """Send a message to the member, unless it has just died: its process reports that next."""
         with suppress(OSError, KeyError):
             write(self._taken[name].connection, message)
 
     def hang_up(self, name: str) -> None:
-        """The member has ended."""
+        """Close the connection of a member that has ended."""
         if name in self._taken:
             self._close(self._taken.pop(name).connection)
 
@@ -70,20 +70,20 @@ class Seats:
             return
         if not isinstance(name, str) or not self._expects(name):
             raise ValueError(f"a hello of {name!r:.40}, who is no member that trains")
-        # The member's former process may be gone: its last messages, or its end alone, may have come by now.
+        # The member's former process may be gone: its last messages, or only its end, may have arrived by now.
         while name in self._taken and name != before and select.select([self._taken[name].connection], [], [], 0)[0]:
             self._read(self._taken[name])
         if name in self._taken or before is not None:
             raise ValueError(f"a second hello of member {name}")
         self._guests.remove(lines.connection)
-        self._taken[name] = lines  # with what came behind the hello
+        self._taken[name] = lines  # with what arrived after the hello
 
     def _name(self, connection: socket.socket) -> str | None:
         return next((name for name, seat in self._taken.items() if seat.connection is connection), None)
 
     def _refuse(self, connection: socket.socket, reason: str) -> None:
         if self.refused == 0:
-            log.warning(f"the sweep's socket received what no member sends ({reason}): ignored, as all others are")
+            log.warning(f"the sweep's socket received what no member sends ({reason}): the connection is closed")
         self.refused += 1
         self._gone(connection)
 
@@ -97,5 +97,5 @@ class Seats:
             self._leave(name)
 
     def _close(self, connection: socket.socket) -> None:
-        self._selector.unregister(connection)  # a closed descriptor's number may be another's next
+        self._selector.unregister(connection)  # a closed descriptor's number may be reused
         connection.close()

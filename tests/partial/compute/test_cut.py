@@ -178,7 +178,7 @@ class Uncopied(nn.Module):
 
 
 def test_a_module_that_cant_be_copied_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"Around can't be copied.*\(cannot pickle a socket\): keep what"):
+    with pytest.raises(ValueError, match=r"Around can't be copied.*\(cannot pickle a socket\): don.t store what"):
         plan_of(Uncopied(), "auto")
 
 

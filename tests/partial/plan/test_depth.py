@@ -73,7 +73,7 @@ def test_laws_of_every_assignment(kind: type, size: int, segments: int, step: in
 def test_a_negative_warm_up_is_refused(kind: type) -> None:
     with pytest.raises(ValueError, match="warm_up must be at least 0 steps, got -1"):
         make(kind, warm_up=-1)
-    with pytest.raises(ValueError, match=r"whole steps or a part of the run below 1, got 2\.5"):
+    with pytest.raises(ValueError, match=r"whole steps or a fraction of the run below 1, got 2\.5"):
         make(kind, warm_up=2.5)
 
 

@@ -159,7 +159,7 @@ def test_an_unknown_model_says_what_is_known(tmp_path):
             self.model, self._size = nn.Linear(4, 3), 8
 
     with pytest.raises(
-        RuntimeError, match=r"found none: it knows transformers' causal language models.*return a Chain from a method"
+        RuntimeError, match=r"found none. Known are transformers' causal language models.*return a Chain from a method"
     ):
         forked(Unknown(), pipeline(2), tmp_path)
 

@@ -30,7 +30,7 @@ def test_gradients_are_those_of_concatenation():
 
 def test_the_first_slice_may_not_come_back_first():
     first, _, _ = prefixes(LayerRows(7), parts())
-    with pytest.raises(RuntimeError, match=r"slice 0..3 came back before slice ..7: last slice first"):
+    with pytest.raises(RuntimeError, match=r"slice 0..3 runs backward before slice ..7: last slice first"):
         first.sum().backward()
 
 

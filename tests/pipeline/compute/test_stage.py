@@ -156,7 +156,7 @@ def test_the_executor_refuses_a_first_slice_that_comes_back_first():
     stage = Stage(model, StagePlace(0, 4, True, True), [Call(ids)], (9, 4), Keep())
     actions = OneForwardOneBackward().actions(1, 1, 2)[0]
     executor = Executor(stage, Channel({}, {}, torch.device("cpu")), lambda m, logits: logits.sum())
-    with pytest.raises(AssertionError, match=r"B stage 0 micro-batch 0 slice 0: slices \[1\] must come back first"):
+    with pytest.raises(AssertionError, match=r"B stage 0 micro-batch 0 slice 0: slices \[1\] must run backward first"):
         executor.run([*actions[:2], actions[3], actions[2]])
 
 

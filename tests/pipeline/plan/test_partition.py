@@ -70,8 +70,8 @@ def test_an_expensive_head_takes_blocks_off_the_last_stage():
     (lambda: Even().counts(EQUAL, NOTHING, NOTHING, 8), "8 stages for a model of 7 blocks: use 1 to 7 stages"),
     (lambda: Fastest().counts(EQUAL, NOTHING, NOTHING, 0), "0 stages for a model of 7 blocks"),
     (lambda: Counted((3, 0)), r"every stage needs a block, got \(3, 0\)"),
-    (lambda: Counted((3, 3)).counts(EQUAL, NOTHING, NOTHING, 2), r"2 stages with 6 blocks, there are 2 .* 7"),
-    (lambda: Counted((3, 4)).counts(EQUAL, NOTHING, NOTHING, 3), "2 stages with 7 blocks, there are 3 stages"),
+    (lambda: Counted((3, 3)).counts(EQUAL, NOTHING, NOTHING, 2), r"2 stages and 6 blocks, but there are 2 .* 7"),
+    (lambda: Counted((3, 4)).counts(EQUAL, NOTHING, NOTHING, 3), "2 stages and 7 blocks, but there are 3 stages"),
 ])  # fmt: skip
 def test_what_cannot_be_is_said(make, words):
     with pytest.raises(ValueError, match=words):

@@ -125,7 +125,7 @@ def test_a_memory_bound_is_kept_and_costs_time():
     first = tight.schedule.actions(4, 4, len(slices))[0]
     assert in_flight(first, slices) <= 1500
     assert tight.step_seconds(slices) >= free.step_seconds(PLANNED.slices(1024, free))
-    with pytest.raises(ValueError, match="no plan with at most 16 slices holds at most 900 tokens"):
+    with pytest.raises(ValueError, match="no plan with at most 16 slices keeps at most 900 tokens"):
         PLANNED.slices(1024, Situation(num_stages=4, seconds=attention, max_tokens_in_flight=900))
 
 
@@ -177,11 +177,11 @@ def test_uniform_and_balanced_lengths():
     (lambda: plan(8, 2, attention, granularity=0), "granularity must be at least 1"),
     (lambda: plan(8, 2, attention, max_slices=0), "max_slices must be at least 1"),
     (lambda: plan(8, 2, lambda i, j: 0.0), r"seconds\(\d, \d\) must be positive and finite, got 0.0"),
-    (lambda: balance(8, 9, attention), "8 tokens are 8 pieces of 1, less than 9 slices: ask for fewer"),
+    (lambda: balance(8, 9, attention), "8 tokens are 8 pieces of 1, fewer than 9 slices: ask for fewer"),
     (lambda: Uniform(0), "n must be at least 1"),
     (lambda: Uniform(9).slices(8, SITUATION), "8 tokens can't be cut into 9 slices"),
     (lambda: Given(()), "lengths must be positive"),
-    (lambda: Given((4, 5)).slices(8, SITUATION), r"\(4, 5\) sum to 9, the sequence has 8 tokens: give"),
+    (lambda: Given((4, 5)).slices(8, SITUATION), r"\(4, 5\) sum to 9, but the sequence has 8 tokens: give"),
 ])  # fmt: skip
 def test_what_cannot_be_is_said(make, words):
     with pytest.raises(ValueError, match=words):

@@ -186,9 +186,9 @@ class Nested(SGD):
     [
         (lambda: Curved(), None, r"LBFGS evaluates the loss within its step.*update on the host \(update=OnHost"),
         (lambda: Made(partial(Counted, lr=0.1)), None, "Counted keeps 'taken' for all parameters of a group"),
-        (lambda: Made(partial(Unit, lr=0.1)), None, "Unit updates a parameter with what it knows of"),
-        (lambda: Made(partial(Nested, lr=0.1)), None, "the optimizer keeps tensors within 'past'"),
-        (lambda: Chain(), 5 * LAYER, r"parameter layers.0.weight needs \d+ bytes to be updated on the device"),
+        (lambda: Made(partial(Unit, lr=0.1)), None, "Unit updates a parameter using others"),
+        (lambda: Made(partial(Nested, lr=0.1)), None, "the optimizer's 'past' contains tensors"),
+        (lambda: Chain(), 5 * LAYER, r"parameter layers.0.weight needs \d+ bytes for an update on the device"),
     ],
     ids=["LBFGS", "groups", "norm of all", "lists", "budget"],
 )

@@ -161,7 +161,7 @@ def test_the_ended_and_the_killed_free_their_device() -> None:
 
 
 def test_more_devices_than_there_are_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"larger than granted: member x asks for 3, the sweep has cpu:0, cpu:1"):
+    with pytest.raises(ValueError, match=r"member x asks for trainer.devices=3, but the sweep has only cpu:0, cpu:1"):
         Arbiter(FIFO(), devices(2)).join("x", 3)
 
 

@@ -142,7 +142,7 @@ def test_without_scipy_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     [
         (lambda: GreedySpase().plan([], 2), "one or more of different names"),
         (lambda: GreedySpase().plan([Table("a", {1: 1.0})] * 2, 2), "different names"),
-        (lambda: GreedySpase().plan([Table("a", {4: 1.0})], 2), "job a needs 4 devices, there are 2"),
+        (lambda: GreedySpase().plan([Table("a", {4: 1.0})], 2), "job a needs 4 devices, but there are 2"),
         (lambda: Table("a", {}), "job a must map 1 or more devices"),
         (lambda: Table("a", {0: 1.0}), "got {0: 1.0}"),
         (lambda: Table("a", {1: 0.0}), "got {1: 0.0}"),

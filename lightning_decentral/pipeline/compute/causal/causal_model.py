@@ -137,8 +137,8 @@ class CausalModel(Pipelined):
             last = call.inputs.shape[1] if call.position_ids is None else int(call.position_ids.max()) + 1
             if last > self._reach:
                 raise ValueError(
-                    f"{type(self.module).__name__} changes its rotary positions with the sequence's length beyond "
-                    f"{self._reach} tokens, unknown to slices, and this one has {last}: shorten it"
+                    f"{type(self.module).__name__} changes its rotary positions with the length beyond {self._reach} "
+                    f"tokens, unknown to slices; this one has {last}: use shorter sequences, or another rope_type"
                 )
 
     def _routing(self, call: Call) -> bool:

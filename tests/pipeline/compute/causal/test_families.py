@@ -155,5 +155,5 @@ def test_frequencies_that_depend_on_the_length(rope):
     assert found_loss == pytest.approx(wanted_loss, **EXACT)
     assert apart(found, wanted) < 1e-10
     make, loss = rotated(rope, 17)
-    with pytest.raises(ValueError, match=r"how long a sequence is beyond 16 tokens, .*this one has 17: use shorter"):
+    with pytest.raises(ValueError, match=r"with the length beyond 16 tokens.*this one has 17: use shorter"):
         staged(make, loss, slices=(9, 8))
