@@ -128,8 +128,8 @@ class JoinCheck:
 
 
 def part_of(module: nn.Module, optimizers: Sequence[Optimizer]) -> Part:
-    """Describe this device's part of the model: the shape and type of each tensor, and the size of each parameter group.
-    Both may change during training. Also whether each parameter is trained."""
+    """Describe this device's part of the model: the shape and type of each tensor, and the size of each parameter
+    group. Both may change during training. Also whether each parameter is trained."""
     named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     found = {name: f"{tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named.items()}
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
