@@ -5,8 +5,6 @@
     steps to a loss on n workers ~ 1 + noise / n                plain gradient descent at the best rate
 
 Source: McCandlish et al. 1812.06162, where noise is B_simple in examples, and their equation 2.7 for the steps.
-
-Short, and a module of its own: an estimator that knows neither workers nor strategies.
 """
 
 from collections.abc import Sequence

@@ -159,7 +159,11 @@ def test_nothing_is_foretold_where_losses_show_nothing() -> None:
 
 
 class Asked:
+    module: Any = None
     rates, per_node = (0.5, 1.0, 2.0), 1
+
+    def module_of(self, method: Candidate) -> Any:
+        return self.module
 
 
 def job(words: str, workers: int = 4) -> RehearsalJob:
@@ -180,10 +184,10 @@ def job(words: str, workers: int = 4) -> RehearsalJob:
 def test_rates_are_tried_where_something_depends_on_it(
     words: str, workers: int, curvature: float, came: float, rates: tuple[float, ...]
 ) -> None:
-    known = Foreknowledge(4, GossipStrategy(), 2.0, 1.0, drift(curvature=curvature), came)
+    known = Foreknowledge(4, GossipStrategy(), Asked.module, 2.0, 1.0, drift(curvature=curvature), came)
     ask: Any = Asked()
     assert known.rates(ask, job(words, workers)) == rates
-    assert Foreknowledge(4, GossipStrategy(), 2.0, 1.0, drift(), 0.0).rates(
+    assert Foreknowledge(4, GossipStrategy(), Asked.module, 2.0, 1.0, drift(), 0.0).rates(
         ask, RehearsalJob(4, Candidate("strategy=ddp", "ddp"))
     ) == (Asked.rates)
 
