@@ -111,17 +111,15 @@ def run(model: str, strategy: str, optimizer: str, seed: int) -> dict[str, float
 
 
 def table(runs: dict[str, dict[str, float]]) -> str:
-    """Markdown: mean loss over the seeds that have run, and their standard deviation; then the mean accuracy."""
+    """Markdown: mean loss over the seeds that have run, and their standard deviation."""
     heads = [f"{model}, {strategy}" for model in MODELS for strategy in STRATEGIES]
     lines = [f"| optimizer | {' | '.join(heads)} |", "| --- " * (1 + len(heads)) + "|"]
     for optimizer in OPTIMIZERS:
         cells = []
         for head in heads:
-            of = [runs[key] for seed in SEEDS if (key := f"{head}, {optimizer}, {seed}") in runs]
-            losses = [one["loss"] for one in of]
+            losses = [runs[key]["loss"] for seed in SEEDS if (key := f"{head}, {optimizer}, {seed}") in runs]
             spread = f" ± {statistics.stdev(losses):.3f}" if len(losses) > 1 else ""
-            accuracy = statistics.mean(one["accuracy"] for one in of) if of else 0.0
-            cells.append(f"{statistics.mean(losses):.3f}{spread}, {accuracy:.1%}" if of else "")
+            cells.append(f"{statistics.mean(losses):.3f}{spread}" if losses else "")
         lines.append(f"| {optimizer} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
