@@ -35,6 +35,7 @@ MADE_BY = {
     "rehearsed": "rehearse.compared",
     "rehearsed-asleep": "rehearse.compared",
     "simulation": "rehearse.simulation",
+    "small-models": "quality.small_models",
     "tuning": "loss.tuning",
 }
 """The module whose `page` makes a report of the results that begin so; the longest beginning counts."""

@@ -126,7 +126,10 @@ def run(options: argparse.Namespace) -> None:
     table = Table(*HEADINGS, title=title(found))
     for row in found.rows:
         table.add_row(*cells(found, row))
-    answer(options, rehearsed(found, command), table, *sentences, command or last)
+    reached = any(row.steps for row in found.rows)
+    answer(options, rehearsed(found, command), table, *sentences, *[command or last] * reached)
+    if not reached:
+        raise ValueError(f"{last}: give a higher --target, or more --steps and --minutes")
 
 
 def refuse_left_out(cfg: DictConfig) -> None:

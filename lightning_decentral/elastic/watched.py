@@ -105,7 +105,7 @@ class WatchedProcess(OneProcess):
         sent = traffic(copies * message * self.combine.form.copies, parameters, together)
         sent = sent if size > 1 else f"with a second one {sent}"
         model = "the mean of the members" if self.evaluate == "mean" else "each worker's own model"
-        hint = adam_hint(self.optimizers, most)
+        hint = adam_hint(self.optimizers, most, self.lightning_module)
         return [f"elastic gossip: {who}, {messages}, {sent}, {model} is evaluated", *filter(None, [hint])]
 
     def hyperparameters(self) -> dict[str, float | str]:
@@ -129,5 +129,5 @@ class WatchedProcess(OneProcess):
             "a worker with NaN": f"takes its neighbours' parameters, {self.heals} times at most"
             if self.heals
             else "ends its training, the others train on",
-            **({"hint": hint} if (hint := adam_hint(self.optimizers, most)) else {}),
+            **({"hint": hint} if (hint := adam_hint(self.optimizers, most, self.lightning_module)) else {}),
         }

@@ -62,7 +62,7 @@ def described(plan: "gossip.GossipStrategy", mixers: Iterable[OptimizerMixer]) -
         lines["a worker with NaN"] = healing(plan)
     if plan.states:
         lines["states beside"] = ", ".join(_beside(plan, name, mixers) for name in plan.states)
-    hint = adam_hint(plan.optimizers, size)
+    hint = adam_hint(plan.optimizers, size, plan.lightning_module)
     return lines | ({"hint": hint} if hint else {})
 
 
@@ -103,7 +103,7 @@ def introduced(plan: Any, mixers: Iterable[OptimizerMixer], evaluated: str = "")
         f"{_workers(plan)} on {plan.topology.label(size)}, {messages}, {sent}, "
         f"{evaluated or _evaluated(plan, mixers)} is evaluated"
     )
-    return [f"gossip: {line}", *filter(None, [adam_hint(plan.optimizers, size)])]
+    return [f"gossip: {line}", *filter(None, [adam_hint(plan.optimizers, size, plan.lightning_module)])]
 
 
 def _workers(plan: "gossip.GossipStrategy") -> str:

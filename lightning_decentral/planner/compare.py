@@ -13,6 +13,7 @@ from lightning_decentral.shared.plan.data_parallel import Accumulated
 from lightning_decentral.shared.plan.forecast import Cluster, Method, Setting, StepForecast, drawn, forecast
 from lightning_decentral.shared.plan.known_losses import BASELINE as DDP
 from lightning_decentral.shared.plan.known_losses import KnownLosses, kind_of, nearest
+from lightning_decentral.shared.plan.profile import Model
 
 THRESHOLD = 0.1
 AS_FAST = 0.02
@@ -57,6 +58,7 @@ class Comparison:
         rows: methods with measured losses, the fastest to the loss first, then the others, the fastest step first.
         refused: {title of a candidate that can't serve the cluster: why}.
         best: method to train with; None if no method fits into the memory.
+        profiled: model with the profile's optimizer, from which candidates' optimizers are priced.
         others: as in `plan`.
     """
 
@@ -70,6 +72,7 @@ class Comparison:
     memory_bytes: float = inf
     threshold: float = THRESHOLD
     like: str | None = None
+    profiled: Model | None = None
 
     @property
     def known(self) -> KnownLosses | None:
@@ -141,14 +144,15 @@ def plan(
         ValueError: overrides in `also` that can't be composed; nothing measured between nodes; an optimizer whose cost
             the profile doesn't give.
     """
+    profiled = setting.model
     if optimizer is not None:
-        setting = replace(setting, model=trained_with(setting.model, optimizer))
+        setting = replace(setting, model=trained_with(profiled, optimizer))
     factors = drawn(variation, setting.cluster.simulated.workers)
     asked, known = tuple(also), losses_of(setting, like)
     for overrides in asked:  # a mistake in overrides asked for is the user's to mend, not a row that is refused
         composed(overrides)
     rows, refused = [], {}
-    for candidate, method, where in _methods(setting, slices, asked, known, say):
+    for candidate, method, where in _methods(setting, profiled, slices, asked, known, say):
         if isinstance(method, str):
             refused[candidate.title] = method
         else:
@@ -158,7 +162,7 @@ def plan(
     choice = _best([(r.candidate, r.forecast.seconds, r.share, r.forecast.card_bytes) for r in usable], threshold)
     best = next((row for row in usable if row.candidate is choice), None)
     order = tuple(sorted(rows, key=lambda row: (row.to_loss, row.forecast.seconds)))
-    return Comparison(setting, order, refused, best, variation, slices, asked, memory_bytes, threshold, like)
+    return Comparison(setting, order, refused, best, variation, slices, asked, memory_bytes, threshold, like, profiled)
 
 
 def losses_of(setting: Setting, like: str | None = None) -> KnownLosses | None:
@@ -193,19 +197,15 @@ def _best(found: Iterable[tuple[Candidate, float, float | None, float]], thresho
     if reaching:
         to_loss = [(one, seconds * (share or inf)) for one, seconds, share, _ in reaching]
         return chosen(to_loss, threshold, AS_SOON, forms=is_ddp)
-    unknown = [(one, seconds) for one, seconds, share, _ in rows if share is None or is_baseline(one.overrides)]
+    unknown = [(one, seconds) for one, seconds, share, _ in rows if share is None or one.overrides == BASELINE]
     return chosen(unknown, threshold)
-
-
-def is_baseline(overrides: str) -> bool:
-    return overrides == BASELINE
 
 
 def chosen(
     found: Sequence[tuple[Candidate, float]],
     threshold: float,
     alike: float = AS_FAST,
-    forms: Callable[[str], bool] = is_baseline,
+    forms: Callable[[str], bool] = BASELINE.__eq__,
 ) -> Candidate | None:
     """Choose by seconds: ddp if no candidate gains enough over ddp; else the first of the fastest that do.
 
@@ -248,7 +248,7 @@ def grid(plan: Comparison, workers: Sequence[int], rates: Sequence[float]) -> li
         where = replace(setting, cluster=Cluster(count, setting.cluster.per_node))
         factors = drawn(plan.variation, where.cluster.simulated.workers, RUNS)
         known = losses_of(where, plan.like)
-        rows = _methods(where, plan.slices, plan.also, known)
+        rows = _methods(where, plan.profiled or setting.model, plan.slices, plan.also, known)
         served = [(one, method, at) for one, method, at in rows if not isinstance(method, str) and method.equal]
         assert any(candidate.overrides == BASELINE for candidate, *_ in served)  # ddp serves every cluster
         fit = [row for row in served if row[1].memory_bytes(row[2].without_network) <= plan.memory_bytes]
@@ -267,6 +267,7 @@ def grid(plan: Comparison, workers: Sequence[int], rates: Sequence[float]) -> li
 
 def _methods(
     where: Setting,
+    profiled: Model,
     slices: int,
     also: Iterable[str],
     known: KnownLosses | None,
@@ -280,7 +281,7 @@ def _methods(
         say(candidate.title)
         try:
             made = composed(candidate.overrides)
-            at = replace(where, model=trained_with(where.model, made.optimizer)) if made.optimizer else where
+            at = replace(where, model=trained_with(profiled, made.optimizer)) if made.optimizer else where
             method = method_of(made.strategy, at.cluster, slices)
             method = Accumulated(method, made.accumulated) if made.accumulated > 1 else method
             method.memory_bytes(at.without_network)  # where nothing of the network can be missing

@@ -141,18 +141,14 @@ def _(strategy: GossipStrategy, cluster: Cluster, slices: int) -> Method:
     for _, travel in states:
         travel.check(topology, workers, strategy.weights, strategy.delay)
     cliques = cliques_of(strategy.codec, strategy.combine, topology, strategy.weights, workers)
-    forecast = GossipForecast(
-        topology,
-        strategy.delay,
-        strategy.weights,
-        encoding_of(strategy.codec, strategy.combine.form.copies, cliques),
-        within,
-        tuple(
-            StateMessage(name, travel.along(topology), encoding_of(travel.codec, travel.combine.form.copies))
-            for name, travel in states
-        ),
-        kept_by(strategy.combine) + estimates(strategy.codec, topology, workers),
-    )
+    messages = [
+        StateMessage(name, travel.along(topology), encoding_of(travel.codec, travel.combine.form.copies))
+        for name, travel in states
+    ]
+    encoding = encoding_of(strategy.codec, strategy.combine.form.copies, cliques)
+    kept = kept_by(strategy.combine) + estimates(strategy.codec, topology, workers)
+    given = topology, strategy.delay, strategy.weights, encoding, within, tuple(messages), kept
+    forecast = GossipForecast(*given)
     # Of exact steps in steps nobody knows the share: a forecast has no length of the run.
     return WarmStarted(strategy.exact_steps, forecast) if 0 < strategy.exact_steps < 1 else forecast
 

@@ -132,12 +132,11 @@ def _gain(plan: Comparison, best: ComparedMethod) -> Iterator[str]:
                 f"{best.candidate.title}: {times:.2f} times sooner at that loss than {plan.soonest_ddp.candidate.title}"
             )
         return
-    gain = plan.speedup(best) - 1
     if plan.stay:
         fastest = max(plan.speedup(row) for row in plan.rows if row.method.equal and plan.fits(row)) - 1
         yield f"stay with ddp: the fastest other gains {100 * max(0.0, fastest):.0f} %, less than the threshold"
     else:
-        yield f"{best.candidate.title}: {100 * gain:+.0f} % steps per second against ddp"
+        yield f"{best.candidate.title}: {100 * (plan.speedup(best) - 1):+.0f} % steps per second against ddp"
     gossips = isinstance(best.method, (GossipForecast, WarmStarted))
     if not plan.stay:
         yield f"{_unranked(plan)}, so this ranks steps; lightning-decentral rehearse measures your losses"

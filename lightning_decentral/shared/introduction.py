@@ -1,5 +1,6 @@
 """Lines printed when training with several workers starts: the strategy's settings; optimizers better than Adam."""
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from math import log2
@@ -7,7 +8,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_decentral.shared.compute.codec.codec import Codec
@@ -57,8 +58,11 @@ def of_all_reduce(sent_bytes: float, size: int) -> float:
     return 2 * (size - 1) / size * sent_bytes
 
 
-def adam_hint(optimizers: Sequence[Optimizer], workers: int) -> str:
+def adam_hint(optimizers: Sequence[Optimizer], workers: int, module: nn.Module | None = None) -> str:
     """Name optimizers to use instead of Adam, whose steps are shorter where each worker updates by its own gradient.
+
+    Args:
+        module: that is trained; None for one like those that most was measured of, with attention or embeddings.
 
     Returns: code with the settings in use, of Muon alone where groups differ in weight decay; names alone with several
         optimizers, or groups that differ in more; "" without Adam or with one worker.
@@ -68,26 +72,41 @@ def adam_hint(optimizers: Sequence[Optimizer], workers: int) -> str:
         return ""
     from lightning_decentral.shared.plan.known_losses import RECIPES, known_losses, overrides_of
 
-    text = (one for one in known_losses() if one.kind == RECIPES["gpt"])
-    known = min(text, key=lambda one: abs(log2(one.workers / workers)))
+    attends = module is None or _attends(module)
+    alike = (one for one in known_losses() if one.kind == RECIPES["gpt" if attends else "resnet"])
+    known = min(alike, key=lambda one: abs(log2(one.workers / workers)))
     settings = {_settings(group) for optimizer in optimizers for group in optimizer.param_groups}
     scheduled = "keep your scheduler; give this rate to a callback that sets rates"
     start = f"{' or '.join(adams)} takes smaller steps here than under ddp. In its place ({scheduled})"
-    alike = len({one[:-1] for one in settings}) == 1  # but for decay, which Muon's groups set by themselves
-    if len(optimizers) > 1 or not alike:
+    one_rate = len({one[:-1] for one in settings}) == 1  # but for decay, which Muon's groups set by themselves
+    if len(optimizers) > 1 or not (one_rate if attends else len(settings) == 1):
         names = "Muon or AccumAdamW" if ACCUM in known.batches else "Muon"
         return f"{start}: {names} of lightning_decentral.optim, see docs/optimizers.md"
+    if not attends:
+        reached = f"{known.kind}: {_reached(known.share(ACCUM))}; small networks: in as many"
+        code = _accum_code(next(iter(settings)), workers, of_rate=1.0)
+        return f"{start}, from lightning_decentral.optim: `{code}` ({reached}). More: docs/optimizers.md"
     muon = (
         f"{start}, from lightning_decentral.optim: `Muon(muon_groups(self), lr=2e-2, momentum=0.9)`, in recipes "
         f"{overrides_of(MUON)} ({_reached(known.share(MUON))}; {known.kind} on {known.workers} workers)"
     )
-    (rate, *betas, decay), window = next(iter(settings)), min(workers, LONGEST_WINDOW)
-    remembered = ", ".join(f"{beta**window:.3g}" for beta in betas)
-    kept = "" if decay == USUAL_DECAY else f", weight_decay={decay:g}"
-    accum = f"AccumAdamW(self.parameters(), lr={rate / 2:g}, betas=({remembered}), window={window}{kept})"
+    accum = _accum_code(next(iter(settings)), workers, of_rate=0.5)
     other = f"; or `{accum}`, in recipes {overrides_of(ACCUM)} ({_reached(known.share(ACCUM))})"
     offered = ACCUM in known.batches and len(settings) == 1
     return f"{muon}{other if offered else ''}. More: docs/optimizers.md"
+
+
+def _attends(module: nn.Module) -> bool:
+    """Return whether it has attention or embeddings, by the names of its parts' classes."""
+    return any(re.search("attention|attn|embed", type(part).__name__, re.I) for part in module.modules())
+
+
+def _accum_code(settings: tuple[float, ...], workers: int, of_rate: float) -> str:
+    """Code of AccumAdamW with Adam's settings, at this share of its rate."""
+    (rate, *betas, decay), window = settings, min(workers, LONGEST_WINDOW)
+    remembered = ", ".join(f"{beta**window:.3g}" for beta in betas)
+    kept = "" if decay == USUAL_DECAY else f", weight_decay={decay:g}"
+    return f"AccumAdamW(self.parameters(), lr={rate * of_rate:g}, betas=({remembered}), window={window}{kept})"
 
 
 def _settings(group: dict[str, Any]) -> tuple[float, ...]:

@@ -7,6 +7,7 @@ rehearsal, and error texts.
 import ast
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from math import inf
 
@@ -17,6 +18,7 @@ from torch.optim import AdamW
 from lightning_decentral.planner.compare import BASES, Comparison, plan
 from lightning_decentral.planner.forecasts import composed
 from lightning_decentral.planner.rehearsal.methods import METHODS, MOST, methods_of
+from lightning_decentral.planner.show import verdict
 from lightning_decentral.shared.introduction import ACCUM, MUON, adam_hint
 from lightning_decentral.shared.plan.forecast import Setting
 from lightning_decentral.shared.plan.known_losses import BASELINE, KnownLosses, known_losses
@@ -50,16 +52,31 @@ def test_plan_and_the_page_name_one_method(known: KnownLosses, rate: str) -> Non
 
 @settings
 def test_a_plan_names_one_method_whatever_optimizer_the_user_has(known: KnownLosses, rate: str) -> None:
-    """But for `ddp` with the optimizer that the profile has then, which is the row `ddp`, and for an optimizer whose
-    cost that profile doesn't show, which is listed."""
+    """But for `ddp` with the optimizer that is asked for, which is the row `ddp` then."""
     found = of(known, rate)
-    muon = plan(found.setting, found.variation, optimizer="muon")
-    assert muon.known == found.known == known
     assert found.best is not None
-    assert muon.best is not None
-    own = {"ddp": BASES["muon"]}
-    title = muon.best.candidate.title
-    assert own.get(title, title) == found.best.candidate.title or found.best.candidate.title in muon.refused
+    for optimizer in ("muon", "accum_adamw", "adam"):
+        other = plan(found.setting, found.variation, optimizer=optimizer)
+        assert other.known == found.known == known
+        assert other.best is not None
+        title = other.best.candidate.title
+        own = BASES[optimizer] if title == BASELINE else title
+        assert own == found.best.candidate.title
+
+
+@settings
+def test_a_plan_names_nothing_by_losses_of_an_optimizer_that_none_were_measured_with(
+    known: KnownLosses, rate: str
+) -> None:
+    found = of(known, rate)
+    with pytest.raises(ValueError, match="doesn't show what sgd costs: profile again with optimizer=sgd"):
+        plan(found.setting, found.variation, optimizer="sgd")
+    sgd = plan(replace(found.setting, model=replace(found.setting.model, optimizer="sgd")), found.variation)
+    assert sgd.known is None
+    assert sgd.best is not None
+    assert all(row.share is None for row in sgd.rows)
+    said = list(verdict(sgd))
+    assert sgd.stay or any("no loss was measured with sgd, so this ranks steps" in one for one in said)
 
 
 @settings
@@ -92,6 +109,19 @@ def test_the_hint_names_first_what_is_the_sooner_in_the_table(known: KnownLosses
     assert hint.index("`Muon(") < (hint.find("`AccumAdamW(") % len(hint))
 
 
+ADVISED = r"\b(?:Muon|AccumAdamW?|AdamW?|SGD|Int8|Int4|BFloat16|QuasiGlobal\w*|GradientTracking)\b"
+
+
+def reaching(name: str) -> bool:
+    """Return whether gossip with this optimizer or codec is known to reach `ddp`'s loss on every kind of model."""
+    of_kind: dict[str, bool] = {}
+    for known in known_losses():
+        words = (title for title in known.overrides if known.share(title) and not title.startswith("ddp"))
+        found = any(re.search(rf"\b{name}\b", title, re.I) for title in words)
+        of_kind[known.kind] = of_kind.get(known.kind, False) or found
+    return all(of_kind.values())
+
+
 def errors() -> Iterator[str]:
     """Texts of exceptions, and of what refuses."""
     for path in (ROOT / "lightning_decentral").rglob("*.py"):
@@ -106,7 +136,9 @@ def test_error_texts_recommend_no_optimizer_that_the_table_has_not_above_the_oth
     texts = list(errors())
     assert len(texts) > 300
     for text in texts:
-        assert not re.search(r"(take|use) (AccumAdamW|QuasiGlobal)", text), text
+        for rest in re.findall(r"\b(?:take|use|give) (.*)", text):
+            advised = re.findall(ADVISED, rest)
+            assert not advised or reaching(advised[0]), text
         for words in re.findall(r"strategy=(?:ddp_fp16|ddp|gossip|compressed)\b(?: strategy/\w+=[a-z_]+)*", text):
             assert composed(words).strategy is not None
         for name in re.findall(r"experiment=(\w+)", text):

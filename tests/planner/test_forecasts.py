@@ -85,6 +85,7 @@ def run_of(strategy: GossipStrategy, module: Net, optimizer: Muon) -> Any:
         workers_per_node=1,
         num_nodes=SIZE,
         num_processes=1,
+        lightning_module=None,
         optimizers=[optimizer],
     )
 

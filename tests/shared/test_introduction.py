@@ -97,7 +97,7 @@ def test_pipelines_that_gossip_name_it_and_what_adam_does(lines: Any) -> None:
 
 def test_the_hint_comes_without_the_table_and_not_twice_with_it(lines: Any) -> None:
     _, hint = lines(Net("adamw"), GossipStrategy(**FORKED), 2)
-    assert "that sets rates), from lightning_decentral.optim: `Muon(muon_groups(self), lr=2e-2, mom" in hint
+    assert "that sets rates), from lightning_decentral.optim: `AccumAdamW(self.parameters(), lr=" in hint
     assert lines(Net("adamw"), GossipStrategy(**FORKED), 2, StartSummary()) == [], "the table has all of it"
     (line,) = lines(Net("adamw"), CompressedStrategy(**FORKED), 2, StartSummary())
     assert line.startswith("compressed: "), "of which the table has nothing"
@@ -131,6 +131,7 @@ def test_a_loop_with_fabric_has_the_line_of_a_trainer_once(
 def test_elastic_workers_name_the_bytes_of_the_members_there_are(size: int, sent: str) -> None:
     run: Any = SimpleNamespace(elastic=Elastic(workers=(1, 4)), members=["w"] * size, topology=Ring(), codec=Plain())
     run.weights, run.combine, run.evaluate, run.optimizers = Gossip().weights, Gossip(), "mean", []
+    run.lightning_module = Own()
     run.counted = lambda: [nn.Parameter(torch.zeros(100))]
     (line,) = WatchedProcess.introduction(run)
     assert f", uncompressed messages, {sent} a worker and step (all-reduce: " in line
@@ -178,6 +179,19 @@ def test_groups_that_differ_in_decay_alone_as_for_a_gpt_get_the_code_of_muon() -
     optimizer = AdamW([{"params": [self.weight], "weight_decay": 0.1}, {"params": [self.bias], "weight_decay": 0.0}])
     (muon,) = made(adam_hint([optimizer], 4), self)
     assert isinstance(muon, Muon)
+
+
+def test_a_network_without_attention_or_embeddings_gets_the_code_that_was_measured_on_such() -> None:
+    self = Own()
+    hint = adam_hint([AdamW(self.parameters(), lr=3e-4)], 4, self)
+    (accum,) = made(hint, self)
+    assert (accum.defaults["lr"], accum.defaults["window"]) == (3e-4, 4), "the same rate"
+    resnet = next(one for one in known_losses() if one.recipe == "resnet")
+    assert f"({resnet.kind}: ddp's loss in {resnet.share(ACCUM):.2f} of its steps; small networks: " in hint
+    assert "Muon" not in hint
+    for other in (nn.Sequential(nn.Embedding(3, 3), self), nn.TransformerEncoderLayer(4, 2)):
+        optimizers = [AdamW(other.parameters())]
+        assert adam_hint(optimizers, 4, other) == adam_hint(optimizers, 4)
 
 
 def test_several_optimizers_or_groups_that_differ_get_names_alone() -> None:

@@ -52,23 +52,20 @@ def trained_with(model: Model, optimizer: str) -> Model:
     others = (one for one in model.words if not re.match(r"[+~]*optimizer\b", one))
     if optimizer == model.optimizer:
         return model
+    named = replace(model, words=(*others, f"optimizer={optimizer}"), optimizer=optimizer)
+    if {optimizer, model.optimizer} == {*ALIKE}:
+        return named
     if optimizer == ACCUMULATED.get(model.optimizer):
-        more_state = model.state_bytes + model.parameter_bytes
-        return replace(model, words=(*others, f"optimizer={optimizer}"), optimizer=optimizer, state_bytes=more_state)
+        return replace(named, state_bytes=model.state_bytes + model.parameter_bytes)
     if optimizer != MUON or model.optimizer not in ALIKE or not model.products_per_second:
         raise ValueError(
             f"this profile, of {model.optimizer or 'an unnamed optimizer'}, doesn't show what {optimizer} costs: "
             f"profile again with optimizer={optimizer}"
         )
     hidden, whole, rate = hidden_bytes(model.hidden), model.parameter_bytes, model.products_per_second
-    more = [operations(block.hidden) / rate for block in model.blocks]
+    blocks = [replace(b, update_seconds=b.update_seconds + operations(b.hidden) / rate) for b in model.blocks]
+    states = ("momentum_buffer", hidden), ("exp_avg", whole - hidden), ("exp_avg_sq", whole - hidden)
     return replace(
-        model,
-        blocks=tuple(replace(b, update_seconds=b.update_seconds + s) for b, s in zip(model.blocks, more, strict=True)),
-        words=(*others, f"optimizer={optimizer}"),
-        optimizer=MUON,
-        state_bytes=2 * whole - hidden,
-        states=(("momentum_buffer", hidden), ("exp_avg", whole - hidden), ("exp_avg_sq", whole - hidden)),
-        stepping_bytes=stepping_bytes(model.hidden),
-        whole_bytes=hidden,
-    )
+        named, blocks=tuple(blocks), state_bytes=2 * whole - hidden, states=states,
+        stepping_bytes=stepping_bytes(model.hidden), whole_bytes=hidden,
+    )  # fmt: skip

@@ -41,6 +41,7 @@ class Reached:
         excess: mean loss of the workers' own models minus the loss of their mean, at the end.
         excess_predicted: excess predicted by a probe of the first gossip method (`excess_loss`), for gossip.
         rates: number of learning rates that were tried until time was over.
+        given_rate: whether the first method of gossip gave its learning rate, so that no other was tried.
         trained: steps of the first seed: fewer than requested at the target, or when time was over.
     """
 
@@ -59,6 +60,7 @@ class Reached:
     excess: float = 0.0
     excess_predicted: float | None = None
     rates: int = 1
+    given_rate: bool = False
     trained: int = 0
 
     def cut(self, steps: int, target: float) -> bool:
@@ -158,9 +160,12 @@ class Answer:
         lines += [*self._disagreement(), *self._over_rates()]
         best = self.best
         if best is None:
-            return [*lines, f"nobody knows the seconds to the target: {self._unknown()}"]
-        if best.workers < (largest := max(self.workers)):
-            lines.append(f"more workers than {best.workers} don't pay: up to {largest} gain less than {THRESHOLD:.0%}")
+            return [*lines, f"no seconds to the target are known: {self._unknown()}"]
+        for workers in (one for one in self.workers if not self.best_of(one)):
+            most = max(row.trained for row in self.rows if row.workers == workers) or self.steps
+            lines.append(f"on {workers} workers no method reached {self.target:g} in {most} steps")
+        if more := [one for one in self.workers if one > best.workers and self.best_of(one)]:
+            lines.append(f"more workers than {best.workers} don't pay: up to {more[-1]} gain less than {THRESHOLD:.0%}")
         choice = "stay with ddp" if best.overrides == BASELINE else f"train with {best.title}"
         where = f"{choice} on {best.workers} workers, learning rates times {best.rate:g}"
         where += ", by extrapolation" if best.extrapolated else ""
@@ -182,9 +187,7 @@ class Answer:
             return []
         columns = zip(*((before, came, abs(before - came)) for before, came, _ in known), strict=True)
         predicted, came, off = (max(0.0, *column) for column in columns)
-        most = max(row.rates for row in self.rows)
-        one = [row for *_, row in known if row.rates == 1 < most and not row.cut(self.steps, self.target)]
-        fewer = ", ".join(f"{row.title} on {row.workers} workers" for row in one)
+        fewer = ", ".join(f"{row.title} on {row.workers} workers" for *_, row in known if row.given_rate)
         less = [f"so the learning rate of the first method of gossip was taken for {fewer}"] if fewer else []
         what = f"what workers of gossip lose to their mean in the end: up to {predicted:.4f} was predicted"
         return [f"{what}, up to {came:.4f} came, and no method was further off than {off:.4f}", *less]

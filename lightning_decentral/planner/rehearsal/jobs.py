@@ -184,23 +184,13 @@ def rehearsed(ask: Ask, job: RehearsalJob, known: Foreknowledge | None) -> tuple
     foreseen = [one.foreseen(ask.course.target) for one in found]
     step_seconds, step_seconds_at = step_costs(ask, job)
     reached = Reached(
-        title=job.method.title,
-        overrides=job.method.overrides,
-        workers=job.workers,
-        rate=first.rate,
-        seeds=tuple(one.steps or there for one, there in zip(found, foreseen, strict=True)),
-        loss=sum(one.loss for one in found) / len(found),
-        step_seconds=step_seconds,
-        step_bytes=first.sent_bytes,
-        curve=first.points,
-        extrapolated=any(foreseen),
-        step_seconds_at=step_seconds_at,
-        noise=first.noise,
-        excess=sum(one.excess for one in found) / len(found),
-        excess_predicted=None if predicting is None else predicting.excess(ask, job, first.learning_rates),
-        rates=first.rates,
-        trained=first.trained,
-    )
+        job.method.title, job.method.overrides, job.workers, first.rate,
+        tuple(one.steps or there for one, there in zip(found, foreseen, strict=True)),
+        sum(one.loss for one in found) / len(found), step_seconds, first.sent_bytes, first.points, any(foreseen),
+        step_seconds_at, first.noise, sum(one.excess for one in found) / len(found),
+        None if predicting is None else predicting.excess(ask, job, first.learning_rates),
+        rates=first.rates, trained=first.trained,
+    )  # fmt: skip
     return reached, learnt
 
 

@@ -1,9 +1,10 @@
 """`rehearse`: a module trained as n workers on this machine under several methods: how fast each reaches a loss."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import inf
+from itertools import accumulate
+from math import ceil, inf
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -31,6 +32,7 @@ from lightning_decentral.shared.plan.profile import Profile
 RATES = (0.5, 1.0, 2.0)
 FEWEST = 10  # Steps of a rehearsal.
 MARGIN = 0.9  # Share of the time left that steps are planned for.
+TIMING = 1 / 3  # Share of the minutes after which no further method's steps are timed.
 PAYS = 0.9  # Share of the time of one worker after the other: threads that gain less aren't taken.
 Result = TypeVar("Result")
 
@@ -95,10 +97,8 @@ def rehearse(
         modules=modules or {},
     )  # fmt: skip
     known = {one.overrides: one for one in METHODS}
-    asked = [
-        known.get(own, Candidate(own, own.replace("strategy=", "", 1))) if isinstance(own, str) else own
-        for own in methods or ()
-    ]
+    named = {own: Candidate(own, own.replace("strategy=", "", 1)) for own in methods or () if isinstance(own, str)}
+    asked = [known.get(own, named[own]) if isinstance(own, str) else own for own in methods or ()]
     for one in asked:  # a mistake in overrides is the user's to mend, not a row that is refused
         strategy_of(one.overrides)
     chosen = METHODS if methods is None else tuple(dict.fromkeys([METHODS[0], *asked]))
@@ -113,7 +113,7 @@ class Clock:
     def __init__(self, minutes: float) -> None:
         self.minutes, self._begun = minutes, monotonic()
         self._expected, self._taken = 0.0, 0.0
-        self._turn = inf
+        self._turn, self._ticked = inf, self._begun
 
     @property
     def rest(self) -> float:
@@ -121,27 +121,26 @@ class Clock:
         return max(0.0, self._begun + 60 * self.minutes - monotonic())
 
     def tick(self) -> None:
-        """Raise OutOfTime once the minutes, or those of this turn, are over."""
-        if not self.rest or monotonic() > self._turn:
+        """Raise OutOfTime where as long as since the last call is more than is left of the minutes, or of this turn."""
+        now = monotonic()
+        last, self._ticked = now - self._ticked, now
+        if not last < self.rest or now + last > self._turn:
             raise OutOfTime
 
     def turn(self, share: float) -> None:
         """Begin a turn, which has this share of the rest."""
-        self._turn = monotonic() + share * self.rest
+        self._ticked = monotonic()
+        self._turn = self._ticked + share * self.rest
 
     def counted(self, expected: float, call: Callable[[], Result]) -> Result:
-        """Return the call's result; its seconds correct the expected seconds of other calls."""
+        """Return what the call returns; its seconds correct what is expected of others, half as much with each call."""
         begun, found = monotonic(), call()
-        self._expected, self._taken = self._expected + expected, self._taken + monotonic() - begun
+        self._expected, self._taken = self._expected / 2 + expected, self._taken / 2 + monotonic() - begun
         return found
 
     def takes(self, expected: float) -> float:
         """Seconds that the expected work takes, at the pace so far."""
         return expected * (self._taken / self._expected if self._expected else 1.0)
-
-    def left(self, expected: float) -> float:
-        """Seconds that the expected work takes, at most those that are left."""
-        return min(self.rest, self.takes(expected))
 
 
 class RehearsalRun:
@@ -151,19 +150,27 @@ class RehearsalRun:
         self._ask, self._clock, self._say = ask, clock, say
         self._refused: dict[str, str] = {}
         self._known: Foreknowledge | None = None
+        self._worker_seconds: float | None = None  # of the last step that was timed, for each of its workers
 
     def of(self, jobs: Sequence[RehearsalJob]) -> Answer:
-        seconds = self._each(jobs, lambda job: timed(self._ask, job))
-        self._ask = _fitted(self._ask, list(seconds.values()), self._clock, self._say)
+        self._say(f"{len(jobs)} trainings: a few steps of each are timed first")
+        seconds = self._each(jobs, self._step_seconds)
+        self._ask = _fitted(self._ask, seconds, self._clock, self._say)
         left = {job: each * self._ask.updates for job, each in seconds.items()}
         rows = self._each(list(left), lambda job: self._one(job, left, len(seconds)))
         # The shortest time to the target first; by steps where no seconds are known, by loss where it wasn't reached.
         order = sorted(rows.values(), key=lambda row: (row.seconds or inf, row.steps or inf, row.loss))
         return Answer(self._ask.course.target, self._ask.course.steps, tuple(order), self._refused)
 
+    def _step_seconds(self, job: RehearsalJob) -> float:
+        """Seconds of a step; as of the last method where timing has taken its share of the minutes."""
+        if self._worker_seconds is None or self._clock.rest > (1 - TIMING) * 60 * self._clock.minutes:
+            self._worker_seconds = timed(self._ask, job) / job.workers
+        return self._worker_seconds * job.workers
+
     def _one(self, job: RehearsalJob, left: dict[RehearsalJob, float], count: int) -> Reached:
         """Rehearse one job, whose expected seconds are no longer left."""
-        minutes = self._clock.left(sum(left.values())) / 60
+        minutes = min(self._clock.rest, self._clock.takes(sum(left.values()))) / 60
         self._say(f"{count - len(left) + 1} of {count}: {job.name}, {minutes:.1f} minutes are left")
         # Steps are planned anew for each method, from what those before took: none takes the time of the next ones.
         ask, whole, known = self._ask, sum(left.values()), self._known
@@ -171,11 +178,13 @@ class RehearsalRun:
         self._clock.turn(left[job] / whole if whole else 1.0)
         rates = self._ask.rates if known is None else known.rates(self._ask, job)  # those that are worth trying
         if len(rates) < len(self._ask.rates):
-            why = "its workers' disagreement is predicted to cost nothing"
-            self._say(f"  {why}: learning rates times {rates[0]:g} only")
+            self._say(
+                f"  its workers' disagreement is predicted to cost nothing: learning rates times {rates[0]:g} only"
+            )
         ask = replace(self._ask, rates=rates, course=course)
         expected = left.pop(job) * ask.updates / self._ask.updates
         found, learnt = self._clock.counted(expected, partial(rehearsed, ask, job, known))
+        found = replace(found, given_rate=len(rates) < len(self._ask.rates))
         self._say(f"  {result_text(found)}")
         if found.cut(self._ask.course.steps, course.target):
             planned = found.trained == course.steps
@@ -196,8 +205,8 @@ class RehearsalRun:
             try:
                 found[job] = call(job)
             except OutOfTime:
-                share = "its share of " if self._clock.rest else ""
-                self._refused[job.name] = f"{share}the {self._clock.minutes:g} minutes were over"
+                share, verb = ("its share of ", "was") if self._clock.rest else ("", "were")
+                self._refused[job.name] = f"{share}the {self._clock.minutes:g} minutes {verb} over: give more minutes"
             except (ValueError, FloatingPointError) as error:
                 self._refused[job.name] = str(error)
             except torch.OutOfMemoryError:
@@ -218,9 +227,9 @@ def _on_threads(ask: Ask, workers: Sequence[int], most: int, say: Callable[[str]
     return replace(ask, threads=threads)
 
 
-def _fitted(ask: Ask, step_seconds: Sequence[float], clock: Clock, say: Callable[[str], None]) -> Ask:
-    """Settings with as many steps as the minutes allow, if a step of all methods takes so long; schedules stay."""
-    asked, seconds = ask.course.steps, sum(step_seconds) * ask.updates
+def _fitted(ask: Ask, step_seconds: Mapping[RehearsalJob, float], clock: Clock, say: Callable[[str], None]) -> Ask:
+    """Settings with as many steps as the minutes allow, if a step of each method takes so long; schedules stay."""
+    asked, seconds = ask.course.steps, sum(step_seconds.values()) * ask.updates
     if not step_seconds:  # no method can be rehearsed
         return ask
     fitting = _fitting(asked, seconds, clock)
@@ -228,11 +237,25 @@ def _fitted(ask: Ask, step_seconds: Sequence[float], clock: Clock, say: Callable
     expected = min(seconds, clock.rest) / 60
     say(f"{fitting} steps, about {expected:.1f} minutes, at most {clock.minutes:g}{shorter}")
     if fitting < asked:
-        some = int(len(step_seconds) * clock.rest * MARGIN / seconds)
-        methods = f"{some} of the {len(step_seconds)} methods, " if some else ""
-        fit = f"minutes={clock.minutes - clock.rest / 60 + seconds / 60 / MARGIN:.1f}, {methods}or fewer workers"
-        say(f"what needs more than {fitting} steps can't be answered in {clock.minutes:g} minutes; would fit: {fit}")
+        fit = ", ".join(_would_fit(step_seconds, clock.rest * MARGIN / ask.updates))
+        minutes = ceil(clock.minutes - clock.rest / 60 + seconds / 60 / MARGIN)
+        say(f"what needs more than {fitting} steps can't be answered in {clock.minutes:g} minutes; would fit: "
+            f"minutes={minutes}{', or ' * bool(fit)}{fit}")  # fmt: skip
+    if fitting == FEWEST and seconds * FEWEST / asked > clock.rest * MARGIN:
+        say(f"not even {FEWEST} steps of each fit: each method ends with its share of the minutes")
     return replace(ask, course=replace(ask.course, steps=fitting))
+
+
+def _would_fit(step_seconds: Mapping[RehearsalJob, float], most: float) -> Iterator[str]:
+    """Yield what of the jobs takes no more than so many seconds a step, as text."""
+    counts = sorted({job.workers for job in step_seconds})
+    of = {count: [each for job, each in step_seconds.items() if job.workers == count] for count in counts}
+    if (some := sum(whole <= most for whole in accumulate(step_seconds.values()))) > 1:
+        yield f"{some} of the {len(step_seconds)} {'trainings' if len(counts) > 1 else 'methods'}"
+    if fewer := sum(whole <= most for whole in accumulate(map(sum, of.values()))):
+        yield f"workers={','.join(map(str, counts[:fewer]))}"
+    elif (about := int(counts[0] * most / sum(of[counts[0]]))) > 1:
+        yield f"about {about} workers"
 
 
 def _fitting(steps: int, seconds: float, clock: Clock) -> int:
@@ -249,15 +272,9 @@ def refuse_unpriced(workers: Sequence[int], profile: Profile | None, network: Ne
 
 
 def _refuse(
-    workers: Sequence[int],
-    steps: int,
-    run_steps: int | None,
-    rates: Sequence[float],
-    seeds: int,
-    minutes: float,
-    threads: int | None,
-    device: str,
-) -> None:
+    workers: Sequence[int], steps: int, run_steps: int | None, rates: Sequence[float], seeds: int, minutes: float,
+    threads: int | None, device: str,
+) -> None:  # fmt: skip
     if not workers or min(workers) < 2:
         raise ValueError(f"workers must be two or more, got {list(workers)}: give 4, or 4,8")
     if steps < FEWEST:

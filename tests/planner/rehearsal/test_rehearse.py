@@ -123,15 +123,16 @@ def test_a_method_that_cant_be_rehearsed_and_one_without_time_are_said() -> None
     assert list(found.refused.values()) == [
         "TokenPipelineStrategy can't be rehearsed: take gossip, compressed, partial_backprop or ddp"
     ]
-    assert "minutes, at most 10" in heard[0]
-    assert "minutes are left" in heard[1]
+    assert heard[0] == "2 trainings: a few steps of each are timed first"
+    assert "minutes, at most 10" in heard[1]
+    assert "minutes are left" in heard[2]
     late = rehearse(Line(), loader(), workers=[2], target=0.0, steps=10, minutes=1e-9, validation=held)
     assert not late.rows
-    assert set(late.refused.values()) == {"the 1e-09 minutes were over"}
+    assert set(late.refused.values()) == {"the 1e-09 minutes were over: give more minutes"}
     assert late.best is None
     none: list[str] = []
     rehearse(Line(), loader(), workers=[2], target=0.0, steps=10, minutes=1e-9, validation=held, say=none.append)
-    assert not none  # as no step was timed
+    assert len(none) == 1  # as no step was timed
 
 
 def test_halving_gives_all_rates_the_same_steps_first() -> None:
@@ -271,6 +272,9 @@ def test_more_workers_that_gain_too_little_dont_pay() -> None:
     nobody = Answer(1.0, 200, (row(BASELINE, 4, None),), {})
     assert nobody.best is None
     assert "no method reached 1" in nobody.sentences()[-1]
+    unknown = Answer(1.0, 200, (*rows[:2], replace(row(GOSSIP, 8, None), trained=150)), {}).sentences()
+    assert "on 8 workers no method reached 1 in 150 steps" in unknown
+    assert "don't pay" not in " ".join(unknown)
 
 
 def test_without_a_network_or_with_nothing_rehearsed_there_is_one_error(tmp_path: Path) -> None:
@@ -294,6 +298,20 @@ def test_a_rehearsal_of_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
         cli.main(["rehearse", "recipe=vit", "workers=2", "--target", "9"])
     assert "none of 2 methods was rehearsed: no" in str(nothing.value)
     assert Answer(9.0, 10, (), refused).sentences()[-1].endswith("no method was rehearsed")
+
+
+def test_where_no_method_reaches_the_target_the_table_is_shown_and_it_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = Answer(9.0, 10, (row(BASELINE, 2, None), row(GOSSIP, 2, None)), {})
+    monkeypatch.setattr(rehearsing.rehearsal, "rehearse", lambda *given, **options: found)
+    with pytest.raises(SystemExit) as nothing:
+        cli.main(["rehearse", "recipe=vit", "workers=2", "--target", "9"])
+    assert str(nothing.value) == (
+        "error: no seconds to the target are known: no method reached 9 in 10 steps: give a higher --target, or more "
+        "--steps and --minutes"
+    )
+    assert capsys.readouterr().out.count("not reached in 10") == 2
 
 
 def test_a_turn_ends_with_its_share_and_what_was_trained_is_kept() -> None:
@@ -349,11 +367,29 @@ def test_minutes_that_are_too_few_are_said_with_what_would_fit() -> None:
     heard: list[str] = []
     course = SearchCourse(100, 0.0, HeldOutEvaluation(Line(), []), lambda: None)
     ask = Ask(Line(), None, course, (1.0,), 1, 100, None, None, 1, None, CPU)
-    fitted = _fitted(ask, [1.0, 1.0], Clock(1.0), heard.append)
-    assert fitted.course.steps == 26
-    assert heard[-1] == (
-        "what needs more than 26 steps can't be answered in 1 minutes; would fit: minutes=3.7, or fewer workers"
-    )
+    jobs = [RehearsalJob(count, method) for count in (2, 8) for method in METHODS[:2]]
+    half = dict.fromkeys(jobs[:2], 0.5)
+    fitted = _fitted(ask, half, Clock(1.0), heard.append)
+    assert fitted.course.steps == 53
+    few = "can't be answered in 1 minutes; would fit: "
+    assert heard[-1] == f"what needs more than 53 steps {few}minutes=2"
+    _fitted(ask, half | dict.fromkeys(jobs[2:], 2.0), Clock(2.0), heard.append)
+    many = "can't be answered in 2 minutes; would fit: minutes=10, or 2 of the 4 trainings, workers=2"
+    assert heard[-1] == f"what needs more than 21 steps {many}"
+    _fitted(ask, dict.fromkeys(jobs[2:], 1.0), Clock(1.0), heard.append)
+    assert heard[-1] == f"what needs more than 26 steps {few}minutes=4, or about 2 workers"
+    assert _fitted(ask, dict.fromkeys(jobs[2:], 9.0), Clock(1.0), heard.append).course.steps == 10
+    assert heard[-1] == "not even 10 steps of each fit: each method ends with its share of the minutes"
+
+
+def test_timing_ends_with_its_share_of_the_minutes_and_the_others_are_estimated() -> None:
+    heard: list[str] = []
+    course = SearchCourse(20, 0.0, HeldOutEvaluation(Line(), list(loader(8))), lambda: None)
+    run = RehearsalRun(Ask(Line(), loader(), course, (1.0,), 1, 20, None, None, 1, None, CPU), Clock(1.0), heard.append)
+    run._clock._begun -= 30
+    one = run._step_seconds(RehearsalJob(2, METHODS[0]))
+    assert one > 0, "one is timed at least"
+    assert run._step_seconds(RehearsalJob(8, METHODS[1])) == 4 * one
 
 
 def test_the_command_answers_with_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
