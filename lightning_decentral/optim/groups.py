@@ -15,9 +15,7 @@ def check_options(options: Mapping[str, Any]) -> None:
     """Raise ValueError if lr, eps, weight_decay or betas are out of range."""
     for name in ("lr", "eps", "weight_decay"):
         if not 0 <= options[name] < math.inf:
-            raise ValueError(
-                f"{name} must be a number from 0 up, got {options[name]}: leave {name} out for its default"
-            )
+            raise ValueError(f"{name} must be a number from 0 up, got {options[name]}: leave it out for the default")
     for name, beta in zip(("betas[0]", "betas[1]"), options["betas"], strict=True):
         if not 0 <= beta < 1:
             raise ValueError(f"{name} must be in [0, 1), got {beta}: 0.9 and 0.999 are usual")
