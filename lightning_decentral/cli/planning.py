@@ -132,7 +132,7 @@ class MethodAnswer:
 
 @dataclass(frozen=True)
 class PlanAnswer:
-    """JSON answer of `plan`: methods in the table's order; `best` is a title, or null if no method fits; `losses_of`
+    """JSON answer of `plan`: methods in the table's order. `best` is a title, or null if no method fits; `losses_of`
     names the setting in which losses were measured, or is null."""
 
     workers: int

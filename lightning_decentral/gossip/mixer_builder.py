@@ -50,8 +50,8 @@ def exact_steps_of(asked: float, module: Any, broadcast: Callable[[float], float
     steps = module.trainer.estimated_stepping_batches
     if not 0 <= steps < inf:
         raise ValueError(
-            f"exact_steps={asked} is a share of the run, and this run has no known end: give steps, or max_steps to "
-            "the Trainer"
+            f"exact_steps={asked} is a share of the run, and this run has no known end: give a number of steps, or set "
+            "the Trainer's max_steps"
         )
     return round(asked * broadcast(float(steps)))
 

@@ -60,8 +60,8 @@ class FabricPartialBackpropStrategy(FabricWorkers):
 
     Raises:
         ValueError: here for an unknown option, impossible cuts, a warm-up that is a fraction of the run; at set-up for
-        unequal shares of the batch, a second trained model; at the first forward, on every worker, for cuts that fail
-        the verification (with the reason).
+            unequal shares of the batch, a second trained model; at the first forward, on every worker, for cuts that
+            fail the verification (with the reason).
     """
 
     drifts: ClassVar[bool] = False

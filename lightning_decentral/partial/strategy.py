@@ -51,18 +51,18 @@ class PartialBackpropStrategy(ReplicaStrategy):
     Args:
         depth: how many of the top segments each worker trains at each step.
         cuts: "auto", up to three cuts along the chain of blocks found; a number of cuts; "blocks", before each block
-        and after the last; or names of modules to cut before.
+            and after the last; or names of modules to cut before.
         balance: the quantity that the segments of automatic cuts share equally.
         absent: what the optimizer does to parameters that no worker trained at a step.
         bucket_bytes: maximum size of gradients sent together; by default an eighth of the model, 2 to 256 MiB.
         nonfinite: what a step with NaN or infinity in its gradients does: "stop" training, or "skip" the update on all
-        workers alike. In half precision the loss scaler skips.
+            workers alike. In half precision the loss scaler skips.
         timeout: how long a worker waits for another worker before it ends.
         **ddp: options of Lightning's DDPStrategy (start_method, process_group_backend, ...).
 
     Raises:
         ValueError: here for an unknown option or impossible cuts; at set-up for SyncBatchNorm, manual optimization, an
-        overridden backward; at the first batch, on every worker, for cuts that fail the verification.
+            overridden backward; at the first batch, on every worker, for cuts that fail the verification.
 
     Source: structured partial backpropagation in the sense of Kumar et al. 2111.10672.
     """

@@ -36,7 +36,7 @@ class SpilledStrategy(SingleDeviceStrategy):
 
     Args:
         memory_bytes: total for the device; by default 0.9 of the free memory on a CUDA device, and no limit on the CPU,
-        which only stands in for a device.
+            which only stands in for a device.
         blocks: "auto", or names of modules that are loaded by themselves.
         resident: names of modules and parameters whose copies stay on the device during a whole step.
         update: `OnHost()` or `OnDevice()`; None: on the host.
@@ -44,8 +44,8 @@ class SpilledStrategy(SingleDeviceStrategy):
 
     Raises:
         ValueError: here for impossible options, several devices, a device that is neither CPU nor CUDA; at set-up for
-        manual optimization, a compiled module or a block larger than the budget; after the first step for a budget
-        that is too small (names the block, its bytes, the least budget).
+            manual optimization, a compiled module or a block larger than the budget; after the first step for a budget
+            that is too small (names the block, its bytes, the least budget).
 
     Source: model spilling, Nagrecha et al. 2110.08633.
     """

@@ -236,7 +236,9 @@ def test_wrong_options(options: dict[str, Any], text: str) -> None:
 
 
 def test_only_muon_can_be_shared_out(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"ValueError: no optimizer is a Muon.*leave orthogonal out"):
+    with pytest.raises(
+        RuntimeError, match=r"ValueError: orthogonal needs Muon, and no optimizer is a Muon: leave orthogonal out"
+    ):
         run(tmp_path, Tower(optimizer="adamw"), strategy=compressed(orthogonal=Int8()), max_steps=1)
 
 

@@ -153,7 +153,7 @@ def assert_resumed(folder: Path, saved: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"combine": PushSum()}, r"PushSum isn't compatible with elastic: what it keeps \(last, weight\)"),
+        ({"combine": PushSum()}, r"PushSum isn't compatible with elastic: its state \(last, weight\)"),
         ({"codec": DifferenceCompression(Int8())}, r"Compression\(.*\) isn't compatible with elastic: it sends"),
         ({"states": {"momentum_buffer": Travel()}}, "states=.* isn't supported with elastic"),
         ({"exact_steps": 3}, "exact_steps=3 isn't supported with elastic"),

@@ -203,7 +203,7 @@ def test_no_copy_in_bf16_is_kept_until_the_backward(tmp_path: Path) -> None:
 
 def test_bf16_that_a_module_could_not_compute_in_is_refused(tmp_path: Path) -> None:
     island = {"island": FullyShard(2, param_dtype="bfloat16")}
-    with pytest.raises(RuntimeError, match=r"got precision=32-true: take precision='bf16-mixed', or leave"):
+    with pytest.raises(RuntimeError, match=r"got precision=32-true: use precision='bf16-mixed', or leave"):
         in_processes(run, tmp_path, Copies(), island, {}, [], None, 2)
     with pytest.raises(RuntimeError, match=r"BatchNorm computes in float32.*: leave param_dtype out"):
         in_processes(run, tmp_path, Net(), island, {"precision": "bf16-mixed"}, [], None, 2)

@@ -60,7 +60,7 @@ def test_a_worker_heals_under_these(combine: Any, topology: Any) -> None:
     [
         (plan(Keeping(), Ring()), "it keeps memory, which no neighbour could give"),
         (plan(Gossip(), Ring(), heals=0), "heals=0"),
-        (plan(Gossip(), Ring(), able=False, island=AllReduce(2)), "by NCCL the devices of AllReduce"),
+        (plan(Gossip(), Ring(), able=False, island=AllReduce(2)), "under NCCL the devices of AllReduce"),
     ],
     ids=lambda given: "" if isinstance(given, str) else f"{given.combine}, {given.heals}",
 )

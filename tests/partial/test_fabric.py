@@ -116,7 +116,7 @@ def by_one_of_nobody(fabric: Fabric) -> None:
     stray = nn.Parameter(torch.ones(()))
     model, optimizer = fabric.setup(module, torch.optim.SGD([*module.parameters(), stray], lr=0.1))
     fabric.backward(model(torch.arange(4)).square().mean() * stray)
-    with pytest.raises(RuntimeError, match="nobody averages its gradient"):
+    with pytest.raises(RuntimeError, match="no worker averages its gradient"):
         optimizer.step()
 
 

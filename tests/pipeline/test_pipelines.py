@@ -270,7 +270,7 @@ def test_a_negative_delay_is_refused():
 
 
 def test_a_rule_that_measures_a_distance_is_refused():
-    with pytest.raises(ValueError, match=r"ConsensusControl\(.*use a rule without a distance, such as Gossip"):
+    with pytest.raises(ValueError, match=r"ConsensusControl\(.*would diverge; use Gossip"):
         GossipReplicas(combine=ConsensusControl(target=0.05)).check(4, per_node=1)
 
 

@@ -70,7 +70,7 @@ def test_a_sum_by_hand_is_said_to_be_one_stages(tmp_path: Path, capfd: pytest.Ca
     assert [torch.load(tmp_path / f"sum.{rank}") for rank in range(2)] == [whole, whole]
     said = [line for line in capfd.readouterr().err.splitlines() if "reads all parameters" in line]
     assert len(said) == 2, "once on each stage"
-    assert any("tests.pipeline.test_totals, line" in line and "of stage 0 of 2 alone" in line for line in said)
+    assert any("tests.pipeline.test_totals, line" in line and "stage 0 of 2 has only its own" in line for line in said)
 
 
 def test_functions_are_themselves_again() -> None:

@@ -32,6 +32,7 @@ from lightning_decentral.shared.plan.kinds import _parts, class_path
 
 STRATEGIES = [name for name in lightning_decentral.__all__ if name.endswith("Strategy")]
 CONF = Path("conf/strategy")
+OURS = "lightning_decentral."
 READ = {file.stem: yaml.safe_load(file.read_text()) for file in sorted(CONF.glob("*.yaml"))}
 TARGETS = {node["_target_"].rpartition(".")[2]: node for node in READ.values() if "_target_" in node}
 OF_THE_TRAINER = ("accelerator", "parallel_devices", "precision_plugin", "checkpoint_io", "cluster_environment")
@@ -210,7 +211,9 @@ def named_parts() -> list[tuple[str, str, str]]:
     found = []
     for strategy in STRATEGIES:
         for option, hint in get_type_hints(getattr(lightning_decentral, strategy).__init__).items():
-            names = {name for kind in (hint, *get_args(hint)) if isinstance(kind, type) for name in _parts(kind)}
+            kinds = [kind for kind in (hint, *get_args(hint)) if isinstance(kind, type)]
+            # Without those of other tests, which may be loaded.
+            names = {n for kind in kinds for n, part in _parts(kind).items() if part.__module__.startswith(OURS)}
             found += [(strategy, option, name) for name in sorted(names)]
     return found
 

@@ -74,7 +74,7 @@ def search(
 
     Raises:
         ValueError: an unknown name, more cuts than blocks, a cut that fails the verification, no chain of blocks; a
-        copy that computes with parameters of the module itself.
+            copy that computes with parameters of the module itself.
     """
     check_wish(cuts)
     copied = trial_copy(module)

@@ -22,7 +22,7 @@ class DepthAssignment(ABC):
 
     Args:
         warm_up: optimizer steps at full depth before the assignment begins; below one, a fraction of the whole run,
-        which `timed` converts to steps.
+            which `timed` converts to steps.
 
     Raises:
         ValueError: a warm-up that is negative, or neither a fraction nor a number of steps.

@@ -157,7 +157,7 @@ def unchanged(module: nn.Module, among: str, remedy: str) -> Iterator[None]:
 
     Raises:
         ValueError: afterwards, if a buffer has changed; running statistics of norms, which a training forward doesn't
-        read, may change.
+            read, may change.
     """
     before = {name: buffer.detach().clone() for name, buffer in _read_buffers(module)}
     yield

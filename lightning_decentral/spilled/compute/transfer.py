@@ -65,7 +65,7 @@ class Counting(TorchDispatchMode):
 
     Args:
         absent: names of parameters by the storage of their stand-ins, while they aren't on the device: computing with
-        one is an error.
+            one is an error.
     """
 
     def __init__(self, ledger: Ledger, absent: Mapping[int, str]) -> None:

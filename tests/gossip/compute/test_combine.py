@@ -566,7 +566,7 @@ def test_rates_that_are_refused_diverge_and_those_below_do_not(topology: Topolog
     (lambda: ConsensusControl(target=1.0, most=0), r"most must be at least 1, got 0"),
     (lambda: ConsensusControl(target=1.0, lag=0), r"lag must be at least 1, got 0"),
     (lambda: PeriodicAverage(0, Ring()), r"every must be at least 1, got 0: 1 averages in every step"),
-    (lambda: Every(0, Ring()), r"Every's steps must be at least 1, got 0: 1 talks in every step"),
+    (lambda: Every(0, Ring()), r"Every's steps must be at least 1, got 0: 1 sends messages in every step"),
 ])  # fmt: skip
 def test_bad_numbers_are_refused_at_construction(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -72,4 +72,4 @@ def test_a_spawned_process_gets_the_strategy_whole(package: str, name: str) -> N
     again = pickle.loads(pickle.dumps(strategy))
     assert type(again) is type(strategy)
     assert vars(again).keys() == vars(strategy).keys()
-    assert again.health._of is again._checkpoints._worker is again
+    assert again.health._strategy is again._checkpoints._worker is again

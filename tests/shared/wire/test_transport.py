@@ -39,7 +39,7 @@ def test_a_transport_for_each_backend() -> None:
 
 @pytest.mark.parametrize("name", ["xccl", "ucc", "mpi", "custom"])
 def test_other_backends_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"got {name}: give process_group_backend one of these"):
+    with pytest.raises(ValueError, match=f"got {name}: set process_group_backend to one of them"):
         transport(group(name), CUDA)
 
 

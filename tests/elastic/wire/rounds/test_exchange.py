@@ -229,5 +229,5 @@ def test_workers_die_in_each_phase_and_newcomers_come() -> None:
 
 def test_a_rule_whose_numbers_belong_to_all_together_is_refused() -> None:
     exchange = ElasticExchange(Ring(), Own(), worker=None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="PushSum isn't compatible with elastic: what it keeps"):
+    with pytest.raises(ValueError, match="PushSum isn't compatible with elastic: its state"):
         exchange.admit([torch.zeros(3)], PushSum())
