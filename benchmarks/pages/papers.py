@@ -27,7 +27,7 @@ def results() -> list[dict[str, Any]]:
 
 
 def table() -> str:
-    """Return a row for each paper: the first number of its JSON, and the least and the largest of the other ratios."""
+    """Return a row for each paper: the first number of its JSON, and the spread of the other ratios."""
     return markdown(HEADS, [_cells(found) for found in results()])
 
 
