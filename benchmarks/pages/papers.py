@@ -18,10 +18,8 @@ from pages.choosing import markdown
 PAGE = ROOT / "docs" / "against-the-papers.md"
 ASSUMED = ROOT / "benchmarks" / "papers.md"
 BEGIN, END = "<!-- papers: begin -->", "<!-- papers: end -->"
-HEADS = ("paper", "headline", "theirs, ours (ratio)", "how, command")
+HEADS = ("paper; how, NAME", "headline", "theirs, ours (ratio)")
 WIDTH = 118  # columns, of 120
-SHOWN = 2
-"""Numbers of a row on the page, the first of its JSON; that has all."""
 
 
 def results() -> list[dict[str, Any]]:
@@ -29,29 +27,34 @@ def results() -> list[dict[str, Any]]:
 
 
 def table() -> str:
+    """Return a row for each paper: the first number of its JSON, and the spread of the other ratios."""
     return markdown(HEADS, [_cells(found) for found in results()])
 
 
 def _cells(found: dict[str, Any]) -> list[str]:
-    rows = list(zip(*(found[key] for key in ("theirs", "ours", "ratios")), strict=True))
-    shown = [f"{t['label']}: {t['value']:g}, {o['value']:g} ({r['value']:.2f})" for t, o, r in rows[:SHOWN]]
-    more = [f"{len(rows) - SHOWN} more: {_spread(rows[SHOWN:])}"] if len(rows) > SHOWN else []
+    theirs, ours, ratio = (found[key][0] for key in ("theirs", "ours", "ratios"))
+    shown = f"{_plain(theirs['label'])}: {theirs['value']:g}, {ours['value']:g} ({ratio['value']:.2f})"
+    more = [one["value"] for one in found["ratios"][1:]]
     return [
-        f"{found['title']} ({found['paper']})",
-        found["headline"],
-        "<br>".join(shown + more),
-        f"{found['kind']}, `{found['command'].removeprefix('python benchmarks/')}`",
+        f"{found['title']} ({found['paper']})<br>{found['kind']}, `{found['command'].rpartition(' ')[2]}`",
+        _plain(found["headline"]),
+        f"{shown}<br>{len(more)} more: {_spread(more)}" if more else shown,
     ]
 
 
-def _spread(rows: list[Any]) -> str:
-    ratios = [row[-1]["value"] for row in rows]
-    return f"ratios {min(ratios):.2f} to {max(ratios):.2f}"
+def _plain(text: str) -> str:
+    """Without what stands in parentheses: `notes` has it."""
+    return re.sub(r" \([^()]*\)", "", text)
+
+
+def _spread(ratios: list[float]) -> str:
+    least, most = (f"{end(ratios):.2f}" for end in (min, max))
+    return f"({least})" if least == most else f"({least} to {most})"
 
 
 def contradictions() -> str:
-    """Return the first sentence of each; `notes` has all."""
-    found = [(one["title"], re.split(r"(?<=[a-z%)])[.] ", one["contradicts"])[0].rstrip(".")) for one in results()]
+    """Return the first sentence of each, up to its semicolon; `notes` has all."""
+    found = [(one["title"], re.split(r"(?<=[a-z0-9%)])[.;] ", one["contradicts"])[0].rstrip(".")) for one in results()]
     lines = [f"**{title}.** {first}." for title, first in found if first]
     return "\n".join(f"- {wrapped(line)}" for line in lines)
 
@@ -60,7 +63,8 @@ def notes() -> str:
     """Return the page beside the results: what each row assumes, and what isn't compared."""
     blocks = []
     for found in results():
-        lines = [*found["assumptions"], f"**Not compared.** {found['cannot_compare']}"]
+        lines = [f"**Headline.** {found['headline']}.", *found["assumptions"]]
+        lines += [f"**Not compared.** {found['cannot_compare']}"]
         lines += [f"**Contradicts.** {found['contradicts']}"] if found["contradicts"] else []
         blocks.append("\n".join([f"## {found['title']}", "", *(f"- {wrapped(line)}" for line in lines)]))
     return "# Against the papers: what each row assumes\n\n" + "\n\n".join(blocks) + "\n"

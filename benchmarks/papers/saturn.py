@@ -133,7 +133,7 @@ def row() -> Row:
         ),
         cannot_compare="Their trials and measured tables, which weren't at hand, and re-solving while jobs run: "
         "generated seconds are exact, so nothing is learned later.",
-        contradicts="On these tables SPASE saves 18 to 23 % over maximum devices, about half of theirs; where jobs "
+        contradicts="On these tables SPASE saves 18 to 23 % over maximum devices, about half of theirs, and where jobs "
         "scale without loss it is 4 % slower. An equal split of 4 devices a job is 2 % faster than the greedy plan.",
         further=(
             *((f"less time than {most}, {name}, {lost:g} lost", by[most]) for (name, lost), by in found.items()),

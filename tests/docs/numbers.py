@@ -61,17 +61,12 @@ def sweeps() -> Iterator[str]:
     alone, joblib, ours = found["six trainings of the ViT recipe on the processor"].values()
     yield f"They took {alone['seconds']:.1f} s one after the other, {joblib['seconds']:.1f} s by joblib's"
     yield f"two jobs, {ours['seconds']:.1f} s with `shard_parallel`"
-    yield f"granted {ours['busy']:.1%} of the {ours['training_seconds']:.1f} s between"
 
 
 def scheduling() -> Iterator[str]:
     real, dummy, ways = result("rehearsal-real"), result("rehearsal"), table("jigsaw")
     yield f"Lower bound {real['bound_seconds']:.2f} s"
     yield f"Lower bound {dummy['bound_seconds']:.3f} s"
-    (ends,) = (row["ends"].values() for row in real["rows"] if row["policy"] == "srtf")
-    alone = [sorted(end[kind] for end in ends) for kind in ("simulated_seconds", "real_seconds")]
-    simulated, took = (f"{last - before:.2f} s" for *_, before, last in alone)
-    yield f"its last {simulated} simulated, after all others had ended, took {took}"
     predicted, turns = float(ways["jigsaw"][2]) / float(ways["one after the other"][2]), float(ways["jigsaw"][3])
     yield f"predict {predicted:.2f} times one after the other, and {turns:.2f} were measured"
     yield f"not that {turns:.2f} holds"
@@ -126,6 +121,12 @@ def outer_rounds() -> Iterator[str]:
     yield "these are {:.3f}, {:.3f} and {:.3f}".format(*exact)
 
 
+def measured() -> Iterator[str]:
+    rows, found = table("small-models"), {"perceptron": 0, "convolutions": 2}
+    ours, ddp = rows["AccumAdamW at 1e-3"], rows["AdamW at 1e-3"]
+    yield from (f"at {ours[at + 1][:5]} against {ddp[at][:5]} on {'a ' * (not at)}{name}" for name, at in found.items())
+
+
 def optimizers() -> Iterator[str]:
     rows = result("newton-schulz")["summary"][-2:]
     ours, torch = ([f"{row[name]:.1f}" for row in reversed(rows)] for name in ("bfloat16, together", "torch's"))
@@ -154,18 +155,8 @@ def optimizers() -> Iterator[str]:
     yield f"the loss is {travels:.3f} instead of {own:.3f}."
 
 
-def gossip() -> Iterator[str]:
-    seconds = [row["seconds"] for row in result("simulation")["topologies"].values()]
-    yield f"in {min(seconds):.1f} to {max(seconds):.0f} seconds of one processor"
-
-
 def rehearse() -> Iterator[str]:
-    found, foretold, cost = result("rehearsed"), result("foretold"), result("rehearsed-cost")
-    least, most = min(cost["cost"].values()), max(cost["cost"].values())
-    yield f"a step takes {least:.2f} to {most:.2f} times the processor time of its forwards and backwards"
-    yield f"Plain training of one worker takes {cost['plain_cost']:.2f} times"
-    gossip = [share for title, share in cost["cost"].items() if title.startswith(("gossip", "streamed"))]
-    yield f"Gossip takes {min(gossip):.2f} to {max(gossip):.2f}"
+    found, foretold = result("rehearsed"), result("foretold")
     yield f"{found['steps_within']} of {found['values']} numbers of steps are within 15 % of"
     yield f"the median is {100 * found['steps_median_off']:.1f} % off"
     yield f"are within 15 % in {found['step_seconds_within']} of the {found['values']}"
@@ -202,10 +193,7 @@ def rehearse() -> Iterator[str]:
     yield f"every eighth step or in streams: {min(far):.1f} to {max(far):.1f} times"
     long = found["long"]
     yield f"where a step takes 25 ms or more in {long['step_seconds_within']} of {long['values']}"
-    whole = foretold["whole"]
-    yield f"took {whole['minutes']:.1f} minutes"
-    yield f"The whole command takes {whole['processor_seconds'] / whole['gradient_seconds']:.2f} times"
-    yield f"would take {whole['minutes_of_gradients_alone']:.1f} minutes of the {whole['minutes']:.1f}"
+    yield f"took {foretold['whole']['minutes']:.1f} minutes"
 
 
 def pipelines() -> Iterator[str]:
@@ -270,8 +258,8 @@ FROM_RESULTS = {
     "docs/why.md": why,
     "docs/cluster.md": cluster,
     "docs/codecs.md": codecs,
-    "docs/gossip.md": gossip,
     "docs/log-keys.md": log_keys,
+    "docs/measured.md": measured,
     "docs/optimizers.md": optimizers,
     "docs/outer-rounds.md": outer_rounds,
     "docs/partial-backprop.md": partial,

@@ -30,7 +30,7 @@ def rows(text: str) -> list[list[str]]:
         ("partial-backprop.md", "partial-cost-2-cores"),
         ("partial-backprop.md", "partial-memory-2-cores"),
         ("codecs.md", "quality-codec-2-cores"),
-        ("measured.md", "small-models-2-cores"),
+        ("../benchmarks/notes.md", "small-models-2-cores"),
     ],
 )
 def test_a_page_holds_the_whole_table(name: str, results: str) -> None:
