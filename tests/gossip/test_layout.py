@@ -185,7 +185,7 @@ def test_a_buffer_that_repeats_its_memory_is_worker_0s() -> None:
 
 def test_what_can_not_be_sharded_is_refused_by_name() -> None:
     member = Sharding.__new__(Sharding)  # it has no devices yet
-    with pytest.raises(ValueError, match=r"conv.weight has strides \(12, 1, 6, 3\): give .* or use AllReduce"):
+    with pytest.raises(ValueError, match=r"conv.weight has strides \(12, 1, 6, 3\): convert .* or use AllReduce"):
         member.arrange(Model().to(memory_format=LAST))
 
 

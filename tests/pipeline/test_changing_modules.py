@@ -58,7 +58,7 @@ class Quantized(Perceptron):
 
 @pytest.mark.parametrize("change", [observed, normed])
 def test_slices_of_a_changing_model_are_refused_by_name(change: Any, tmp_path: Path) -> None:
-    words = r"every forward changes model\.layers\.\d\.\S+ .*, so slices .*: train with slicing=Uniform\(1\), or fix"
+    words = r"every forward changes model\.layers\.\d\.\S+ .*, so slices .*: train with slicing=Uniform\(1\), or freeze"
     with pytest.raises(RuntimeError, match=words):
         forked(Changing(change), pipeline(2), tmp_path, **SHORT)
 

@@ -83,5 +83,5 @@ def test_gossip_mixes_once_a_step_however_often_the_closure_is_called(tmp_path: 
 def test_devices_of_an_island_can_not() -> None:
     optimizers = [Bent().configure_optimizers()]
     Solo().refuse(optimizers)
-    with pytest.raises(ValueError, match=r"LBFGS calls .* AllReduce\(devices=2"):
+    with pytest.raises(ValueError, match=r"LBFGS runs the backward .* AllReduce\(devices=2"):
         AllReduce(devices=2).refuse(optimizers)

@@ -58,7 +58,8 @@ class Resumed(Callback):
             assert model.keys() <= saved.keys()
             assert all(torch.equal(value, saved[key]) for key, value in model.items())
         states = trainer.optimizers[0].state.values()
-        assert {int(state["step"]) for state in states} <= {trainer.global_step}
+        # Under partial_backprop a parameter takes only the steps that train it.
+        assert max(int(state["step"]) for state in states) == trainer.global_step
         assert states
 
 
@@ -97,4 +98,4 @@ def test_every_strategy_goes_on_from_the_file_of_every_other(
     if writer == reader and diverged:
         assert "every worker resumes from its own state" in printed
     elif reader not in LIGHTNINGS_OWN:
-        assert ("start from the mean" in printed or "goes on from their mean" in printed) == diverged
+        assert ("start from the mean" in printed or "training resumes from their mean" in printed) == diverged

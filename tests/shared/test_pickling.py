@@ -23,4 +23,4 @@ def test_a_strategy_is_pickled_whole(strategy: object) -> None:
     if isinstance(again, GossipStrategy):
         # Of itself, not of the one that was pickled.
         assert again.mean_model.mean_of.__self__ is again.health
-        assert again.health._of is again
+        assert again.health._strategy is again

@@ -310,7 +310,7 @@ def launching(folder: Path, *words: str) -> None:
     [
         (["lr=range(1,1)"], "the sweep is empty"),
         (["hydra/launcher/policy=longest"], "Could not find 'hydra/launcher/policy/longest'(.|\n)*round_robin"),
-        (["hydra.launcher.devices=[cuda:7]"], r"devices=\['cuda:7'\]: name each device once, .*what is here"),
+        (["hydra.launcher.devices=[cuda:7]"], r"devices=\['cuda:7'\]: name each device once, .*those that exist"),
         (["hydra.launcher.resume=true"], "nothing to resume in sweep"),
         (
             ["trainer.devices=1,3", "hydra.launcher.devices=2"],
@@ -332,7 +332,7 @@ def test_what_cant_be_is_said(words: list[str], message: str, tmp_path: Path) ->
         ({"devices": 0}, "hydra.launcher.devices=0: a sweep needs at least 1"),
         ({"memory_bytes": 0}, "memory_bytes=0: give each device at least 1"),
         ({"quantum_seconds": 0.0}, "quantum_seconds=0.0: use more than 0"),
-        ({"alive_per_device": 0}, "alive_per_device=0: at least 1"),
+        ({"alive_per_device": 0}, "hydra.launcher.alive_per_device must be at least 1 member, got 0"),
     ],
 )
 def test_what_no_launcher_can_be_is_said(options: dict[str, Any], message: str) -> None:

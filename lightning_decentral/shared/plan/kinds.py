@@ -221,7 +221,8 @@ def _parts(part: type) -> dict[str, type]:
         cls = rest.pop(0)
         rest = [*cls.__subclasses__(), *rest]
         theirs = not cls.__module__.startswith(f"{PACKAGE}.") and not cls.__name__.startswith("_")
-        if not isabstract(cls) and (theirs or cls in shown):
+        base = isabstract(cls) or (cls is part and rest)  # an interface, also one whose methods have defaults
+        if not base and (theirs or cls in shown):
             found.setdefault(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower(), cls)
     return found
 
