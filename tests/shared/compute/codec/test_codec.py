@@ -320,7 +320,10 @@ def test_what_replaces_the_message_is_what_is_decoded(codec: Codec, dtype: torch
         (lambda: Int8(block=0), r"block must be in 1 .. 65536, got 0: 256"),
         (lambda: Int8(block=65537), r"block must be in 1 .. 65536, got 65537"),
         (lambda: Int4(block=0), r"block must be in 1 .. 65536, got 0: 128"),
-        (lambda: DifferenceCompression(DifferenceCompression(Int8())), r"inner codec keeps estimates, too, .*: unwrap it"),
+        (
+            lambda: DifferenceCompression(DifferenceCompression(Int8())),
+            r"inner codec keeps estimates, too, .*: unwrap it",
+        ),
     ],
 )
 def test_bad_options_are_refused_in_one_line(build: object, text: str) -> None:
