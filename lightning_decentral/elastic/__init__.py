@@ -6,7 +6,7 @@
 
 Steps by which a new worker joins; a worker that hangs prints which of these steps it waits for:
 
-    1 sets itself up, finds who began the run     run.ElasticRun, process (waits), wire/joining.Endpoint.as_founded
+    1 sets itself up, finds who began the run     run.ElasticRun, process (waits), wire/joining.Endpoint.founds
     2 sends heartbeats, is given a donor          wire/lobby_client (thread), plan/member_state (state machine),
                                                   wire/lobby_server, plan/lobby_state at the lobby
     3 fetches everything from the donor           wire/joining.Endpoint.healed (waits), wire/state_transfer

@@ -6,7 +6,8 @@ bytes per step and per network card; `callbacks` and `report` log the run. Below
 torch), `compute` (update rules on tensors), `wire` (messages; `wire/assembly` draws a whole round). Codecs are in
 `shared/compute/codec`. Public: all names below.
 
-Wrong bytes: `plan/planned_traffic` and `summary` plan them, by worker; `wire/peer` counts what is sent, by device.
+Wrong bytes: `plan/planned_traffic` and `summary` plan them, by worker; `wire/peer` and,
+in cliques, `wire/assembly` count what is sent, by device.
 """
 
 from typing import TYPE_CHECKING

@@ -81,7 +81,7 @@ class Comparison:
 
     @property
     def stay(self) -> bool:
-        """Whether a form of ddp is the best, because no other method gains enough."""
+        """Return whether a form of ddp is the best, because no other method gains enough."""
         return self.best is not None and is_ddp(self.best.candidate.overrides)
 
     @property

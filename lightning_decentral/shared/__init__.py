@@ -1,8 +1,8 @@
 """Parts that the methods share: strategy base, checkpoints, the mean model, refusals, loggers; and lazy exports.
 
-A wrong error at set-up: `setup_and_step` has the order (`WorkersStrategy.setup_distributed`, `setup`). It asks
-`refusals` (every method), `wire.meeting.comparison` (workers that differ), `plan.kinds` (options), then the `refusals`
-or `checks` of a method. `docs/how-it-works.md` has the table.
+A wrong error at set-up: constructors check the kinds of options (`plan.arguments`, `plan.kinds`). From then on
+`setup_and_step` has the order (`WorkersStrategy.setup_distributed`, `setup`): `wire.meeting.comparison` (workers that
+differ), `refusals` (every method), the `refusals` or `checks` of a method. `docs/how-it-works.md` has the table.
 
 Subfolders: `plan` (timeline, forecasts), `compute` (buckets, devices), `wire` (transport, agreement, averages). Public:
 all names below. `lazy_exports` reads from the `if TYPE_CHECKING:` block of an `__init__.py` where each name lives, and

@@ -42,6 +42,7 @@ from lightning_decentral.gossip import (
     Topology,
 )
 from lightning_decentral.pipeline import Given, Uniform, ZeroBubble
+from lightning_decentral.pipeline.wire.executor import Boundary
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.plan.kinds import _parts
 from lightning_decentral.sweep import WorkPiece
@@ -269,6 +270,15 @@ def test_a_name_inside_a_part_and_one_of_the_user() -> None:
     assert Every(8, "ring") == Every(8, Ring())  # type: ignore[arg-type]
     assert isinstance(GossipStrategy(topology="own_ring").topology, OwnRing)  # type: ignore[arg-type]
     assert isinstance(GossipStrategy(topology=OwnRing()).topology, OwnRing)
+
+
+def test_a_class_that_a_user_extends_keeps_its_name_and_an_interface_with_defaults_has_none() -> None:
+    class LongRing(Ring):
+        pass
+
+    assert {"ring", "long_ring"} <= set(_parts(Ring))
+    assert "boundary" not in _parts(Boundary)
+    assert "exact_activations" in _parts(Boundary)
 
 
 # ---- what is said ---------------------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ class Entries:
 
     @property
     def mostly_zero(self) -> bool:
-        """Whether so few values aren't zero that a sparse product pays."""
+        """Return whether so few values aren't zero that a sparse product pays."""
         return len(self.values) < DENSE_FRACTION * self.size**2
 
     @property
@@ -154,7 +154,7 @@ class Neighbours:
 
     @cached_property
     def silent(self) -> bool:
-        """Whether the worker neither sends nor receives a message."""
+        """Return whether the worker neither sends nor receives a message."""
         return not self.sources and not self.targets
 
     @property

@@ -72,7 +72,7 @@ class CliqueExchange(Exchange[CliqueMessage]):
     sum before any worker can know: all refuse the sum, and each keeps its own parameters in that round.
     """
 
-    cliques: Sequence[Sequence[tuple[int, ...]]]  # one partition of the workers for each phase (`traffic.partitions`)
+    cliques: Sequence[Sequence[tuple[int, ...]]]  # for each phase a partition of the workers
     transports: Mapping[tuple[int, ...], Transport]  # one for each clique of several workers with this worker
     rank: int
     device: torch.device

@@ -221,7 +221,9 @@ def _parts(part: type) -> dict[str, type]:
         cls = rest.pop(0)
         rest = [*cls.__subclasses__(), *rest]
         theirs = not cls.__module__.startswith(f"{PACKAGE}.") and not cls.__name__.startswith("_")
-        base = isabstract(cls) or (cls is part and rest)  # an interface, also one whose methods have defaults
+        # An interface, also one whose methods have defaults: its variants are the choices. A user's subclass doesn't
+        # take the name from the class that it extends.
+        base = isabstract(cls) or (cls is part and any(one in shown for one in cls.__subclasses__()))
         if not base and (theirs or cls in shown):
             found.setdefault(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower(), cls)
     return found

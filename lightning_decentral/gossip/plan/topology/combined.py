@@ -174,7 +174,7 @@ class _Part(Every):
 @dataclass(frozen=True)
 class Auto(Topology):
     """Chooses a topology with exact consensus in finitely many steps for every number of workers, where no step sends
-    more through a node's network card than all-reduce would (`traffic.copies_through_card`).
+    more through a node's network card than all-reduce would (`planned_traffic.copies_through_card`).
 
     With one worker per node, or one node, a worker has one peer per step: a power of two workers get Hypercube, other
     numbers BaseGraph(1). Several nodes of several workers get AlternatingExponentialRing.

@@ -67,7 +67,7 @@ class StepGraph:
 
     @cached_property
     def symmetric(self) -> bool:
-        """Whether every worker's sources are its targets, too: the graph is undirected."""
+        """Return whether every worker's sources are its targets, too: the graph is undirected."""
         return self.sources == self.targets
 
     @cached_property
