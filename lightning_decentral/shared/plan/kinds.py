@@ -223,7 +223,7 @@ def _parts(part: type) -> dict[str, type]:
         theirs = not cls.__module__.startswith(f"{PACKAGE}.") and not cls.__name__.startswith("_")
         # An interface, also one whose methods have defaults: its variants are the choices. A user's subclass doesn't
         # take the name from the class that it extends.
-        base = isabstract(cls) or (cls is part and any(one in shown for one in cls.__subclasses__()))
+        base = isabstract(cls) or (cls is part and not set(cls.__subclasses__()).isdisjoint(shown))
         if not base and (theirs or cls in shown):
             found.setdefault(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower(), cls)
     return found
