@@ -56,7 +56,7 @@ def refuse_below(least: int, options: Mapping[str, float | None]) -> None:
     """Raise ValueError for a given option below `least`."""
     for option, value in options.items():
         if value is not None and value < least:
-            raise ValueError(f"{option} must be at least {least}, got {value}: give {option} {max(least, 1)} or more")
+            raise ValueError(f"{option} must be at least {least}, got {value}: give {option} {least} or more")
 
 
 def refuse_unwritable(options: argparse.Namespace, names: Sequence[str]) -> None:

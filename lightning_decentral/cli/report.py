@@ -9,7 +9,8 @@ import csv
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from itertools import pairwise
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -52,20 +53,36 @@ class Compared:
 
 
 def rows_of(run: Path) -> list[dict[str, float]]:
-    """Read a run's logged metrics, one row per step. ValueError: no file of metrics, or several."""
+    """Read a run's logged metrics, one row per step; of a resumed run the later file's, where both have a step.
+
+    Raises:
+        ValueError: no file of metrics, none with rows, or the files of several runs.
+    """
     found = [run] if run.is_file() else next(filter(None, (sorted(run.rglob(name)) for name in FILES)), [])
     if not found:
         there = f"there is no {' or '.join(FILES)} in {run}" if run.exists() else f"there is no {run}"
         raise ValueError(f"{there}: name the folder of a run with a CSVLogger (logger=csv, on in the recipes)")
-    if len(found) > 1:
+    # version_0, version_1, ...: a training that was resumed begins another file, whose steps go on.
+    parts = sorted(filter(None, map(_read, found)), key=lambda rows: min(rows))
+    if not parts:
+        raise ValueError(f"{', '.join(map(str, found))} has no rows with a step: the run ended before it logged any")
+    alike = any(min(a) == min(b) for a, b in pairwise(parts)) or len({file.parent.parent for file in found}) > 1
+    if len(parts) > 1 and (alike or not all(file.parent.name.startswith("version_") for file in found)):
         raise ValueError(f"{run} holds several runs: name one of {', '.join(str(file.parent) for file in found)}")
+    ends = [*(min(later) for later in parts[1:]), inf]
+    whole = {step: row for rows, end in zip(parts, ends, strict=True) for step, row in rows.items() if step < end}
+    return [whole[step] for step in sorted(whole)]
+
+
+def _read(path: Path) -> dict[float, dict[str, float]]:
+    """Read one file: {step: its metrics}."""
     rows: dict[float, dict[str, float]] = defaultdict(dict)
-    with found[0].open(newline="") as file:
+    with path.open(newline="") as file:
         for read in csv.DictReader(file):
             row = {key: value for key, value in _numbers(read) if not key.startswith("test")}  # it counts one step on
             if set(row) - {"step", "epoch"} and "step" in row:
                 rows[row["step"]] |= row
-    return [rows[step] for step in sorted(rows)]
+    return dict(rows)
 
 
 def _numbers(row: dict[str, Any]) -> Iterator[tuple[str, float]]:

@@ -170,7 +170,7 @@ class OneProcess(WorkersStrategy):
         return bool(min(given) if all else max(given))
 
 
-KEPT = "_version", "_run_id"  # Attributes in which Lightning's loggers but W&B's keep their version.
+KEPT = "_version", "_run_id", "_experiment_key"  # Attributes in which Lightning's loggers but W&B's keep their version.
 
 
 def began(trainer: Trainer) -> list[Any]:

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from lightning_decentral.gossip.summary import Monitored
+from lightning_decentral.gossip.summary import Monitored, Tracked
 from lightning_decentral.shared.compute.modules import evaluating
 from lightning_decentral.shared.introduction import StartTable
 from lightning_decentral.shared.plan.arguments import checked
@@ -66,8 +66,9 @@ class StartSummary(StartTable):
         for row in strategy.summary().items():
             table.add_row(*row)
         Console().print(table)
+        settings = strategy.hyperparameters() if isinstance(strategy, Tracked) else strategy.summary()
         for logger in trainer.loggers:
-            logger.log_hyperparams({f"gossip/{name}": value for name, value in strategy.hyperparameters().items()})
+            logger.log_hyperparams({f"gossip/{name}": value for name, value in settings.items()})
 
 
 @checked

@@ -32,14 +32,19 @@ class Monitored(Protocol):
     def summary(self) -> dict[str, str]:
         """Describe the settings: {topic: text}."""
 
-    def hyperparameters(self) -> dict[str, float | str]:
-        """Settings for experiment loggers: {name: a number, or the name of a class}."""
-
     def rounds(self) -> list[int]:
         """Numbers of rounds taken, one number for each optimizer."""
 
     def mixing(self) -> dict[str, float]:
         """Mixing values of this worker (rate, delay, ...), those that its rule and codec have; no communication."""
+
+
+@runtime_checkable
+class Tracked(Protocol):
+    """Interface of a strategy with settings that experiment loggers sort and group by."""
+
+    def hyperparameters(self) -> dict[str, float | str]:
+        """Settings for experiment loggers: {name: a number, or the name of a class}."""
 
 
 def described(plan: "gossip.GossipStrategy", mixers: Iterable[OptimizerMixer]) -> dict[str, str]:

@@ -26,7 +26,8 @@ CALLBACKS: dict[type[Callback], str] = {
 
 def check_depth(stages: int, partition: Partition, module: LightningModule) -> None:
     """ValueError if the model has fewer blocks than stages, or the partition doesn't fit; unknown depths pass."""
-    if is_overridden("configure_model", module):
+    # What hooks build or change isn't there before the processes start: `prepare` counts the blocks then.
+    if any(is_overridden(hook, module) for hook in ("configure_model", "setup", "prepare_data")):
         return
     blocks = len(module.pipeline_stages().loads()[0]) if isinstance(module, Staged) else depth(module)
     if blocks is not None:

@@ -72,11 +72,18 @@ MOVED = {
     "gossip.compute.combine.relay_sum": "gossip.compute.combine.sums",
     "gossip.compute.combine.rule": "gossip.compute.combine.combine",
     "gossip.plan.topology.nodes": "gossip.plan.topology.combined",
+    "gossip.plan.traffic": "gossip.plan.planned_traffic",
     "gossip.wire.island": "gossip.island",
     "partial.plan.depth_order": "partial.plan.depth",
     "pipeline.compute.activation_codec": "pipeline.wire.executor",
+    "pipeline.stage_training": "pipeline.stage_gradients",
+    "pipeline.training_step": "pipeline.users_step",
+    "shared.checkpoint.replica": "shared.checkpoint.resuming_replicas",
+    "shared.checkpoint.worker": "shared.checkpoint.checkpoints",
     "shared.compute.codec.difference": "shared.compute.codec.topk",
     "shared.compute.codec.packed": "shared.compute.codec.quantize",
+    "shared.replica": "shared.replica_strategy",
+    "shared.workers": "shared.setup_and_step",
 }
 """{module of version 0.2.0: module that has its public classes now}, so that pickles of 0.2.0 load."""
 PACKAGE = __name__.partition(".")[0]

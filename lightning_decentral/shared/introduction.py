@@ -80,10 +80,10 @@ def adam_hint(optimizers: Sequence[Optimizer], workers: int, module: nn.Module |
     start = f"{' or '.join(adams)} takes smaller steps here than under ddp. In its place ({scheduled})"
     one_rate = len({one[:-1] for one in settings}) == 1  # but for decay, which Muon's groups set by themselves
     if len(optimizers) > 1 or not (one_rate if attends else len(settings) == 1):
-        names = "Muon or AccumAdamW" if ACCUM in known.batches else "Muon"
+        names = " or ".join(name for name, fits in (("Muon", attends), ("AccumAdamW", ACCUM in known.batches)) if fits)
         return f"{start}: {names} of lightning_decentral.optim, see docs/optimizers.md"
     if not attends:
-        reached = f"{known.kind}: {_reached(known.share(ACCUM))}; small networks: in as many"
+        reached = f"{known.kind} on {known.workers} workers: {_reached(known.share(ACCUM))}; small networks: in as many"
         code = _accum_code(next(iter(settings)), workers, of_rate=1.0)
         return f"{start}, from lightning_decentral.optim: `{code}` ({reached}). More: docs/optimizers.md"
     muon = (

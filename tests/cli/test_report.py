@@ -118,6 +118,22 @@ def test_what_holds_no_run_or_several_is_one_line(
         cli.main(["report", run_folder(tmp_path / "diverged", float("nan"))])
 
 
+def test_a_resumed_run_is_read_from_both_of_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_folder(tmp_path, 3.0, 2.5, 2.0, file="csv/version_0/metrics.csv")
+    later = tmp_path / "csv/version_1/metrics.csv"
+    later.parent.mkdir()
+    # It went on from step 20: the file of the killed run has a row that was trained again.
+    later.write_text("step,val/loss,speed/step_seconds,speed/bytes_per_second\n29,1.0,2.0,10\n39,0.5,2.0,10\n")
+    (run,) = answer(capsys, str(tmp_path))["runs"]  # type: ignore[misc]
+    assert (run["steps"], run["loss"], run["seconds"]) == (40, 0.5, 0.5 * 20 + 2.0 * 20)  # type: ignore[index]
+
+
+def test_a_run_that_logged_nothing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("step,val/loss\n")
+    with pytest.raises(SystemExit, match=r"metrics\.csv has no rows with a step"):
+        cli.main(["report", str(tmp_path)])
+
+
 def test_what_a_training_of_ones_own_logs_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = {**QUIET, "devices": 1, "max_steps": 30, "logger": CSVLogger(tmp_path, name=None), "log_every_n_steps": 1}
 

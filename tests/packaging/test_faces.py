@@ -85,6 +85,7 @@ OLD = (
     "gossip.compute.combine.rate.LearningRatePower",
     "gossip.compute.combine.relay_sum.RelaySum",
     "gossip.compute.combine.rule.MessageForm",
+    "gossip.callbacks.StartSummary",
     "gossip.plan.topology.nodes.AlternatingExponentialRing",
     "gossip.wire.island.Solo",
     "partial.plan.depth_order.Cyclic",
@@ -104,5 +105,23 @@ def test_values_in_pickles_of_earlier_versions_are_found(old: str) -> None:
     assert found is getattr(face, name)
 
 
+BASES = (
+    "gossip.plan.traffic.Round",
+    "pipeline.stage_training.StageTraining",
+    "pipeline.training_step.TrainingStep",
+    "shared.checkpoint.replica.ReplicaCheckpoints",
+    "shared.checkpoint.worker.Checkpoints",
+    "shared.replica.ReplicaStrategy",
+    "shared.workers.WorkersStrategy",
+)
+"""Classes that extenders import, by the modules that had them in 0.2.0; in no face."""
+
+
+@pytest.mark.parametrize("old", BASES)
+def test_bases_are_imported_by_their_former_modules(old: str) -> None:
+    module, _, name = f"lightning_decentral.{old}".rpartition(".")
+    assert isinstance(getattr(import_module(module), name), type)
+
+
 def test_every_merged_module_is_asked_for() -> None:
-    assert {old.rpartition(".")[0] for old in OLD} >= MOVED.keys()
+    assert {old.rpartition(".")[0] for old in (*OLD, *BASES)} >= MOVED.keys()

@@ -137,6 +137,18 @@ class Later(Language):
     def configure_model(self) -> None: ...
 
 
+class InSetup(Language):
+    """Its model is made in the hook `setup`, in each process."""
+
+    def __init__(self) -> None:
+        LightningModule.__init__(self)
+
+    def setup(self, stage: str) -> None: ...
+
+    def pipeline_stages(self) -> Any:
+        raise AttributeError("the model isn't there yet")
+
+
 def never(*_: Any, **__: Any) -> None:
     raise AssertionError("a process would start")
 
@@ -159,3 +171,5 @@ def test_more_stages_than_blocks_are_refused_before_a_process_starts(
             Trainer(**QUIET, devices=devices, strategy=strategy).fit(module())
     with pytest.raises(AssertionError, match="a process would start"):
         Trainer(**QUIET, devices=16, strategy=TokenPipelineStrategy()).fit(Later())
+    with pytest.raises(AssertionError, match="a process would start"):
+        Trainer(**QUIET, devices=16, strategy=TokenPipelineStrategy()).fit(InSetup())

@@ -187,7 +187,8 @@ def test_a_network_without_attention_or_embeddings_gets_the_code_that_was_measur
     (accum,) = made(hint, self)
     assert (accum.defaults["lr"], accum.defaults["window"]) == (3e-4, 4), "the same rate"
     resnet = next(one for one in known_losses() if one.recipe == "resnet")
-    assert f"({resnet.kind}: ddp's loss in {resnet.share(ACCUM):.2f} of its steps; small networks: " in hint
+    reached = f"({resnet.kind} on 4 workers: ddp's loss in {resnet.share(ACCUM):.2f} of its steps; small networks: "
+    assert reached in hint
     assert "Muon" not in hint
     for other in (nn.Sequential(nn.Embedding(3, 3), self), nn.TransformerEncoderLayer(4, 2)):
         optimizers = [AdamW(other.parameters())]

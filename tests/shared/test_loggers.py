@@ -82,8 +82,16 @@ def test_an_id_of_the_users_own_stays() -> None:
     checkpoint: dict[str, Any] = {}
     runs.keep(SimpleNamespace(loggers=[chosen]), checkpoint)  # type: ignore[arg-type]
     assert checkpoint == {runs.KEY: '{"t/workers": "own"}'}
-    runs.agree([chosen, free], lambda own: ("of worker 0", "its group"))
-    assert (free.id, free.version) == ("of worker 0", "its group")
+    other = WandbPerWorker(project="elsewhere", id="its own")
+    runs.agree([free, other], lambda own: [("t", "of worker 0", "its group")])
+    assert (free.id, free.version, other.id) == ("of worker 0", "its group", "its own")
+
+
+def test_a_logger_that_one_worker_alone_has_holds_up_nobody() -> None:
+    calls: list[Any] = []
+    for loggers in ([WandbPerWorker(project="t")], []):
+        runs.agree(loggers, lambda own: calls.append(own) or [])
+    assert [len(own) for own in calls] == [1, 0]  # one broadcast on each worker
 
 
 class Started:

@@ -272,7 +272,7 @@ def test_a_name_inside_a_part_and_one_of_the_user() -> None:
     assert isinstance(GossipStrategy(topology=OwnRing()).topology, OwnRing)
 
 
-def test_a_class_that_a_user_extends_keeps_its_name_and_an_interface_with_defaults_has_none() -> None:
+def test_a_class_that_a_user_extends_keeps_its_name_and_an_interface_has_none() -> None:
     class LongRing(Ring):
         pass
 

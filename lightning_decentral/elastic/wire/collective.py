@@ -171,8 +171,8 @@ class Collective:
             found, over, value = self._has(*header["asks"])
             try:
                 send_value(connection, {"found": found, "over": over}, value)
-            except NotPlain:  # the value can't be sent: each worker uses its own
-                send_value(connection, {"found": False, "over": True}, None)
+            except NotPlain:  # one of set-up can't be sent: each worker uses its own
+                send_value(connection, {"found": False, "over": over or header["asks"][0] == "begun"}, None)
             return
         round, nth = header["key"]
         key = int(round), int(nth)

@@ -116,9 +116,9 @@ class Order(ABC):
     def depth(self, step: int, segments: int) -> int:
         """Number of the top segments that are trained at this step."""
 
+    @abstractmethod
     def reach(self, segments: int) -> int:
         """Largest depth of all steps."""
-        return segments
 
 
 @checked
@@ -158,6 +158,9 @@ class Random(Order):
     def depth(self, step: int, segments: int) -> int:
         # A function of seed and step: all workers agree without communication, also in a resumed run.
         return random.Random(f"{self.seed}/{step}").randint(1, segments)
+
+    def reach(self, segments: int) -> int:
+        return segments
 
 
 @checked

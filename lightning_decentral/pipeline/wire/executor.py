@@ -6,6 +6,7 @@ early boundaries).
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,25 +27,31 @@ from lightning_decentral.shared.wire.pending import PeerLost, Pending
 from lightning_decentral.shared.wire.transport import Message, Transport
 
 
-class Boundary:
-    """Encoding of messages between stages, with shapes and dtypes known on both sides before sending; here none."""
+class Boundary(ABC):
+    """Encoding of messages between stages, with shapes and dtypes known on both sides before sending."""
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate the tensor into which a message for a tensor of this shape and dtype is received."""
         return torch.empty(tuple(shape), dtype=dtype, device=device)
 
+    @abstractmethod
     def encode(self, tensor: Tensor) -> Tensor:  # (batch, tokens, width)
         """Encode a tensor as a message of the buffer's shape and dtype; contiguous."""
-        return tensor.contiguous()
 
+    @abstractmethod
     def decode(self, message: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:  # as `buffer` makes it
         """Decode a message into a tensor of this shape and dtype."""
-        return message
 
 
 @dataclass(frozen=True)
 class ExactActivations(Boundary):
     """Hidden states and gradients sent as they are, without compression."""
+
+    def encode(self, tensor: Tensor) -> Tensor:
+        return tensor.contiguous()
+
+    def decode(self, message: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return message
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ class Reading:
         # What either has: another method's plan has other keys, and its state would be misread.
         differing = [key for key in {**plan, **saved} if saved.get(key) != plan.get(key)]
         by, own = mark.get("strategy"), type(self.worker).__name__
-        if differing and by != own:
+        if differing and by and by != own:
             return f"saved by {by}, whose state {own} can't take"
         return next((f"saved with {key} {saved.get(key)}, this run has {plan.get(key)}" for key in differing), None)
 

@@ -52,10 +52,17 @@ def name_of(logger: Resuming) -> str:
 
 
 def agree(loggers: Sequence[Logger], broadcast: Callable[[Any], Any]) -> None:
-    """Give all workers' loggers worker 0's id and group, as each process drew its own: collective, before runs open."""
-    for logger in loggers:
-        if isinstance(logger, OfWorkers):
-            logger.id, logger.group = broadcast((logger.id, logger.group))
+    """Give all workers' loggers worker 0's id and group, as each process drew its own: collective, before runs open.
+
+    One broadcast whatever a worker logs to, as workers may have different loggers. A logger whose project worker 0
+    doesn't log to keeps its own.
+    """
+    own = [logger for logger in loggers if isinstance(logger, OfWorkers)]
+    first = broadcast([(logger.project, logger.id, logger.group) for logger in own])
+    for logger in own:
+        if alike := next((one for one in first if one[0] == logger.project), None):
+            _, logger.id, logger.group = alike
+            first.remove(alike)  # a second logger of the project has worker 0's second id
 
 
 def keep(trainer: Trainer, checkpoint: dict[str, Any]) -> None:

@@ -24,13 +24,14 @@ class HostStopwatch:
     """Sums wall seconds between `start` and `stop`."""
 
     def __init__(self) -> None:
-        self._total = self._started = 0.0
+        self._total, self._begun = 0.0, list[float]()
 
     def start(self) -> None:
-        self._started = perf_counter()
+        self._begun.append(perf_counter())
 
     def stop(self) -> None:
-        self._total += perf_counter() - self._started
+        # Intervals may lie in each other or, of two threads, beside each other: the sum is the same in any pairing.
+        self._total += perf_counter() - self._begun.pop()
 
     def during(self, waits: Iterable[Callable[[], object]]) -> None:
         """Add the seconds that these calls take, one after the other, or make the current stream wait."""

@@ -39,7 +39,7 @@ def mean_curve(rows: Rows, keys: Sequence[str]) -> Curve:
 
 
 def draw(rows: Rows, path: Path) -> None:
-    """Draw losses over steps (each worker's, their mean, validation), and below them the relative consensus distance.
+    """Draw losses over steps (each worker's, their mean, validation); below, the relative consensus distance if logged.
 
     Raises:
         ModuleNotFoundError: no matplotlib.
@@ -47,7 +47,9 @@ def draw(rows: Rows, path: Path) -> None:
     from matplotlib.figure import Figure  # needs no display and leaves the user's pyplot state alone
 
     figure = Figure(figsize=(8, 6), dpi=150, layout="constrained")
-    loss, distance = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
+    steps, values = curve(rows, DISTANCE)
+    percent = [100 * value for value in values]
+    loss, *below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2]) if steps else [figure.subplots()]
     workers = worker_keys(rows)
     for index, key in enumerate(workers):
         label = f"each of {len(workers)} workers" if index == 0 else None
@@ -60,23 +62,20 @@ def draw(rows: Rows, path: Path) -> None:
     loss.set_title("Loss", loc="left", fontsize=11, fontweight="bold", color=INK)
     loss.legend(frameon=False, fontsize=9)
 
-    steps, values = curve(rows, DISTANCE)
-    percent = [100 * value for value in values]
-    distance.plot(steps, percent, color=INK, linewidth=1.6, marker="o", markersize=3)
-    distance.set_ylabel("% of the parameters' norm")
-    title = "Distance of the workers from their mean"
-    distance.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK)
-    if not steps:
-        distance.text(0.5, 0.5, "not measured", transform=distance.transAxes, ha="center", color="grey")
+    for distance in below:
+        distance.plot(steps, percent, color=INK, linewidth=1.6, marker="o", markersize=3)
+        distance.set_ylabel("% of the parameters' norm")
+        title = "Distance of the workers from their mean"
+        distance.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK)
 
-    for axes, shown in ((loss, [*mean[1], *validation[1]]), (distance, percent)):
+    for axes, shown in zip((loss, *below), ([*mean[1], *validation[1]], percent), strict=False):
         if shown and min(shown) > 0:
             axes.set_yscale("log")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#e4e8ee", linewidth=0.8)
         axes.set_axisbelow(True)
         axes.tick_params(colors=INK, labelsize=9)
-    distance.set_xlabel("step")
+    (loss, *below)[-1].set_xlabel("step")
     figure.savefig(path)
 
 

@@ -221,10 +221,7 @@ def _parts(part: type) -> dict[str, type]:
         cls = rest.pop(0)
         rest = [*cls.__subclasses__(), *rest]
         theirs = not cls.__module__.startswith(f"{PACKAGE}.") and not cls.__name__.startswith("_")
-        # An interface, also one whose methods have defaults: its variants are the choices. A user's subclass doesn't
-        # take the name from the class that it extends.
-        base = isabstract(cls) or (cls is part and not set(cls.__subclasses__()).isdisjoint(shown))
-        if not base and (theirs or cls in shown):
+        if not isabstract(cls) and (theirs or cls in shown):
             found.setdefault(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower(), cls)
     return found
 

@@ -165,7 +165,7 @@ def _pieces(raw: memoryview) -> Iterator[tuple[memoryview, bytes]]:
 def wanted(found: Any, *known: str) -> str:
     """Return the service that a guest of the same job wants. ValueError for another job or an unknown service."""
     job, wants = (str(found.get(key)) for key in ("job", "wants")) if type(found) is dict else ("", "")
-    if not hmac.compare_digest(job, _job()):
+    if not hmac.compare_digest(job.encode(), _job().encode()):  # as bytes: text must be ASCII
         raise ValueError(f"a guest of another job, or with another {TOKEN}")
     if wants not in known:
         raise ValueError(
