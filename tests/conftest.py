@@ -1,6 +1,7 @@
 """What every test may rely on: one thread per process, no network, a device where its marker asks for one."""
 
 import gc
+import logging
 import os
 import shutil
 import tempfile
@@ -19,6 +20,7 @@ import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
+from lightning_utilities.core import rank_zero
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from tests import fresh, ports, quick, sampled, world
@@ -111,6 +113,19 @@ def leaves_no_world(request: pytest.FixtureRequest) -> Iterator[None]:
     if dist.is_initialized():
         dist.destroy_process_group()
         assert world.allowed, "this test made a process group in the tests' own process: mark it with threads"
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_log() -> Iterator[None]:
+    """Hydra gives the root logger a console and a file, and importing pytorch_lightning makes its logger that of
+    rank_zero_info, for as long as the process lives: later tests would look for messages on the other stream."""
+    root = logging.getLogger()
+    handlers, level, log = root.handlers[:], root.level, rank_zero.log
+    yield
+    rank_zero.log = log
+    for handler in set(root.handlers) - set(handlers):
+        root.removeHandler(handler)
+    root.setLevel(level)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
