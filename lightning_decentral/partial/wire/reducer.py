@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_decentral.shared.compute.buckets import bucket_bytes_of, chunked
 from lightning_decentral.shared.compute.modules import same
 from lightning_decentral.shared.wire.gradients import Average, GradientBucket, Launcher, flag, pack, used
-from lightning_decentral.shared.wire.transport import Transport
+from lightning_decentral.shared.wire.transport import Transport, of_all
 
 Ranks = tuple[int, ...]
 Group = Callable[[Sequence[Sequence[int]] | None], Transport | None]
@@ -222,10 +222,3 @@ class Reducer(Average):
                     f"a gradient appeared below the cut, in segment {segment}, so the network ran differently from the "
                     "first step: keep its forward the same, or train this part with strategy='ddp'"
                 )
-
-
-def of_all(group: Group) -> Transport:
-    """Make a new process group of all workers. Collective."""
-    made = group(None)
-    assert made is not None
-    return made

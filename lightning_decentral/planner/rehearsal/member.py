@@ -24,12 +24,12 @@ from lightning_decentral.shared.compute.codec.codec import Codec, Plain
 from lightning_decentral.shared.compute.device import Future
 from lightning_decentral.shared.updates import Unchecked
 from lightning_decentral.shared.wire.agreement import start_from_worker_0
-from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas, of_all
+from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas
 from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage
 from lightning_decentral.shared.wire.compressed_mean import CompressedMean, ExactMean, FlatMean, InFlight
 from lightning_decentral.shared.wire.meeting.comparison import unasked
 from lightning_decentral.shared.wire.pending import Pending, Together
-from lightning_decentral.shared.wire.transport import Wire
+from lightning_decentral.shared.wire.transport import Wire, of_all
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class ReplicaMember(Member):
         self._module, self._place, self.check, self._equal = module, place, check, EqualReplicas()
 
     def begin(self) -> None:
-        self._equal.begin(self._module, of_all(self._place.wire), unasked, list)
+        self._equal.begin(self._module, of_all(self._place.wire.group), unasked, list)
 
     def mix(self) -> None:
         self._equal.advance(self._module.current_epoch)
@@ -170,7 +170,7 @@ class CodedOfFirst(CompressedMean):
     """Compressed mean that sends codes at once, and reduces them when a worker waits for the mean."""
 
     def __init__(self, codec: Codec, wire: Wire) -> None:
-        super().__init__(codec, of_all(wire), of_all(wire), CPU)
+        super().__init__(codec, of_all(wire.group), of_all(wire.group), CPU)
         self.leaving, self.owning = CallersQueue(at_once=True), CallersQueue(at_once=False)
         self.flight = NotTaken if self.over.rank else InFlight
 
@@ -188,10 +188,9 @@ class AveragingMember(ReplicaMember):
 
     def begin(self) -> None:
         super().begin()
-        wire = self._place.wire
-        hosts = wire.hosts(None)
-        assert hosts is not None
-        self._mean: FlatMean = CodedOfFirst(self._codec, wire) if self._codec.encodes else TotalOfFirst(of_all(wire))
+        wire, encodes = self._place.wire, self._codec.encodes
+        hosts = of_all(wire.hosts)
+        self._mean: FlatMean = CodedOfFirst(self._codec, wire) if encodes else TotalOfFirst(of_all(wire.group))
         self._gradients = GradientAverage(self._mean, hosts, lambda call: call(), self._bucket_bytes)
         self._equal.join(self._gradients)
         self._steps = AveragedSteps(self._gradients, self._module, self.check, lambda came: None)

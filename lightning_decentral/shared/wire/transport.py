@@ -217,6 +217,13 @@ def transport(group: Any, device: torch.device) -> Transport:
     return GlooTransport(group) if device.type == "cpu" else StagedTransport(GlooTransport(group))
 
 
+def of_all(make: Callable[[Disjoint | None], Transport | None]) -> Transport:
+    """Make a new group of all workers, by `Wire.group` or `Wire.hosts`. Collective."""
+    made = make(None)
+    assert made is not None
+    return made
+
+
 @contextmanager
 def world(timeout: timedelta) -> Iterator[None]:
     """Context with the process group that torchrun's variables describe, for programs without Lightning."""

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_decentral.shared.wire.gradients import Average, parts
 from lightning_decentral.shared.wire.meeting.comparison import MakeLayouts, TrainedLayout, TrainingComparison
 from lightning_decentral.shared.wire.objects import gather_objects
-from lightning_decentral.shared.wire.transport import Transport, Wire
+from lightning_decentral.shared.wire.transport import Transport
 
 
 class RunningBuffers:
@@ -79,8 +79,7 @@ class RunningBuffers:
         ]
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are equal, NaN equal to NaN."""
+def _same(a: Tensor, b: Tensor) -> bool:  # NaN equal to NaN
     return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
@@ -143,10 +142,3 @@ class EqualReplicas:
             self._buffers.share((self._average is not None and self._average.any_news()) or look)
             self._sharing = False
         self.updates += 1
-
-
-def of_all(wire: Wire) -> Transport:
-    """Make a new group of all workers. Collective."""
-    made = wire.group(None)
-    assert made is not None
-    return made
