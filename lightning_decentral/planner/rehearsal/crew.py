@@ -102,7 +102,6 @@ class Crew:
 
     @property
     def way(self) -> Way:
-        """Way of computing gradients: one worker after the other, or several at a time."""
         return self._common.way
 
     def _way(self, threads: int) -> Way:
@@ -115,7 +114,6 @@ class Crew:
 
     @property
     def members(self) -> list[Member]:
-        """The workers' parts of the strategy."""
         return [worker.binding.member for worker in self.workers]
 
     @property
@@ -128,7 +126,6 @@ class Crew:
 
     @property
     def learning_rate(self) -> float:
-        """Present learning rate of the first parameter group."""
         return self.workers[0].binding.rates_now()[0]
 
     def __enter__(self) -> "Crew":
@@ -149,7 +146,6 @@ class Crew:
             yield
 
     def train(self, steps: int) -> None:
-        """Train for `steps` further steps."""
         self._to(self._steps + steps)
 
     def drift(self, steps: int) -> None:
@@ -184,7 +180,6 @@ class Crew:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Silence the Trainers' messages on devices and data loaders."""
     logger = logging.getLogger("lightning.pytorch")
     level = logger.level
     logger.setLevel(logging.ERROR)

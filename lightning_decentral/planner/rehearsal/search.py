@@ -63,7 +63,6 @@ class Found:
 
     @property
     def loss(self) -> float:
-        """Last smoothed validation loss."""
         return self.points[-1][1]
 
 
@@ -98,7 +97,6 @@ class SearchCourse:
 
     @property
     def every(self) -> int:
-        """Steps between marks."""
         return max(1, self.steps // MARKS)
 
 
@@ -154,7 +152,6 @@ class Track:
         )
 
     def early(self) -> Early | None:
-        """Measure the disagreement of a crew that is no longer needed; None if its workers are equal, or diverged."""
         if self.crew.alike or self.diverged:
             return None
         learning_rate, excess = self.crew.learning_rate, excess_now(self.crew, self.course.evaluation)
