@@ -95,7 +95,8 @@ def run(options: argparse.Namespace) -> None:
         say(errors, f"{one} is left out: --method {one} rehearses it in addition to ddp")
     module = options.application.build_model(cfg, data.sizes)
     methods = options.method or candidates_of(options, kept, workers, cfg, module, profile, network)
-    configurations = {one: trained_by(options.application, cfg, one, kept) for one in map(words_of, methods)}
+    words = [method if isinstance(method, str) else method.overrides for method in methods]
+    configurations = {one: trained_by(options.application, cfg, one, kept) for one in words}
     found = rehearsal.rehearse(
         module,
         data,
@@ -163,10 +164,6 @@ def command_of(best: rehearsal.Reached | None, overrides: Sequence[str], cfg: Di
     words = [one for one in in_full(best.overrides) if not (rates and one.startswith("optimizer.lr="))]
     where = [f"trainer.num_nodes={best.workers // per_node}", f"trainer.devices={per_node}"]
     return shlex.join([*without_optimizer(overrides, best.overrides), *words, *rates, *where])
-
-
-def words_of(method: str | Candidate) -> str:
-    return method if isinstance(method, str) else method.overrides
 
 
 def trains(method: str) -> bool:

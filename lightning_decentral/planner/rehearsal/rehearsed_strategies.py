@@ -36,7 +36,7 @@ TAKE = "take gossip, compressed, partial_backprop or ddp"
 
 @singledispatch
 def member_of(strategy: object, module: LightningModule, optimizer: Optimizer, at: MemberPlace) -> Member:
-    """Make a worker's member for this strategy, which is only read.
+    """Make a worker's member for this strategy, which is only read; None: workers that send nothing.
 
     Raises:
         ValueError: the strategy can't be rehearsed, or can't serve the number of workers.
@@ -123,12 +123,8 @@ class CutMember(ReplicaMember):
         return self._steps.sent_bytes
 
 
-class SendsNothing:
-    """Stand-in for a strategy: workers that send nothing."""
-
-
 @member_of.register
-def _(strategy: SendsNothing, module: LightningModule, optimizer: Optimizer, at: MemberPlace) -> Member:
+def _(strategy: None, module: LightningModule, optimizer: Optimizer, at: MemberPlace) -> Member:
     return Member()
 
 

@@ -42,7 +42,8 @@ class Found:
         excess: mean of the workers' own losses in the end, less the loss of their mean.
         learning_rates: of each step.
         trained: steps; fewer than were asked for at the target, or where time was over.
-        early: of a rate that was left behind first, where its crew's workers drift.
+        early: of drifting workers at the large learning rate that was left behind first, before a schedule makes steps
+            short: (excess, differences; None where the course doesn't ask, or losses don't show them).
         rates: how many were trained.
     """
 
@@ -54,30 +55,12 @@ class Found:
     excess: float
     learning_rates: tuple[float, ...]
     trained: int
-    early: "Early | None" = None
+    early: tuple[float, Drift | None] | None = None
     rates: int = 1
-
-    def foreseen(self, target: float) -> int | None:
-        """Steps to the target, if it is near, though not reached."""
-        return None if self.steps is not None else beyond(self.points, target)
 
     @property
     def loss(self) -> float:
         return self.points[-1][1]
-
-
-@dataclass(frozen=True)
-class Early:
-    """Measurement of drifting workers at large learning rates, before a schedule makes steps short.
-
-    Args:
-        excess: as of `Found`.
-        drift: the workers' differences; None where the course doesn't ask, or losses don't show them.
-    """
-
-    learning_rate: float
-    excess: float
-    drift: Drift | None
 
 
 @dataclass(frozen=True)
@@ -151,12 +134,11 @@ class Track:
             self.rate, self.reached, tuple(self.points), sent, noise, excess, learning_rates, len(learning_rates)
         )
 
-    def early(self) -> Early | None:
+    def early(self) -> tuple[float, Drift | None] | None:
         if self.crew.alike or self.diverged:
             return None
-        learning_rate, excess = self.crew.learning_rate, excess_now(self.crew, self.course.evaluation)
-        drift = probed(self.crew, self.course.evaluation, self.rate) if self.course.probes else None
-        return Early(learning_rate, excess, drift)
+        excess = excess_now(self.crew, self.course.evaluation)
+        return excess, probed(self.crew, self.course.evaluation, self.rate) if self.course.probes else None
 
 
 def ranked(tracks: Sequence[Track]) -> list[Track]:
@@ -230,7 +212,7 @@ def search(make: Callable[[float], Crew], rates: Sequence[float], course: Search
     """
     with ExitStack() as crews:
         left = tracks = [Track(rate, crews.enter_context(make(rate)), course) for rate in rates]
-        early: Early | None = None
+        early: tuple[float, Drift | None] | None = None
         for rung in rungs(len(rates), course.steps):
             try:
                 for track in left:
