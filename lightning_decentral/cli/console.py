@@ -59,11 +59,7 @@ def refuse_below(least: int, options: Mapping[str, float | None]) -> None:
 
 
 def refuse_unwritable(options: argparse.Namespace, names: Sequence[str]) -> None:
-    """Raise ValueError, before measuring, for a file that can't be written.
-
-    Args:
-        names: options that name files to write.
-    """
+    """Raise ValueError, before measuring, for a file that can't be written, named by one of these options."""
     for name in names:
         if getattr(options, name) is None:
             continue
@@ -91,11 +87,7 @@ def write_text(option: str, path: Path, text: str) -> None:
 
 
 def answer(options: argparse.Namespace, found: Any, *shown: Table | str) -> None:
-    """Print an answer as tables and sentences, or as JSON with --json.
-
-    Args:
-        found: the answer's dataclass, for JSON.
-    """
+    """Print an answer as tables and sentences, or as JSON with --json. `found`: the answer's dataclass, for JSON."""
     if options.json:
         print(json.dumps(dataclasses.asdict(found), default=str, indent=1))
         return

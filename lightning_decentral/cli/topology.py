@@ -55,11 +55,7 @@ def names() -> list[str]:
 
 
 def topology_of(name: str, overrides: list[str]) -> Topology:
-    """Topology by its Hydra name.
-
-    Raises:
-        ValueError: an unknown name or field.
-    """
+    """Topology by its Hydra name. ValueError: an unknown name or field."""
     if name not in names():
         raise ValueError(f"there is no topology {name!r}: {meant(name, names())}use one of {', '.join(names())}")
     fields = [f"strategy.topology.{override}" for override in overrides]
@@ -90,11 +86,7 @@ class Curves:
 
 
 def curves(topology: Topology, size: int) -> Curves:
-    """Compute the curves of two periods, at most `LONGEST` steps.
-
-    Raises:
-        ValueError: the topology can't serve `size` workers.
-    """
+    """Compute the curves of two periods, at most `LONGEST` steps. ValueError: the topology can't serve this size."""
     period = topology.period(size)
     shown = [mixing_matrix(topology, size, step) for step in range(min(period, LONGEST))]
     product, mean, left = np.eye(size), np.full((size, size), 1 / size), [np.eye(size) - 1 / size]
@@ -190,11 +182,8 @@ def _wrapped(line: str) -> str:
 
 
 def draw_topology(topology: Topology, size: int, found: Curves, path: Path) -> None:
-    """Draw the first steps as graphs on a circle, each with its matrix, and the consensus curve.
-
-    Raises:
-        ValueError: no matplotlib, a suffix that it doesn't write, or a folder that isn't there.
-    """
+    """Draw the first steps as graphs on a circle, each with its matrix, and the consensus curve. ValueError: no
+    matplotlib, a suffix that it doesn't write, or a folder that isn't there."""
     steps = min(len(found.matrices), SHOWN_STEPS)
     figure = new_figure(2.4 * max(steps, 3), 7)
     graphs, below = figure.subfigures(2, 1, height_ratios=[5, 3])

@@ -37,11 +37,8 @@ Gradients = list[Tensor | None]
 
 
 def pipelined(module: LightningModule, slicing: Slicing | None, device: torch.device) -> Pipelined:
-    """Return the model that is cut into stages, to be trained on this kind of device.
-
-    Raises:
-        ValueError: the model can't be cut along tokens, but a slicing other than the default was given.
-    """
+    """Return the model that is cut into stages, to be trained on this kind of device. ValueError: the model can't be
+    cut along tokens, but a slicing other than the default was given."""
     model = module.pipeline_stages() if isinstance(module, Staged) else find(module, device)
     if not model.sliceable and slicing not in (None, Planned(), Uniform(1)):
         raise ValueError(
@@ -90,10 +87,7 @@ class StageTraining:
         self, precision: Precision, microbatches: int, wire: Wire | None, args: Any, kwargs: Any
     ) -> Tensor | dict[Any, Any]:
         """Run the whole forward and backward; the returned loss passes the gradients to Lightning's own backward.
-
-        Args:
-            wire: of all workers of all pipelines, which take equal slices.
-        """
+        `wire`: of all workers of all pipelines, which take equal slices."""
         roll = None if wire is None else wire.roll
         scaler = precision.scaler if isinstance(precision, MixedPrecision) else None
         scale = 1.0 if scaler is None else float(scaler.get_scale())

@@ -185,11 +185,8 @@ def share_of(candidate: Candidate, optimizer: str, known: KnownLosses | None) ->
 
 
 def _best(found: Iterable[tuple[Candidate, float, float | None, float]], threshold: float) -> Candidate | None:
-    """Choose a candidate by seconds to the loss among those with a known share; else by seconds of a step.
-
-    Args:
-        found: (candidate, seconds of a step, `ComparedMethod.share`, bytes that it sends).
-    """
+    """Choose a candidate by seconds to the loss among those with a known share; else by seconds of a step. `found`:
+    (candidate, seconds of a step, `ComparedMethod.share`, bytes that it sends)."""
     rows = list(found)
     reaching = sorted((row for row in rows if row[2] not in (None, inf)), key=itemgetter(3))
     if reaching:

@@ -73,11 +73,7 @@ class Composed:
 
 @lru_cache(maxsize=256)  # a map of clusters asks for the same overrides in every cell, and composing takes long
 def composed(overrides: str) -> Composed:
-    """Compose overrides to a strategy and an optimizer.
-
-    Raises:
-        ValueError: an override names something that doesn't exist.
-    """
+    """Compose overrides to a strategy and an optimizer. ValueError: an override names something that doesn't exist."""
     words = overrides.split()
     chosen = {key: value for key, _, value in (one.partition("=") for one in words)}
     whole = "experiment" in chosen  # which chooses a strategy and an optimizer
@@ -101,11 +97,7 @@ def strategy_of(overrides: str) -> Strategy:
 
 @singledispatch
 def method_of(strategy: object, cluster: Cluster, slices: int) -> Method:
-    """Make the forecast of a strategy.
-
-    Raises:
-        ValueError: the strategy has no forecast, or can't serve the cluster.
-    """
+    """Make the forecast of a strategy. ValueError: the strategy has no forecast, or can't serve the cluster."""
     raise ValueError(f"there is no forecast for {type(strategy).__name__}: use one of this package's strategies or ddp")
 
 
@@ -192,11 +184,7 @@ def _refuse_unread(option: str, asked: object, read: object) -> None:
 
 
 def slices_of(slicing: object, slices: int) -> int:
-    """Number of slices that a sequence is cut into.
-
-    Raises:
-        ValueError: their lengths are given.
-    """
+    """Number of slices that a sequence is cut into. ValueError: their lengths are given."""
     match slicing:
         case None | Planned():
             return slices  # measured when the training starts

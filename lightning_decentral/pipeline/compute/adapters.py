@@ -156,14 +156,8 @@ def depth(module: nn.Module) -> int | None:
 
 
 def find(module: nn.Module, device: torch.device = HOST) -> Pipelined:
-    """Find the one model in `module` that a pipeline can cut, and adapt it.
-
-    Args:
-        device: the device that trains the model.
-
-    Raises:
-        ValueError: no such model, several, or one that can't be cut.
-    """
+    """Find the one model in `module` that a pipeline can cut, and adapt it. `device`: the device that trains the model.
+    ValueError: no such model, several, or one that can't be cut."""
     found = known(module)
     if len(found) != 1:
         names = ", ".join(type(part).__name__ for part, _ in found) or "none"

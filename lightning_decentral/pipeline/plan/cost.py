@@ -60,11 +60,8 @@ def _row(tokens: int, context: int) -> np.ndarray:
 
 
 def fit(measurements: Iterable[Measured]) -> CostModel:
-    """Fit the cost model with the least squared relative error.
-
-    Raises:
-        ValueError: fewer than two lengths without context, or fewer than four measurements with context.
-    """
+    """Fit the cost model with the least squared relative error. ValueError: fewer than two lengths without context, or
+    fewer than four measurements with context."""
     alone: dict[int, list[float]] = {}
     with_context = []
     for m in measurements:

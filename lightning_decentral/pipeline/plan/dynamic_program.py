@@ -17,10 +17,7 @@ from lightning_decentral.shared.plan.linear_partition import Costs
 
 def table(boundaries: Sequence[int], seconds: Callable[[int, int], float]) -> Costs:
     """Cost table: [end, start] is seconds(tokens, context) of the piece between two boundaries; else infinite.
-
-    Raises:
-        ValueError: a cost that isn't a positive, finite number.
-    """
+    ValueError: a cost that isn't a positive, finite number."""
     count = len(boundaries)
     costs = np.full((count, count), np.inf)
     for end in range(1, count):
@@ -69,10 +66,7 @@ def cheapest(costs: Costs, bound: float, max_pieces: int) -> Cuts | None:
 
 def over_bounds(candidates: Sequence[float], whole: Callable[[float], Cuts | None], factor: float) -> Cuts | None:
     """Return the cut that attains min over t in candidates of whole(t) + factor * t, exactly; None if no bound works.
-
-    Args:
-        whole: the best cut under bound t; its cost never grows with t.
-    """
+    `whole`: the best cut under bound t; its cost never grows with t."""
     bounds = sorted(set(candidates))
     best: tuple[float, Cuts] | None = None
     intervals = [(0, len(bounds) - 1)]
@@ -95,11 +89,7 @@ def over_bounds(candidates: Sequence[float], whole: Callable[[float], Cuts | Non
 
 def piece_boundaries(length_tokens: int, granularity: int) -> list[int]:
     """Boundaries of pieces of this size, including both ends; the last piece is shorter if the size doesn't divide the
-    length.
-
-    Raises:
-        ValueError: a number below 1.
-    """
+    length. ValueError: a number below 1."""
     at_least_1(length_tokens=length_tokens, granularity=granularity)
     return [*range(0, length_tokens, granularity), length_tokens]
 

@@ -75,11 +75,7 @@ class StageRunner:
         return own, in_step(stages, slices)[self.rank] if queued else two_ahead(own)
 
     def evaluate(self, call: Call, slices: Sequence[int]) -> Tensor:
-        """Return the model's output on every stage. Collective.
-
-        Raises:
-            ValueError: this stage's inputs differ from the last stage's.
-        """
+        """Return the model's output on every stage. Collective. ValueError: its inputs differ from the last stage's."""
         stages = self.schedule.actions(self.size, 1, len(slices))
         forward = [[action for action in actions if action.kind is Kind.FORWARD] for actions in stages]
         with torch.no_grad():

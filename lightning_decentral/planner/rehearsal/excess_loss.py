@@ -59,11 +59,8 @@ class Drift:
     def excess(
         self, strategy: GossipStrategy, workers: int, per_node: int, learning_rate: float | Sequence[float]
     ) -> float:
-        """Excess loss: loss of the workers' own models minus the loss of their mean.
-
-        Args:
-            learning_rate: a number: the mean over a long time at that rate; those of all steps: after the last one.
-        """
+        """Excess loss: loss of the workers' own models minus the loss of their mean. `learning_rate`: a number: the
+        mean over a long time at that rate; those of all steps: after the last one."""
         if isinstance(learning_rate, float):
             spread = (learning_rate / self.learning_rate) ** 2 * self.spread(strategy, workers, per_node)
         else:
@@ -74,11 +71,8 @@ class Drift:
     def spread(
         self, strategy: GossipStrategy, workers: int, per_node: int, sizes: Sequence[float] | None = None
     ) -> float:
-        """mean_i |x_i - mean_j x_j|^2 / (variance of an update), of workers that gossip.
-
-        Args:
-            sizes: of the updates of all steps, after which it is; None: all are 1, and it is the mean over time.
-        """
+        """mean_i |x_i - mean_j x_j|^2 / (variance of an update), of workers that gossip. `sizes`: of the updates of all
+        steps, after which it is; None: all are 1, and it is the mean over time."""
         chance, topology = torch.Generator().manual_seed(0), strategy.topology.placed(per_node)
         shape, rho = (workers, ELEMENTS * len(topology.fragments)), self.correlation
         noise = torch.randn(shape, generator=chance)

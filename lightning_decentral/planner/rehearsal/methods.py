@@ -24,10 +24,7 @@ METHODS = (
 
 def methods_of(known: KnownLosses | None, plan: Comparison | None = None) -> tuple[Candidate, ...]:
     """`ddp`, and those that reach its loss the soonest by the table of known losses; `METHODS` where it knows none.
-
-    Args:
-        plan: of the setting, which has the seconds of a batch, and its choice first; by batches alone without.
-    """
+    `plan`: of the setting, which has the seconds of a batch, and its choice first; by batches alone without."""
     if known is None:
         return METHODS
     if plan is None:

@@ -36,11 +36,8 @@ TAKE = "take gossip, compressed, partial_backprop or ddp"
 
 @singledispatch
 def member_of(strategy: object, module: LightningModule, optimizer: Optimizer, at: MemberPlace) -> Member:
-    """Make a worker's member for this strategy, which is only read; None: workers that send nothing.
-
-    Raises:
-        ValueError: the strategy can't be rehearsed, or can't serve the number of workers.
-    """
+    """Make a worker's member for this strategy, which is only read; None: workers that send nothing. ValueError: the
+    strategy can't be rehearsed, or can't serve the number of workers."""
     raise ValueError(f"{type(strategy).__name__} can't be rehearsed: {TAKE}")
 
 

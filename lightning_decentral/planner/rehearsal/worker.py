@@ -120,10 +120,7 @@ def copies_of(data: Any) -> Callable[[int], Any]:
 
 def data_of(data: LightningDataModule | DataLoader[Any] | None) -> Any:
     """Data that workers get copies of: the loader, or the data module, set up; None: the module has its own loaders.
-
-    Raises:
-        ValueError: a data module asks for a worker's place too soon.
-    """
+    ValueError: a data module asks for a worker's place too soon."""
     if isinstance(data, LightningDataModule):
         data = copy.copy(data)
         data.trainer = AskedTooSoon(data)  # type: ignore[assignment]

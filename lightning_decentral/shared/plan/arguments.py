@@ -68,11 +68,8 @@ class Constructor:
     options: frozenset[str] | None
 
     def one(self, name: str, value: Any, place: str = "") -> Any:
-        """Return the argument's value, converted; ValueError for a value of another kind.
-
-        Args:
-            place: the argument's path in a configuration, for the message.
-        """
+        """Return the argument's value, converted; ValueError for a value of another kind. `place`: the argument's path
+        in a configuration, for the message."""
         kind = self.kinds.get(name)
         if kind is None:
             return value
@@ -88,11 +85,8 @@ class Constructor:
 
 @functools.cache
 def constructor_of(target: Any, made: Callable[..., Any]) -> Constructor:
-    """Return the arguments of a class's constructor, with those of its bases where it passes options on.
-
-    Args:
-        target: a class, or a function, which is its own constructor.
-    """
+    """Return the arguments of a class's constructor, with those of its bases where it passes options on. `target`: a
+    class, or a function, which is its own constructor."""
     parameters = [p for p in inspect.signature(made).parameters.values() if p.name != "self"]
     own = {p.name: p for p in parameters}
     further = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -144,14 +138,8 @@ def shown(value: Any) -> str:
 
 
 def text_of(path: str | Path, remedy: str) -> str:
-    """Read a UTF-8 text file, without a byte order mark.
-
-    Args:
-        remedy: what to do instead, such as "give a trace".
-
-    Raises:
-        ValueError: the file can't be read, or isn't UTF-8.
-    """
+    """Read a UTF-8 text file, without a byte order mark. `remedy`: what to do instead, such as "give a trace".
+    ValueError: the file can't be read, or isn't UTF-8."""
     try:
         return Path(path).read_bytes().decode("utf-8-sig")
     except OSError as error:

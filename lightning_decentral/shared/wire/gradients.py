@@ -161,11 +161,8 @@ class Launcher(Generic[Kind]):
         self.begin(())
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Put hooks on these parameters and on no others; return whether that changed any.
-
-        Raises:
-            ValueError: a parameter has another shape or type than when it got its hook.
-        """
+        """Put hooks on these parameters and on no others; return whether that changed any. ValueError: a parameter has
+        another shape or type than when it got its hook."""
         if parameters:
             self.refuse_changed()
         if set(parameters) == self._hooks.keys():

@@ -65,11 +65,8 @@ class Anatomy:
 
 
 def dissect(module: Any, run: Callable[[KVCache], Any], length: int) -> Anatomy:
-    """Find the parts of a model: `run` runs one forward of `length` tokens and returns its output.
-
-    Raises:
-        Unfit: the model doesn't consist of blocks in one list.
-    """
+    """Find the parts of a model: `run` runs one forward of `length` tokens and returns its output. Unfit: the model
+    doesn't consist of blocks in one list."""
     blocks, to_logits = _blocks(module), module.get_output_embeddings()
     head = next((name for name, part in module.named_modules() if part is to_logits), None)
     if head is None:
@@ -147,12 +144,8 @@ def _routers(module: Any, layers: list[str], results: Mapping[str, Any], output:
 def routing_seen(
     routers: Sequence[Sequence[tuple[nn.Module, Router]]], place: StagePlace, name: str
 ) -> Iterator[dict[int, Tensor]]:
-    """Yield the logits that this stage's routers compute in this context, by their number.
-
-    Args:
-        routers: for each block.
-        name: of the model's class.
-    """
+    """Yield the logits that this stage's routers compute in this context, by their number. `routers`: for each block.
+    `name`: of the model's class."""
     seen: dict[int, Tensor] = {}
     numbered = list(enumerate((i, *found) for i, row in enumerate(routers) for found in row))
     own = [row for row in numbered if place.first_block <= row[1][0] < place.stop_block]

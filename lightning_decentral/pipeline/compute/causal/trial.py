@@ -53,14 +53,8 @@ _lock = Lock()
 
 
 def adapted(module: nn.Module, device: torch.device = HOST) -> CausalModel:
-    """Adapt a model so that it can be cut into stages and slices.
-
-    Args:
-        device: the device that trains the model.
-
-    Raises:
-        ValueError: a small copy gives other results in slices; the text names the difference.
-    """
+    """Adapt a model so that it can be cut into stages and slices. `device`: the device that trains the model.
+    ValueError: a small copy gives other results in slices; the text names the difference."""
     refuse_attention(module, device)
     refuse_unsliceable(module)
     verdict = judged(type(module), vars(module)["config"], device)

@@ -35,10 +35,7 @@ class RunningBuffers:
     @torch.no_grad()
     def share(self, look: bool) -> None:
         """Broadcast the shared buffers. Collective. With `look`, find first which more have changed, or are new.
-
-        Raises:
-            RuntimeError: on all workers, where only some workers have a new buffer.
-        """
+        RuntimeError: on all workers, where only some workers have a new buffer."""
         # To walk through all modules takes longer than many a model's gradients take to be averaged.
         buffers = dict(self._module.named_buffers()) if look or self._names else {}
         new: list[str] = []
