@@ -152,7 +152,7 @@ def split(overrides: list[str]) -> tuple[list[str], list[int]]:
 
 
 def command_of(best: rehearsal.Reached | None, overrides: Sequence[str], cfg: DictConfig, per_node: int) -> str | None:
-    """Overrides for `recipes/train.py` that train with the best method, at its learning rate; `cfg` has its optimizer."""
+    """Overrides for `recipes/train.py` that train with the best method at its learning rate; `cfg` is its own."""
     if best is None:
         return None
     rate = cfg.optimizer.get("lr") if best.rate != 1 else None

@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -18,11 +18,8 @@ from lightning_decentral.pipeline.wire.stage_runner import StageRunner
 CALL = inspect.signature(LightningModule.log)
 
 
-class Logged(NamedTuple):
-    """One call of `self.log`."""
-
-    name: str
-    options: dict[str, Any]
+Logged = tuple[str, dict[str, Any]]
+"""One call of `self.log`: its name and options."""
 
 
 class Logs:
@@ -66,14 +63,14 @@ class Logs:
                 "pipeline updates the metric: log its value instead"
             )
         options = {key: option for key, option in given.items() if key not in ("self", "name", "value")}
-        self._calls[microbatch].append(Logged(name, options))
+        self._calls[microbatch].append((name, options))
         # A copy: the user may change the value later.
         self.values[microbatch].append(torch.as_tensor(value).detach().clone().reshape(()))
 
     def columns(self) -> list[tuple[Tensor, ...]]:
         """List each logged value's column: its values for all micro-batches. ValueError: the step logs different names
         for two micro-batches."""
-        names = [[logged.name for logged in calls] for calls in self._calls]
+        names = [[name for name, _ in calls] for calls in self._calls]
         odd = next((row for row in names if row != names[-1]), names[-1])
         if odd != names[-1]:
             raise ValueError(

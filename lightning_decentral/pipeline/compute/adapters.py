@@ -21,12 +21,8 @@ from lightning_decentral.shared.plan.profile import BlockCost
 
 @dataclass(frozen=True)
 class Block:
-    """One block of a `Chain`: the modules that it consists of, and its forward.
-
-    Args:
-        parts: the modules that the block consists of; other stages leave them out.
-        run: the block's forward; usually the only part itself.
-    """
+    """One block of a `Chain`: the modules of which it consists, and which other stages leave out, and its forward,
+    usually the only module itself."""
 
     parts: tuple[nn.Module, ...]
     run: Callable[[Tensor], Tensor]

@@ -14,11 +14,7 @@ from torch._compile import _disable_dynamo  # as torch's optimizers; torch.compi
 
 
 class LayerRows:
-    """Keys, or values, of one layer for one micro-batch: [..., length, head].
-
-    Args:
-        length: tokens of the whole sequence.
-    """
+    """Keys, or values, of one layer for one micro-batch, for `length` tokens in all: [..., length, head]."""
 
     def __init__(self, length: int) -> None:
         self.rows: Tensor | None = None

@@ -53,11 +53,7 @@ class StagePlace:
 
 
 class Pipelined(ABC):
-    """Interface of a model that can be cut into stages.
-
-    Args:
-        module: the model that the user's step calls, once.
-    """
+    """Interface of a model that can be cut into stages. `module`: the model that the user's step calls, once."""
 
     sliceable: bool  # True where a sequence may be cut into slices.
 

@@ -105,12 +105,8 @@ Edges = Mapping[tuple[Kind, int], Edge]  # Edges of one stage: (direction, neigh
 
 
 class Channel:
-    """Sends and receives one stage's messages to and from its neighbours during one step.
-
-    Args:
-        edges: of this stage; empty without neighbours.
-        shapes: of each forward message, by (micro-batch, slice, sending stage).
-    """
+    """Sends and receives one stage's messages to and from its neighbours during one step. `edges`: of this stage; empty
+    without neighbours. `shapes`: of each forward message, by (micro-batch, slice, sending stage)."""
 
     def __init__(
         self,

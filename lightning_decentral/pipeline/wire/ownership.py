@@ -20,12 +20,8 @@ Form = tuple[tuple[int, ...], torch.dtype, bool]  # Shape, type, and whether it 
 
 
 class Ownership:
-    """Tracks which parameters of a module this stage has, and which other stages share them.
-
-    Args:
-        module: the whole module, which contains the pipelined model.
-        over: the stages of this pipeline; None: a single stage.
-    """
+    """Tracks which parameters of a module this stage has, and which other stages share them. `module`: the whole
+    module, which contains the pipelined model. `over`: the stages of this pipeline; None: a single stage."""
 
     def __init__(self, module: nn.Module, model: Pipelined, place: StagePlace, over: Transport | None) -> None:
         self._module, self._model, self._over = module, model, over

@@ -190,11 +190,7 @@ def clock(device: torch.device) -> Clock:
 
 
 class SlicePlanner:
-    """Plans the slices for each micro-batch size and sequence length.
-
-    Args:
-        schedule: the schedule for which slices are planned.
-    """
+    """Plans the slices for each micro-batch size and sequence length, under one schedule."""
 
     def __init__(self, schedule: Schedule, microbatches: int) -> None:
         self._schedule, self.microbatches = schedule, microbatches

@@ -65,12 +65,8 @@ class Found:
 
 @dataclass(frozen=True)
 class SearchCourse:
-    """Settings that all rates and seeds are trained with: steps, target and evaluation.
-
-    Args:
-        tick: called at each mark; what it raises ends the search.
-        probes: whether workers that drift are probed, where a rate is left behind.
-    """
+    """Settings that all rates and seeds are trained with: steps, target and evaluation. `tick`: called at each mark;
+    what it raises ends the search. `probes`: whether workers that drift are probed, where a rate is left behind."""
 
     steps: int
     target: float

@@ -112,11 +112,7 @@ class WorkersBarrier(Barrier):
 
 
 class Quota:
-    """Number of steps that each worker may take; a worker that has taken them waits for more.
-
-    Attributes:
-        allowed: number of steps in total.
-    """
+    """Number of steps that each worker may take, `allowed` in total; a worker that has taken them waits for more."""
 
     def __init__(self, turn: ThreadTurn, workers: int) -> None:
         self._turn, self._changed = turn, Condition()
@@ -193,10 +189,7 @@ def map_on_threads(call: Callable[..., Result], first: Sequence[Any], *others: S
 
 class Abreast(Way):
     """Computes gradients of several workers at a time: all meet in their step, compute without turns, and meet again.
-
-    Raises:
-        ValueError: a step drew random numbers meanwhile, which can't be assigned to workers.
-    """
+    ValueError: a step drew random numbers meanwhile, which can't be assigned to workers."""
 
     def __init__(self, name: str, workers: int, turn: OwnTurn, threads: int) -> None:
         self._name, self._turn, self._places, self._step = name, turn, Semaphore(threads), -1

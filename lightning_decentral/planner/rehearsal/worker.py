@@ -45,14 +45,8 @@ class KeepsNothing(DummyLogger):
 
 
 class RehearsedWorker:
-    """Worker of a rehearsal, which trains its own copy of the module with a Trainer.
-
-    Attributes:
-        error: error that ended the worker.
-
-    Raises:
-        ValueError: the module optimizes by hand.
-    """
+    """Worker of a rehearsal, which trains its own copy of the module with a Trainer until an `error` ends it.
+    ValueError: the module optimizes by hand."""
 
     def __init__(self, module: LightningModule, data: Any, place: MemberPlace, common: Common) -> None:
         if not module.automatic_optimization:

@@ -102,12 +102,6 @@ class GradientBucket:
                 parameter.grad = torch.empty_like(parameter).copy_(mean)
 
 
-def at_the_end(loss: Tensor, call: Callable[[], None]) -> None:
-    """Run the call at the end of the next backward pass of `loss`, before other code sees the gradients."""
-    # Only within a backward can its end be waited for.
-    loss.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(call))
-
-
 class Average:
     """Base class of averages of gradients, whose workers also report what they used, and whether they have news."""
 
@@ -143,11 +137,8 @@ Kind = TypeVar("Kind", bound=GradientBucket)
 
 
 class Launcher(Generic[Kind]):
-    """Sends buckets in order, each as soon as its gradients and those of earlier buckets are complete.
-
-    Raises:
-        RuntimeError: in the backward pass, where a gradient grows again after it was sent.
-    """
+    """Sends buckets in order, each as soon as its gradients and those of earlier buckets are complete. RuntimeError: in
+    the backward pass, where a gradient grows again after it was sent."""
 
     def __init__(self, launch: Callable[[Kind], None], first: Callable[[], None] = lambda: None) -> None:
         self.paused = False  # gradients are only accumulated meanwhile
