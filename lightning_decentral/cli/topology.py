@@ -66,22 +66,16 @@ def topology_of(name: str, overrides: list[str]) -> Topology:
 
 @dataclass(frozen=True)
 class Curves:
-    """Mixing matrices and consensus curves of a topology on `size` workers.
+    """Mixing matrices and consensus curves of a topology on `size` workers."""
 
-    Args:
-        matrices: mixing matrices of a period, at most `LONGEST` steps.
-        gaps: 1 - the second largest |eigenvalue| of each matrix.
-        distances: ||W_t ... W_0 - 1 1^T / n||_2 after each step: the largest share of their distance from the mean that
-            workers may still have; step 0 is before any.
-        typical: ||W_t ... W_0 - 1 1^T / n||_F / sqrt(n - 1): that share (root mean square) for a random start.
-        exact: steps to exact consensus, None: never.
-    """
-
-    matrices: tuple[Matrix, ...]
-    gaps: tuple[float, ...]
+    matrices: tuple[Matrix, ...]  # mixing matrices of a period, at most `LONGEST` steps
+    gaps: tuple[float, ...]  # 1 - the second largest |eigenvalue| of each matrix
+    # ||W_t ... W_0 - 1 1^T / n||_2 after each step: the largest share of their distance from the mean that workers may
+    # still have; step 0 is before any.
     distances: tuple[float, ...]
+    # ||W_t ... W_0 - 1 1^T / n||_F / sqrt(n - 1): that share (root mean square) for a random start.
     typical: tuple[float, ...]
-    exact: int | None
+    exact: int | None  # steps to exact consensus, None: never
     gap_per_step: float
 
 

@@ -52,10 +52,6 @@ def pipelined(module: LightningModule, slicing: Slicing | None, device: torch.de
 class StageTraining:
     """Trains one stage of the pipeline on this worker.
 
-    Args:
-        slicing: where sequences are cut; None: `Planned()`. A model without tokens has one slice.
-        summary: the plan as text, logged on worker 0 for each new plan.
-
     Attributes:
         average: turns this stage's gradients into those that the optimizer gets; collective over replicas.
         spans: when each action of the latest step computed.
@@ -69,8 +65,8 @@ class StageTraining:
         holdings: Ownership,
         plans: SlicePlanner,
         *,
-        slicing: Slicing | None,
-        summary: Callable[[], Mapping[str, str]],
+        slicing: Slicing | None,  # where sequences are cut; None: `Planned()`. A model without tokens has one slice
+        summary: Callable[[], Mapping[str, str]],  # the plan as text, logged on worker 0 for each new plan
     ) -> None:
         self.pipe, self.holdings = pipe, holdings
         self._module, self._plans, self._summary = module, plans, summary

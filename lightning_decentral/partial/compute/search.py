@@ -63,14 +63,10 @@ def search(
     module: nn.Module,
     cuts: Cuts,
     balance: Balance,
-    run_of: Callable[[nn.Module], Run],
-    decide: Decide = by_itself,
+    run_of: Callable[[nn.Module], Run],  # copy -> function to its loss on a small batch, the same each time
+    decide: Decide = by_itself,  # agrees with other workers, which all search alike and in the same order
 ) -> CutPlan:
     """Find and verify cuts of `module`; all runs use a copy, and nothing of the module changes.
-
-    Args:
-        run_of: maps the copy to a function that returns its loss on a small batch, the same each time.
-        decide: agrees with other workers, which all search: they run alike, equally often and in the same order.
 
     Raises:
         ValueError: an unknown name, more cuts than blocks, a cut that fails the verification, no chain of blocks; a

@@ -82,23 +82,16 @@ class Recompute(Activations):
 
 
 class Stage:
-    """Runs forward and backward of one stage, chunk by chunk, in one step.
-
-    Args:
-        model: after `keep(place)`.
-        calls: one for each micro-batch.
-        slices: lengths in tokens; `(1,)` for a model without a token axis.
-        weights: computes weight gradients if the schedule splits backwards; None: in the backward.
-    """
+    """Runs forward and backward of one stage, chunk by chunk, in one step."""
 
     def __init__(
         self,
-        model: Pipelined,
+        model: Pipelined,  # after `keep(place)`
         place: StagePlace,
-        calls: Sequence[Call],
-        slices: Sequence[int],
+        calls: Sequence[Call],  # one for each micro-batch
+        slices: Sequence[int],  # lengths in tokens; `(1,)` for a model without a token axis
         activations: Activations,
-        weights: SplitWeights | None = None,
+        weights: SplitWeights | None = None,  # if the schedule splits backwards; None: in the backward
     ) -> None:
         self.place, self.calls = place, calls
         self.bounds = list(pairwise(accumulate(slices, initial=0)))

@@ -48,18 +48,12 @@ COUNTS = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True)
 class MeasuredSteps:
-    """Measurements of one step of all stages, repeated several times.
-
-    Args:
-        seconds: the median of the steps.
-        own: processor seconds of each action, the mean.
-        loss_seconds: the loss's part of `own`.
-    """
+    """Measurements of one step of all stages, repeated several times."""
 
     slices: tuple[int, ...]
-    seconds: float
-    own: Mapping[Action, float]
-    loss_seconds: float
+    seconds: float  # the median of the steps
+    own: Mapping[Action, float]  # processor seconds of each action, the mean
+    loss_seconds: float  # the loss's part of `own`
 
     def stretch(self, actions: Sequence[Sequence[Action]], links: Sequence[Link]) -> float:
         """Return w_S; messages that were measured to take longer than the step count as free."""

@@ -36,30 +36,19 @@ LOOK = 10  # Steps from one look at the noise of gradients to the next.
 
 @dataclass
 class Common:
-    """State that the workers of a crew share.
+    """State that the workers of a crew share."""
 
-    Args:
-        strategy: strategy to rehearse, only read.
-        look: barrier, in some steps, at which the noise of equal workers' gradients is measured.
-        meet: barrier of all workers.
-        folder: folder for files that a module writes into its logger's folder.
-
-    Attributes:
-        way: how gradients are computed.
-        mixes: whether workers that drift have rounds.
-    """
-
-    strategy: object
+    strategy: object  # strategy to rehearse, only read
     loop: LoopSettings
     boxes: Mailboxes
     turn: OwnTurn
     quota: Quota
-    look: WorkersBarrier
-    meet: WorkersBarrier
-    folder: str
+    look: WorkersBarrier  # barrier, in some steps, at which the noise of equal workers' gradients is measured
+    meet: WorkersBarrier  # barrier of all workers
+    folder: str  # folder for files that a module writes into its logger's folder
     world: ThreadsWorld = field(default_factory=ThreadsWorld)
-    way: Way = field(default_factory=Way)
-    mixes: bool = True
+    way: Way = field(default_factory=Way)  # how gradients are computed
+    mixes: bool = True  # whether workers that drift have rounds
 
     def close(self) -> None:
         for part in (self.quota, self.boxes, self.look, self.meet, self.way):

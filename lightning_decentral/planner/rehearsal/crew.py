@@ -36,13 +36,6 @@ from lightning_decentral.shared.wire.in_process import Mailboxes, in_process_bro
 class Crew:
     """Trains copies of a module, which doesn't change, as workers on one device; `with` ends their threads.
 
-    Args:
-        batches: (rank) -> data for `Trainer.fit`, or the rank's batches in order.
-        strategy: strategy to rehearse, only read.
-        steps: steps of the whole rehearsal, for settings that are a share of it.
-        per_node: workers on a node, for topologies that depend on it.
-        threads: number of threads that compute gradients, if the strategy allows it and steps draw no random numbers.
-
     Attributes:
         alike: whether workers stay equal.
         losses: losses of each step [workers], each worker's on its batch, before the update.
@@ -56,14 +49,14 @@ class Crew:
     def __init__(
         self,
         module: LightningModule,
-        batches: Callable[[int], Any],
-        strategy: object,
+        batches: Callable[[int], Any],  # (rank) -> data for `Trainer.fit`, or the rank's batches in order
+        strategy: object,  # strategy to rehearse, only read
         workers: int,
-        steps: int,
+        steps: int,  # steps of the whole rehearsal, for settings that are a share of it
         *,
-        per_node: int = 1,
+        per_node: int = 1,  # workers on a node, for topologies that depend on it
         loop: LoopSettings | None = None,
-        threads: int = 1,
+        threads: int = 1,  # that compute gradients, if the strategy allows it and steps draw no random numbers
     ) -> None:
         described(module)  # as at the set-up of a run
         refuse_shared(module)  # a copy parts what shares memory

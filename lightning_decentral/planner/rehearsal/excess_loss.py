@@ -38,23 +38,14 @@ LARGEST = 0.99  # Largest correlation.
 
 @dataclass(frozen=True)
 class Drift:
-    """Differences between workers that train without messages, as a probe measured them.
+    """Differences between workers that train without messages, as a probe measured them."""
 
-    Args:
-        variance: variance of a worker's update, summed over the parameters.
-        correlation: correlation of an update with the update before.
-        curvature: curvature of the loss along the workers' differences.
-        magnitude: size of a parameter in units of its update's standard deviation, for codecs of parameters.
-        learning_rate: learning rate of these updates.
-        rate: factor of all learning rates.
-    """
-
-    variance: float
-    correlation: float
-    curvature: float
-    magnitude: float
-    learning_rate: float
-    rate: float
+    variance: float  # variance of a worker's update, summed over the parameters
+    correlation: float  # correlation of an update with the update before
+    curvature: float  # curvature of the loss along the workers' differences
+    magnitude: float  # size of a parameter in units of its update's standard deviation, for codecs of parameters
+    learning_rate: float  # learning rate of these updates
+    rate: float  # factor of all learning rates
 
     def excess(
         self, strategy: GossipStrategy, workers: int, per_node: int, learning_rate: float | Sequence[float]

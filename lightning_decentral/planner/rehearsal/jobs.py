@@ -36,16 +36,10 @@ PAIRS, LONG_SECONDS = 7, 1.0
 
 @dataclass(frozen=True)
 class Ask:
-    """Arguments that all methods share, as of `rehearse`.
-
-    Args:
-        data: data that workers get copies of.
-        threads: number of threads that compute gradients, by the number of workers.
-        modules: modules of methods with an optimizer of their own, by overrides.
-    """
+    """Arguments that all methods share, as of `rehearse`."""
 
     module: LightningModule
-    data: Any
+    data: Any  # data that workers get copies of
     course: SearchCourse
     rates: tuple[float, ...]
     seeds: int
@@ -55,8 +49,8 @@ class Ask:
     per_node: int
     clip: float | None
     device: torch.device
-    threads: Mapping[int, int] = field(default_factory=dict)
-    modules: Mapping[str, LightningModule] = field(default_factory=dict)
+    threads: Mapping[int, int] = field(default_factory=dict)  # that compute gradients, by the number of workers
+    modules: Mapping[str, LightningModule] = field(default_factory=dict)  # of methods with an optimizer of their own
 
     def module_of(self, method: Candidate) -> LightningModule:
         return self.modules.get(method.overrides, self.module)

@@ -34,26 +34,17 @@ from lightning_decentral.shared.wire.transport import Wire, of_all
 
 @dataclass(frozen=True)
 class MemberPlace:
-    """One worker's rank among those of this process, and its means to communicate.
-
-    Args:
-        broadcast: sends worker 0's value to all.
-        meet: barrier of all workers.
-        in_turn: makes workers go on one after the other until the next step, if threads compute gradients.
-        per_node: workers on a node.
-        steps: steps of the whole rehearsal.
-        device: device of the worker.
-    """
+    """One worker's rank among those of this process, and its means to communicate."""
 
     wire: Wire
-    broadcast: Callable[[Any], Any]
-    meet: Callable[[], None]
-    in_turn: Callable[[], None]
+    broadcast: Callable[[Any], Any]  # sends worker 0's value to all
+    meet: Callable[[], None]  # barrier of all workers
+    in_turn: Callable[[], None]  # makes workers go on one by one until the next step, if threads compute gradients
     worker: int
     workers: int
-    per_node: int
-    steps: int
-    device: torch.device = CPU
+    per_node: int  # workers on a node
+    steps: int  # steps of the whole rehearsal
+    device: torch.device = CPU  # device of the worker
 
 
 class Member:

@@ -31,32 +31,20 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Found:
-    """Result of a method for one seed.
+    """Result of a method for one seed."""
 
-    Args:
-        rate: factor of the learning rates.
-        steps: steps to the target; None if the target wasn't reached.
-        points: (step, validation loss), smoothed.
-        sent_bytes: of all workers in a step, mean of the steps.
-        noise: of the gradients, in batches of a worker; None where workers drift.
-        excess: mean of the workers' own losses in the end, less the loss of their mean.
-        learning_rates: of each step.
-        trained: steps; fewer than were asked for at the target, or where time was over.
-        early: of drifting workers at the large learning rate that was left behind first, before a schedule makes steps
-            short: (excess, differences; None where the course doesn't ask, or losses don't show them).
-        rates: how many were trained.
-    """
-
-    rate: float
-    steps: int | None
-    points: tuple[Point, ...]
-    sent_bytes: float
-    noise: float | None
-    excess: float
-    learning_rates: tuple[float, ...]
-    trained: int
+    rate: float  # factor of the learning rates
+    steps: int | None  # steps to the target; None if the target wasn't reached
+    points: tuple[Point, ...]  # (step, validation loss), smoothed
+    sent_bytes: float  # of all workers in a step, mean of the steps
+    noise: float | None  # of the gradients, in batches of a worker; None where workers drift
+    excess: float  # mean of the workers' own losses in the end, less the loss of their mean
+    learning_rates: tuple[float, ...]  # of each step
+    trained: int  # steps; fewer than were asked for at the target, or where time was over
+    # Of drifting workers at the large learning rate that was left behind first, before a schedule makes steps short:
+    # (excess, differences; None where the course doesn't ask, or losses don't show them).
     early: tuple[float, Drift | None] | None = None
-    rates: int = 1
+    rates: int = 1  # how many were trained
 
     @property
     def loss(self) -> float:

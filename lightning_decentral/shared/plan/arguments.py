@@ -52,20 +52,13 @@ def checked(cls: Class) -> Class:
 
 @dataclass(frozen=True)
 class Constructor:
-    """Arguments that a constructor takes.
-
-    Args:
-        places: names of the parameters that may be positional, in order.
-        kinds: kinds of the parameters, by name.
-        defaults: remedies that name the default, by name of the parameter.
-        options: names of all parameters; None where the constructor passes others on.
-    """
+    """Arguments that a constructor takes."""
 
     owner: str
-    places: tuple[str, ...]
-    kinds: Mapping[str, ArgumentKind]
-    defaults: Mapping[str, str]
-    options: frozenset[str] | None
+    places: tuple[str, ...]  # names of the parameters that may be positional, in order
+    kinds: Mapping[str, ArgumentKind]  # kinds of the parameters, by name
+    defaults: Mapping[str, str]  # remedies that name the default, by name of the parameter
+    options: frozenset[str] | None  # names of all parameters; None where the constructor passes others on
 
     def one(self, name: str, value: Any, place: str = "") -> Any:
         """Return the argument's value, converted; ValueError for a value of another kind. `place`: the argument's path

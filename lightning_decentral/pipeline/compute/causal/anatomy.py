@@ -22,42 +22,25 @@ from lightning_decentral.pipeline.compute.model import StagePlace
 
 @dataclass(frozen=True)
 class Router:
-    """Router of experts in a block, whose logits the model's own loss uses (`output_router_logits`).
+    """Router of experts in a block, whose logits the model's own loss uses (`output_router_logits`)."""
 
-    Args:
-        kind: name of its class: blocks without experts may have another module at its path.
-        index: position of the logits in its result; None: the result is the logits.
-        width: the configuration's name for the number of experts.
-    """
-
-    kind: str
-    index: int | None
-    width: str
+    kind: str  # name of its class: blocks without experts may have another module at its path
+    index: int | None  # position of the logits in its result; None: the result is the logits
+    width: str  # the configuration's name for the number of experts
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """Paths of the parts of a causal language model.
+    """Paths of the parts of a causal language model."""
 
-    Args:
-        blocks: path of their list.
-        head: path of the map to logits.
-        before: paths of modules with parameters that are called before the first block.
-        after: paths of those called after the last block, including the head.
-        returned: what a block returns in addition to the hidden state; None: it returns the hidden state alone.
-        routers: by their path within a block.
-        output: class of the result of the module that has the blocks.
-        remembering: whether every block keeps keys and values.
-    """
-
-    blocks: str
-    head: str
-    before: tuple[str, ...]
-    after: tuple[str, ...]
-    returned: int | None
-    routers: Mapping[str, Router]
-    output: type
-    remembering: bool
+    blocks: str  # path of their list
+    head: str  # path of the map to logits
+    before: tuple[str, ...]  # paths of modules with parameters that are called before the first block
+    after: tuple[str, ...]  # paths of those called after the last block, including the head
+    returned: int | None  # what a block returns besides the hidden state; None: it returns the hidden state alone
+    routers: Mapping[str, Router]  # by their path within a block
+    output: type  # class of the result of the module that has the blocks
+    remembering: bool  # whether every block keeps keys and values
 
     @property
     def inner(self) -> str:
