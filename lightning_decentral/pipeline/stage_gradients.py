@@ -50,13 +50,7 @@ def pipelined(module: LightningModule, slicing: Slicing | None, device: torch.de
 
 
 class StageTraining:
-    """Trains one stage of the pipeline on this worker.
-
-    Attributes:
-        average: turns this stage's gradients into those that the optimizer gets; collective over replicas.
-        spans: when each action of the latest step computed.
-        seconds: of the latest step's forward and backward on this stage, including waits.
-    """
+    """Trains one stage of the pipeline on this worker."""
 
     def __init__(
         self,
@@ -70,11 +64,12 @@ class StageTraining:
     ) -> None:
         self.pipe, self.holdings = pipe, holdings
         self._module, self._plans, self._summary = module, plans, summary
+        # Turns this stage's gradients into those that the optimizer gets; collective over replicas.
         self.average: Callable[[Gradients, Sequence[nn.Parameter]], Gradients] = Bond().gradients
         self._slicing = (slicing or Planned()) if pipe.model.sliceable else Uniform(1)
         self._logs = Logs(module)
-        self.spans: dict[Action, Span] = {}
-        self.seconds = 0.0
+        self.spans: dict[Action, Span] = {}  # when each action of the latest step computed
+        self.seconds = 0.0  # of the latest step's forward and backward on this stage, including waits
         blocks = pipe.place.stop_block - pipe.place.first_block
         held = f"{blocks} blocks, {sum(p.numel() for p in holdings.kept):,} parameters"
         plans.stages = pipe.gather(held)

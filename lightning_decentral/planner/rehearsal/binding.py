@@ -72,15 +72,8 @@ class Park(Callback):
 
 
 class Binding(DDPStrategy):
-    """Lightning strategy of one rehearsed worker; the module isn't wrapped.
-
-    Attributes:
-        losses: loss of each step, on the worker's own batch, before the update.
-        learning_rates: learning rate of each step, of the first parameter group.
-
-    Raises:
-        ValueError: at set-up, the module or the strategy can't be rehearsed.
-    """
+    """Lightning strategy of one rehearsed worker; the module isn't wrapped. ValueError: at set-up, the module or the
+    strategy can't be rehearsed."""
 
     member: Member
 
@@ -88,8 +81,8 @@ class Binding(DDPStrategy):
         super().__init__()
         self._place, self._common = place, common
         self._group = InProcessGroup(InProcessTransport(common.boxes, "default", place.worker, place.workers))
-        self.losses: list[Tensor] = []
-        self.learning_rates: list[float] = []
+        self.losses: list[Tensor] = []  # of each step, on the worker's own batch, before the update
+        self.learning_rates: list[float] = []  # of each step, of the first parameter group
 
     # ---- the place --------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import tempfile
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from threading import BrokenBarrierError, Thread
 from typing import Any
 
@@ -33,14 +33,8 @@ from lightning_decentral.shared.compute.layout import described, refuse_shared
 from lightning_decentral.shared.wire.in_process import Mailboxes, in_process_broadcast, in_process_wire
 
 
-class Crew:
+class Crew(AbstractContextManager["Crew"]):
     """Trains copies of a module, which doesn't change, as workers on one device; `with` ends their threads.
-
-    Attributes:
-        alike: whether workers stay equal.
-        losses: losses of each step [workers], each worker's on its batch, before the update.
-        learning_rates: learning rate of each step, of the first parameter group.
-        noise: noise scale of the gradients of workers that stay equal.
 
     Raises:
         ValueError: the module or the strategy can't be rehearsed.
@@ -69,7 +63,7 @@ class Crew:
         self._tidy = weakref.finalize(self, shutil.rmtree, folder, True)
         self._common = Common(strategy, loop, boxes, turn, Quota(turn, workers), look, meet, folder)
         self._boxes, self._steps, self.device = boxes, 0, loop.device
-        self.losses: list[Tensor] = []
+        self.losses: list[Tensor] = []  # of each step [workers], each worker's on its batch, before the update
 
         def placed(rank: int) -> MemberPlace:
             wire, hands = in_process_wire(boxes, rank, workers), in_process_broadcast(boxes, rank, workers)
@@ -110,7 +104,7 @@ class Crew:
         return [worker.binding.member for worker in self.workers]
 
     @property
-    def alike(self) -> bool:
+    def alike(self) -> bool:  # whether workers stay equal
         return not any(member.drifts for member in self.members)
 
     @property
@@ -120,9 +114,6 @@ class Crew:
     @property
     def learning_rate(self) -> float:
         return self.workers[0].binding.rates_now()[0]
-
-    def __enter__(self) -> "Crew":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._common.close()

@@ -51,18 +51,11 @@ class Member:
     """Base of a worker's side of a strategy, called in the order of Lightning's loop; this base sends nothing.
 
     Every call except `forward` and `backward` is collective: all workers call it, each in its thread.
-
-    Attributes:
-        drifts: whether workers differ after an update.
-        concurrent: whether the strategy does nothing within a step, so that steps of several workers may be computed
-            at a time.
-        check: the strategy's check of gradients before an update.
-        sent_bytes: bytes sent by this worker so far.
     """
 
-    drifts: ClassVar[bool] = True
-    concurrent: ClassVar[bool] = True
-    check: Unchecked = Unchecked()
+    drifts: ClassVar[bool] = True  # whether workers differ after an update
+    concurrent: ClassVar[bool] = True  # whether a step does nothing of the strategy's, so that several may be at work
+    check: Unchecked = Unchecked()  # the strategy's check of gradients before an update
 
     def begin(self) -> None:
         """Prepare the first step."""
