@@ -18,8 +18,7 @@ from lightning_decentral.pipeline.wire.stage_runner import StageRunner
 CALL = inspect.signature(LightningModule.log)
 
 
-Logged = tuple[str, dict[str, Any]]
-"""One call of `self.log`: its name and options."""
+Logged = tuple[str, dict[str, Any]]  # One call of `self.log`: its name and options.
 
 
 class Logs:
@@ -30,8 +29,7 @@ class Logs:
         self._known: dict[int, tuple[list[Logged], list[Any]]] = {}
         self._calls: list[list[Logged]] = []
         self._others: list[dict[Any, Any]] = []
-        self.values: list[list[Tensor]] = []
-        """[micro-batch]: logged scalars, which no host reads here."""
+        self.values: list[list[Tensor]] = []  # [micro-batch]: logged scalars, which no host reads here.
 
     def begin(self, microbatches: int) -> None:
         self._calls, self._others = [[] for _ in range(microbatches)], []
@@ -47,7 +45,6 @@ class Logs:
             del self._module.log  # the class's own again
 
     def returned(self, result: Any) -> Any:
-        """Return the loss from a step's result, and keep the result's other values."""
         if not isinstance(result, Mapping):
             return result
         # Detached: a graph would keep the micro-batch's activations.
@@ -81,7 +78,6 @@ class Logs:
 
     @property
     def signature(self) -> int:
-        """A checksum of the names and options that the last step logged."""
         # Not `hash`, which differs between processes.
         return zlib.crc32(repr((self._calls[-1], self._keys)).encode())
 
