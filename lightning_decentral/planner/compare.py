@@ -120,12 +120,8 @@ def plan(
     like: str | None = None,  # kind of the model, a key of `known_losses.RECIPES`; by default the profile's recipe
     say: Callable[[str], None] = lambda text: None,  # called with the title of each candidate before its forecast
 ) -> Comparison:
-    """Compare the forecasts of all candidates in a setting.
-
-    Raises:
-        ValueError: overrides in `also` that can't be composed; nothing measured between nodes; an optimizer whose cost
-            the profile doesn't give.
-    """
+    """Compare the forecasts of all candidates in a setting. ValueError: overrides in `also` that can't be composed;
+    nothing measured between nodes; an optimizer whose cost the profile doesn't give."""
     profiled = setting.model
     if optimizer is not None:
         setting = replace(setting, model=trained_with(profiled, optimizer))

@@ -205,10 +205,7 @@ def within_of(island: Island) -> Within:
 def encoding_of(codec: Codec, copies: float = 1, cliques: Cliques = Cliques.PEERS) -> Encoding:
     """Make the costs of a codec: bytes by its own formula for float32. If the profile has no seconds for it, those
     measured on a CPU are added to the seconds of unencoded messages; an unknown codec takes as long as the slowest.
-
-    Args:
-        cliques: `link.cliques_of`.
-    """
+    `cliques`: `link.cliques_of`."""
     if not codec.encodes:
         return PLAIN if copies == 1 else Encoding(wire_bytes=lambda size: copies * size, copies=copies)
 

@@ -141,15 +141,9 @@ class Stage:
 
 @contextmanager
 def unchanged(module: nn.Module, among: str, remedy: str) -> Iterator[None]:
-    """Check that forwards in this context leave the module's buffers unchanged.
-
-    Args:
-        among: describes these forwards.
-
-    Raises:
-        ValueError: afterwards, if a buffer has changed; running statistics of norms, which a training forward doesn't
-            read, may change.
-    """
+    """Check that forwards in this context leave the module's buffers unchanged. `among`: describes these forwards.
+    ValueError: afterwards, if a buffer has changed; running statistics of norms, which a training forward doesn't read,
+    may change."""
     before = {name: buffer.detach().clone() for name, buffer in _read_buffers(module)}
     yield
     for name, buffer in _read_buffers(module):

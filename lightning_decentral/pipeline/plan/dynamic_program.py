@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 
 from lightning_decentral.shared.plan.arguments import at_least
-from lightning_decentral.shared.plan.linear_partition import Costs
+from lightning_decentral.shared.plan.linear_partition import Costs, boundaries, cheapest_ways
 
 
 def table(boundaries: Sequence[int], seconds: Callable[[int, int], float]) -> Costs:
@@ -45,23 +45,12 @@ def cheapest(costs: Costs, bound: float, max_pieces: int) -> Cuts | None:
 
     Source: TeraPipe 2102.07988, equation 5, with a count of pieces.
     """
-    count = len(costs)
-    max_pieces = min(max_pieces, count - 1)  # no cut has more
-    allowed = np.where(costs <= bound, costs, np.inf)
-    best = np.full((max_pieces + 1, count), np.inf)
-    best[0, 0] = 0.0
-    before = np.zeros((max_pieces + 1, count), dtype=int)
-    for pieces in range(1, max_pieces + 1):
-        sums = allowed + best[pieces - 1][None, :]
-        before[pieces] = sums.argmin(axis=1)
-        best[pieces] = sums[np.arange(count), before[pieces]]
+    # No cut has more pieces than places.
+    best, before = cheapest_ways(np.where(costs <= bound, costs, np.inf), min(max_pieces, len(costs) - 1))
     pieces = int(best[:, -1].argmin())
     if not np.isfinite(best[pieces, -1]):
         return None
-    at = [count - 1]
-    for c in range(pieces, 0, -1):
-        at.append(int(before[c, at[-1]]))
-    return Cuts(float(best[pieces, -1]), tuple(reversed(at)))
+    return Cuts(float(best[pieces, -1]), boundaries(before[1 : pieces + 1]))
 
 
 def over_bounds(candidates: Sequence[float], whole: Callable[[float], Cuts | None], factor: float) -> Cuts | None:

@@ -201,15 +201,8 @@ class Executor:
         self.loss_seconds = 0.0  # Seconds of the loss, forward and backward, included in `own_seconds`.
 
     def run(self, actions: Sequence[Action], posts: Posts | None = None) -> None:
-        """Run all actions in order.
-
-        Args:
-            posts: the receives to post before each action; by default two ahead.
-
-        Raises:
-            AssertionError: a backward needs another order of actions.
-            PeerLost: a neighbouring stage ended.
-        """
+        """Run all actions in order. `posts`: the receives to post before each action; by default two ahead.
+        AssertionError: a backward needs another order of actions. PeerLost: a neighbouring stage ended."""
         do = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward, Kind.WEIGHTS: self._weights}
         posts = two_ahead(actions) if posts is None else posts
         for action in actions:

@@ -125,14 +125,9 @@ def data_of(data: LightningDataModule | DataLoader[Any] | None) -> Any:
 
 
 def own_copy(value: Any, known: dict[int, Any]) -> Any:
-    """Copy with counters, random generators and objects of its own; tensors, arrays and examples stay shared.
-
-    Args:
-        known: copies by the ids of their originals, which grow.
-
-    Raises:
-        ValueError: it holds an iterator, which workers of one process would share.
-    """
+    """Copy with counters, random generators and objects of its own; tensors, arrays and examples stay shared. `known`:
+    copies by the ids of their originals, which grow. ValueError: it holds an iterator, which workers of one process
+    would share."""
     if id(value) not in known:
         known[id(value)] = _new(value, known)
     return known[id(value)]
