@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule
@@ -18,7 +18,11 @@ from lightning_decentral.pipeline.wire.stage_runner import StageRunner
 CALL = inspect.signature(LightningModule.log)
 
 
-Logged = tuple[str, dict[str, Any]]  # One call of `self.log`: its name and options.
+class Logged(NamedTuple):
+    """One call of `self.log`."""
+
+    name: str
+    options: dict[str, Any]
 
 
 class Logs:
@@ -60,7 +64,7 @@ class Logs:
                 "pipeline updates the metric: log its value instead"
             )
         options = {key: option for key, option in given.items() if key not in ("self", "name", "value")}
-        self._calls[microbatch].append((name, options))
+        self._calls[microbatch].append(Logged(name, options))
         # A copy: the user may change the value later.
         self.values[microbatch].append(torch.as_tensor(value).detach().clone().reshape(()))
 
