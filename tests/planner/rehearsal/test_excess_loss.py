@@ -52,7 +52,9 @@ def evaluation() -> HeldOutEvaluation:
     return HeldOutEvaluation(Bowl(), [torch.zeros(SIZE)])
 
 
-def trained(strategy: GossipStrategy, momentum: float = 0.0, rate: float = 1.0, steps: int = 100) -> tuple[float, Drift]:
+def trained(
+    strategy: GossipStrategy, momentum: float = 0.0, rate: float = 1.0, steps: int = 100
+) -> tuple[float, Drift]:
     """Excess and drift of the one of two alike crews that is left behind."""
     course = SearchCourse(steps, -1.0, evaluation(), lambda: None, probes=True)
 
