@@ -141,8 +141,6 @@ class Reducer(Average):
         self._launcher.watch(())
         self._reported = []  # no worker waits for the last answers
 
-    # ---- one backward -------------------------------------------------------------------------------------------
-
     def serve(self, parameters: Sequence[nn.Parameter]) -> None:
         if same(parameters, self._served):
             return

@@ -1,7 +1,6 @@
 """Lightning strategy of one rehearsed worker, whose collectives run between the threads of this process.
 
-A Trainer's collectives (sums, broadcasts, barriers) reach the other workers' threads by torch.distributed's own calls
-(`in_process_group`).
+A Trainer's collectives reach the other workers' threads by torch.distributed's own calls (`in_process_group`).
 """
 
 import os
@@ -176,8 +175,6 @@ class Binding(DDPStrategy):
         module = self.lightning_module
         assert module is not None
         return module
-
-    # ---- a step -----------------------------------------------------------------------------------------------------
 
     def wait(self) -> None:
         self._common.quota.wait(self.global_rank, len(self.losses))

@@ -2,9 +2,7 @@
 
 seconds(operation, bytes) = latency + bytes / bandwidth
 
-One JSON file holds a `Profile`: what a step costs block by block, what a round of gossip takes the device, what every
-collective costs on every kind of group, and how much the seconds of computation vary. Forecasts read it; nothing here
-measures.
+Forecasts read it; nothing here measures.
 """
 
 import json

@@ -113,8 +113,6 @@ class Engine:
     def parameters(self) -> Mapping[str, Tensor]:
         return self._loader.hosts
 
-    # ---- steps --------------------------------------------------------------------------------------------------
-
     @contextmanager
     def step(self, kind: str, given: Any, backward: bool = False) -> Iterator[None]:
         """Run a step: each block's parameters are on the device only while it runs, resident ones always.

@@ -1,8 +1,4 @@
-"""Host-device copies for a CUDA device, or for the CPU as a stand-in, whose bytes are counted.
-
-A `Ledger` tracks the memory of a simulated device: the bytes of every storage that an operation makes, until the
-storage is freed.
-"""
+"""Host-device copies for a CUDA device, or for the CPU as a stand-in, whose bytes are counted (`Ledger`)."""
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence

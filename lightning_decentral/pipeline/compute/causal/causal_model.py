@@ -77,8 +77,6 @@ class CausalModel(Pipelined):
         # Looking up an embedding costs no time worth counting.
         return [weighed(size) for size in sizes], BlockCost(parameter_bytes=before), weighed(after)
 
-    # ---- parts --------------------------------------------------------------------------------------------------
-
     def keep(self, place: StagePlace) -> None:
         a, blocks = self._anatomy, self.blocks
         gone = [i for i in range(len(blocks)) if not place.first_block <= i < place.stop_block]
@@ -103,8 +101,6 @@ class CausalModel(Pipelined):
         """Wrap a hidden state as a block returns it: alone, or in a tuple with None for the block's other outputs."""
         others = self._anatomy.returned
         return hidden if others is None else (hidden, *[None] * others)
-
-    # ---- one call -----------------------------------------------------------------------------------------------
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         bound = inspect.signature(type(self.module).forward).bind(self.module, *args, **kwargs).arguments

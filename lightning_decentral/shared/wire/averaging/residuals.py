@@ -171,8 +171,6 @@ class Residuals:
                 tensor.mul_(scale / self._unit)
         self._unit = scale
 
-    # ---- state ------------------------------------------------------------------------------------------------------
-
     def forget(self) -> None:
         self._at, self._debts = {}, {}
 
