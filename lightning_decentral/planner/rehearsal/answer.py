@@ -224,11 +224,7 @@ AXES: tuple[tuple[str, Across], ...] = (
 
 
 def page(found: Answer) -> str:
-    """The table, and for each number of workers the curves.
-
-    Raises:
-        ValueError: no matplotlib.
-    """
+    """The table, and for each number of workers the curves. ValueError: no matplotlib."""
     return f"{HEAD}<style>{STYLE}</style>\n{chr(10).join(_body(found))}\n</html>\n"
 
 

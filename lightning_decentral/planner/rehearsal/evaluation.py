@@ -24,13 +24,8 @@ PAIRED = 4  # Batches where losses are compared on the same ones: what makes one
 
 
 class HeldOutEvaluation:
-    """mean_b loss(mean_i x_i, batch b): `training_step` in evaluation mode, without dropout.
-
-    Args:
-        module: whose copy takes the means.
-        device: where the workers are.
-        threads: that share the batches out, unless the step draws random numbers.
-    """
+    """mean_b loss(mean_i x_i, batch b): `training_step` in evaluation mode, without dropout, of a copy of the module on
+    the workers' device. `threads` share the batches out, unless the step draws random numbers."""
 
     def __init__(
         self, module: LightningModule, batches: Sequence[Any], device: torch.device = CPU, threads: int = 1

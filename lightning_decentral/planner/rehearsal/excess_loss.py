@@ -83,13 +83,9 @@ class Drift:
 
 
 def probed(crew: Crew, evaluation: HeldOutEvaluation, rate: float) -> Drift | None:
-    """Probe workers that drift, after their last round: they begin at their mean, and go on without messages.
-
-    Args:
-        rate: what their learning rates were multiplied by.
-
-    None: they stay equal, or the curvature is nothing that their losses would show.
-    """
+    """Probe workers that drift, after their last round: they begin at their mean, and go on without messages. `rate`:
+    what their learning rates were multiplied by. None: they stay equal, or the curvature is nothing that their losses
+    would show."""
     modules, learning_rate = [worker.module for worker in crew.workers], crew.learning_rate
     agree(modules)
     size = _squares(list(modules[0].parameters()))

@@ -210,11 +210,8 @@ def write(profile: Profile, path: str | Path) -> None:
 
 
 def read(path: str | Path) -> Profile:
-    """Read a profile that `write` wrote.
-
-    Raises:
-        ValueError: the file doesn't exist, is no profile, has another version, or is damaged.
-    """
+    """Read a profile that `write` wrote. ValueError: the file doesn't exist, is no profile, has another version, or is
+    damaged."""
     text = text_of(path, "make one with `lightning-decentral profile`")
     try:
         found = json.loads(text)

@@ -158,13 +158,10 @@ class _Held:
 
 
 class GivenObjects:
-    """Objects among the arguments of a call: the second run finds their attributes as the first run did.
+    """Objects among the arguments, (args, kwargs), of a call: the second run finds their attributes as the first run
+    did. `inputs`: the tensors among them that get gradients in the backward.
 
     Create it before the call, call `put_back` after it, and run the second call within `again`.
-
-    Args:
-        arguments: (args, kwargs) of the call.
-        inputs: the tensors among them that get gradients in the backward.
     """
 
     def __init__(self, arguments: tuple[Iterable[Any], dict[str, Any]], inputs: Sequence[Tensor]) -> None:

@@ -109,16 +109,11 @@ class Copies:
 class OffloadDevice:
     """Device that computes blocks, with copies to and from it: parameters live on the host.
 
-    This class uses the CPU as a stand-in. Its bytes are those of the copies, and of operations' results while a
-    `Counting` into its ledger is active.
-
-    Attributes:
-        place: the torch device.
-        ledger: of bytes, if no allocator counts them.
-        overlaps: whether the device copies while it computes.
+    This class uses the CPU as a stand-in. Its bytes, in `ledger`, are those of the copies, and of operations' results
+    while a `Counting` into it is active.
     """
 
-    overlaps: ClassVar[bool] = False
+    overlaps: ClassVar[bool] = False  # whether the device copies while it computes
 
     def __init__(self, place: torch.device = torch.device("cpu")) -> None:  # noqa: B008  # a value
         self.place, self.ledger = place, Ledger()

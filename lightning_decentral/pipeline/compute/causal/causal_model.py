@@ -33,14 +33,8 @@ PACKING, ROUTING = "packed sequences", "output_router_logits"
 
 
 class CausalModel(Pipelined):
-    """A causal language model of `transformers`.
-
-    Args:
-        module: the `...ForCausalLM` itself.
-        anatomy: the paths of its parts.
-        refused: kinds of calls that can't be sliced for this model, and why.
-        aligned: use causal biases instead of masks.
-    """
+    """A causal language model of `transformers`. `refused`: kinds of calls that can't be sliced for it, and why.
+    `aligned`: use causal biases instead of masks."""
 
     sliceable = True
 
