@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from threading import BrokenBarrierError
 from typing import Any
 
@@ -85,13 +86,9 @@ class Binding(DDPStrategy):
 
     # ---- the place --------------------------------------------------------------------------------------------------
 
-    @property
-    def root_device(self) -> torch.device:
-        return self._place.device
-
-    @property
-    def global_rank(self) -> int:
-        return self._place.worker
+    root_device = property(attrgetter("_place.device"))
+    global_rank = property(attrgetter("_place.worker"))
+    world_size = property(attrgetter("_place.workers"))
 
     @property
     def local_rank(self) -> int:
@@ -100,10 +97,6 @@ class Binding(DDPStrategy):
     @property
     def node_rank(self) -> int:
         return self._place.worker // self._place.per_node
-
-    @property
-    def world_size(self) -> int:
-        return self._place.workers
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

@@ -53,14 +53,13 @@ class Found:
 
 @dataclass(frozen=True)
 class SearchCourse:
-    """Settings that all rates and seeds are trained with: steps, target and evaluation. `tick`: called at each mark;
-    what it raises ends the search. `probes`: whether workers that drift are probed, where a rate is left behind."""
+    """Settings that all rates and seeds are trained with: steps, target and evaluation."""
 
     steps: int
     target: float
     evaluation: HeldOutEvaluation
-    tick: Callable[[], None]
-    probes: bool = False
+    tick: Callable[[], None]  # called at each mark; what it raises ends the search
+    probes: bool = False  # whether workers that drift are probed, where a rate is left behind
 
     @property
     def every(self) -> int:
