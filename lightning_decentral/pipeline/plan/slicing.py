@@ -168,7 +168,6 @@ class Balanced(Slicing):
 class Planned(Slicing):
     """Cut so that a simulated step is shortest within the memory bound, by measurements of the real model.
 
-
     Among slices within the situation's error, the fewest are taken. Candidates are slices of equal cost (`balance`) and
     of equal length for every number up to `max_slices`, and `plan`. The result isn't proven to be optimal under 1F1B,
     whose makespan has no closed form for unequal slices; it's never worse than a candidate by more than the error.
