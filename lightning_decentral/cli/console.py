@@ -53,18 +53,13 @@ def number(text: str) -> float:
 
 
 def refuse_below(least: int, options: Mapping[str, float | None]) -> None:
-    """Raise ValueError for a given option below `least`."""
     for option, value in options.items():
         if value is not None and value < least:
             raise ValueError(f"{option} must be at least {least}, got {value}: give {option} {least} or more")
 
 
 def refuse_unwritable(options: argparse.Namespace, names: Sequence[str]) -> None:
-    """Raise ValueError, before measuring, for a file that can't be written.
-
-    Args:
-        names: options that name files to write.
-    """
+    """Raise ValueError, before measuring, for a file that can't be written, named by one of these options."""
     for name in names:
         if getattr(options, name) is None:
             continue
@@ -84,7 +79,6 @@ def refuse_unwritable(options: argparse.Namespace, names: Sequence[str]) -> None
 
 
 def write_text(option: str, path: Path, text: str) -> None:
-    """Write a text file. ValueError, which names the option: the file can't be written."""
     try:
         path.write_text(text)
     except OSError as error:
@@ -92,11 +86,7 @@ def write_text(option: str, path: Path, text: str) -> None:
 
 
 def answer(options: argparse.Namespace, found: Any, *shown: Table | str) -> None:
-    """Print an answer as tables and sentences, or as JSON with --json.
-
-    Args:
-        found: the answer's dataclass, for JSON.
-    """
+    """Print an answer as tables and sentences, or as JSON with --json. `found`: the answer's dataclass, for JSON."""
     if options.json:
         print(json.dumps(dataclasses.asdict(found), default=str, indent=1))
         return
@@ -144,7 +134,6 @@ def blocks(table: Table) -> Iterator[str]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence other libraries' messages about a run meanwhile."""
     with ExitStack() as stack:
         for name in BANNERS:
             logger = logging.getLogger(name)

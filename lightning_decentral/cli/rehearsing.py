@@ -95,7 +95,8 @@ def run(options: argparse.Namespace) -> None:
         say(errors, f"{one} is left out: --method {one} rehearses it in addition to ddp")
     module = options.application.build_model(cfg, data.sizes)
     methods = options.method or candidates_of(options, kept, workers, cfg, module, profile, network)
-    configurations = {one: trained_by(options.application, cfg, one, kept) for one in map(words_of, methods)}
+    words = [method if isinstance(method, str) else method.overrides for method in methods]
+    configurations = {one: trained_by(options.application, cfg, one, kept) for one in words}
     found = rehearsal.rehearse(
         module,
         data,
@@ -133,7 +134,6 @@ def run(options: argparse.Namespace) -> None:
 
 
 def refuse_left_out(cfg: DictConfig) -> None:
-    """Raise ValueError for Trainer options of the recipe that change training and that no rehearsal supports."""
     given = {key: value for key, value in cfg.trainer.items() if key in LEFT_OUT}
     for key, value in given.items():
         if value not in LEFT_OUT[key]:
@@ -143,7 +143,6 @@ def refuse_left_out(cfg: DictConfig) -> None:
 
 
 def split(overrides: list[str]) -> tuple[list[str], list[int]]:
-    """Split the command line into (overrides of the recipe, numbers of workers)."""
     numbers = [one.partition("=")[2] for one in overrides if one.startswith("workers=")]
     try:
         workers = [int(text) for text in ",".join(numbers).split(",") if text]
@@ -153,11 +152,7 @@ def split(overrides: list[str]) -> tuple[list[str], list[int]]:
 
 
 def command_of(best: rehearsal.Reached | None, overrides: Sequence[str], cfg: DictConfig, per_node: int) -> str | None:
-    """Overrides for `recipes/train.py` that train with the best method, at its learning rate.
-
-    Args:
-        cfg: configuration with the best method's optimizer.
-    """
+    """Overrides for `recipes/train.py` that train with the best method at its learning rate; `cfg` is its own."""
     if best is None:
         return None
     rate = cfg.optimizer.get("lr") if best.rate != 1 else None
@@ -167,22 +162,15 @@ def command_of(best: rehearsal.Reached | None, overrides: Sequence[str], cfg: Di
     return shlex.join([*without_optimizer(overrides, best.overrides), *words, *rates, *where])
 
 
-def words_of(method: str | Candidate) -> str:
-    return method if isinstance(method, str) else method.overrides
-
-
 def trains(method: str) -> bool:
-    """Return whether a method's overrides choose, or set up, an optimizer."""
     return any(one.lstrip("+~").startswith(("optimizer", "experiment=")) for one in method.split())
 
 
 def without_optimizer(overrides: Sequence[str], method: str) -> list[str]:
-    """Overrides of a recipe without those of the optimizer, if a method chooses an optimizer."""
     return [one for one in overrides if not (trains(method) and one.lstrip("+~").startswith("optimizer"))]
 
 
 def trained_by(application: Application, cfg: DictConfig, method: str, overrides: Sequence[str]) -> DictConfig:
-    """Configuration with the optimizer that a method chooses; `cfg` itself if the method chooses none."""
     if not trains(method):
         return cfg
     found = deepcopy(cfg)
@@ -206,7 +194,6 @@ def modules_of(
 
 
 def network_of(options: argparse.Namespace, profile: Profile | None, overrides: Sequence[str]) -> Network | None:
-    """Network of the profile with the given links; None without a network."""
     if options.bandwidth is None:
         return None
     if profile is None:
@@ -227,7 +214,6 @@ def candidates_of(
     profile: Profile | None,
     network: Network | None,
 ) -> tuple[Candidate, ...]:
-    """Methods to rehearse by default: the first ones of `plan`, on the fewest workers."""
     kind, known, planned = kind_of(overrides), None, None
     if kind is not None and profile is not None:
         at = Setting(profile.model, network or Network(profile.network), Cluster(min(workers), options.per_node))

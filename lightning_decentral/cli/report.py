@@ -54,10 +54,7 @@ class Compared:
 
 def rows_of(run: Path) -> list[dict[str, float]]:
     """Read a run's logged metrics, one row per step; of a resumed run the later file's, where both have a step.
-
-    Raises:
-        ValueError: no file of metrics, none with rows, or the files of several runs.
-    """
+    ValueError: no file of metrics, none with rows, or the files of several runs."""
     found = [run] if run.is_file() else next(filter(None, (sorted(run.rglob(name)) for name in FILES)), [])
     if not found:
         there = f"there is no {' or '.join(FILES)} in {run}" if run.exists() else f"there is no {run}"
@@ -75,7 +72,6 @@ def rows_of(run: Path) -> list[dict[str, float]]:
 
 
 def _read(path: Path) -> dict[float, dict[str, float]]:
-    """Read one file: {step: its metrics}."""
     rows: dict[float, dict[str, float]] = defaultdict(dict)
     with path.open(newline="") as file:
         for read in csv.DictReader(file):
@@ -94,7 +90,6 @@ def _numbers(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def compared_key(runs: Mapping[str, Rows], asked: str | None) -> str:
-    """Key of a loss that all runs logged, the validation loss if possible. ValueError: there is none."""
     known = set.intersection(*({key for row in rows for key in row} for rows in runs.values()))
     keys = (asked,) if asked else (*VALIDATION_LOSSES, *LOSSES)
     if shared := next((key for key in keys if key in known), None):

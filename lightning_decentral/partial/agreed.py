@@ -86,13 +86,11 @@ def found_together(gather: Callable[[Any], list[Any]], find: Callable[[Decide], 
 
 
 def wished(cuts: Cuts, saved: Mapping[str, Any] | None) -> Cuts:
-    """Return the resumed checkpoint's cuts if it was trained with the same `cuts` option, else this run's option."""
     # Not searched for again: a measured balance may differ today.
     return list(saved["boundaries"]) if saved and saved["wish"] == _text(cuts) else cuts
 
 
 def remembered(driver: DepthController, cuts: Cuts) -> dict[str, Any]:
-    """State for a checkpoint: the cuts, and the `cuts` option as text."""
     return {"wish": _text(cuts), "boundaries": list(driver.plan.boundaries)}
 
 
@@ -101,7 +99,6 @@ def _text(cuts: Cuts) -> str:
 
 
 def introduced(depth: DepthAssignment, module: nn.Module, size: int) -> Sequence[str]:
-    """Describe the method in one line; empty for a single worker."""
     if size == 1:
         return ()
     whole = sum(p.nbytes for p in module.parameters() if p.requires_grad)
@@ -111,7 +108,6 @@ def introduced(depth: DepthAssignment, module: nn.Module, size: int) -> Sequence
 
 
 def described(driver: DepthController, network: str) -> str:
-    """Describe the cuts, and the cost of each depth or selection, in a few lines."""
     plan = driver.plan
     if not plan.boundaries:
         return f"partial backprop trains {network} in full: the model has one layer, so there is nothing to cut"
@@ -187,7 +183,6 @@ def timed(depth: DepthAssignment, trainer: Trainer, saved: Mapping[str, Any]) ->
 
 
 def warm_up_state(depth: DepthAssignment, in_steps: DepthAssignment) -> dict[str, Any]:
-    """State for a checkpoint: the assignment as given, and its warm-up in steps."""
     return {"assignment": repr(depth), "warm_up": in_steps.warm_up}
 
 
@@ -213,7 +208,6 @@ def step_of(trainer: Trainer, trial: Any, *args: Any, **kwargs: Any) -> Run:
 
 
 def run_of(trainer: Trainer, *args: Any, **kwargs: Any) -> Callable[[torch.nn.Module], Run]:
-    """Return a function f: f(copy) is a function that runs `copy.training_step(*args)`, each time alike."""
     return repeated(lambda trial: step_of(trainer, trial, *args, **kwargs))
 
 

@@ -34,8 +34,8 @@ from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica_strategy import ReplicaStrategy
 from lightning_decentral.shared.updates import GradientCheck, NonFinite, Unfollowed
-from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas, of_all
-from lightning_decentral.shared.wire.transport import Wire
+from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas
+from lightning_decentral.shared.wire.transport import Wire, of_all
 
 KEY = "partial_backprop"
 
@@ -108,10 +108,9 @@ class PartialBackpropStrategy(ReplicaStrategy):
         super().refuse(module, fitting)
 
     def prepare(self, wire: Wire | None) -> None:
-        """Prepare the update; the cuts are found at the first batch."""
         refuse_unserved(self._module)
         self._equal.begin(
-            self._module, None if wire is None else of_all(wire), self._group.layouts, lambda: self.optimizers
+            self._module, None if wire is None else of_all(wire.group), self._group.layouts, lambda: self.optimizers
         )
 
     def _find_cuts(self, *batch: Any, **kwargs: Any) -> DepthController:
@@ -168,7 +167,6 @@ class PartialBackpropStrategy(ReplicaStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Save one file, worker 0's; Lightning loads it without this package."""
         state = self.progress_state()
         super().save_checkpoint({**checkpoint, **({KEY: state} if state else {})}, filepath, storage_options)
 

@@ -32,11 +32,8 @@ WHOLE = ("state_dict", STATES, KEY)
 
 
 class PipelineCheckpoints(Checkpoints):
-    """Save and load one plain file of the whole model and, where pipelines drift, each worker's own state.
-
-    Attributes:
-        layout: which stage owns which parameter.
-    """
+    """Save and load one plain file of the whole model and, where pipelines drift, each worker's own state. `layout`:
+    which stage has which parameter."""
 
     def __init__(
         self, worker: "strategy.TokenPipelineStrategy", mean_model: MeanModel, join_groups: Callable[[], Wire | None]
@@ -109,7 +106,6 @@ class PipelineCheckpoints(Checkpoints):
     # ---- load ---------------------------------------------------------------------------------------------------
 
     def load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
-        """Load the file, and keep separately what only a pipeline of the same size can use."""
         checkpoint = self._reading.read_together(path, weights_only)
         known = checkpoint.get(KEY, {})
         same = known.get("stages") == self._stage.num_stages and len(known.get("random", ())) == self._worker.world_size
@@ -123,7 +119,6 @@ class PipelineCheckpoints(Checkpoints):
         return {**checkpoint, **(self._own or {}), **{key: checkpoint[key] for key in WHOLE if key in checkpoint}}
 
     def load_optimizers(self, checkpoint: Mapping[str, Any], layout: Ownership) -> None:
-        """Load this stage's part of each optimizer's state. Collective."""
         refuse_other_number(checkpoint, self._stage.optimizers)
         order, wire = layout.order, self._stage.wire
         for optimizer, whole in zip(self._stage.optimizers, checkpoint[STATES], strict=True):

@@ -33,8 +33,7 @@ class Logs:
         self._known: dict[int, tuple[list[Logged], list[Any]]] = {}
         self._calls: list[list[Logged]] = []
         self._others: list[dict[Any, Any]] = []
-        self.values: list[list[Tensor]] = []
-        """[micro-batch]: logged scalars, which no host reads here."""
+        self.values: list[list[Tensor]] = []  # [micro-batch]: logged scalars, which no host reads here.
 
     def begin(self, microbatches: int) -> None:
         self._calls, self._others = [[] for _ in range(microbatches)], []
@@ -50,7 +49,6 @@ class Logs:
             del self._module.log  # the class's own again
 
     def returned(self, result: Any) -> Any:
-        """Return the loss from a step's result, and keep the result's other values."""
         if not isinstance(result, Mapping):
             return result
         # Detached: a graph would keep the micro-batch's activations.
@@ -71,12 +69,9 @@ class Logs:
         self.values[microbatch].append(torch.as_tensor(value).detach().clone().reshape(()))
 
     def columns(self) -> list[tuple[Tensor, ...]]:
-        """List each logged value's column: its values for all micro-batches.
-
-        Raises:
-            ValueError: the step logs different names for two micro-batches.
-        """
-        names = [[logged.name for logged in calls] for calls in self._calls]
+        """List each logged value's column: its values for all micro-batches. ValueError: the step logs different names
+        for two micro-batches."""
+        names = [[name for name, _ in calls] for calls in self._calls]
         odd = next((row for row in names if row != names[-1]), names[-1])
         if odd != names[-1]:
             raise ValueError(
@@ -87,7 +82,6 @@ class Logs:
 
     @property
     def signature(self) -> int:
-        """A checksum of the names and options that the last step logged."""
         # Not `hash`, which differs between processes.
         return zlib.crc32(repr((self._calls[-1], self._keys)).encode())
 

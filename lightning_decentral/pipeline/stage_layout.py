@@ -18,18 +18,13 @@ from lightning_decentral.shared.wire.transport import Disjoint, Message, Transpo
 class StageLayout:
     """Worker w is stage w % P of pipeline w // P.
 
-    Args:
-        stages: P.
-        workers: number in all pipelines.
-        per_node: workers that share a node.
-
     Raises:
         ValueError: the number of workers isn't a multiple of the stages.
     """
 
-    stages: int
-    workers: int
-    per_node: int
+    stages: int  # P
+    workers: int  # number in all pipelines
+    per_node: int  # workers that share a node
 
     def __post_init__(self) -> None:
         if self.workers % self.stages:
@@ -49,7 +44,6 @@ class StageLayout:
 
 
 def introduced(layout: StageLayout, microbatches: int, replicas: Replicas, module: nn.Module, drifts: bool) -> str:
-    """Describe the pipelines in one line; `module` keeps this stage's parameters."""
     count, stages = layout.pipelines, layout.stages
     who = f"{count} pipeline{'s' * (count > 1)} of {stages} stage{'s' * (stages > 1)}"
     cut = f"{microbatches} micro-batch{'es' * (microbatches > 1)} of a batch"
@@ -86,12 +80,10 @@ class StageGroups:
         self.replicas = self.replica_group() if layout.pipelines > 1 else None
 
     def bond(self, replicas: Replicas) -> Bond:
-        """Connect this worker to equal stages of the other pipelines. Collective."""
         hosts = partial(self._of_this_stage, self._wire.hosts)
         return replicas.join(self.replica_group, hosts, self._device, self._layout.pipelines_per_node)
 
     def replica_group(self) -> Transport:
-        """Make a new process group of all workers with this stage. Collective."""
         return self._of_this_stage(self._wire.group)
 
     def _of_this_stage(self, make: Callable[[Disjoint | None], Transport | None]) -> Transport:

@@ -27,11 +27,8 @@ MOVING = ("transfer_batch_to_device", "on_after_batch_transfer")  # The user's h
 
 
 class TrainingStep:
-    """Runs a training step, from the user's batch to gradients in `.grad`.
-
-    Args:
-        scale: factor of the loss before its backward, for half precision.
-    """
+    """Runs a training step, from the user's batch to gradients in `.grad`. `scale`: factor of the loss before its
+    backward, for half precision."""
 
     def __init__(self, pipe: StageRunner, module: LightningModule, logs: Logs, microbatches: int, scale: float) -> None:
         self._pipe, self._module, self._logs = pipe, module, logs
@@ -66,7 +63,6 @@ class TrainingStep:
         self._inputs = [AsyncRead(call.inputs.detach()) for call in self.calls]  # copied before the step begins
 
     def close(self) -> None:
-        """End all of the user's steps that still wait, also after an exception."""
         for step in self._waiting:
             step.end()
 
@@ -95,7 +91,6 @@ class TrainingStep:
                 for p in self._module.parameters()]  # fmt: skip
 
     def _weight(self, count: TargetCount, loss: Tensor) -> Tensor:
-        """Weight of a micro-batch's loss within the batch's loss: a scalar, float64."""
         if len(self.calls) == 1:
             return torch.ones((), dtype=torch.float64, device=loss.device)  # the loss itself, whatever mean it is
         targets = count.targets(loss)
@@ -109,21 +104,15 @@ class TrainingStep:
         return targets.double() / sum(call.inputs.shape[0] * self._pipe.model.length(call) for call in self.calls)
 
     def conclude(self, gradients: Sequence[Tensor], holdings: Ownership) -> tuple[Tensor, dict[Any, Any]]:
-        """Share the step's outcome with all stages, log its values, and scale the gradients in place. Collective.
+        """Share the step's outcome with all stages, log its values, and scale this stage's gradients, of losses
+        weighted by all positions, in place. Collective.
 
         Hosts exchange what they know, devices what they have computed: no host waits for its own device, except for the
         batch that this step began with.
 
-        Args:
-            gradients: this stage's, of losses weighted by all positions.
-
-        Returns:
-            The batch's loss, a scalar on the device, and what the step returned in addition; None for values that this
-            stage doesn't know.
-
-        Raises:
-            ValueError: the stages read different batches, or the step gave the model different inputs on two stages.
-            RuntimeError: a parameter that stands on several stages is trained on some of them only.
+        Returns the batch's loss, a scalar on the device, and what the step returned in addition; None for values that
+        this stage doesn't know. ValueError: the stages read different batches, or the step gave the model different
+        inputs on two stages. RuntimeError: a parameter of several stages is trained on some of them only.
         """
         pipe, logs = self._pipe, self._logs
         # checksum, signature (a CRC), number of values, what is trained
@@ -147,7 +136,6 @@ class TrainingStep:
         return last[0], others
 
     def _refuse_unlike(self) -> None:
-        """ValueError that states why the model's inputs differ between the stages. Collective."""
         batch = [tensor.detach().cpu() for tensor in tensors_in(self._parts)]
         batches = rows_of(torch.tensor([checksum(batch)], dtype=torch.float64), self._pipe.hosts)
         if len(set(batches[:, 0].tolist())) > 1:
@@ -185,14 +173,12 @@ class TrainingStep:
 
 
 def finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return whether no element of any tensor is NaN or infinite: a scalar on the device. The host doesn't wait."""
     filled = [tensor for tensor in tensors if tensor.numel()]  # an empty tensor has no largest element
     norms = torch._foreach_norm(filled, torch.inf) if filled else ()
     return torch.stack([torch.zeros((), device=device), *norms]).isfinite().all()
 
 
 def multiply(tensors: Sequence[Tensor], by: Tensor) -> None:
-    """Multiply each tensor by a scalar tensor, in place. The host doesn't wait."""
     for dtype in {tensor.dtype for tensor in tensors}:
         exact, same = torch.promote_types(dtype, torch.float32), [t for t in tensors if t.dtype == dtype]
         if exact == dtype:
@@ -215,11 +201,6 @@ def moved(module: LightningModule, batch: Any, move: Callable[[], Any]) -> Any:
 
 
 def split(batch: Any, parts: int) -> list[Any]:
-    """Cut a batch into micro-batches along the first axis of its tensors.
-
-    Raises:
-        ValueError: fewer sequences than parts, or tensors with different numbers of sequences.
-    """
     if parts == 1:
         return [batch]
     sizes: set[int] = set()

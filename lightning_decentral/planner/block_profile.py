@@ -28,20 +28,13 @@ WARM_UP_TURNS, TURNS = 1, 3  # Timed calls of Newton-Schulz.
 
 def measure_blocks(
     root: nn.Module,
-    names: Sequence[str],
-    run: Run,
-    optimizers: Sequence[Optimizer],
+    names: Sequence[str],  # modules at whose inputs a block ends and the next begins (`partial.joints`)
+    run: Run,  # runs one forward and returns its loss
+    optimizers: Sequence[Optimizer],  # their moments change in the measurement, the weights don't
     device: torch.device,
-    done: Callable[[], None] = lambda: None,
+    done: Callable[[], None] = lambda: None,  # called after each of `WARM_UP + REPEATS` passes
 ) -> tuple[BlockCost, ...]:
-    """Measure the blocks of a training step, from the inputs to the loss; one block without names.
-
-    Args:
-        names: modules at whose inputs a block ends and the next begins (`partial.joints`).
-        run: runs one forward and returns its loss.
-        optimizers: optimizers of the parameters; their moments change in the measurement, the weights don't.
-        done: called after each of `WARM_UP + REPEATS` passes.
-    """
+    """Measure the blocks of a training step, from the inputs to the loss; one block without names."""
     members = _members(root, names, run, device)
     costs = measure(root, names, [parameter_bytes(parameters) for parameters in members], run)
     passes = [_pass(root, names, run, device, done) for _ in range(WARM_UP + REPEATS)][WARM_UP:]
@@ -72,7 +65,6 @@ def _pass(root: nn.Module, names: Sequence[str], run: Run, device: torch.device,
 
 
 def _members(root: nn.Module, names: Sequence[str], run: Run, device: torch.device) -> list[list[nn.Parameter]]:
-    """Group parameters by block, without those that no gradient reached."""
     members: list[list[nn.Parameter]] = [[] for _ in range(len(names) + 1)]
     found = BlockPass(root, names, device)
     trained = [p for p in root.parameters() if p.requires_grad]
@@ -122,7 +114,6 @@ def _update(optimizers: Sequence[Optimizer], members: Sequence[list[nn.Parameter
 
 
 def hidden_of(root: nn.Module) -> list[nn.Parameter]:
-    """Parameters that are hidden matrices for `Muon`, in order."""
     hidden: list[nn.Parameter] = muon_groups(root)[0]["params"]
     return hidden
 
@@ -146,7 +137,6 @@ def products_per_second(matrices: Sequence[nn.Parameter], device: torch.device) 
 
 
 def states_of(optimizers: Iterable[Optimizer]) -> tuple[tuple[str, int], ...]:
-    """(name, bytes) of the states that have their parameters' shapes, over all optimizers."""
     found: dict[str, int] = {}
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():

@@ -28,17 +28,11 @@ DEFAULTS = {"gossip": ("strategy/codec=plain", "strategy/combine=gossip"), "comp
 
 @dataclass(frozen=True)
 class Candidate:
-    """Candidate of a plan: a method of training.
+    """Candidate of a plan: a method of training."""
 
-    Args:
-        overrides: overrides of the command line, one string.
-        title: name in tables.
-        remark: note on the forecast.
-    """
-
-    overrides: str
-    title: str
-    remark: str = ""
+    overrides: str  # overrides of the command line, one string
+    title: str  # name in tables
+    remark: str = ""  # note on the forecast
 
 
 def candidates(cluster: Cluster, model: Model, slices: int = 1) -> Iterator[Candidate]:
@@ -84,7 +78,6 @@ def _remark(codec: Codec, timed: Collection[str]) -> str:
 
 
 def _pipelines(cluster: Cluster, batch: int, slices: int) -> Iterator[Candidate]:
-    """One pipeline on each node, or over all."""
     stages = cluster.per_node if cluster.per_node > 1 else cluster.workers
     if stages > 1:
         cut = f"strategy.stages={stages} strategy.microbatches={stages} strategy/slicing=uniform"
@@ -93,18 +86,15 @@ def _pipelines(cluster: Cluster, batch: int, slices: int) -> Iterator[Candidate]
 
 
 def measured(known: KnownLosses) -> Iterator[Candidate]:
-    """Yield the candidates whose batches to the loss were measured."""
     for method, overrides in known.overrides.items():
         yield Candidate(overrides, method)
 
 
 def is_ddp(overrides: str) -> bool:
-    """Return whether the overrides train with a form of `ddp`."""
     return any(one in DDP for one in overrides.split())
 
 
 def in_full(overrides: str) -> list[str]:
-    """Overrides of a candidate, with the strategy's default codec and rule written out."""
     given = overrides.split()
     chosen = next((one.partition("=")[2] for one in given if one.startswith("strategy=")), "")
     named = {one.partition("=")[0] for one in given}

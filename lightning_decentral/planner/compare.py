@@ -30,18 +30,14 @@ BASES = {"adam": DDP, "adamw": DDP, "accum_adamw": "ddp, AccumAdamW", "muon": "d
 
 @dataclass(frozen=True)
 class ComparedMethod:
-    """A candidate with its forecast.
-
-    Args:
-        setting: setting with the candidate's own optimizer.
-        share: batches to the loss at which `ddp` with AdamW ends, over those of `ddp` with AdamW; inf: not reached in
-            as many batches; None: not measured.
-    """
+    """A candidate with its forecast."""
 
     candidate: Candidate
     method: Method
     forecast: StepForecast
-    setting: Setting
+    setting: Setting  # setting with the candidate's own optimizer
+    # Batches to the loss at which `ddp` with AdamW ends, over those of `ddp` with AdamW; inf: not reached in as many
+    # batches; None: not measured.
     share: float | None = None
 
     @property
@@ -76,12 +72,10 @@ class Comparison:
 
     @property
     def known(self) -> KnownLosses | None:
-        """Losses of the nearest measured setting; None if no model of this kind was measured."""
         return losses_of(self.setting, self.like)
 
     @property
     def stay(self) -> bool:
-        """Return whether a form of ddp is the best, because no other method gains enough."""
         return self.best is not None and is_ddp(self.best.candidate.overrides)
 
     @property
@@ -95,11 +89,9 @@ class Comparison:
         return next(row for row in self.rows if row.candidate.overrides == BASELINE)
 
     def speedup(self, row: ComparedMethod) -> float:
-        """Speed-up of a method over ddp, by seconds per step."""
         return self.baseline.forecast.seconds / row.forecast.seconds
 
     def fits(self, row: ComparedMethod) -> bool:
-        """Return whether a method fits into a device's memory."""
         return row.forecast.memory_bytes <= self.memory_bytes
 
     @property
@@ -118,32 +110,18 @@ class Comparison:
 
 def plan(
     setting: Setting,
-    variation: Sequence[float] = (),
+    variation: Sequence[float] = (),  # variation of the computation seconds, as in `Profile`
     *,
-    slices: int = 1,
-    also: Iterable[str] = (),
-    memory_bytes: float = inf,
-    threshold: float = THRESHOLD,
-    optimizer: str | None = None,
-    like: str | None = None,
-    say: Callable[[str], None] = lambda text: None,
+    slices: int = 1,  # slices of a sequence in a pipeline; 1 for a model without a token axis
+    also: Iterable[str] = (),  # overrides of further candidates
+    memory_bytes: float = inf,  # memory of a device
+    threshold: float = THRESHOLD,  # gain over ddp below which ddp is recommended
+    optimizer: str | None = None,  # optimizer of all methods, as in `optimizer=`; by default the profile's
+    like: str | None = None,  # kind of the model, a key of `known_losses.RECIPES`; by default the profile's recipe
+    say: Callable[[str], None] = lambda text: None,  # called with the title of each candidate before its forecast
 ) -> Comparison:
-    """Compare the forecasts of all candidates in a setting.
-
-    Args:
-        variation: variation of the computation seconds, as in `Profile`.
-        slices: slices of a sequence in a pipeline; 1 for a model without a token axis.
-        also: overrides of further candidates.
-        memory_bytes: memory of a device.
-        threshold: gain over ddp below which ddp is recommended.
-        optimizer: optimizer of all methods, as in `optimizer=`; by default the profile's.
-        like: kind of the model, a key of `known_losses.RECIPES`; by default the profile's recipe.
-        say: called with the title of each candidate before its forecast.
-
-    Raises:
-        ValueError: overrides in `also` that can't be composed; nothing measured between nodes; an optimizer whose cost
-            the profile doesn't give.
-    """
+    """Compare the forecasts of all candidates in a setting. ValueError: overrides in `also` that can't be composed;
+    nothing measured between nodes; an optimizer whose cost the profile doesn't give."""
     profiled = setting.model
     if optimizer is not None:
         setting = replace(setting, model=trained_with(profiled, optimizer))
@@ -187,11 +165,8 @@ def share_of(candidate: Candidate, optimizer: str, known: KnownLosses | None) ->
 
 
 def _best(found: Iterable[tuple[Candidate, float, float | None, float]], threshold: float) -> Candidate | None:
-    """Choose a candidate by seconds to the loss among those with a known share; else by seconds of a step.
-
-    Args:
-        found: (candidate, seconds of a step, `ComparedMethod.share`, bytes that it sends).
-    """
+    """Choose a candidate by seconds to the loss among those with a known share; else by seconds of a step. `found`:
+    (candidate, seconds of a step, `ComparedMethod.share`, bytes that it sends)."""
     rows = list(found)
     reaching = sorted((row for row in rows if row[2] not in (None, inf)), key=itemgetter(3))
     if reaching:
@@ -204,15 +179,10 @@ def _best(found: Iterable[tuple[Candidate, float, float | None, float]], thresho
 def chosen(
     found: Sequence[tuple[Candidate, float]],
     threshold: float,
-    alike: float = AS_FAST,
-    forms: Callable[[str], bool] = BASELINE.__eq__,
+    alike: float = AS_FAST,  # share of the seconds up to which candidates are equally fast
+    forms: Callable[[str], bool] = BASELINE.__eq__,  # a form of ddp? The fastest of them counts as ddp
 ) -> Candidate | None:
-    """Choose by seconds: ddp if no candidate gains enough over ddp; else the first of the fastest that do.
-
-    Args:
-        alike: share of the seconds up to which candidates are equally fast.
-        forms: whether overrides are a form of ddp, of which the fastest counts as ddp.
-    """
+    """Choose by seconds: ddp if no candidate gains enough over ddp; else the first of the fastest that do."""
     ddp, base = min((pair for pair in found if forms(pair[0].overrides)), key=itemgetter(1), default=(None, inf))
     # Both, as at a threshold of 0 to be as fast is no gain.
     gaining = [(one, seconds) for one, seconds in found if seconds < base and (1 + threshold) * seconds <= base]
@@ -230,12 +200,10 @@ class Cell:
     best: str
 
     def speedup(self, title: str) -> float:
-        """Speed-up of a candidate over ddp; 0 where one of them has no seconds."""
         return self.seconds["ddp"] / self.seconds[title] if {title, "ddp"} <= self.seconds.keys() else 0.0
 
 
 def sizes(setting: Setting, nodes: Sequence[int] = NODES) -> list[int]:
-    """Numbers of workers, the setting's own among them."""
     per_node = setting.cluster.per_node
     return sorted({setting.cluster.workers, *(n * per_node for n in nodes if n * per_node <= MOST_WORKERS)})
 

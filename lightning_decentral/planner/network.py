@@ -23,7 +23,6 @@ Operation = Callable[[Transport, int, torch.device], Call]
 
 
 def all_reduce(over: Transport, message_bytes: int, device: torch.device) -> Call:
-    """All-reduce of messages of `message_bytes` bytes."""
     tensor = _floats(message_bytes, device)
     return lambda: over.all_reduce(tensor).wait()
 
@@ -38,21 +37,18 @@ def exchange(over: Transport, message_bytes: int, device: torch.device, peers: i
 
 
 def all_gather(over: Transport, message_bytes: int, device: torch.device) -> Call:
-    """All-gather of the parts of all workers, `message_bytes` bytes together."""
     part = _floats(message_bytes / over.size, device)
     whole = part.repeat(over.size)
     return lambda: over.all_gather_into(whole, part).wait()
 
 
 def reduce_scatter(over: Transport, message_bytes: int, device: torch.device) -> Call:
-    """Reduce-scatter of messages of `message_bytes` bytes: every worker gets its part of the sum."""
     part = _floats(message_bytes / over.size, device)
     whole = part.repeat(over.size)
     return lambda: over.reduce_scatter(part, whole).wait()
 
 
 def broadcast(over: Transport, message_bytes: int, device: torch.device) -> Call:
-    """Broadcast of the first worker's message to all workers."""
     tensor = _floats(message_bytes, device)
     return lambda: over.broadcast(tensor).wait()
 
@@ -74,20 +70,14 @@ def _floats(size_bytes: float, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class NetworkMeter:
-    """Measures collectives in process groups of a world. Collective: every worker makes the same calls.
-
-    Args:
-        sizes: bytes of the messages, ascending.
-        longest_seconds: seconds of a message after which no larger message is measured.
-        say: called with a description of the next measurement.
-    """
+    """Measures collectives in process groups of a world. Collective: every worker makes the same calls."""
 
     wire: Wire
     device: torch.device
-    sizes: Sequence[int] = SIZES
+    sizes: Sequence[int] = SIZES  # bytes of the messages, ascending
     repeats: int = 5
-    longest_seconds: float = 0.5
-    say: Callable[[str], None] = lambda text: None
+    longest_seconds: float = 0.5  # seconds of a message after which no larger message is measured
+    say: Callable[[str], None] = lambda text: None  # called with a description of the next measurement
 
     def costs(self, probes: Sequence[Probe]) -> list[LinkCost]:
         """Fit a line for every operation and probe; for exchanges one for every number of neighbours."""
@@ -120,7 +110,6 @@ class NetworkMeter:
         return points
 
     def _seconds(self, call: Call | None) -> float:
-        """Measure the seconds of a call, equal on all workers; workers without a call only wait."""
         own = []
         for _ in range(WARM_UP + self.repeats):
             # All meet, so that none is charged for another that was late.

@@ -18,7 +18,6 @@ Palette = Mapping[str, str]
 
 
 def new_axes(width: float, height: float, across: str, upwards: str = "") -> tuple[Any, Any]:
-    """Make a figure, and its axes with these labels."""
     figure = new_figure(width, height)
     axes = figure.subplots()
     axes.set_xlabel(across)
@@ -28,7 +27,6 @@ def new_axes(width: float, height: float, across: str, upwards: str = "") -> tup
 
 
 def svg(figure: Any) -> str:
-    """Render a figure as an SVG element for a page: no declaration, no date, nothing to be loaded."""
     text = StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     return text.getvalue()[text.getvalue().index("<svg") :]
@@ -43,7 +41,6 @@ def palette(titles: Sequence[str]) -> dict[str, str]:
 def curves(
     cells: Sequence[Cell], titles: Sequence[str], colours: Palette, across: Callable[[Cell], float], label: str
 ) -> str:
-    """Draw curves of the candidates' speed-up over ddp (SVG)."""
     figure, axes = new_axes(7, 3.6, label, "speed-up over ddp")
     places = [across(cell) for cell in cells]
     for title in titles:
@@ -58,7 +55,6 @@ def curves(
 
 
 def winners(cells: Sequence[Cell], colours: Palette) -> str:
-    """Draw a map of workers and bandwidth: the recommended method as colour, its speed-up as number (SVG)."""
     workers, rates = sorted({cell.workers for cell in cells}), sorted({cell.bytes_per_second for cell in cells})
     names = ["ddp", *sorted({cell.best for cell in cells} - {"ddp"})]
     figure, axes = new_axes(7.5, 1.4 + 0.45 * len(workers), "Gbit/s of a network card", "workers")
@@ -81,7 +77,6 @@ def winners(cells: Sequence[Cell], colours: Palette) -> str:
 
 
 def timeline(tasks: Sequence[Task[str]]) -> str:
-    """Draw a timeline of the first workers' and links' tasks, one row each (SVG)."""
     spans = run(tasks)
     kinds: dict[str, list[str]] = {}  # rows of workers and rows of links, shown in pairs
     for row in dict.fromkeys(task.worker for task in tasks):
@@ -111,15 +106,9 @@ tr.best { font-weight: bold } code { background: #f3f5f8; padding: 2px 4px } svg
 
 
 def page(plan: Comparison, *, workers: Sequence[int] | None = None, rates: Sequence[float] = RATES) -> str:
-    """Make the report page (HTML) of a plan.
-
-    Args:
-        workers: numbers of workers in the map and the curves; by default up to 16 nodes.
-        rates: bandwidths in the map and the curves, bytes per second of a network card.
-
-    Raises:
-        ValueError: no matplotlib.
-    """
+    """Make the report page (HTML) of a plan. `workers`: numbers of workers in the map and the curves; by default up to
+    16 nodes. `rates`: bandwidths in the map and the curves, bytes per second of a network card. ValueError: no
+    matplotlib."""
     where = plan.setting
     counts = (workers or sizes(where)) if where.network.knows("between") else []
     found = grid(plan, counts, rates) if counts else []

@@ -45,7 +45,6 @@ class CutPlan:
 
 
 def check_wish(cuts: Cuts) -> None:
-    """ValueError for a `cuts` option that is impossible for any module."""
     match cuts:
         case "auto" | "blocks":
             return
@@ -63,19 +62,12 @@ def search(
     module: nn.Module,
     cuts: Cuts,
     balance: Balance,
-    run_of: Callable[[nn.Module], Run],
-    decide: Decide = by_itself,
+    run_of: Callable[[nn.Module], Run],  # copy -> function to its loss on a small batch, the same each time
+    decide: Decide = by_itself,  # agrees with other workers, which all search alike and in the same order
 ) -> CutPlan:
-    """Find and verify cuts of `module`; all runs use a copy, and nothing of the module changes.
-
-    Args:
-        run_of: maps the copy to a function that returns its loss on a small batch, the same each time.
-        decide: agrees with other workers, which all search: they run alike, equally often and in the same order.
-
-    Raises:
-        ValueError: an unknown name, more cuts than blocks, a cut that fails the verification, no chain of blocks; a
-            copy that computes with parameters of the module itself.
-    """
+    """Find and verify cuts of `module`; all runs use a copy, and nothing of the module changes. ValueError: an unknown
+    name, more cuts than blocks, a cut that fails the verification, no chain of blocks; a copy that computes with
+    parameters of the module itself."""
     check_wish(cuts)
     copied = trial_copy(module)
     with uncompiled(), untouched(module):
@@ -125,7 +117,6 @@ class TooFewBlocks(ValueError):
 
 
 def _cut_chain(trial: Trial, chain: BlockSequence, number: int | None, balance: Balance) -> CutPlan:
-    """Cut into balanced pieces; the first includes what comes before the chain, the last what comes after."""
     pieces = min(AUTO_SEGMENTS, len(chain.names)) if number is None else number + 1
     sizes = [parameter_bytes(trial.module.get_submodule(name).parameters()) for name in chain.names]
     costs = trial.measure(chain.names[1:], sizes)
@@ -154,11 +145,8 @@ def plan(trial: Trial, boundaries: list[str]) -> CutPlan:
 
 def joints(module: nn.Module, run_of: Callable[[nn.Module], Run]) -> tuple[str, ...]:
     """Modules at whose inputs the network may be cut: every block of the likeliest chain that can be cut between all
-    blocks, and the first module after it. Empty if there is no such chain.
-
-    Args:
-        run_of: maps a copy of the module to a function that returns its loss on a small batch, the same each time.
-    """
+    blocks, and the first module after it. Empty if there is no such chain. `run_of`: maps a copy of the module to a
+    function that returns its loss on a small batch, the same each time."""
     copied = trial_copy(module)
     with uncompiled():
         return _joints(Trial(copied, run_of(copied)), _likeliest(module))

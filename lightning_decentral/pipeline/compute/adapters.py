@@ -21,12 +21,8 @@ from lightning_decentral.shared.plan.profile import BlockCost
 
 @dataclass(frozen=True)
 class Block:
-    """One block of a `Chain`: the modules that it consists of, and its forward.
-
-    Args:
-        parts: the modules that the block consists of; other stages leave them out.
-        run: the block's forward; usually the only part itself.
-    """
+    """One block of a `Chain`: the modules of which it consists, and which other stages leave out, and its forward,
+    usually the only module itself."""
 
     parts: tuple[nn.Module, ...]
     run: Callable[[Tensor], Tensor]
@@ -106,7 +102,6 @@ class Chain(Pipelined):
 
 
 def vit(module: Any) -> Chain:
-    """Chain of a `transformers.ViTForImageClassification`."""
     from transformers.modeling_outputs import ImageClassifierOutput
 
     inner, classifier = module.vit, module.classifier
@@ -120,7 +115,6 @@ def vit(module: Any) -> Chain:
 
 
 def resnet(module: Any) -> Chain:
-    """Chain of a `transformers.ResNetForImageClassification`."""
     from transformers.modeling_outputs import ImageClassifierOutputWithNoAttention
 
     inner, classifier = module.resnet, module.classifier
@@ -142,7 +136,6 @@ KNOWN: dict[str, Callable[[Any, torch.device], Pipelined]] = {
 
 
 def known(module: nn.Module) -> list[tuple[Any, str]]:
-    """The known models in `module`, each with its name in `KNOWN`."""
     kinds = {part: [c.__name__ for c in type(part).__mro__ if c.__name__ in KNOWN] for part in module.modules()}
     return [(part, names[0]) for part, names in kinds.items() if names]
 
@@ -159,14 +152,8 @@ def depth(module: nn.Module) -> int | None:
 
 
 def find(module: nn.Module, device: torch.device = HOST) -> Pipelined:
-    """Find the one model in `module` that a pipeline can cut, and adapt it.
-
-    Args:
-        device: the device that trains the model.
-
-    Raises:
-        ValueError: no such model, several, or one that can't be cut.
-    """
+    """Find the one model in `module` that a pipeline can cut, and adapt it. `device`: the device that trains the model.
+    ValueError: no such model, several, or one that can't be cut."""
     found = known(module)
     if len(found) != 1:
         names = ", ".join(type(part).__name__ for part, _ in found) or "none"

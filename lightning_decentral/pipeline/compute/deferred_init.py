@@ -39,7 +39,6 @@ class _View:
         return int(self.storage._cdata)
 
     def real(self, storages: Mapping[Key, Tensor]) -> Tensor:
-        """The same view of the storage that now has memory."""
         return torch.empty(0, dtype=self.dtype).set_(storages[self.key].untyped_storage(), *self.place)
 
 
@@ -79,7 +78,6 @@ class _Done:
     default: torch.dtype
 
     def touched(self) -> set[Key]:
-        """Storages that the operation read or wrote."""
         return {leaf.key for leaf in tree_leaves((self.given, self.result)) if isinstance(leaf, _View)}
 
     def repeat(self, storages: dict[Key, Tensor]) -> None:
@@ -171,7 +169,6 @@ class Deferred(TorchDispatchMode):
 
     @torch.no_grad()
     def made(self, tensor: Tensor) -> Tensor:
-        """Return the tensor with memory and values; a tensor that already has them is returned as it is."""
         if not _deferred(tensor):
             return tensor
         view, storages = _View.of(tensor), dict[Key, Tensor]()
@@ -180,7 +177,6 @@ class Deferred(TorchDispatchMode):
         return view.real(storages)
 
     def _needed(self, key: Key) -> set[int]:
-        """Find the operations that used this storage, or a storage on which it depends."""
         found: set[int] = set()
         keys, seen = [key], {key}
         while keys:
@@ -193,11 +189,7 @@ class Deferred(TorchDispatchMode):
 
     def materialize(self, tensors: Iterable[Tensor], kept: Set[Tensor]) -> None:
         """Give memory and values to buffers and kept parameters, and an empty shape to other parameters. The tensor
-        objects stay the same.
-
-        Raises:
-            ValueError: a hook on one of the tensors, which would be lost.
-        """
+        objects stay the same. ValueError: a hook on one of the tensors, which would be lost."""
         own = [tensor for tensor in tensors if _deferred(tensor)]
         for tensor in own:
             if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
@@ -217,7 +209,6 @@ class Deferred(TorchDispatchMode):
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """Storage offset, size and stride of a tensor."""
     return tensor.storage_offset(), tensor.size(), tensor.stride()
 
 
@@ -234,7 +225,6 @@ def _views(tree: Any) -> Any:
 
 
 def _written(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Tensors among the arguments that the operation writes."""
     arguments = function._schema.arguments
     pairs = [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
     values = [value for argument, value in pairs if argument.alias_info is not None and argument.alias_info.is_write]
@@ -257,6 +247,5 @@ def drawn_alike(broadcast: Callable[[Tensor], Tensor]) -> Iterator[None]:
 
 
 def tensors_of(module: nn.Module) -> list[Tensor]:
-    """List parameters, buffers, and tensors that are plain attributes; each once."""
     plain = [value for part in module.modules() for value in vars(part).values() if isinstance(value, Tensor)]
     return list(dict.fromkeys([*module.parameters(), *module.buffers(), *plain]))

@@ -14,11 +14,7 @@ from torch._compile import _disable_dynamo  # as torch's optimizers; torch.compi
 
 
 class LayerRows:
-    """Keys, or values, of one layer for one micro-batch: [..., length, head].
-
-    Args:
-        length: tokens of the whole sequence.
-    """
+    """Keys, or values, of one layer for one micro-batch, for `length` tokens in all: [..., length, head]."""
 
     def __init__(self, length: int) -> None:
         self.rows: Tensor | None = None
@@ -47,11 +43,8 @@ class LayerRows:
         return rows[..., :stop, :]
 
     def give_back(self, grad: Tensor, start: int, stop: int) -> Tensor:  # (.., stop, head)
-        """Return the whole gradient of rows start..stop, given the gradient of the prefix :stop.
-
-        Raises:
-            RuntimeError: a later slice's backward hasn't run yet; the gradient would be silently wrong.
-        """
+        """Return the whole gradient of rows start..stop, given the gradient of the prefix :stop. RuntimeError: a later
+        slice's backward hasn't run yet; the gradient would be silently wrong."""
         if stop != self._returned:
             raise RuntimeError(f"slice {start}..{stop} runs backward before slice ..{self._returned}: last slice first")
         total = grad if self._carried is None else grad + self._carried
@@ -90,7 +83,6 @@ class KVCache:
         self._start, self._stop = 0, length
 
     def at(self, start: int, stop: int) -> "KVCache":
-        """Return a cache with the same rows for the slice start..stop."""
         # A new object for each slice: a later recomputation still knows its position.
         view = KVCache(self.length)
         view.stores, view._start, view._stop = self.stores, start, stop

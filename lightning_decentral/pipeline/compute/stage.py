@@ -82,23 +82,16 @@ class Recompute(Activations):
 
 
 class Stage:
-    """Runs forward and backward of one stage, chunk by chunk, in one step.
-
-    Args:
-        model: after `keep(place)`.
-        calls: one for each micro-batch.
-        slices: lengths in tokens; `(1,)` for a model without a token axis.
-        weights: computes weight gradients if the schedule splits backwards; None: in the backward.
-    """
+    """Runs forward and backward of one stage, chunk by chunk, in one step."""
 
     def __init__(
         self,
-        model: Pipelined,
+        model: Pipelined,  # after `keep(place)`
         place: StagePlace,
-        calls: Sequence[Call],
-        slices: Sequence[int],
+        calls: Sequence[Call],  # one for each micro-batch
+        slices: Sequence[int],  # lengths in tokens; `(1,)` for a model without a token axis
         activations: Activations,
-        weights: SplitWeights | None = None,
+        weights: SplitWeights | None = None,  # if the schedule splits backwards; None: in the backward
     ) -> None:
         self.place, self.calls = place, calls
         self.bounds = list(pairwise(accumulate(slices, initial=0)))
@@ -107,8 +100,7 @@ class Stage:
         self._memories = [KVCache(sum(slices)) for _ in calls]  # one for each micro-batch
         # For each chunk: its input's gradient, once known, a function that makes zeros like it, and the output.
         self._kept: dict[tuple[int, int], tuple[list[Tensor], Callable[[], Tensor] | None, Tensor]] = {}
-        self.outputs: dict[int, list[Tensor]] = {}
-        """[micro-batch][slice]: detached outputs of the last stage."""
+        self.outputs: dict[int, list[Tensor]] = {}  # [micro-batch][slice]: detached outputs of the last stage.
 
     def forward(self, microbatch: int, index: int, hidden: Tensor | None) -> Tensor:  # (batch, tokens, width)
         """Run one chunk's forward; `hidden` is None on the first stage. Returns the detached output."""
@@ -143,22 +135,15 @@ class Stage:
         return zeros() if zeros is not None and not gradient else next(iter(gradient), None)
 
     def weights(self, microbatch: int, index: int) -> None:
-        """Run the second half of a split backward: add gradients of weights to `.grad`."""
         assert self._weights is not None
         self._weights.finish((microbatch, index))
 
 
 @contextmanager
 def unchanged(module: nn.Module, among: str, remedy: str) -> Iterator[None]:
-    """Check that forwards in this context leave the module's buffers unchanged.
-
-    Args:
-        among: describes these forwards.
-
-    Raises:
-        ValueError: afterwards, if a buffer has changed; running statistics of norms, which a training forward doesn't
-            read, may change.
-    """
+    """Check that forwards in this context leave the module's buffers unchanged. `among`: describes these forwards.
+    ValueError: afterwards, if a buffer has changed; running statistics of norms, which a training forward doesn't read,
+    may change."""
     before = {name: buffer.detach().clone() for name, buffer in _read_buffers(module)}
     yield
     for name, buffer in _read_buffers(module):
@@ -175,7 +160,6 @@ def unchanged(module: nn.Module, among: str, remedy: str) -> Iterator[None]:
 
 @contextmanager
 def put_back(module: nn.Module) -> Iterator[None]:
-    """Restore every buffer afterwards, whatever observers have recorded meanwhile."""
     before = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     yield
     with torch.no_grad():
@@ -185,7 +169,6 @@ def put_back(module: nn.Module) -> Iterator[None]:
 
 
 def _read_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield all buffers with their names, except running statistics of norms."""
     for path, part in module.named_modules():
         if not isinstance(part, nn.modules.batchnorm._NormBase):
             for name, buffer in part.named_buffers(recurse=False):

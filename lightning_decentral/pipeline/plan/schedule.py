@@ -80,7 +80,6 @@ class Schedule(ABC):
         """Yield the actions of one stage, in order."""
 
     def actions(self, num_stages: int, num_microbatches: int, num_slices: int) -> list[list[Action]]:
-        """List each stage's actions in order. Raises ValueError for a number below 1."""
         at_least_1(num_stages=num_stages, num_microbatches=num_microbatches, num_slices=num_slices)
         return [list(self.of_stage(r, num_stages, num_microbatches, num_slices)) for r in range(num_stages)]
 
@@ -202,7 +201,6 @@ class ScheduleForecast:
 
 
 def always(seconds: float) -> Costs:
-    """Every action takes the same time."""
     return lambda action: seconds
 
 
@@ -262,14 +260,12 @@ Posts = Mapping[Action, Sequence[Action]]  # action -> actions whose receives ar
 
 
 def two_ahead(actions: Sequence[Action]) -> Posts:
-    """Plan for a stage with these actions when it posts receives: two actions ahead."""
     coming = [action for action in actions if action.kind is not Kind.WEIGHTS]
     later = zip(coming[1:], coming[AHEAD + 1 :], strict=False)
     return {coming[0]: coming[: AHEAD + 1], **{action: [expected] for action, expected in later}}
 
 
 def in_step(stages: Sequence[Sequence[Action]], num_slices: int) -> list[Posts]:
-    """Plan for each stage when it posts receives: in step. Every stage must pass the same actions."""
     # Ordered by start. Of actions that start at once, senders come first, so that a message is received before its
     # turn. Any order would do in which no action comes before those that it needs.
     spans = equally_long(stages, num_slices).items()

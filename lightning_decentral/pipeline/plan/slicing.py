@@ -58,11 +58,8 @@ def plan(
 
 
 def balance(length_tokens: int, num_slices: int, seconds: Seconds, *, granularity: int = 1) -> tuple[int, ...]:
-    """Cut into exactly `num_slices` slices whose largest cost is smallest.
-
-    Raises:
-        ValueError: more slices than pieces of this granularity.
-    """
+    """Cut into exactly `num_slices` slices whose largest cost is smallest. ValueError: more slices than pieces of this
+    granularity."""
     boundaries = piece_boundaries(length_tokens, granularity)
     at_least_1(num_slices=num_slices)
     at = linear_partition(table(boundaries, seconds), num_slices)
@@ -103,7 +100,6 @@ class Situation:
         at_least(0, "leave it out for the default", link_seconds=self.link_seconds, **factors)
 
     def step_seconds(self, slices: Sequence[int]) -> float:
-        """Forecast the seconds of a training step with these slices, by the timeline."""
         contexts = [sum(slices[:i]) for i in range(len(slices))]
         forward = [self.seconds(tokens, context) for tokens, context in zip(slices, contexts, strict=True)]
         longer = {Kind.FORWARD: 1.0, Kind.BACKWARD: self.backward_over_forward}
@@ -118,11 +114,8 @@ class Situation:
 
 
 def equal(length_tokens: int, num_slices: int, *, granularity: int = 1) -> tuple[int, ...]:
-    """Cut into slices of equal length; otherwise the first slices are longer by `granularity`.
-
-    Raises:
-        ValueError: more slices than pieces of this granularity.
-    """
+    """Cut into slices of equal length; otherwise the first slices are longer by `granularity`. ValueError: more slices
+    than pieces of this granularity."""
     boundaries = piece_boundaries(length_tokens, granularity)
     at_least_1(num_slices=num_slices)
     short, longer = divmod(len(boundaries) - 1, num_slices)

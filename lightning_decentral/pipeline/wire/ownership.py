@@ -20,19 +20,13 @@ Form = tuple[tuple[int, ...], torch.dtype, bool]  # Shape, type, and whether it 
 
 
 class Ownership:
-    """Tracks which parameters of a module this stage has, and which other stages share them.
-
-    Args:
-        module: the whole module, which contains the pipelined model.
-        over: the stages of this pipeline; None: a single stage.
-    """
+    """Tracks which parameters of a module this stage has, and which other stages share them. `module`: the whole
+    module, which contains the pipelined model. `over`: the stages of this pipeline; None: a single stage."""
 
     def __init__(self, module: nn.Module, model: Pipelined, place: StagePlace, over: Transport | None) -> None:
         self._module, self._model, self._over = module, model, over
-        self.order = _named(module)
-        """First name of each parameter of the whole model, in the model's order."""
-        self.state_keys = list(module.state_dict())
-        """Keys of the whole model's state_dict."""
+        self.order = _named(module)  # First name of each parameter of the whole model, in the model's order.
+        self.state_keys = list(module.state_dict())  # Keys of the whole model's state_dict.
         self._shapes = {parameter: parameter.shape for parameter in self.order}  # other stages' will be empty
         inside = set(model.module.parameters())
         model.keep(place)
@@ -77,11 +71,8 @@ class Ownership:
                 )
 
     def refuse_changed(self, together: bool = False) -> None:
-        """RuntimeError if this stage's parameters, or their names, have changed since set-up.
-
-        Args:
-            together: raise on all stages if one stage's have changed; then collective.
-        """
+        """RuntimeError if this stage's parameters, or their names, have changed since set-up. `together`: raise on all
+        stages if one stage's have changed; then collective."""
         now, reason = self._names if self._over is None else _named(self._module), ""
         if now != self._names:
             changed = next(p for p in (*self._names, *now) if self._names.get(p) != now.get(p))
@@ -110,7 +101,6 @@ class Ownership:
                 self._put(name, form, self._over.size - 1, device, self._over)
 
     def _forms(self, everywhere: bool) -> dict[str, Form]:
-        """Forms of buffers by name: those of modules on all stages, or those of blocks."""
         found = {}
         for path, part in self._module.named_modules():
             for leaf, buffer in part._buffers.items() if (path in self._everywhere) == everywhere else ():
@@ -164,7 +154,6 @@ class Ownership:
 
 
 def _named(module: nn.Module) -> dict[nn.Parameter, str]:
-    """Map each parameter to its first name."""
     # By hand: `named_parameters` counts as a read of all parameters, of which a stage has a part (`totals`).
     named: dict[nn.Parameter, str] = {}
     for path, part in module.named_modules():
@@ -175,7 +164,6 @@ def _named(module: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def optimizer_part(optimizer: Optimizer, state: State, order: Mapping[nn.Parameter, str]) -> State:
-    """Convert a stage's optimizer state to the names of parameters instead of their numbers."""
     names = [[order[p] for p in group["params"]] for group in optimizer.param_groups]
     flat = [name for group in names for name in group]
     settings = [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]]
@@ -183,7 +171,6 @@ def optimizer_part(optimizer: Optimizer, state: State, order: Mapping[nn.Paramet
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, str]]:
-    """List each parameter group's settings as text, without its parameters."""
     return [
         {
             key: repr(value.tolist() if isinstance(value, Tensor) else value)
@@ -195,14 +182,8 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, str]]:
 
 
 def check_same_groups(workers: Sequence[Sequence[Sequence[Mapping[str, str]]]]) -> None:
-    """Check that one checkpoint can hold the parameter groups of all workers.
-
-    Args:
-        workers: `settings_of` each optimizer of each worker.
-
-    Raises:
-        ValueError: on all workers, the optimizers' groups have become different.
-    """
+    """Check that one checkpoint can hold the parameter groups of all workers. `workers`: `settings_of` each optimizer
+    of each worker. ValueError: on all workers, the optimizers' groups have become different."""
     for rank, others in enumerate(workers):
         for theirs, ours in zip(others, workers[0], strict=True):
             if theirs == ours:
@@ -220,13 +201,11 @@ def check_same_groups(workers: Sequence[Sequence[Sequence[Mapping[str, str]]]]) 
 
 
 def joined_names(parts: Sequence[Sequence[Sequence[str]]], order: Sequence[str]) -> list[list[str]]:
-    """Merge the names of all stages' parameters in each group, in the order of the whole model."""
     place = {name: i for i, name in enumerate(order)}
     return [sorted({name for part in parts for name in part[g]}, key=place.__getitem__) for g in range(len(parts[0]))]
 
 
 def optimizer_whole(parts: Sequence[State], order: Sequence[str]) -> State:
-    """Merge the stages' optimizer states into the whole model's."""
     groups = joined_names([part["names"] for part in parts], order)
     number = {name: i for i, name in enumerate(name for group in groups for name in group)}
     # Reversed: of several stages' states for a parameter, the first stage's stays.
@@ -239,11 +218,8 @@ def optimizer_whole(parts: Sequence[State], order: Sequence[str]) -> State:
 
 
 def optimizer_own(whole: State, groups: Sequence[Sequence[str]], own: Sequence[Sequence[str]]) -> State:
-    """Extract one stage's part of the whole optimizer state, by the numbers in its own optimizer.
-
-    Raises:
-        ValueError: the state has other parameter groups.
-    """
+    """Extract one stage's part of the whole optimizer state, by the numbers in its own optimizer. ValueError: the state
+    has other parameter groups."""
     sizes, wanted = [len(group["params"]) for group in whole["param_groups"]], [len(group) for group in groups]
     if sizes != wanted:
         raise ValueError(

@@ -25,27 +25,20 @@ Program = tuple[Sequence[Action], Posts]  # Actions of a stage in a step, and wh
 
 
 class StageRunner:
-    """Runs one stage of one pipeline.
-
-    Args:
-        model: after `keep(place)`.
-        over: the stages, for small messages; None: a single stage.
-        edges: to the neighbours, for hidden states and gradients.
-        hosts: the stages over CPU tensors, for what a training step reports; None: a single stage.
-    """
+    """Runs one stage of one pipeline."""
 
     def __init__(
         self,
-        model: Pipelined,
+        model: Pipelined,  # after `keep(place)`
         place: StagePlace,
-        over: Transport | None,
-        edges: Edges,
+        over: Transport | None,  # the stages, for small messages; None: a single stage
+        edges: Edges,  # to the neighbours, for hidden states and gradients
         *,
         schedule: Schedule,
         activations: Activations,
         boundary: Boundary,
         device: torch.device,
-        hosts: Transport | None = None,
+        hosts: Transport | None = None,  # the same over CPU tensors, for what a step reports; None: a single stage
     ) -> None:
         self.model, self.place, self.over, self.hosts = model, place, over, hosts
         self._edges, self.schedule, self._activations = edges, schedule, activations
@@ -63,7 +56,6 @@ class StageRunner:
         return self._run(calls, slices, loss_of, self.program(len(calls), len(slices)), own)[0]
 
     def program(self, microbatches: int, slices: int) -> Program:
-        """Actions and receives of a training step; the same object for the same numbers."""
         if (microbatches, slices) not in self._programs:
             stages = self.schedule.actions(self.size, microbatches, slices)
             self._programs[microbatches, slices] = self._posting(stages, slices)
@@ -75,11 +67,7 @@ class StageRunner:
         return own, in_step(stages, slices)[self.rank] if queued else two_ahead(own)
 
     def evaluate(self, call: Call, slices: Sequence[int]) -> Tensor:
-        """Return the model's output on every stage. Collective.
-
-        Raises:
-            ValueError: this stage's inputs differ from the last stage's.
-        """
+        """Return the model's output on every stage. Collective. ValueError: its inputs differ from the last stage's."""
         stages = self.schedule.actions(self.size, 1, len(slices))
         forward = [[action for action in actions if action.kind is Kind.FORWARD] for actions in stages]
         with torch.no_grad():
@@ -131,7 +119,6 @@ class StageRunner:
         return executor, stage
 
     def channel(self, calls: Sequence[Call], bounds: Sequence[tuple[int, int]]) -> Channel:
-        """Make the channel to the neighbours for one step with these calls and slice bounds."""
         shapes: dict[tuple[int, int, int], Shape] = {}  # computed once a step: each is used twice a message
         places = [(m, s, call, ends) for m, call in enumerate(calls) for s, ends in enumerate(bounds)]
         for microbatch, index, call, ends in places if self.over is not None else ():
@@ -163,11 +150,9 @@ class StageRunner:
     # ---- sums at the end of a step --------------------------------------------------------------------------------
 
     def gather(self, value: T) -> list[T]:
-        """Gather a small value from every stage. Collective."""
         return [value] if self.over is None else gather_objects(self.over, value)
 
     def total(self, number: Tensor) -> Tensor:  # (..), in place
-        """Sum a number over the stages, in place. Collective."""
         if self.over is None:
             return number
         self.over.all_reduce(number).wait()
@@ -191,7 +176,6 @@ class StageRunner:
 
 
 def checksum(inputs: Sequence[Tensor]) -> float:
-    """Checksum of the inputs of all calls, on the host."""
     result = 0.0
     for tensor in inputs:
         flat = tensor.flatten().double()

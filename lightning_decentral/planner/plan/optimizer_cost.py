@@ -36,13 +36,11 @@ def hidden_bytes(hidden: Iterable[Sides]) -> int:
 
 
 def stepping_bytes(hidden: Sequence[Sides]) -> int:
-    """Largest number of bytes that Muon needs during a step."""
     sizes = [hidden_bytes([sides]) for sides in hidden]
     return sum(sizes) + 5 * min(sum(sizes), max([CALL_BYTES, *sizes]))
 
 
 def products_seconds(model: Model) -> float:
-    """Seconds of Newton-Schulz on all hidden matrices; 0 if not measured."""
     return operations(model.hidden) / model.products_per_second if model.products_per_second else 0.0
 
 

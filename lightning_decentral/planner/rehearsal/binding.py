@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Variable
 from torch.optim import LBFGS, Optimizer
 
@@ -36,33 +36,21 @@ LOOK = 10  # Steps from one look at the noise of gradients to the next.
 
 @dataclass
 class Common:
-    """State that the workers of a crew share.
+    """State that the workers of a crew share."""
 
-    Args:
-        strategy: strategy to rehearse, only read.
-        look: barrier, in some steps, at which the noise of equal workers' gradients is measured.
-        meet: barrier of all workers.
-        folder: folder for files that a module writes into its logger's folder.
-
-    Attributes:
-        way: how gradients are computed.
-        mixes: whether workers that drift have rounds.
-    """
-
-    strategy: object
+    strategy: object  # strategy to rehearse, only read
     loop: LoopSettings
     boxes: Mailboxes
     turn: OwnTurn
     quota: Quota
-    look: WorkersBarrier
-    meet: WorkersBarrier
-    folder: str
+    look: WorkersBarrier  # barrier, in some steps, at which the noise of equal workers' gradients is measured
+    meet: WorkersBarrier  # barrier of all workers
+    folder: str  # folder for files that a module writes into its logger's folder
     world: ThreadsWorld = field(default_factory=ThreadsWorld)
-    way: Way = field(default_factory=Way)
-    mixes: bool = True
+    way: Way = field(default_factory=Way)  # how gradients are computed
+    mixes: bool = True  # whether workers that drift have rounds
 
     def close(self) -> None:
-        """End all waits of and for workers, future waits included."""
         for part in (self.quota, self.boxes, self.look, self.meet, self.way):
             part.close()
 
@@ -84,15 +72,8 @@ class Park(Callback):
 
 
 class Binding(DDPStrategy):
-    """Lightning strategy of one rehearsed worker; the module isn't wrapped.
-
-    Attributes:
-        losses: loss of each step, on the worker's own batch, before the update.
-        learning_rates: learning rate of each step, of the first parameter group.
-
-    Raises:
-        ValueError: at set-up, the module or the strategy can't be rehearsed.
-    """
+    """Lightning strategy of one rehearsed worker; the module isn't wrapped. ValueError: at set-up, the module or the
+    strategy can't be rehearsed."""
 
     member: Member
 
@@ -100,8 +81,8 @@ class Binding(DDPStrategy):
         super().__init__()
         self._place, self._common = place, common
         self._group = InProcessGroup(InProcessTransport(common.boxes, "default", place.worker, place.workers))
-        self.losses: list[Tensor] = []
-        self.learning_rates: list[float] = []
+        self.losses: list[Tensor] = []  # of each step, on the worker's own batch, before the update
+        self.learning_rates: list[float] = []  # of each step, of the first parameter group
 
     # ---- the place --------------------------------------------------------------------------------------------------
 
@@ -199,22 +180,14 @@ class Binding(DDPStrategy):
     # ---- a step -----------------------------------------------------------------------------------------------------
 
     def wait(self) -> None:
-        """Wait until a further step is requested."""
         self._common.quota.wait(self.global_rank, len(self.losses))
         if self.lr_scheduler_configs:  # schedules have set what they set
             self._rates = self.rates_now()
 
     def rates_now(self) -> list[float]:
-        """Learning rates of the groups."""
         return [float(group.get("lr", 1.0)) for group in self.optimizers[0].param_groups]
 
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         self._begun = len(self.losses)
         try:
             output = self._update(
@@ -236,7 +209,6 @@ class Binding(DDPStrategy):
         return output
 
     def _update(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Update as Lightning's precision plugin does; many small parameters as one."""
         if self._joined is None:
             return Strategy.optimizer_step(self, optimizer, closure, self._module, **kwargs)
         with torch.enable_grad():

@@ -15,25 +15,16 @@ RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # Entries of a parameter group
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """Settings of a rehearsal's Trainers.
+    """Settings of a rehearsal's Trainers."""
 
-    Args:
-        clip: the Trainer's `gradient_clip_val`.
-        rate: factor of all learning rates.
-        run_steps: the Trainer's `max_steps`, for schedules as long as the run; -1: without an end.
-        seed: number added to the seed of `seed_everything`.
-        device: device of all workers.
-    """
-
-    clip: float | None = None
-    rate: float = 1.0
-    run_steps: int = -1
-    seed: int = 0
-    device: torch.device = CPU
+    clip: float | None = None  # the Trainer's `gradient_clip_val`
+    rate: float = 1.0  # factor of all learning rates
+    run_steps: int = -1  # the Trainer's `max_steps`, for schedules as long as the run; -1: without an end
+    seed: int = 0  # number added to the seed of `seed_everything`
+    device: torch.device = CPU  # device of all workers
 
 
 def loss_of(output: Any) -> Tensor:
-    """Loss in what a `training_step` returned."""
     loss: Tensor | None = output["loss"] if isinstance(output, Mapping) else output
     if loss is None:
         raise ValueError("training_step gave no loss: a step that is left out can't be rehearsed")
@@ -41,7 +32,6 @@ def loss_of(output: Any) -> Tensor:
 
 
 def scale(optimizer: Optimizer, schedulers: Sequence[Any], factor: float) -> None:
-    """Multiply every learning rate, and the schedulers' initial learning rates, by a factor."""
     for group in optimizer.param_groups:
         group.update({name: group[name] * factor for name in RATES if name in group})
     for scheduler in schedulers:

@@ -31,64 +31,30 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Found:
-    """Result of a method for one seed.
+    """Result of a method for one seed."""
 
-    Args:
-        rate: factor of the learning rates.
-        steps: steps to the target; None if the target wasn't reached.
-        points: (step, validation loss), smoothed.
-        sent_bytes: of all workers in a step, mean of the steps.
-        noise: of the gradients, in batches of a worker; None where workers drift.
-        excess: mean of the workers' own losses in the end, less the loss of their mean.
-        learning_rates: of each step.
-        trained: steps; fewer than were asked for at the target, or where time was over.
-        early: of a rate that was left behind first, where its crew's workers drift.
-        rates: how many were trained.
-    """
-
-    rate: float
-    steps: int | None
-    points: tuple[Point, ...]
-    sent_bytes: float
-    noise: float | None
-    excess: float
-    learning_rates: tuple[float, ...]
-    trained: int
-    early: "Early | None" = None
-    rates: int = 1
-
-    def foreseen(self, target: float) -> int | None:
-        """Steps to the target, if it is near, though not reached."""
-        return None if self.steps is not None else beyond(self.points, target)
+    rate: float  # factor of the learning rates
+    steps: int | None  # steps to the target; None if the target wasn't reached
+    points: tuple[Point, ...]  # (step, validation loss), smoothed
+    sent_bytes: float  # of all workers in a step, mean of the steps
+    noise: float | None  # of the gradients, in batches of a worker; None where workers drift
+    excess: float  # mean of the workers' own losses in the end, less the loss of their mean
+    learning_rates: tuple[float, ...]  # of each step
+    trained: int  # steps; fewer than were asked for at the target, or where time was over
+    # Of drifting workers at the large learning rate that was left behind first, before a schedule makes steps short:
+    # (excess, differences; None where the course doesn't ask, or losses don't show them).
+    early: tuple[float, Drift | None] | None = None
+    rates: int = 1  # how many were trained
 
     @property
     def loss(self) -> float:
-        """Last smoothed validation loss."""
         return self.points[-1][1]
 
 
 @dataclass(frozen=True)
-class Early:
-    """Measurement of drifting workers at large learning rates, before a schedule makes steps short.
-
-    Args:
-        excess: as of `Found`.
-        drift: the workers' differences; None where the course doesn't ask, or losses don't show them.
-    """
-
-    learning_rate: float
-    excess: float
-    drift: Drift | None
-
-
-@dataclass(frozen=True)
 class SearchCourse:
-    """Settings that all rates and seeds are trained with: steps, target and evaluation.
-
-    Args:
-        tick: called at each mark; what it raises ends the search.
-        probes: whether workers that drift are probed, where a rate is left behind.
-    """
+    """Settings that all rates and seeds are trained with: steps, target and evaluation. `tick`: called at each mark;
+    what it raises ends the search. `probes`: whether workers that drift are probed, where a rate is left behind."""
 
     steps: int
     target: float
@@ -98,7 +64,6 @@ class SearchCourse:
 
     @property
     def every(self) -> int:
-        """Steps between marks."""
         return max(1, self.steps // MARKS)
 
 
@@ -124,7 +89,6 @@ class Track:
         return bool(self.marks) and not isfinite(self.marks[-1][1])
 
     def train_to(self, step: int) -> None:
-        """Train to the first mark at or after the step, to the target, or until losses are NaN or infinite."""
         while (done := len(self.crew.losses)) < step and self.reached is None and not self.diverged:
             self.course.tick()
             try:
@@ -153,17 +117,14 @@ class Track:
             self.rate, self.reached, tuple(self.points), sent, noise, excess, learning_rates, len(learning_rates)
         )
 
-    def early(self) -> Early | None:
-        """Measure the disagreement of a crew that is no longer needed; None if its workers are equal, or diverged."""
+    def early(self) -> tuple[float, Drift | None] | None:
         if self.crew.alike or self.diverged:
             return None
-        learning_rate, excess = self.crew.learning_rate, excess_now(self.crew, self.course.evaluation)
-        drift = probed(self.crew, self.course.evaluation, self.rate) if self.course.probes else None
-        return Early(learning_rate, excess, drift)
+        excess = excess_now(self.crew, self.course.evaluation)
+        return excess, probed(self.crew, self.course.evaluation, self.rate) if self.course.probes else None
 
 
 def ranked(tracks: Sequence[Track]) -> list[Track]:
-    """Sort tracks, the best first, by losses at the last common mark of those neither diverged nor at the target."""
     left = [len(track.marks) for track in tracks if track.reached is None and not track.diverged]
     return sorted(tracks, key=lambda track: track.order(min(left, default=len(track.marks))))
 
@@ -233,7 +194,7 @@ def search(make: Callable[[float], Crew], rates: Sequence[float], course: Search
     """
     with ExitStack() as crews:
         left = tracks = [Track(rate, crews.enter_context(make(rate)), course) for rate in rates]
-        early: Early | None = None
+        early: tuple[float, Drift | None] | None = None
         for rung in rungs(len(rates), course.steps):
             try:
                 for track in left:

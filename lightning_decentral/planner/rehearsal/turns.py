@@ -35,13 +35,11 @@ class Ended(BaseException):
 
 
 def generators(device: torch.device) -> tuple[Any, ...]:
-    """Return the states of the CPU's random number generators, and of the device's if it isn't the CPU."""
     of_device = cuda.random_state(device) if device.type == "cuda" else None
     return torch.get_rng_state(), np.random.get_state(), random.getstate(), of_device
 
 
 def set_generators(states: tuple[Any, ...], device: torch.device) -> None:
-    """Restore the random number generators' states that `generators` returned."""
     of_torch, of_numpy, of_python, of_device = states
     torch.set_rng_state(of_torch)
     np.random.set_state(of_numpy)
@@ -64,7 +62,6 @@ class OwnTurn(ThreadTurn):
         self._device, self._first, self._own = device, generators(device), local()
 
     def is_of(self, rank: int) -> None:
-        """Register the current thread as the thread of worker `rank`."""
         self._own.rank, self._own.states = rank, self._first
 
     def __enter__(self) -> None:
@@ -87,7 +84,6 @@ class OwnTurn(ThreadTurn):
 
     @contextmanager
     def of_workers(self) -> Iterator[None]:
-        """Give workers turns meanwhile; afterwards restore the caller's random number generators and rank."""
         states, rank = generators(self._device), getattr(rank_zero_only, "rank", 0)
         try:
             yield
@@ -114,11 +110,7 @@ class WorkersBarrier(Barrier):
 
 
 class Quota:
-    """Number of steps that each worker may take; a worker that has taken them waits for more.
-
-    Attributes:
-        allowed: number of steps in total.
-    """
+    """Number of steps that each worker may take, `allowed` in total; a worker that has taken them waits for more."""
 
     def __init__(self, turn: ThreadTurn, workers: int) -> None:
         self._turn, self._changed = turn, Condition()
@@ -126,11 +118,7 @@ class Quota:
         self._taken: list[float] = [-1] * workers
 
     def wait(self, rank: int, taken: int) -> None:
-        """Wait in a worker that has taken `taken` steps until it may begin the next step.
-
-        Raises:
-            Ended: no further step is requested.
-        """
+        """Wait in a worker that has taken `taken` steps until it may begin the next. Ended: no further one is asked."""
         if taken >= self.allowed or self._closed:
             with self._turn.passed_on(), self._changed:
                 self._taken[rank] = taken
@@ -140,7 +128,6 @@ class Quota:
             raise Ended
 
     def done(self, rank: int) -> None:
-        """Note that the worker takes no further step."""
         with self._changed:
             self._taken[rank] = inf
             self._changed.notify_all()
@@ -169,7 +156,6 @@ class Way:
         return nullcontext()
 
     def forward(self, worker: int, step: Callable[..., Any], batch: Sequence[Any]) -> Any:
-        """Return what a `training_step` with these arguments returns."""
         return step(*batch)
 
     def end(self, worker: int) -> None:
@@ -181,7 +167,6 @@ class Way:
 
 @contextmanager
 def threads_each(share: int) -> Iterator[None]:
-    """Set torch's number of threads within; MKL has one number for the process, the one that was set last."""
     own = torch.get_num_threads()
     torch.set_num_threads(share)
     try:
@@ -201,10 +186,7 @@ def map_on_threads(call: Callable[..., Result], first: Sequence[Any], *others: S
 
 class Abreast(Way):
     """Computes gradients of several workers at a time: all meet in their step, compute without turns, and meet again.
-
-    Raises:
-        ValueError: a step drew random numbers meanwhile, which can't be assigned to workers.
-    """
+    ValueError: a step drew random numbers meanwhile, which can't be assigned to workers."""
 
     def __init__(self, name: str, workers: int, turn: OwnTurn, threads: int) -> None:
         self._name, self._turn, self._places, self._step = name, turn, Semaphore(threads), -1

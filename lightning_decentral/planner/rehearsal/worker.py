@@ -45,14 +45,8 @@ class KeepsNothing(DummyLogger):
 
 
 class RehearsedWorker:
-    """Worker of a rehearsal, which trains its own copy of the module with a Trainer.
-
-    Attributes:
-        error: error that ended the worker.
-
-    Raises:
-        ValueError: the module optimizes by hand.
-    """
+    """Worker of a rehearsal, which trains its own copy of the module with a Trainer until an `error` ends it.
+    ValueError: the module optimizes by hand."""
 
     def __init__(self, module: LightningModule, data: Any, place: MemberPlace, common: Common) -> None:
         if not module.automatic_optimization:
@@ -73,11 +67,9 @@ class RehearsedWorker:
         )
 
     def goes_on(self) -> None:
-        """Continue beyond the end of the run."""
         self._trainer.fit_loop.epoch_loop.max_steps = -1
 
     def run(self) -> None:
-        """Run the whole fit, in the worker's thread."""
         self._common.turn.is_of(self._rank)
         given = "datamodule" if isinstance(self._data, LightningDataModule) else "train_dataloaders"
         try:
@@ -95,7 +87,6 @@ class RehearsedWorker:
 
 
 def quiet(module: Module) -> Module:
-    """Make the module's `self.log` and `self.log_dict` do nothing."""
     module.__dict__["log"] = module.__dict__["log_dict"] = lambda *_, **__: None
     return module
 
@@ -117,16 +108,12 @@ class AskedTooSoon:
 
 
 def copies_of(data: Any) -> Callable[[int], Any]:
-    """Give each worker its own copy of the data; Lightning's samplers know how many workers there are, and the seed."""
     return lambda rank: own_copy(data, {})
 
 
 def data_of(data: LightningDataModule | DataLoader[Any] | None) -> Any:
     """Data that workers get copies of: the loader, or the data module, set up; None: the module has its own loaders.
-
-    Raises:
-        ValueError: a data module asks for a worker's place too soon.
-    """
+    ValueError: a data module asks for a worker's place too soon."""
     if isinstance(data, LightningDataModule):
         data = copy.copy(data)
         data.trainer = AskedTooSoon(data)  # type: ignore[assignment]
@@ -138,14 +125,9 @@ def data_of(data: LightningDataModule | DataLoader[Any] | None) -> Any:
 
 
 def own_copy(value: Any, known: dict[int, Any]) -> Any:
-    """Copy with counters, random generators and objects of its own; tensors, arrays and examples stay shared.
-
-    Args:
-        known: copies by the ids of their originals, which grow.
-
-    Raises:
-        ValueError: it holds an iterator, which workers of one process would share.
-    """
+    """Copy with counters, random generators and objects of its own; tensors, arrays and examples stay shared. `known`:
+    copies by the ids of their originals, which grow. ValueError: it holds an iterator, which workers of one process
+    would share."""
     if id(value) not in known:
         known[id(value)] = _new(value, known)
     return known[id(value)]

@@ -47,7 +47,6 @@ def set_id(logger: Resuming, run: str) -> None:
 
 
 def name_of(logger: Resuming) -> str:
-    """Return the name of the logger's run in a checkpoint; a project's name has no slash."""
     return f"{logger.project}/workers" if isinstance(logger, OfWorkers) else str(logger._project)
 
 
@@ -66,7 +65,6 @@ def agree(loggers: Sequence[Logger], broadcast: Callable[[Any], Any]) -> None:
 
 
 def keep(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Add the ids of the loggers' runs to a checkpoint."""
     loggers = [logger for logger in trainer.loggers if isinstance(logger, WandbLogger)]
     ids = {name_of(logger): getattr(logger._experiment, "id", None) or logger._id for logger in loggers}
     ids |= {name_of(logger): logger.id for logger in trainer.loggers if isinstance(logger, OfWorkers)}
@@ -96,7 +94,6 @@ def without_run(logger: Logger) -> TypeGuard[Resuming]:
 
 
 def opened() -> Any:
-    """Return the W&B run that is open in this process, or None."""
     return getattr(sys.modules.get("wandb"), "run", None)
 
 
@@ -124,7 +121,6 @@ def decided() -> bool:
 
 
 def go_on(trainer: Trainer, path: str | None) -> None:
-    """Make W&B loggers continue the runs, by project, of the checkpoint that a fit would resume from."""
     loggers = [logger for logger in trainer.loggers if without_run(logger)]
     if not loggers or decided():
         return
@@ -141,6 +137,5 @@ def go_on(trainer: Trainer, path: str | None) -> None:
 
 
 def launched(trainer: Trainer | None, arguments: Sequence[Any]) -> None:
-    """Continue the W&B runs of the checkpoint that a Trainer is launched with, where it is launched to fit."""
     if trainer is not None and trainer.state.fn == TrainerFn.FITTING and len(arguments) > CHECKPOINT:
         go_on(trainer, arguments[CHECKPOINT])

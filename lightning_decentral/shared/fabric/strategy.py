@@ -171,7 +171,6 @@ class FabricWorkers(DDPStrategy):
     # ---- a step -----------------------------------------------------------------------------------------------------
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Take the user's update, exactly as in one process; then do the method's work after an update."""
         if self._shown:
             raise RuntimeError(f"{MEAN_STANDS}: call optimizer.step() after the block `with strategy.mean():`")
         self._group.set_ups.begin()  # not by an override of `backward`, which would refuse `loss.backward()`
@@ -204,7 +203,6 @@ class FabricWorkers(DDPStrategy):
     # ---- the mean of the workers ------------------------------------------------------------------------------------
 
     def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the exact mean over the workers. Collective."""
         assert self.wire is not None
         return mean(tensors, self.wire.world, self.share())
 
@@ -240,7 +238,6 @@ class FabricWorkers(DDPStrategy):
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
-        """Save a plain file with the mean of the workers and, with an optimizer in `state`, each worker's own state."""
         if self.wire is None:
             super().save_checkpoint(path, state, storage_options, filter)
             return
@@ -252,7 +249,6 @@ class FabricWorkers(DDPStrategy):
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load each worker's own state if all workers have one and `state` has an optimizer; otherwise the mean."""
         if self.wire is None:
             return super().load_checkpoint(path, state, strict, weights_only)
         with self._telling(), self._checkpoints.reading(path, state, weights_only):
@@ -265,7 +261,6 @@ class FabricWorkers(DDPStrategy):
 
     @property
     def lightning_module(self) -> Any:
-        """All modules of the loop as one module."""
         return nn.ModuleList(self.modules)
 
     def rounds(self) -> list[int]:
@@ -278,5 +273,4 @@ class FabricWorkers(DDPStrategy):
         return call()  # nobody counts who waits: a loop of the user's own can't be asked for one more round
 
     def gather(self, value: Any) -> list[Any]:
-        """Gather every worker's value, in order of rank. Collective."""
         return gather_world(value)

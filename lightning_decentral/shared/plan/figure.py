@@ -16,34 +16,27 @@ Curve = tuple[list[float], list[float]]
 
 
 def curve(rows: Rows, key: str) -> Curve:
-    """Return the steps at which the key was logged, and its values."""
     points = [(row["step"], row[key]) for row in rows if key in row]
     return [step for step, _ in points], [value for _, value in points]
 
 
 def first_curve(rows: Rows, keys: Sequence[str]) -> Curve:
-    """Return the curve of the first key that was logged; an empty curve if none was."""
     return next((curve(rows, key) for key in keys if any(key in row for row in rows)), ([], []))
 
 
 def worker_keys(rows: Rows) -> list[str]:
-    """Return those of the keys worker/0/loss, worker/1/loss, ... that were logged."""
     found = {key for row in rows for key in row if key.startswith("worker/") and key.endswith("/loss")}
     return sorted(found, key=lambda key: int(key.split("/")[1]))
 
 
 def mean_curve(rows: Rows, keys: Sequence[str]) -> Curve:
-    """Return the mean over the keys, at the steps where all were logged."""
     whole = [row for row in rows if all(key in row for key in keys)]
     return [row["step"] for row in whole], [sum(row[key] for key in keys) / len(keys) for row in whole]
 
 
 def draw(rows: Rows, path: Path) -> None:
     """Draw losses over steps (each worker's, their mean, validation); below, the relative consensus distance if logged.
-
-    Raises:
-        ModuleNotFoundError: no matplotlib.
-    """
+    ModuleNotFoundError: no matplotlib."""
     from matplotlib.figure import Figure  # needs no display and leaves the user's pyplot state alone
 
     figure = Figure(figsize=(8, 6), dpi=150, layout="constrained")
@@ -80,11 +73,7 @@ def draw(rows: Rows, path: Path) -> None:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Return a matplotlib figure that needs no display.
-
-    Raises:
-        ValueError: no matplotlib.
-    """
+    """Return a matplotlib figure that needs no display. ValueError: no matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
@@ -96,11 +85,8 @@ COLOURS = (INK, ACCENT, "#2a9d8f", "#e9a23b", "#8fb3d9", "#7b5ea7", "#7f8c8d")
 
 
 def compare(panels: Mapping[str, Mapping[str, Curve]], loss: str, path: Path) -> None:
-    """Draw one panel per axis, {axis: {run: (x, losses)}}; each run has one colour in all of them.
-
-    Raises:
-        ValueError: no matplotlib.
-    """
+    """Draw one panel per axis, {axis: {run: (x, losses)}}; each run has one colour in all of them. ValueError: no
+    matplotlib."""
     figure = new_figure(12, 4)
     names = list(next(iter(panels.values())))
     for axes, (axis, runs) in zip(figure.subplots(1, len(panels), sharey=True), panels.items(), strict=True):

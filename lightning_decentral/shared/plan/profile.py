@@ -54,20 +54,15 @@ class RoundWork:
     seconds = round_seconds + received message_seconds                                  0 where nothing is received
             + bytes of the parameters (own_seconds_per_byte + received heard_seconds_per_byte)
 
-    Args:
-        codec: repr of the codec, `Plain()` for uncompressed messages.
-        round_seconds: seconds of a round that don't depend on the message's length: threads, headers, sockets.
-        message_seconds: such seconds for each neighbour's message.
-
     Raises:
         ValueError: seconds below 0.
     """
 
-    codec: str
+    codec: str  # repr of the codec, `Plain()` for uncompressed messages
     own_seconds_per_byte: float = 0.0
     heard_seconds_per_byte: float = 0.0
-    round_seconds: float = 0.0
-    message_seconds: float = 0.0
+    round_seconds: float = 0.0  # those of a round that don't depend on the message's length: threads, headers
+    message_seconds: float = 0.0  # such seconds for each neighbour's message
 
     def __post_init__(self) -> None:
         if not min(self.own_seconds_per_byte, self.heard_seconds_per_byte) >= 0:
@@ -81,16 +76,13 @@ class RoundWork:
             )
 
     def seconds_per_byte(self, received: int) -> float:
-        """Return seconds per byte of the parameters, in a round that receives from `received` neighbours."""
         return self.own_seconds_per_byte + received * self.heard_seconds_per_byte if received else 0.0
 
     def seconds(self, parameter_bytes: float, received: int) -> float:
-        """Return the seconds of a round that receives from `received` neighbours."""
         fixed = self.round_seconds + received * self.message_seconds if received else 0.0
         return fixed + parameter_bytes * self.seconds_per_byte(received)
 
     def times(self, factor: float) -> "RoundWork":
-        """Return this work with all seconds multiplied by a factor."""
         own, received = factor * self.own_seconds_per_byte, factor * self.heard_seconds_per_byte
         return RoundWork(self.codec, own, received, factor * self.round_seconds, factor * self.message_seconds)
 
@@ -146,7 +138,6 @@ class Model:
 
     @property
     def hidden(self) -> tuple[Sides, ...]:
-        """Sides of the hidden matrices of all blocks."""
         return tuple(sides for block in self.blocks for sides in block.hidden)
 
     def bytes_of_state(self, name: str) -> int:
@@ -201,28 +192,21 @@ class LinkCost:
             raise ValueError(f"an exchange has at least one neighbour, got {self.peers}")
 
     def seconds(self, message_bytes: float) -> float:
-        """Seconds of one operation on a message of so many bytes."""
         return self.latency_seconds + message_bytes / self.bytes_per_second
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Profile of model and network: all that a forecast needs.
-
-    Args:
-        variation: seconds of computation of single steps over their mean: the distribution of stragglers. Empty means
-            that every step takes equally long.
-        hosts: names of hosts and devices, for people.
-    """
+    """Profile of model and network: all that a forecast needs."""
 
     model: Model
     network: tuple[LinkCost, ...] = ()
+    # Seconds of computation of single steps over their mean: the distribution of stragglers. Empty: all equally long.
     variation: tuple[float, ...] = ()
-    hosts: Mapping[str, str] = field(default_factory=dict)
+    hosts: Mapping[str, str] = field(default_factory=dict)  # names of hosts and devices, for people
 
 
 def write(profile: Profile, path: str | Path) -> None:
-    """Write the profile as JSON."""
     text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(profile)}, indent=1)
     Path(path).write_text(text + "\n")
 

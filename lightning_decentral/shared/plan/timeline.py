@@ -15,18 +15,12 @@ Name = TypeVar("Name", bound=Hashable)
 
 @dataclass(frozen=True)
 class Task(Generic[Name]):
-    """Task of `seconds` on one worker, which runs its tasks in the order in which they are listed.
+    """Task of `seconds` on one worker, which runs its tasks in the order in which they are listed."""
 
-    Args:
-        name: unique name.
-        worker: anything that runs one task at a time, such as a stage or a link.
-        needs: names of the tasks that must have finished.
-    """
-
-    name: Name
-    worker: str
+    name: Name  # unique name
+    worker: str  # anything that runs one task at a time, such as a stage or a link
     seconds: float
-    needs: tuple[Name, ...] = ()
+    needs: tuple[Name, ...] = ()  # names of the tasks that must have finished
 
 
 @dataclass(frozen=True)
@@ -106,7 +100,6 @@ def chrome_trace(spans: Mapping[Name, Span], process: str = "predicted") -> list
 
 
 def write_chrome_trace(events: Sequence[Mapping[str, object]], path: str | Path) -> None:
-    """Write the events to a file that chrome://tracing and Perfetto open."""
     Path(path).write_text(json.dumps({"traceEvents": list(events), "displayTimeUnit": "ms"}))
 
 
@@ -127,5 +120,4 @@ def read_chrome_trace(path: str | Path) -> dict[str, Span]:
 
 
 def later(spans: Mapping[Name, Span], seconds: float) -> dict[Name, Span]:
-    """Return the spans shifted by `seconds`."""
     return {name: Span(span.worker, span.start + seconds, span.finish + seconds) for name, span in spans.items()}

@@ -49,7 +49,6 @@ class Uneven(RuntimeError):
         self._worker = worker
 
     def of_early_end(self) -> RuntimeError:
-        """Return the error for a worker that stopped early although it has more batches."""
         return RuntimeError(
             f"worker {self._worker} alone stops early (trainer.should_stop) while another goes on and needs it: stop "
             "on all workers, as EarlyStopping does (trainer.should_stop = "
@@ -58,7 +57,6 @@ class Uneven(RuntimeError):
 
 
 def uneven(worker: int, steps: int) -> Uneven:
-    """Return the error of a worker whose epoch ended early, under a method in which all take the same updates."""
     return Uneven(
         worker,
         f"worker {worker} ended its epoch after {steps} steps while another goes on, and all must take the same "
@@ -105,7 +103,6 @@ class RollCall:
 
     @property
     def rests(self) -> bool:
-        """Return whether this worker has ended its epoch and waits for others that haven't."""
         return self._reported == ENDED
 
     def _watch_epoch(self) -> None:
@@ -132,10 +129,7 @@ class RollCall:
 
     def end_epoch(self) -> None:
         """Return when every worker has ended its epoch, or stopped, and all have taken the same number of rounds.
-
-        Raises:
-            RuntimeError: another worker waits in a collective call that this worker, at its end, will not enter.
-        """
+        RuntimeError: another worker waits in a collective call that this worker, at its end, will not enter."""
         mine = self.rounds()
         self._report(ENDED)
         self.store.set(self._key("ended"), "yes")
@@ -169,7 +163,6 @@ class RollCall:
         return [bool(vote) for vote in votes]
 
     def _answer(self) -> bool:
-        """Take part in the rounds that others wait for; return whether there were any."""
         rows, all_known = self._asked()
         if any(met > self.met() for *_, met in rows):
             raise Uneven(

@@ -71,7 +71,6 @@ class Sharded:
 
     @property
     def root(self) -> FSDPModule:
-        """The module, as an FSDPModule."""
         assert isinstance(self.module, FSDPModule)
         return self.module
 
@@ -96,7 +95,6 @@ class Sharded:
 
     @property
     def groups(self) -> list[Any]:
-        """FSDP's groups of parameters that are gathered and reduced together."""
         states = [vars(part._get_fsdp_state()) for part in self.module.modules() if isinstance(part, FSDPModule)]
         # An older torch has one group in a module.
         several = [state.get("_fsdp_param_groups") or [state.get("_fsdp_param_group")] for state in states]
@@ -156,12 +154,10 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Return whether the tensor is a shard, of which other devices hold the rest."""
     return isinstance(tensor, DTensor)
 
 
 def shards(tensor: Tensor) -> int:
-    """Return the number of devices over which a tensor is sharded."""
     return tensor.device_mesh.size() if isinstance(tensor, DTensor) else 1  # a mesh is one worker's devices
 
 
@@ -202,7 +198,6 @@ def rows_of(whole: Tensor, place: int, devices: int) -> Tensor:  # (rows, ...) -
 
 
 def mapped(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Apply the function to every sharded tensor in nested dictionaries and lists."""
     return tree_map(lambda leaf: function(leaf) if isinstance(leaf, DTensor) else leaf, tree)
 
 

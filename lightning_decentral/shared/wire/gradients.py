@@ -38,7 +38,6 @@ def pack(tensors: Sequence[Tensor | None], like: Sequence[Tensor], flat: Tensor)
 
 
 def parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Return views of the tensors that `pack` packed."""
     rows = flat.split([other.numel() for other in like])
     # Of one dimension a row is what it has to be.
     return [row if other.dim() == 1 else row.view(other.shape) for row, other in zip(rows, like, strict=True)]
@@ -103,12 +102,6 @@ class GradientBucket:
                 parameter.grad = torch.empty_like(parameter).copy_(mean)
 
 
-def at_the_end(loss: Tensor, call: Callable[[], None]) -> None:
-    """Run the call at the end of the next backward pass of `loss`, before other code sees the gradients."""
-    # Only within a backward can its end be waited for.
-    loss.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(call))
-
-
 class Average:
     """Base class of averages of gradients, whose workers also report what they used, and whether they have news."""
 
@@ -125,7 +118,6 @@ class Average:
         self.layouts.begin()
 
     def leave(self) -> None:
-        """End the average."""
         self.under_way = False
         self.layouts.done()
 
@@ -145,11 +137,8 @@ Kind = TypeVar("Kind", bound=GradientBucket)
 
 
 class Launcher(Generic[Kind]):
-    """Sends buckets in order, each as soon as its gradients and those of earlier buckets are complete.
-
-    Raises:
-        RuntimeError: in the backward pass, where a gradient grows again after it was sent.
-    """
+    """Sends buckets in order, each as soon as its gradients and those of earlier buckets are complete. RuntimeError: in
+    the backward pass, where a gradient grows again after it was sent."""
 
     def __init__(self, launch: Callable[[Kind], None], first: Callable[[], None] = lambda: None) -> None:
         self.paused = False  # gradients are only accumulated meanwhile
@@ -163,11 +152,8 @@ class Launcher(Generic[Kind]):
         self.begin(())
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Put hooks on these parameters and on no others; return whether that changed any.
-
-        Raises:
-            ValueError: a parameter has another shape or type than when it got its hook.
-        """
+        """Put hooks on these parameters and on no others; return whether that changed any. ValueError: a parameter has
+        another shape or type than when it got its hook."""
         if parameters:
             self.refuse_changed()
         if set(parameters) == self._hooks.keys():
@@ -183,7 +169,6 @@ class Launcher(Generic[Kind]):
         return True
 
     def refuse_changed(self) -> None:
-        """Raise ValueError where a watched parameter has got another shape or type."""
         # The node of autograd that a hook holds has the ones of then, and so have messages.
         if [(p.shape, p.dtype) for p in self._hooks] != self._seen:
             for parameter, (shape, dtype) in zip(self._hooks, self._seen, strict=True):
@@ -194,7 +179,6 @@ class Launcher(Generic[Kind]):
         return frozenset(self._hooks)
 
     def begin(self, buckets: Sequence[Kind]) -> None:
-        """Prepare a backward pass whose gradients are sent in these buckets."""
         if self.buckets != (now := tuple(buckets)):
             self.buckets, self._of = now, {p: index for index, bucket in enumerate(now) for p in bucket.members}
         self._launched, self.begun = 0, False  # buckets that have left

@@ -55,7 +55,6 @@ class Lent:
         self._tensor, self._missing, self._lock = tensor, readers, Lock()  # missing: readers still to come
 
     def read(self, take: Callable[[Tensor], Any]) -> None:
-        """Read the tensor as one of the readers, without changing it."""
         with self._lock:
             take(self._tensor)
             self._missing -= 1
@@ -85,7 +84,6 @@ class Mailboxes:
         return lent
 
     def hand(self, addresses: Sequence[Hashable], value: Any) -> None:
-        """Send the value itself to all addresses."""
         with self._lock:
             for address in addresses:
                 if address in self._unwanted:

@@ -119,7 +119,6 @@ class ThreadsWorld:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Context in which threads may have default groups of their own."""
         self._of_process = distributed_c10d._world
         distributed_c10d._world = self  # type: ignore[assignment]
         try:
@@ -128,7 +127,6 @@ class ThreadsWorld:
             distributed_c10d._world = self._of_process
 
     def join(self, group: InProcessGroup) -> None:
-        """Make the group this thread's default group."""
         self._own.group = group
 
     @property

@@ -20,8 +20,7 @@ MeanOf = Callable[..., list[Tensor]]
 """Function (averaged, carried) -> means of the averaged tensors, then one worker's carried tensors; collective."""
 Shown = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """Function that maps a worker's tensors to those that the mean averages in their place; mostly the same ones."""
-ROUNDINGS = 8
-"""Largest difference of a parameter that was changed and restored, in roundings of its largest magnitude."""
+ROUNDINGS = 8  # Largest difference of a parameter that was changed and restored, in roundings of its largest magnitude.
 CHUNK_BYTES = 64 * 2**20  # summed at a time: one flat copy of all would need the memory of another model
 
 
@@ -42,19 +41,15 @@ def mean(tensors: Sequence[Tensor], over: Transport, share: float | None = None)
             rows.append([])
         rows[-1].append(result)
     for members in (m for rows in chunks.values() for m in rows):
-        _mean_in_place(members, over, share)
+        exact = torch.promote_types(members[0].dtype, torch.float32)  # half precision loses small shares
+        flat = torch.empty(sum(t.numel() for t in members), dtype=exact, device=members[0].device)  # (elements,)
+        pack(members, members, flat)
+        # Before the sum: a mask of the largest finite number stays finite.
+        flat = flat.div_(over.size) if share is None else flat.mul_(share)
+        over.all_reduce(flat).wait()
+        for tensor, part in zip(members, parts(flat, members), strict=True):
+            tensor.copy_(part)
     return results
-
-
-def _mean_in_place(tensors: Sequence[Tensor], over: Transport, share: float | None) -> None:
-    exact = torch.promote_types(tensors[0].dtype, torch.float32)  # half precision loses small shares
-    flat = torch.empty(sum(t.numel() for t in tensors), dtype=exact, device=tensors[0].device)  # (elements,)
-    pack(tensors, tensors, flat)
-    # Before the sum: a mask of the largest finite number stays finite.
-    flat = flat.div_(over.size) if share is None else flat.mul_(share)
-    over.all_reduce(flat).wait()
-    for tensor, part in zip(tensors, parts(flat, tensors), strict=True):
-        tensor.copy_(part)
 
 
 def mean_of_states(state: Mapping[str, Any], mean_of: MeanOf, carried: Collection[str] = ()) -> dict[str, Any]:
@@ -105,11 +100,9 @@ class Swap:
         return [self._tensors[i] for i in written]
 
     def written(self) -> list[int]:
-        """Return the indices of the tensors that were written since the swap."""
         return [i for i, (now, stood) in enumerate(zip(self._tensors, self._stood, strict=True)) if _other(now, stood)]
 
     def keep(self, changed: Sequence[Tensor]) -> None:
-        """Keep the present values of these tensors, instead of those before the swap."""
         places = {id(tensor): i for i, tensor in enumerate(self._tensors)}
         for tensor in changed:
             self._own[places[id(tensor)]] = tensor.detach().clone()
@@ -165,12 +158,10 @@ class MeanModel:
         return Swap([*tensors, *carried], _values(self.mean_of, self._shown(tensors), carried))
 
     def written(self) -> bool:
-        """Return whether tensors were written while the mean was swapped in."""
         return self._swap is not None and bool(self._swap.written())
 
     @property
     def shows(self) -> bool:
-        """Return whether the mean is swapped in."""
         return self._swap is not None
 
     def hide(self) -> None:
@@ -200,12 +191,10 @@ class MeanModel:
         self._swap = None
 
     def take(self, tensors: Sequence[Tensor], carried: Sequence[Tensor] = ()) -> None:
-        """Set the tensors to their mean on all workers. Collective."""
         self._swapped(tensors, carried)  # never undone
         self.diverged = False
 
     def own(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return this worker's own state_dict, also while the mean is swapped in."""
         return state if self._swap is None else self._swap.paused(state)
 
     def given(self, own: dict[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:

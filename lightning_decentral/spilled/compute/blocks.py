@@ -47,7 +47,6 @@ def moved(name: str) -> ValueError:
 
 @contextmanager
 def placed(places: Iterable[ParameterPlace], tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Put tensors in the places of the parameters with their names, and restore the former ones afterwards."""
     before = [(place, place.held) for place in places if place.name in tensors]  # restored afterwards
     try:
         for place, _ in before:
@@ -59,14 +58,12 @@ def placed(places: Iterable[ParameterPlace], tensors: Mapping[str, Tensor]) -> I
 
 
 def as_standing(places: Sequence[ParameterPlace], hosts: Mapping[str, Tensor]) -> None:
-    """Freeze or thaw parameters like their stand-ins, which are all that a user's step can reach."""
     for place in places:
         if hosts[place.name].requires_grad != place.held.requires_grad:
             hosts[place.name].requires_grad_(place.held.requires_grad)
 
 
 def places(root: nn.Module) -> list[ParameterPlace]:
-    """List the places of all parameters in the module, by their first names."""
     names: dict[int, str] = {}  # by identity: a shared parameter has its first name
     found = []
     for prefix, module in root.named_modules():
@@ -78,7 +75,6 @@ def places(root: nn.Module) -> list[ParameterPlace]:
 
 
 def move_buffers(root: nn.Module, place: torch.device) -> None:
-    """Move buffers to the device, and the plain tensors of modules without parameters."""
     for module in root.modules():
         if any(True for _ in module.parameters()):
             module._buffers.update({k: b if b is None else b.to(place) for k, b in module._buffers.items()})

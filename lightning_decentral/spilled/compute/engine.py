@@ -30,12 +30,6 @@ Announce = Callable[[str, ShardPlan], None]
 class Engine:
     """Replaces the calls of a module's blocks by offloaded ones, until `detach`.
 
-    Args:
-        budget_bytes: total memory budget on the device.
-        blocks: "auto", or names of modules.
-        resident: names of modules and parameters whose copies stay on the device during a whole step.
-        announce: called with every plan and the kind of its step.
-
     Raises:
         ValueError: see `blocks.find`; also for a block that is compiled, or larger than the budget.
     """
@@ -44,11 +38,11 @@ class Engine:
         self,
         module: nn.Module,
         device: OffloadDevice,
-        budget_bytes: int,
+        budget_bytes: int,  # total memory budget on the device
         *,
-        blocks: str | Sequence[str] = "auto",
-        resident: Sequence[str] = (),
-        announce: Announce = lambda kind, plan: None,
+        blocks: str | Sequence[str] = "auto",  # "auto", or names of modules
+        resident: Sequence[str] = (),  # modules and parameters whose copies stay on the device during a whole step
+        announce: Announce = lambda kind, plan: None,  # called with every plan and the kind of its step
     ) -> None:
         self.device = device
         self.plans: dict[str, ShardPlan] = {}  # by the kind of step
@@ -60,7 +54,6 @@ class Engine:
         self._arrange(places(module))
 
     def _renew(self) -> None:
-        """Update the blocks if the module's parameters, or their places, have changed since the last step."""
         found = places(self._module)
         if found != self._places:
             self._arrange(found)
@@ -113,7 +106,6 @@ class Engine:
             block.module._compiled_call_impl = None
 
     def detach(self) -> None:
-        """Restore the module as it was before."""
         self._release()
         self._loader.end()
 
@@ -149,11 +141,9 @@ class Engine:
             self.finish()
 
     def counting(self) -> AbstractContextManager[Any]:
-        """Count bytes in this context, in the first step of every kind."""
         return Counting(self.device.ledger, self._standing.absent) if self._loader.checks else nullcontext()
 
     def finish(self) -> None:
-        """End a step: turn its measurements into a plan."""
         log = self._loader.log
         self._loader.end()
         if log is None:
@@ -167,7 +157,6 @@ class Engine:
             self._announce(self._kind, self.plans[self._kind])
 
     def _look(self) -> None:
-        """Check for changed parameters since the last step; if others are trained, a step has other bytes."""
         self._loader.hosts = {place.name: place.held for place in self._places}
         trained = [(host.requires_grad, host.shape) for host in self._loader.hosts.values()]
         if trained != self._trained:
@@ -195,7 +184,6 @@ class Standing:
         self.absent = {base.untyped_storage()._cdata: name for name, base in self._hollow.items()}
 
     def fill(self, loader: Loader) -> Mapping[str, Tensor]:
-        """Return stand-ins for the loader's parameters, by name; call `look` at the end of the step's forward."""
         apply: Callable[[Loader, Tensor], Tensor] = Resident.apply
         self._loader = loader
         self._stay = {n: apply(loader, host) for n, host in loader.hosts.items() if n not in self._hollow}

@@ -21,21 +21,14 @@ Shard = tuple[int, ...]
 
 
 class Loader:
-    """Loads copies of parameters to a device, shard by shard.
-
-    Attributes:
-        hosts: the parameters themselves, by name.
-        runs: calls whose backward is still to come, the next one last.
-        log: of the step, while the step is measured.
-        in_step: whether a step's forward or backward runs.
-    """
+    """Loads copies of parameters to a device, shard by shard."""
 
     def __init__(self, device: OffloadDevice, blocks: Sequence[Sequence[str]]) -> None:
         self.device = device
-        self.hosts: dict[str, Tensor] = {}
-        self.runs: list[spill.Run] = []
-        self.log: Log | None = None
-        self.in_step = False
+        self.hosts: dict[str, Tensor] = {}  # the parameters themselves, by name
+        self.runs: list[spill.Run] = []  # calls whose backward is still to come, the next one last
+        self.log: Log | None = None  # of the step, while it is measured
+        self.in_step = False  # whether a step's forward or backward runs
         self._blocks = blocks  # the names of each block's parameters
         self._plan: ShardPlan | None = None  # without a plan every block is a shard, and none is loaded ahead
         self._next = 0  # the first of the plan's visits that may be loaded
@@ -68,7 +61,6 @@ class Loader:
         self._plan, self.log, self.in_step = None, None, False
 
     def enter(self, block: int, run: spill.Run | None = None) -> dict[str, Tensor]:
-        """Return copies of the block's parameters, by name; `run`: the call whose backward this is."""
         self.device.settle()  # memory freed below isn't used any more, so it never adds to what is loaded
         self._land(everything=self._plan is None)
         if self.log is not None:
@@ -89,7 +81,6 @@ class Loader:
         return copies
 
     def _step(self, block: int, backward: bool) -> tuple[Shard, Shard]:
-        """Return (the shard of this visit, the shard to load)."""
         if self._plan is None:
             return (block,), ()
         plan, visits = self._plan, self._plan.footprint.visits
@@ -117,7 +108,6 @@ class Loader:
             leaving.land()
 
     def _load(self, shard: Shard) -> int:
-        """Start to copy what isn't on the device; return its bytes."""
         missing = [name for name in self._names(shard) if name not in self._present]
         for name in missing:
             self._present[name] = self.device.fetch([self.hosts[name]])
@@ -153,7 +143,6 @@ class Log:
         device.forget_peak()
 
     def close(self) -> None:
-        """Record that a visit ends."""
         self._closed = self._device.now()
         peak, visit = self._device.peak_bytes(), self._open  # the peak since `open`
         if visit is None:
@@ -164,7 +153,6 @@ class Log:
         self._open = None
 
     def open(self, block: int, backward: bool, loaded_bytes: int, came_bytes: int) -> None:
-        """Record that a visit begins, with the bytes of parameters on the device, and of those just loaded."""
         self._began = self._device.now()
         self._load_bytes += came_bytes  # over all visits: the bandwidth of the link is one number
         # Since `close`, only loads were waited for.
@@ -179,7 +167,6 @@ class Log:
             self._open = replace(self._open, sent_bytes=sent_bytes)
 
     def ran_again(self) -> None:
-        """Record that the forward of a backward's visit has run."""
         if self._open is not None:
             again_seconds, saved_bytes = self._device.now() - self._began, self._device.present_bytes()
             saved_bytes -= self._before_bytes
@@ -198,7 +185,6 @@ class Log:
 
 
 def joined(first: Footprint, second: Footprint) -> Footprint | None:
-    """Join the second step's seconds with the larger bytes of both steps; None if their routes differ."""
     if [(v.block, v.backward) for v in first.visits] != [(v.block, v.backward) for v in second.visits]:
         return None
     pairs = zip(first.visits, second.visits, strict=True)

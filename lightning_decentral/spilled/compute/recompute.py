@@ -28,7 +28,6 @@ LEAVES = (*NUMBERS, nn.Module, type, ModuleType)  # a module's buffers are handl
 
 
 def as_trained(copies: Mapping[str, Tensor], trained: Mapping[str, bool]) -> dict[str, Tensor]:
-    """Make leaf tensors of the copies, which need gradients if their parameters are trained."""
     return {name: copy.detach().requires_grad_(trained[name]) for name, copy in copies.items()}
 
 
@@ -107,12 +106,8 @@ class Moment:
 
 
 class Taken:
-    """Nested values split into their structure and their distinct tensors, in order.
-
-    Attributes:
-        tensors: the distinct tensors, until they are dropped.
-        others: the values that aren't tensors.
-    """
+    """Nested values split into their structure, their distinct `tensors`, in order, until they are dropped, and
+    `others`, which aren't tensors."""
 
     def __init__(self, values: Any) -> None:
         leaves, self._form = tree_flatten(values)

@@ -21,12 +21,7 @@ DEVICE, HOST = "device", "host"
 
 
 class Ledger:
-    """Ledger of live storages: where each is, and its bytes.
-
-    Attributes:
-        present_bytes: on the device now.
-        peak_bytes: the maximum since `forget_peak`.
-    """
+    """Ledger of live storages: where each is, and its bytes; those on the device now, and most since `forget_peak`."""
 
     def __init__(self) -> None:
         self.present_bytes = self.peak_bytes = 0
@@ -43,12 +38,10 @@ class Ledger:
                 self._change(where, size)
 
     def where(self, tensor: Tensor) -> str | None:
-        """Place of the tensor's storage; None if it wasn't recorded."""
         entry = self._living.get(tensor.untyped_storage()._cdata)
         return entry and entry[0]
 
     def forget_peak(self) -> None:
-        """Reset the peak to the present bytes."""
         self.peak_bytes = self.present_bytes
 
     def _strike(self, key: int, _dead: Any = None) -> None:
@@ -61,12 +54,8 @@ class Ledger:
 
 
 class Counting(TorchDispatchMode):
-    """Mode that records the results of operations in a ledger.
-
-    Args:
-        absent: names of parameters by the storage of their stand-ins, while they aren't on the device: computing with
-            one is an error.
-    """
+    """Mode that records the results of operations in a ledger. `absent`: names of parameters by the storage of their
+    stand-ins, while they aren't on the device: computing with one is an error."""
 
     def __init__(self, ledger: Ledger, absent: Mapping[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -95,11 +84,7 @@ def _counted(leaf: Any) -> bool:
 
 
 class Copies:
-    """Copies on their way to the device, or to the host.
-
-    Args:
-        held: the tensors that they are made from, until the copies are done.
-    """
+    """Copies on their way to the device, or to the host, and what they are made from, held until they are done."""
 
     def __init__(self, copies: list[Tensor], event: cuda.Event | None = None, held: Sequence[Tensor] = ()) -> None:
         self._copies, self._event = copies, event
@@ -179,28 +164,22 @@ class OffloadDevice:
         """Wait until the device has computed all its work; on the CPU calls return only then."""
 
     def present_bytes(self) -> int:
-        """Bytes on the device now."""
         return self.ledger.present_bytes
 
     def peak_bytes(self) -> int:
-        """Maximum bytes on the device since `forget_peak`."""
         return self.ledger.peak_bytes
 
     def forget_peak(self) -> None:
-        """Reset the peak to the present bytes."""
         self.ledger.forget_peak()
 
     def now(self) -> float:
-        """Seconds by the clock, after the device has computed all its work."""
         self.settle()
         return perf_counter()
 
     def random_state(self) -> list[Tensor]:
-        """States of the random number generators that computing on the device uses."""
         return [torch.get_rng_state()]
 
     def set_random_state(self, state: list[Tensor]) -> None:
-        """Restore the random number generators' states."""
         torch.set_rng_state(state[0])
 
 

@@ -67,7 +67,6 @@ class Footprint:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Visited blocks in the order of their first visits."""
         return tuple(dict.fromkeys(visit.block for visit in self.visits))
 
     def bytes_of(self, blocks: Collection[int]) -> int:
@@ -104,7 +103,6 @@ class ShardPlan:
 
     @cached_property
     def route(self) -> list[int]:
-        """List the shard of every visit."""
         return [self.shard_of[visit.block] for visit in self.footprint.visits]
 
     @cached_property
@@ -162,7 +160,6 @@ class ShardPlan:
         return cache(lambda *shards: self.footprint.bytes_of([block for shard in shards for block in blocks[shard]]))
 
     def _stays(self) -> list[tuple[int, float]]:
-        """Return (shard, seconds) of consecutive visits to one shard."""
         found: list[tuple[int, float]] = []
         for shard, visit in zip(self.route, self.footprint.visits, strict=True):
             here = found.pop()[1] if found and found[-1][0] == shard else 0.0
@@ -186,7 +183,6 @@ def plan(footprint: Footprint, budget_bytes: int) -> ShardPlan:
 
 
 def _packed(footprint: Footprint, cap_bytes: int) -> Shards:
-    """Make shards as long as they stay within the cap."""
     packs: list[tuple[int, ...]] = [()]
     for block in footprint.order:
         if packs[-1] and footprint.bytes_of([*packs[-1], block]) > cap_bytes:
@@ -196,7 +192,6 @@ def _packed(footprint: Footprint, cap_bytes: int) -> Shards:
 
 
 def _refuse(finest: ShardPlan, budget_bytes: int) -> None:
-    """ValueError if blocks that are loaded alone need more than the budget."""
     footprint, least = finest.footprint, finest.peak_bytes
     if least <= budget_bytes:
         return
@@ -241,5 +236,4 @@ def summary(plan: ShardPlan, budget_bytes: int | None) -> dict[str, str]:
 
 
 def size(number_bytes: float) -> str:
-    """Format bytes in MiB."""
     return f"{number_bytes / 2**20:.4g} MiB"

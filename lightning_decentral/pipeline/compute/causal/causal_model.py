@@ -188,7 +188,6 @@ class CausalModel(Pipelined):
         return torch.cat([output, *(own.get(i, before) for i, before in enumerate(routed))], dim=-1)
 
     def _run(self, place: StagePlace, given: Mapping[str, Any]) -> Tensor:
-        """Run the model's own forward up to this stage's end."""
         head, forward = self.module.get_submodule(self._anatomy.head), type(self.module).forward
         end = head.register_forward_hook(lambda _, __, result: take_out(result)) if place.last else nullcontext()
         try:
@@ -199,12 +198,10 @@ class CausalModel(Pipelined):
         raise AssertionError(f"{type(self.module).__name__} didn't reach its stage's end")
 
     def shape(self, call: Call, start: int, stop: int) -> Shape | None:
-        """Shape and dtype of the hidden state, followed by routers' logits if the loss uses them."""
         width = self._config.hidden_size + sum(self._widths(call))
         return (call.inputs.shape[0], stop - start, width), self._like.dtype
 
     def answer(self, call: Call, output: Tensor) -> Any:  # (batch, length, vocabulary [+ widths of routers])
-        """Return the model's own output for these logits: scaled, capped, with a loss if labels were given."""
         widths = self._widths(call)
         logits, *routed = output.split([output.shape[-1] - sum(widths), *widths], dim=-1)
         hidden = output.new_zeros(1, 1, 1).expand(*output.shape[:2], self._config.hidden_size)  # nobody looks at it
@@ -217,7 +214,6 @@ class CausalModel(Pipelined):
 
     @contextmanager
     def _answered(self, path: str, result: Any) -> Iterator[None]:
-        """Let the submodule at this path return `result` in this context."""
         up, _, name = path.rpartition(".")
         modules = self.module.get_submodule(up)._modules
         before, modules[name] = modules[name], FixedOutput(result)
@@ -227,7 +223,6 @@ class CausalModel(Pipelined):
             modules[name] = before
 
     def _widths(self, call: Call) -> list[int]:
-        """Widths of all routers' logits, in order; [] if the loss doesn't use them."""
         known = vars(self._config)
         return [known[router.width] for found in self._routers for _, router in found] if self._routing(call) else []
 
@@ -240,11 +235,8 @@ class Out(BaseException):
 
 
 class Hollow(nn.Module):
-    """Stand-in for a block of another stage; keeps its plain attributes, by which models choose masks.
-
-    Args:
-        pass_on: maps the hidden state to the block's result.
-    """
+    """Stand-in for a block of another stage; keeps its plain attributes, by which models choose masks. `pass_on`: maps
+    the hidden state to the block's result."""
 
     def __init__(self, block: nn.Module, pass_on: Callable[[Tensor], Any]) -> None:
         super().__init__()

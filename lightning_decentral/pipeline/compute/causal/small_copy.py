@@ -47,11 +47,8 @@ class Unfit(ValueError):
 
 
 def small_copy(kind: type, config: Any) -> Any:
-    """Make a model of this class with a shrunk configuration and random weights, in float64.
-
-    Raises:
-        Exception: whatever the class raises for the shrunk configuration.
-    """
+    """Make a model of this class with a shrunk configuration and random weights, in float64; raises what the class
+    raises for that configuration."""
     with torch.device("meta"):
         parameters = sum(p.numel() for p in kind(shrunk(config)).parameters())
     if parameters > MOST_PARAMETERS:
@@ -65,7 +62,6 @@ def small_copy(kind: type, config: Any) -> Any:
 
 
 def shrunk(config: Any) -> Any:
-    """Copy a configuration with few, narrow layers; kinds of layers, scales and caps don't change."""
     small, given, depth = deepcopy(config), dict(vars(config)), config.num_hidden_layers
     kept = layers_of(given, depth)
     known = {own: name for name, own in (config.attribute_map or {}).items()}
@@ -96,7 +92,6 @@ def layers_of(given: Mapping[str, Any], depth: int) -> list[int]:
 
 
 def _by_layer(value: Any, depth: int) -> bool:
-    """Return whether the value describes each layer; a list of layer numbers in a row doesn't."""
     return isinstance(value, (list, tuple)) and len(value) == depth and list(value) != list(range(depth))
 
 
@@ -155,7 +150,6 @@ def isolated(place: torch.device) -> Iterator[None]:
 
 
 def ropes(config: Any) -> list[dict[str, Any]]:
-    """List the parameters of a configuration's rotary embeddings; some models have several."""
     given = vars(config).get("rope_parameters") or {}
     return [given, *(value for value in given.values() if isinstance(value, dict))]
 

@@ -35,17 +35,11 @@ Gradients = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """Outcome of the trial of a small copy of a model.
+    """Outcome of the trial of a small copy of a model."""
 
-    Args:
-        anatomy: None if the model can't be cut at all.
-        refused: the reason, by kind of call, or "" for all calls.
-        aligned: whether causal biases instead of masks give the same; used for a device's kernels.
-    """
-
-    anatomy: Anatomy | None
-    refused: Mapping[str, str]
-    aligned: bool = False
+    anatomy: Anatomy | None  # None if the model can't be cut at all
+    refused: Mapping[str, str]  # the reason, by kind of call, or "" for all calls
+    aligned: bool = False  # whether causal biases instead of masks give the same; used for a device's kernels
 
 
 _known: dict[tuple[type, str], TrialOutcome] = {}
@@ -53,14 +47,8 @@ _lock = Lock()
 
 
 def adapted(module: nn.Module, device: torch.device = HOST) -> CausalModel:
-    """Adapt a model so that it can be cut into stages and slices.
-
-    Args:
-        device: the device that trains the model.
-
-    Raises:
-        ValueError: a small copy gives other results in slices; the text names the difference.
-    """
+    """Adapt a model so that it can be cut into stages and slices. `device`: the device that trains the model.
+    ValueError: a small copy gives other results in slices; the text names the difference."""
     refuse_attention(module, device)
     refuse_unsliceable(module)
     verdict = judged(type(module), vars(module)["config"], device)
@@ -119,12 +107,10 @@ def _calls(copy: Any, ids: Tensor) -> dict[str, list[dict[str, Any]]]:  # (BATCH
 
 
 def _routing(copy: Any) -> dict[str, bool]:
-    """Keyword argument that asks for routers' logits, if the configuration knows it."""
     return {name: True for name in ("output_router_logits",) if name in vars(copy.config)}
 
 
 def _differs(copy: nn.Module, anatomy: Anatomy, calls: list[dict[str, Any]], aligned: bool = False) -> str | None:
-    """Describe how the cut and whole copy differ in these calls, or what they raised; None if they agree."""
     try:
         for call in calls:
             why = compared(whole(copy, call), cut(copy, anatomy, call, aligned))
@@ -136,7 +122,6 @@ def _differs(copy: nn.Module, anatomy: Anatomy, calls: list[dict[str, Any]], ali
 
 
 def _one_line(error: Exception) -> str:
-    """Describe an error in one line."""
     text = " ".join(str(error).split())
     return (
         f"it {text}" if isinstance(error, Unfit) else f"a small copy of it raises {type(error).__name__}: {text[:200]}"
@@ -144,7 +129,6 @@ def _one_line(error: Exception) -> str:
 
 
 def whole(copy: Any, call: Mapping[str, Any]) -> tuple[Tensor, Gradients]:
-    """Return (loss, gradients) of the uncut model."""
     loss = copy(**call, use_cache=False).loss
     loss.backward()
     return loss.detach(), _taken(copy)
@@ -157,7 +141,6 @@ def _taken(copy: nn.Module) -> Gradients:
 
 
 def cut(copy: nn.Module, anatomy: Anatomy, call: Mapping[str, Any], aligned: bool = False) -> tuple[Tensor, Gradients]:
-    """Return (loss, gradients) of three stages and three slices; tied parameters' gradients are summed."""
     model = CausalModel(copy, anatomy)
     read = model.read((), {**call, "use_cache": False})
     count = len(model.blocks)
@@ -191,7 +174,6 @@ def cut(copy: nn.Module, anatomy: Anatomy, call: Mapping[str, Any], aligned: boo
 
 
 def compared(wanted: tuple[Tensor, Gradients], found: tuple[Tensor, Gradients]) -> str | None:
-    """Describe the first difference of loss and gradients beyond TOLERANCE; None if there is none."""
     difference = float((found[0] - wanted[0]).abs() / wanted[0].abs())
     if not difference < TOLERANCE:
         return f"the loss of a small copy differs by {difference:.1e} of itself"

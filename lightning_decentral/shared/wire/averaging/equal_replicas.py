@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_decentral.shared.wire.gradients import Average, parts
 from lightning_decentral.shared.wire.meeting.comparison import MakeLayouts, TrainedLayout, TrainingComparison
 from lightning_decentral.shared.wire.objects import gather_objects
-from lightning_decentral.shared.wire.transport import Transport, Wire
+from lightning_decentral.shared.wire.transport import Transport
 
 
 class RunningBuffers:
@@ -35,10 +35,7 @@ class RunningBuffers:
     @torch.no_grad()
     def share(self, look: bool) -> None:
         """Broadcast the shared buffers. Collective. With `look`, find first which more have changed, or are new.
-
-        Raises:
-            RuntimeError: on all workers, where only some workers have a new buffer.
-        """
+        RuntimeError: on all workers, where only some workers have a new buffer."""
         # To walk through all modules takes longer than many a model's gradients take to be averaged.
         buffers = dict(self._module.named_buffers()) if look or self._names else {}
         new: list[str] = []
@@ -70,7 +67,6 @@ class RunningBuffers:
             self._known = len(buffers)
 
     def _watch(self) -> None:
-        """Make `changed` look at the buffers that aren't shared from now on."""
         self._watched = [
             (module._buffers, key, buffer, _version(buffer))
             for prefix, module in self._module.named_modules()
@@ -79,8 +75,7 @@ class RunningBuffers:
         ]
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are equal, NaN equal to NaN."""
+def _same(a: Tensor, b: Tensor) -> bool:  # NaN equal to NaN
     return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
@@ -110,7 +105,6 @@ class EqualReplicas:
         self._layouts = layouts(TrainedLayout(module.named_parameters, optimizers))
 
     def join(self, average: Average) -> None:
-        """Use this average of gradients from now on."""
         assert self._buffers is not None
         average.news, average.layouts, self._average = self._buffers.changed, self._layouts, average
 
@@ -119,11 +113,9 @@ class EqualReplicas:
         self.updates, self._buffers, self._layouts, self._average = None, None, TrainingComparison(), None
 
     def replaced(self) -> None:
-        """Compare after the optimizers were replaced. RuntimeError: on another worker they weren't."""
         self._layouts.changed()
 
     def rounds(self) -> list[int]:
-        """Return the number of updates so far, in a list; an empty list outside of training."""
         return [] if self.updates is None else [self.updates]
 
     def wanted(self) -> list[int]:
@@ -143,10 +135,3 @@ class EqualReplicas:
             self._buffers.share((self._average is not None and self._average.any_news()) or look)
             self._sharing = False
         self.updates += 1
-
-
-def of_all(wire: Wire) -> Transport:
-    """Make a new group of all workers. Collective."""
-    made = wire.group(None)
-    assert made is not None
-    return made

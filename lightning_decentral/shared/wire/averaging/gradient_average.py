@@ -60,7 +60,6 @@ class GradientAverage(Average):
         self.look()
 
     def look(self) -> None:
-        """Watch parameters that were unfrozen since, too."""
         parameters = self._all
         needed = [p for p in parameters if p.requires_grad]
         if [(p.shape, p.dtype) for p in self._members] != self._forms:
@@ -84,7 +83,6 @@ class GradientAverage(Average):
             self._mean.lay([tuple(row) for row in rows])
 
     def updated(self, optimizer: Optimizer, skipped: bool) -> None:
-        """Follow up an optimizer's update by the averaged gradients, which may have been skipped."""
         groups = optimizer.param_groups
         keys = lambda: {self._keys[p] for group in groups for p in group["params"] if p in self._keys}  # noqa: E731
         self._mean.updated(keys, skipped)
@@ -113,7 +111,6 @@ class GradientAverage(Average):
 
     @contextmanager
     def blocked(self) -> Iterator[None]:
-        """Context in which gradients are only accumulated."""
         self._launcher.paused = True
         try:
             yield
@@ -125,7 +122,6 @@ class GradientAverage(Average):
         self._open = True
 
     def around(self, closure: Callable[[], Any]) -> Any:
-        """Run the closure that computes the gradients of one update."""
         self.begin()
         output = closure()
         # Also where this worker had no loss: the others wait for its part of the average.

@@ -65,16 +65,13 @@ class StatusBoard:
         self._endings: dict[int, Ending] = {}
 
     def close(self) -> None:
-        """Close the connection, although other objects may refer to this board."""
         self._store = Gone()
 
     def beat(self) -> None:
-        """Write a heartbeat: this worker is alive."""
         self._beats += 1
         self._store.set(f"beat/{self.rank}", str(self._beats))
 
     def write(self, what: str, text: str) -> None:
-        """Write this worker's text under a key, for `read`."""
         self._store.set(f"{what}/{self.rank}", text)
 
     def put(self, key: str, text: str) -> None:
@@ -190,7 +187,6 @@ class Heartbeat:
         self._listeners.remove(listener)
 
     def when_orphaned(self, call: Callable[[], None]) -> None:
-        """Run the call if the store is gone, after which no listener is called."""
         self._orphaned.append(call)
 
     def close(self) -> None:
@@ -199,7 +195,6 @@ class Heartbeat:
         self._thread.join(BEAT_SECONDS)
 
     def wake(self) -> None:
-        """Make the thread look at the board at once."""
         self._woken.set()
 
     def _run(self) -> None:
@@ -251,7 +246,6 @@ def is_loss(error: BaseException) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the first line of the error's text."""
     return next((line.strip() for line in _text(error).splitlines() if line.strip()), type(error).__name__)
 
 

@@ -82,12 +82,9 @@ class Meeting:
         return "torchrun's agent at that address" if self.hosted else "worker 0"
 
     def store(self) -> Any:
-        """Return the store that all workers have reached; its keys are the job's own.
-
-        Raises:
-            MeetingFailed: one line with the missing workers, or with the other program at this port.
-            ValueError: a worker has another number of nodes or devices; the same line on all.
-        """
+        """Return the store that all workers have reached; its keys are the job's own. MeetingFailed: one line with the
+        missing workers, or with the other program at this port. ValueError: a worker has another number of nodes or
+        devices; the same line on all."""
         _met[self.place] += 1
         end = time.monotonic() + self.timeout.total_seconds()
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -129,7 +126,6 @@ class Meeting:
         return found[0]
 
     def _listen(self) -> int:
-        """Return the descriptor of a listening socket that only the given address reaches."""
         try:
             family, _, _, _, address = socket.getaddrinfo(self.address, self.port, type=socket.SOCK_STREAM)[0]
         except OSError as error:
@@ -252,11 +248,9 @@ class SlowWait:
 
     @property
     def seconds(self) -> float:
-        """Seconds until the next line is due."""
         return max(0.0, self._began + self._after - time.monotonic())
 
     def report(self, line: str) -> None:
-        """Print the line, if one is due."""
         if not self.seconds:
             self._after *= 6
             print(f"lightning_decentral: {line}", file=sys.stderr, flush=True)

@@ -35,21 +35,15 @@ class StopAgreement:
         self._lock, self._known = threading.Lock(), threading.Event()
 
     def ask(self, signum: int) -> None:
-        """Ask all workers to stop: this worker got a signal."""
         self.raised = signum
         self.wake()
 
     @property
     def agreed(self) -> bool:
-        """Return whether this worker has reached the round after which all stop."""
         return self._stop is not None and self._rounds >= self._stop
 
     def tick(self) -> None:
-        """Count a round: once per round of any optimizer, on every worker.
-
-        Raises:
-            PeerLost: another worker has made no promise.
-        """
+        """Count a round: once per round of any optimizer, on every worker. PeerLost: another has made no promise."""
         with self._lock:
             self._rounds += 1
             due = self._promise is not None and self._rounds >= self._promise
@@ -76,7 +70,6 @@ class StopAgreement:
         return False
 
     def left(self, rounds: Sequence[int]) -> None:
-        """Report that this worker stops after these rounds of each optimizer, before the end of its epoch."""
         self.board.put("left", ",".join(map(str, rounds)))
 
     def left_after(self) -> list[int] | None:
