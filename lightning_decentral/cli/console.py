@@ -79,6 +79,7 @@ def refuse_unwritable(options: argparse.Namespace, names: Sequence[str]) -> None
 
 
 def write_text(option: str, path: Path, text: str) -> None:
+    """Write a text file. ValueError, which names the option: the file can't be written."""
     try:
         path.write_text(text)
     except OSError as error:
@@ -134,6 +135,7 @@ def blocks(table: Table) -> Iterator[str]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
+    """Silence other libraries' messages about a run meanwhile."""
     with ExitStack() as stack:
         for name in BANNERS:
             logger = logging.getLogger(name)

@@ -91,6 +91,7 @@ def mistake(options: argparse.Namespace, rank: int) -> str:
 
 
 def run(options: argparse.Namespace) -> None:
+    """Compare options and measure on all workers; worker 0 prints and writes the result."""
     rank, size, local_rank, per_node = place(os.environ)
     device = device_of(local_rank, per_node)
     timeout = timedelta(seconds=options.timeout_seconds)

@@ -171,6 +171,7 @@ def without_optimizer(overrides: Sequence[str], method: str) -> list[str]:
 
 
 def trained_by(application: Application, cfg: DictConfig, method: str, overrides: Sequence[str]) -> DictConfig:
+    """Configuration with the optimizer that a method chooses; `cfg` itself if the method chooses none."""
     if not trains(method):
         return cfg
     found = deepcopy(cfg)
@@ -214,6 +215,7 @@ def candidates_of(
     profile: Profile | None,
     network: Network | None,
 ) -> tuple[Candidate, ...]:
+    """Methods to rehearse by default: the first ones of `plan`, on the fewest workers."""
     kind, known, planned = kind_of(overrides), None, None
     if kind is not None and profile is not None:
         at = Setting(profile.model, network or Network(profile.network), Cluster(min(workers), options.per_node))

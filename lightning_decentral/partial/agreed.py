@@ -86,6 +86,7 @@ def found_together(gather: Callable[[Any], list[Any]], find: Callable[[Decide], 
 
 
 def wished(cuts: Cuts, saved: Mapping[str, Any] | None) -> Cuts:
+    """Return the resumed checkpoint's cuts if it was trained with the same `cuts` option, else this run's option."""
     # Not searched for again: a measured balance may differ today.
     return list(saved["boundaries"]) if saved and saved["wish"] == _text(cuts) else cuts
 
@@ -208,6 +209,7 @@ def step_of(trainer: Trainer, trial: Any, *args: Any, **kwargs: Any) -> Run:
 
 
 def run_of(trainer: Trainer, *args: Any, **kwargs: Any) -> Callable[[torch.nn.Module], Run]:
+    """Return a function f: f(copy) is a function that runs `copy.training_step(*args)`, each time alike."""
     return repeated(lambda trial: step_of(trainer, trial, *args, **kwargs))
 
 

@@ -167,6 +167,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
+        """Save one file, worker 0's; Lightning loads it without this package."""
         state = self.progress_state()
         super().save_checkpoint({**checkpoint, **({KEY: state} if state else {})}, filepath, storage_options)
 

@@ -106,6 +106,7 @@ class PipelineCheckpoints(Checkpoints):
     # ---- load ---------------------------------------------------------------------------------------------------
 
     def load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
+        """Load the file, and keep separately what only a pipeline of the same size can use."""
         checkpoint = self._reading.read_together(path, weights_only)
         known = checkpoint.get(KEY, {})
         same = known.get("stages") == self._stage.num_stages and len(known.get("random", ())) == self._worker.world_size

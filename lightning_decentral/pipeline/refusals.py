@@ -35,6 +35,7 @@ def check_depth(stages: int, partition: Partition, module: LightningModule) -> N
 
 
 def refuse_unserved(module: LightningModule) -> None:
+    """ValueError for manual optimization and for callbacks that need the whole model on one device."""
     if not module.automatic_optimization:
         raise ValueError("a token pipeline runs the backward itself: set automatic_optimization = True")
     for callback in callbacks_of(module.trainer):
@@ -54,6 +55,7 @@ def refuse_replaced(gossiping: bool) -> None:
 
 @contextmanager
 def nothing_to_train(stage: int, stages: int) -> Iterator[None]:
+    """Run `configure_optimizers` in this context: an optimizer without parameters raises a ValueError with a remedy."""
     try:
         yield
     except ValueError as error:

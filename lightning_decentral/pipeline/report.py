@@ -99,6 +99,7 @@ def _alone(module: LightningModule, batch: Any) -> float:
 
 
 def draw(timelines: Mapping[str, Mapping[str, Span]], path: Path) -> None:
+    """Draw a row per stage and timeline: forwards light, backwards dark, weights green, the slice's number inside."""
     from matplotlib.figure import Figure  # needs no display and leaves the user's pyplot state alone
 
     shown = {title: spans for title, spans in timelines.items() if spans}

@@ -136,6 +136,7 @@ class TrainingStep:
         return last[0], others
 
     def _refuse_unlike(self) -> None:
+        """ValueError that states why the model's inputs differ between the stages. Collective."""
         batch = [tensor.detach().cpu() for tensor in tensors_in(self._parts)]
         batches = rows_of(torch.tensor([checksum(batch)], dtype=torch.float64), self._pipe.hosts)
         if len(set(batches[:, 0].tolist())) > 1:
@@ -173,6 +174,7 @@ class TrainingStep:
 
 
 def finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return whether no element of any tensor is NaN or infinite: a scalar on the device. The host doesn't wait."""
     filled = [tensor for tensor in tensors if tensor.numel()]  # an empty tensor has no largest element
     norms = torch._foreach_norm(filled, torch.inf) if filled else ()
     return torch.stack([torch.zeros((), device=device), *norms]).isfinite().all()

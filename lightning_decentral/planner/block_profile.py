@@ -137,6 +137,7 @@ def products_per_second(matrices: Sequence[nn.Parameter], device: torch.device) 
 
 
 def states_of(optimizers: Iterable[Optimizer]) -> tuple[tuple[str, int], ...]:
+    """(name, bytes) of the states that have their parameters' shapes, over all optimizers."""
     found: dict[str, int] = {}
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():

@@ -95,6 +95,7 @@ def is_ddp(overrides: str) -> bool:
 
 
 def in_full(overrides: str) -> list[str]:
+    """Overrides of a candidate, with the strategy's default codec and rule written out."""
     given = overrides.split()
     chosen = next((one.partition("=")[2] for one in given if one.startswith("strategy=")), "")
     named = {one.partition("=")[0] for one in given}

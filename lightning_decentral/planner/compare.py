@@ -72,10 +72,12 @@ class Comparison:
 
     @property
     def known(self) -> KnownLosses | None:
+        """Losses of the nearest measured setting; None if no model of this kind was measured."""
         return losses_of(self.setting, self.like)
 
     @property
     def stay(self) -> bool:
+        """Return whether a form of ddp is the best, because no other method gains enough."""
         return self.best is not None and is_ddp(self.best.candidate.overrides)
 
     @property
@@ -200,6 +202,7 @@ class Cell:
     best: str
 
     def speedup(self, title: str) -> float:
+        """Speed-up of a candidate over ddp; 0 where one of them has no seconds."""
         return self.seconds["ddp"] / self.seconds[title] if {title, "ddp"} <= self.seconds.keys() else 0.0
 
 

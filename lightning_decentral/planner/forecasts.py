@@ -184,6 +184,7 @@ def _refuse_unread(option: str, asked: object, read: object) -> None:
 
 
 def slices_of(slicing: object, slices: int) -> int:
+    """Number of slices that a sequence is cut into. ValueError: their lengths are given."""
     match slicing:
         case None | Planned():
             return slices  # measured when the training starts

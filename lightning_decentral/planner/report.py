@@ -27,6 +27,7 @@ def new_axes(width: float, height: float, across: str, upwards: str = "") -> tup
 
 
 def svg(figure: Any) -> str:
+    """Render a figure as an SVG element for a page: no declaration, no date, nothing to be loaded."""
     text = StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     return text.getvalue()[text.getvalue().index("<svg") :]
@@ -55,6 +56,7 @@ def curves(
 
 
 def winners(cells: Sequence[Cell], colours: Palette) -> str:
+    """Draw a map of workers and bandwidth: the recommended method as colour, its speed-up as number (SVG)."""
     workers, rates = sorted({cell.workers for cell in cells}), sorted({cell.bytes_per_second for cell in cells})
     names = ["ddp", *sorted({cell.best for cell in cells} - {"ddp"})]
     figure, axes = new_axes(7.5, 1.4 + 0.45 * len(workers), "Gbit/s of a network card", "workers")

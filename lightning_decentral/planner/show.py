@@ -41,6 +41,7 @@ def times(ratio: float) -> str:
 
 
 def table(plan: Comparison) -> Table:
+    """Table of methods, the fastest to the loss first, then the fastest steps; 80 columns, long titles are wrapped."""
     cluster = plan.setting.cluster
     title = f"predicted for {cluster.workers} workers on {cluster.nodes} node{'s' if cluster.nodes > 1 else ''}"
     found = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)

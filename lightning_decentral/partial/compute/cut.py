@@ -190,6 +190,7 @@ class Judged:
     verdicts: Mapping[str, Verdict]
 
     def refuse(self) -> None:
+        """ValueError if the boundary isn't a valid cut."""
         leaks = [name for name, verdict in self.verdicts.items() if verdict is Verdict.LEAK]
         if leaks:
             more = f" and {len(leaks) - 1} more" if len(leaks) > 1 else ""
@@ -224,6 +225,7 @@ def judge(root: nn.Module, boundaries: list[str], run: Run) -> list[Judged]:
 
 
 def gradients(root: nn.Module, run: Run, cut: AbstractContextManager[None]) -> Gradients:
+    """Gradients by parameter name; None if the loss doesn't depend on the parameter."""
     root.zero_grad(set_to_none=True)
     with cut:
         loss = run()

@@ -45,6 +45,7 @@ class CutPlan:
 
 
 def check_wish(cuts: Cuts) -> None:
+    """ValueError for a `cuts` option that is impossible for any module."""
     match cuts:
         case "auto" | "blocks":
             return

@@ -52,6 +52,8 @@ class Trial:
         return type(self.module).__name__
 
     def try_out(self) -> None:
+        """ValueError if the step itself can't run on the copy."""
+
         def once() -> None:
             self.run()
 
@@ -136,6 +138,7 @@ def _state_of(gradient: Tensor | None) -> tuple[int, int]:
 
 
 def own_state(module: nn.Module) -> Callable[[], None]:
+    """Return a function that restores the plain attributes of every part of the module."""
     # Tensors and modules in a list are restored as themselves, not as copies.
     held = {id(one): one for one in (*module.modules(), *module.parameters(), *module.buffers())}
     parts = [vars(part) for part in module.modules()]

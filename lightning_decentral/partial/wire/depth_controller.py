@@ -53,6 +53,7 @@ class DepthController:
         return min(map(self.plan.lowest_use, trained)) if self.assignment.whole else trained[0]
 
     def alone(self, step: int) -> AbstractContextManager[None]:
+        """Cut this step's backward on a worker that keeps its own gradients."""
         return self._cut(self.own(step), None)
 
     def together(self, step: int) -> AbstractContextManager[None]:
@@ -113,6 +114,7 @@ class CutSteps(DeviceSteps):
         loss.register_hook(lambda _: Variable._execution_engine.queue_callback(self.end))
 
     def begin(self) -> None:
+        """Prepare for a backward; only the last backward of an accumulated step sends gradients."""
         if self.reducer is not None and self.driver is not None and not self._blocked:
             with self.driver.bypass.lifted():
                 self.reducer.refresh()

@@ -130,6 +130,7 @@ class Reducer(Average):
         self.refresh()
 
     def refresh(self) -> None:
+        """Update which parameters are trained: freezing may change at any step, on all workers alike."""
         trained = [[p for p in segment if p.requires_grad] for segment in self._segments]
         before = self._launcher.watched
         if self._launcher.watch([p for segment in trained for p in segment]):

@@ -169,6 +169,7 @@ class Deferred(TorchDispatchMode):
 
     @torch.no_grad()
     def made(self, tensor: Tensor) -> Tensor:
+        """Return the tensor with memory and values; a tensor that already has them is returned as it is."""
         if not _deferred(tensor):
             return tensor
         view, storages = _View.of(tensor), dict[Key, Tensor]()
@@ -177,6 +178,7 @@ class Deferred(TorchDispatchMode):
         return view.real(storages)
 
     def _needed(self, key: Key) -> set[int]:
+        """Find the operations that used this storage, or a storage on which it depends."""
         found: set[int] = set()
         keys, seen = [key], {key}
         while keys:

@@ -25,6 +25,7 @@ class _Reached(BaseException):
 
 @contextmanager
 def answering(model: Pipelined, answer: Callable[[Call], Any]) -> Iterator[None]:
+    """Read each call of the model in this context, and return `answer(call)` to the caller."""
     module: Any = model.module
     module.forward = lambda *args, **kwargs: answer(model.read(args, kwargs))
     try:

@@ -100,7 +100,8 @@ class Stage:
         self._memories = [KVCache(sum(slices)) for _ in calls]  # one for each micro-batch
         # For each chunk: its input's gradient, once known, a function that makes zeros like it, and the output.
         self._kept: dict[tuple[int, int], tuple[list[Tensor], Callable[[], Tensor] | None, Tensor]] = {}
-        self.outputs: dict[int, list[Tensor]] = {}  # [micro-batch][slice]: detached outputs of the last stage.
+        self.outputs: dict[int, list[Tensor]] = {}
+        """[micro-batch][slice]: detached outputs of the last stage."""
 
     def forward(self, microbatch: int, index: int, hidden: Tensor | None) -> Tensor:  # (batch, tokens, width)
         """Run one chunk's forward; `hidden` is None on the first stage. Returns the detached output."""
@@ -135,6 +136,7 @@ class Stage:
         return zeros() if zeros is not None and not gradient else next(iter(gradient), None)
 
     def weights(self, microbatch: int, index: int) -> None:
+        """Run the second half of a split backward: add gradients of weights to `.grad`."""
         assert self._weights is not None
         self._weights.finish((microbatch, index))
 
@@ -160,6 +162,7 @@ def unchanged(module: nn.Module, among: str, remedy: str) -> Iterator[None]:
 
 @contextmanager
 def put_back(module: nn.Module) -> Iterator[None]:
+    """Restore every buffer afterwards, whatever observers have recorded meanwhile."""
     before = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     yield
     with torch.no_grad():

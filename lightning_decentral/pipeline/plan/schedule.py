@@ -80,6 +80,7 @@ class Schedule(ABC):
         """Yield the actions of one stage, in order."""
 
     def actions(self, num_stages: int, num_microbatches: int, num_slices: int) -> list[list[Action]]:
+        """List each stage's actions in order. Raises ValueError for a number below 1."""
         at_least_1(num_stages=num_stages, num_microbatches=num_microbatches, num_slices=num_slices)
         return [list(self.of_stage(r, num_stages, num_microbatches, num_slices)) for r in range(num_stages)]
 
@@ -266,6 +267,7 @@ def two_ahead(actions: Sequence[Action]) -> Posts:
 
 
 def in_step(stages: Sequence[Sequence[Action]], num_slices: int) -> list[Posts]:
+    """Plan for each stage when it posts receives: in step. Every stage must pass the same actions."""
     # Ordered by start. Of actions that start at once, senders come first, so that a message is received before its
     # turn. Any order would do in which no action comes before those that it needs.
     spans = equally_long(stages, num_slices).items()

@@ -163,6 +163,7 @@ class Channel:
 
 @contextmanager
 def _naming(stage: int, peer: int) -> Iterator[None]:
+    """Raise `PeerLost` with the stage's number for a peer lost in this context."""
     try:
         yield
     except PeerLost as error:
@@ -198,7 +199,8 @@ class Executor:
         """Span in which each action computed, without waits for its input; on a device, when it was launched."""
         self.own_seconds: dict[Action, float] = {}
         """Seconds of each action: fewer than its span if the machine does other work meanwhile."""
-        self.loss_seconds = 0.0  # Seconds of the loss, forward and backward, included in `own_seconds`.
+        self.loss_seconds = 0.0
+        """Seconds of the loss, forward and backward, included in `own_seconds`."""
 
     def run(self, actions: Sequence[Action], posts: Posts | None = None) -> None:
         """Run all actions in order. `posts`: the receives to post before each action; by default two ahead.
@@ -259,6 +261,7 @@ class Executor:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:  # (batch, tokens, ..) each
+    """Join all slices' outputs; a single slice is returned as it is and may have one number a sample."""
     return torch.cat(list(parts), dim=1) if len(parts) > 1 else parts[0]
 
 

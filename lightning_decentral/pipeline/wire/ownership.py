@@ -25,8 +25,10 @@ class Ownership:
 
     def __init__(self, module: nn.Module, model: Pipelined, place: StagePlace, over: Transport | None) -> None:
         self._module, self._model, self._over = module, model, over
-        self.order = _named(module)  # First name of each parameter of the whole model, in the model's order.
-        self.state_keys = list(module.state_dict())  # Keys of the whole model's state_dict.
+        self.order = _named(module)
+        """First name of each parameter of the whole model, in the model's order."""
+        self.state_keys = list(module.state_dict())
+        """Keys of the whole model's state_dict."""
         self._shapes = {parameter: parameter.shape for parameter in self.order}  # other stages' will be empty
         inside = set(model.module.parameters())
         model.keep(place)
@@ -101,6 +103,7 @@ class Ownership:
                 self._put(name, form, self._over.size - 1, device, self._over)
 
     def _forms(self, everywhere: bool) -> dict[str, Form]:
+        """Forms of buffers by name: those of modules on all stages, or those of blocks."""
         found = {}
         for path, part in self._module.named_modules():
             for leaf, buffer in part._buffers.items() if (path in self._everywhere) == everywhere else ():
@@ -201,6 +204,7 @@ def check_same_groups(workers: Sequence[Sequence[Sequence[Mapping[str, str]]]]) 
 
 
 def joined_names(parts: Sequence[Sequence[Sequence[str]]], order: Sequence[str]) -> list[list[str]]:
+    """Merge the names of all stages' parameters in each group, in the order of the whole model."""
     place = {name: i for i, name in enumerate(order)}
     return [sorted({name for part in parts for name in part[g]}, key=place.__getitem__) for g in range(len(parts[0]))]
 

@@ -171,6 +171,7 @@ def _one_way(pipe: StageRunner, call: Call, tokens: int, stage: int) -> float:
 
 
 def clock(device: torch.device) -> Clock:
+    """Seconds by the clock, read after the device has finished the current stream's work."""
     if device.type == "cpu":
         return time.perf_counter
 
@@ -188,9 +189,11 @@ class SlicePlanner:
     def __init__(self, schedule: Schedule, microbatches: int) -> None:
         self._schedule, self.microbatches = schedule, microbatches
         self.slices: dict[str, list[int]] = {}
-        self.profiles: list[StageCost] = []  # Measured costs of the stages, if the slicing measures.
+        self.profiles: list[StageCost] = []
+        """Measured costs of the stages, if the slicing measures."""
         self._measured = (0, 0, 0)
-        self.stages: list[str] = []  # Description of each stage's blocks.
+        self.stages: list[str] = []
+        """Description of each stage's blocks."""
 
     def plan(
         self, slicing: Slicing, call: Call, pipe: StageRunner, world: Transport | None, planned: Callable[[], None]
@@ -224,6 +227,7 @@ class SlicePlanner:
         return self.slices[key]
 
     def situation(self, num_stages: int) -> Situation:
+        """Make the situation for which slices are planned; without measurements a slice costs its length."""
         if self.profiles:
             return priced(self.profiles, self._schedule, self.microbatches)
         return Situation(

@@ -56,6 +56,7 @@ class StageRunner:
         return self._run(calls, slices, loss_of, self.program(len(calls), len(slices)), own)[0]
 
     def program(self, microbatches: int, slices: int) -> Program:
+        """Actions and receives of a training step; the same object for the same numbers."""
         if (microbatches, slices) not in self._programs:
             stages = self.schedule.actions(self.size, microbatches, slices)
             self._programs[microbatches, slices] = self._posting(stages, slices)
@@ -153,6 +154,7 @@ class StageRunner:
         return [value] if self.over is None else gather_objects(self.over, value)
 
     def total(self, number: Tensor) -> Tensor:  # (..), in place
+        """Sum a number over the stages, in place. Collective."""
         if self.over is None:
             return number
         self.over.all_reduce(number).wait()

@@ -69,6 +69,7 @@ class HostLinks:
 
 
 def of(hosts: Sequence[str], pairs: Sequence[Sequence[tuple[float, float]]]) -> HostLinks:
+    """Links from pairs [source][target] -> (latency in seconds, bytes per second)."""
     both = np.array(pairs, dtype=np.float64)
     return HostLinks(tuple(hosts), both[..., 0], both[..., 1])
 

@@ -75,6 +75,7 @@ class Reached:
 
     @property
     def seconds(self) -> float | None:
+        """Seconds to the target; None where steps or seconds of a step are unknown."""
         return None if self.steps is None or self.step_seconds is None else self.steps * self.step_seconds
 
     @property
@@ -135,6 +136,7 @@ class Answer:
 
     @property
     def cells(self) -> list[Cell]:
+        """Seconds to the target and best method, for each number of workers and each rate of the network cards."""
         found, rates = [], sorted({rate for row in self.rows for rate in row.step_seconds_at})
         for workers, rate in product(self.workers, rates):
             rows = tuple(row.at(rate) for row in self.rows if row.workers == workers)

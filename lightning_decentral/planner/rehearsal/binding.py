@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.optim import LBFGS, Optimizer
 
@@ -187,7 +187,13 @@ class Binding(DDPStrategy):
     def rates_now(self) -> list[float]:
         return [float(group.get("lr", 1.0)) for group in self.optimizers[0].param_groups]
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
         self._begun = len(self.losses)
         try:
             output = self._update(
@@ -209,6 +215,7 @@ class Binding(DDPStrategy):
         return output
 
     def _update(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """Update as Lightning's precision plugin does; many small parameters as one."""
         if self._joined is None:
             return Strategy.optimizer_step(self, optimizer, closure, self._module, **kwargs)
         with torch.enable_grad():

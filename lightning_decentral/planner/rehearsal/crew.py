@@ -157,6 +157,7 @@ class Crew(AbstractContextManager["Crew"]):
         self._steps = steps
 
     def release(self) -> None:
+        """Release the workers after the last step, without mixing messages in flight."""
         for member in self.members:
             member.release()
 

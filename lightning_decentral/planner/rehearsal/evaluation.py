@@ -113,6 +113,8 @@ def _losses(module: LightningModule, batches: Sequence[tuple[int, Any]]) -> list
 def held_out(
     module: LightningModule, data: LightningDataModule | DataLoader[Any] | None, given: DataLoader[Any] | None
 ) -> list[Any]:
+    """The first batches of the validation data: those given, the datamodule's, or the module's own. ValueError: there
+    are none."""
     found: Any = given
     if found is None and isinstance(data, LightningDataModule) and is_overridden("val_dataloader", data):
         found = data.val_dataloader()

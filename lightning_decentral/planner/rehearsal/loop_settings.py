@@ -32,6 +32,7 @@ def loss_of(output: Any) -> Tensor:
 
 
 def scale(optimizer: Optimizer, schedulers: Sequence[Any], factor: float) -> None:
+    """Multiply every learning rate, and the schedulers' initial learning rates, by a factor."""
     for group in optimizer.param_groups:
         group.update({name: group[name] * factor for name in RATES if name in group})
     for scheduler in schedulers:

@@ -137,6 +137,7 @@ class Clock:
         return found
 
     def takes(self, expected: float) -> float:
+        """Seconds that the expected work takes, at the pace so far."""
         return expected * (self._taken / self._expected if self._expected else 1.0)
 
 
@@ -194,6 +195,7 @@ class RehearsalRun:
         return found
 
     def _each(self, jobs: Sequence[RehearsalJob], call: Callable[[RehearsalJob], Result]) -> dict[RehearsalJob, Result]:
+        """Results of the jobs that end well; errors of the others join what was refused."""
         found = {}
         for job in jobs:
             try:

@@ -89,6 +89,7 @@ class Track:
         return bool(self.marks) and not isfinite(self.marks[-1][1])
 
     def train_to(self, step: int) -> None:
+        """Train to the first mark at or after the step, to the target, or until losses are NaN or infinite."""
         while (done := len(self.crew.losses)) < step and self.reached is None and not self.diverged:
             self.course.tick()
             try:
@@ -125,6 +126,7 @@ class Track:
 
 
 def ranked(tracks: Sequence[Track]) -> list[Track]:
+    """Sort tracks, the best first, by losses at the last common mark of those neither diverged nor at the target."""
     left = [len(track.marks) for track in tracks if track.reached is None and not track.diverged]
     return sorted(tracks, key=lambda track: track.order(min(left, default=len(track.marks))))
 

@@ -35,6 +35,7 @@ class Ended(BaseException):
 
 
 def generators(device: torch.device) -> tuple[Any, ...]:
+    """Return the states of the CPU's random number generators, and of the device's if it isn't the CPU."""
     of_device = cuda.random_state(device) if device.type == "cuda" else None
     return torch.get_rng_state(), np.random.get_state(), random.getstate(), of_device
 
@@ -84,6 +85,7 @@ class OwnTurn(ThreadTurn):
 
     @contextmanager
     def of_workers(self) -> Iterator[None]:
+        """Give workers turns meanwhile; afterwards restore the caller's random number generators and rank."""
         states, rank = generators(self._device), getattr(rank_zero_only, "rank", 0)
         try:
             yield
@@ -167,6 +169,7 @@ class Way:
 
 @contextmanager
 def threads_each(share: int) -> Iterator[None]:
+    """Set torch's number of threads within; MKL has one number for the process, the one that was set last."""
     own = torch.get_num_threads()
     torch.set_num_threads(share)
     try:

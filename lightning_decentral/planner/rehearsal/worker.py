@@ -108,6 +108,7 @@ class AskedTooSoon:
 
 
 def copies_of(data: Any) -> Callable[[int], Any]:
+    """Give each worker its own copy of the data; Lightning's samplers know how many workers there are, and the seed."""
     return lambda rank: own_copy(data, {})
 
 

@@ -80,6 +80,7 @@ class Checkpoints(ABC):
         return {**{key: states[key] for key in others}, model: given}
 
     def _means(self, states: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Return the means of these models' states over the workers. Collective."""
         kept = carried(self._module)
         return {key: mean_of_states(state, self._mean_model.mean_of, kept) for key, state in states.items()}
 
@@ -95,6 +96,7 @@ class Checkpoints(ABC):
         return bool(self._module.trainer.state.fn == TrainerFn.FITTING)
 
     def mid_epoch(self) -> bool:
+        """Return whether batches of this epoch are still to come."""
         progress = self._module.trainer.fit_loop.epoch_loop.batch_progress
         return progress.current.ready > 0 and not progress.is_last_batch
 

@@ -207,6 +207,7 @@ def _objects(path: str | Path, error: pickle.UnpicklingError) -> list[str]:
 
 
 def _check_sums(file: Any) -> None:
+    """Raise BadZipFile where the checksum of the file's pickled part (all but tensors) is wrong."""
     if not torch.serialization.get_crc32_options():
         return
     with zipfile.ZipFile(file) as parts:

@@ -121,6 +121,7 @@ def decided() -> bool:
 
 
 def go_on(trainer: Trainer, path: str | None) -> None:
+    """Make W&B loggers continue the runs, by project, of the checkpoint that a fit would resume from."""
     loggers = [logger for logger in trainer.loggers if without_run(logger)]
     if not loggers or decided():
         return
@@ -137,5 +138,6 @@ def go_on(trainer: Trainer, path: str | None) -> None:
 
 
 def launched(trainer: Trainer | None, arguments: Sequence[Any]) -> None:
+    """Continue the W&B runs of the checkpoint that a Trainer is launched with, where it is launched to fit."""
     if trainer is not None and trainer.state.fn == TrainerFn.FITTING and len(arguments) > CHECKPOINT:
         go_on(trainer, arguments[CHECKPOINT])

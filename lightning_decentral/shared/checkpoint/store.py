@@ -67,6 +67,7 @@ def sync(place: str) -> None:
 
 
 def make(place: str) -> None:
+    """Make a folder and those above it, each flushed to disk in the folder above."""
     if place and not os.path.isdir(place):
         above = os.path.dirname(place)
         make(above)
@@ -104,6 +105,7 @@ class Durable:
             raise
 
     def settle(self, path: str) -> None:
+        """Flush the folder of `path`, so that the file written there survives a loss of power."""
         sync(os.path.dirname(path))
 
     def remove(self, path: str) -> None:
@@ -118,6 +120,7 @@ class Durable:
         return sorted(names - means)
 
     def partials(self, path: str) -> list[str]:
+        """Return the unfinished files that killed saves have left next to `path`."""
         return [p for p in listed(os.path.dirname(path)) if _PARTIAL.fullmatch(os.path.basename(p))]
 
 

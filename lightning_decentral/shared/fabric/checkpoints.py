@@ -78,4 +78,5 @@ class FabricCheckpoints:
 
 
 def _trains(state: Any) -> bool:
+    """Return whether the state has an optimizer, and not weights alone."""
     return isinstance(state, Mapping) and any(isinstance(value, Optimizer) for value in state.values())

@@ -203,6 +203,7 @@ class FabricWorkers(DDPStrategy):
     # ---- the mean of the workers ------------------------------------------------------------------------------------
 
     def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the exact mean over the workers. Collective."""
         assert self.wire is not None
         return mean(tensors, self.wire.world, self.share())
 
@@ -238,6 +239,7 @@ class FabricWorkers(DDPStrategy):
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
+        """Save a plain file with the mean of the workers and, with an optimizer in `state`, each worker's own state."""
         if self.wire is None:
             super().save_checkpoint(path, state, storage_options, filter)
             return
@@ -249,6 +251,7 @@ class FabricWorkers(DDPStrategy):
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
+        """Load each worker's own state if all workers have one and `state` has an optimizer; otherwise the mean."""
         if self.wire is None:
             return super().load_checkpoint(path, state, strict, weights_only)
         with self._telling(), self._checkpoints.reading(path, state, weights_only):
@@ -273,4 +276,5 @@ class FabricWorkers(DDPStrategy):
         return call()  # nobody counts who waits: a loop of the user's own can't be asked for one more round
 
     def gather(self, value: Any) -> list[Any]:
+        """Gather every worker's value, in order of rank. Collective."""
         return gather_world(value)

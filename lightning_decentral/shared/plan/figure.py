@@ -25,11 +25,13 @@ def first_curve(rows: Rows, keys: Sequence[str]) -> Curve:
 
 
 def worker_keys(rows: Rows) -> list[str]:
+    """Return those of the keys worker/0/loss, worker/1/loss, ... that were logged."""
     found = {key for row in rows for key in row if key.startswith("worker/") and key.endswith("/loss")}
     return sorted(found, key=lambda key: int(key.split("/")[1]))
 
 
 def mean_curve(rows: Rows, keys: Sequence[str]) -> Curve:
+    """Return the mean over the keys, at the steps where all were logged."""
     whole = [row for row in rows if all(key in row for key in keys)]
     return [row["step"] for row in whole], [sum(row[key] for key in keys) / len(keys) for row in whole]
 

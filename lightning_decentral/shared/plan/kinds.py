@@ -126,6 +126,7 @@ def _items(made: Callable[[Any], Any], kinds: ArgumentKind | Sequence[ArgumentKi
 
 
 def _dict(key: Any, value: Any) -> ArgumentKind:
+    """Return the kind of a dict; Hydra's mappings are converted."""
     keys, values = kind_of(key), kind_of(value)
 
     def taken(given: Any) -> Any:

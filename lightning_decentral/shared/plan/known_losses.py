@@ -55,6 +55,7 @@ class KnownLosses:
 
 @cache
 def known_losses() -> tuple[KnownLosses, ...]:
+    """Return every measured setting, text on four workers first."""
     text = files("lightning_decentral.shared.plan").joinpath("known_losses.json").read_text()
     return tuple(KnownLosses(**found) for found in json.loads(text))
 

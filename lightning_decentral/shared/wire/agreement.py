@@ -163,6 +163,7 @@ class RollCall:
         return [bool(vote) for vote in votes]
 
     def _answer(self) -> bool:
+        """Take part in the rounds that others wait for; return whether there were any."""
         rows, all_known = self._asked()
         if any(met > self.met() for *_, met in rows):
             raise Uneven(

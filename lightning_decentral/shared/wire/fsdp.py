@@ -95,6 +95,7 @@ class Sharded:
 
     @property
     def groups(self) -> list[Any]:
+        """FSDP's groups of parameters that are gathered and reduced together."""
         states = [vars(part._get_fsdp_state()) for part in self.module.modules() if isinstance(part, FSDPModule)]
         # An older torch has one group in a module.
         several = [state.get("_fsdp_param_groups") or [state.get("_fsdp_param_group")] for state in states]
@@ -198,6 +199,7 @@ def rows_of(whole: Tensor, place: int, devices: int) -> Tensor:  # (rows, ...) -
 
 
 def mapped(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """Apply the function to every sharded tensor in nested dictionaries and lists."""
     return tree_map(lambda leaf: function(leaf) if isinstance(leaf, DTensor) else leaf, tree)
 
 

@@ -169,6 +169,7 @@ class Launcher(Generic[Kind]):
         return True
 
     def refuse_changed(self) -> None:
+        """Raise ValueError where a watched parameter has got another shape or type."""
         # The node of autograd that a hook holds has the ones of then, and so have messages.
         if [(p.shape, p.dtype) for p in self._hooks] != self._seen:
             for parameter, (shape, dtype) in zip(self._hooks, self._seen, strict=True):
@@ -179,6 +180,7 @@ class Launcher(Generic[Kind]):
         return frozenset(self._hooks)
 
     def begin(self, buckets: Sequence[Kind]) -> None:
+        """Prepare a backward pass whose gradients are sent in these buckets."""
         if self.buckets != (now := tuple(buckets)):
             self.buckets, self._of = now, {p: index for index, bucket in enumerate(now) for p in bucket.members}
         self._launched, self.begun = 0, False  # buckets that have left

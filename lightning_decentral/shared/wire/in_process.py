@@ -55,6 +55,7 @@ class Lent:
         self._tensor, self._missing, self._lock = tensor, readers, Lock()  # missing: readers still to come
 
     def read(self, take: Callable[[Tensor], Any]) -> None:
+        """Read the tensor as one of the readers, without changing it."""
         with self._lock:
             take(self._tensor)
             self._missing -= 1

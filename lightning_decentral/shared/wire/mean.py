@@ -20,7 +20,8 @@ MeanOf = Callable[..., list[Tensor]]
 """Function (averaged, carried) -> means of the averaged tensors, then one worker's carried tensors; collective."""
 Shown = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """Function that maps a worker's tensors to those that the mean averages in their place; mostly the same ones."""
-ROUNDINGS = 8  # Largest difference of a parameter that was changed and restored, in roundings of its largest magnitude.
+ROUNDINGS = 8
+"""Largest difference of a parameter that was changed and restored, in roundings of its largest magnitude."""
 CHUNK_BYTES = 64 * 2**20  # summed at a time: one flat copy of all would need the memory of another model
 
 
@@ -103,6 +104,7 @@ class Swap:
         return [i for i, (now, stood) in enumerate(zip(self._tensors, self._stood, strict=True)) if _other(now, stood)]
 
     def keep(self, changed: Sequence[Tensor]) -> None:
+        """Keep the present values of these tensors, instead of those before the swap."""
         places = {id(tensor): i for i, tensor in enumerate(self._tensors)}
         for tensor in changed:
             self._own[places[id(tensor)]] = tensor.detach().clone()
@@ -191,6 +193,7 @@ class MeanModel:
         self._swap = None
 
     def take(self, tensors: Sequence[Tensor], carried: Sequence[Tensor] = ()) -> None:
+        """Set the tensors to their mean on all workers. Collective."""
         self._swapped(tensors, carried)  # never undone
         self.diverged = False
 

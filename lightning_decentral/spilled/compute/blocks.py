@@ -58,6 +58,7 @@ def placed(places: Iterable[ParameterPlace], tensors: Mapping[str, Tensor]) -> I
 
 
 def as_standing(places: Sequence[ParameterPlace], hosts: Mapping[str, Tensor]) -> None:
+    """Freeze or thaw parameters like their stand-ins, which are all that a user's step can reach."""
     for place in places:
         if hosts[place.name].requires_grad != place.held.requires_grad:
             hosts[place.name].requires_grad_(place.held.requires_grad)
@@ -75,6 +76,7 @@ def places(root: nn.Module) -> list[ParameterPlace]:
 
 
 def move_buffers(root: nn.Module, place: torch.device) -> None:
+    """Move buffers to the device, and the plain tensors of modules without parameters."""
     for module in root.modules():
         if any(True for _ in module.parameters()):
             module._buffers.update({k: b if b is None else b.to(place) for k, b in module._buffers.items()})

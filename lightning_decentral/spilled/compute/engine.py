@@ -184,6 +184,7 @@ class Standing:
         self.absent = {base.untyped_storage()._cdata: name for name, base in self._hollow.items()}
 
     def fill(self, loader: Loader) -> Mapping[str, Tensor]:
+        """Return stand-ins for the loader's parameters, by name; call `look` at the end of the step's forward."""
         apply: Callable[[Loader, Tensor], Tensor] = Resident.apply
         self._loader = loader
         self._stay = {n: apply(loader, host) for n, host in loader.hosts.items() if n not in self._hollow}

@@ -61,6 +61,7 @@ class Loader:
         self._plan, self.log, self.in_step = None, None, False
 
     def enter(self, block: int, run: spill.Run | None = None) -> dict[str, Tensor]:
+        """Return copies of the block's parameters, by name; `run`: the call whose backward this is."""
         self.device.settle()  # memory freed below isn't used any more, so it never adds to what is loaded
         self._land(everything=self._plan is None)
         if self.log is not None:
@@ -185,6 +186,7 @@ class Log:
 
 
 def joined(first: Footprint, second: Footprint) -> Footprint | None:
+    """Join the second step's seconds with the larger bytes of both steps; None if their routes differ."""
     if [(v.block, v.backward) for v in first.visits] != [(v.block, v.backward) for v in second.visits]:
         return None
     pairs = zip(first.visits, second.visits, strict=True)

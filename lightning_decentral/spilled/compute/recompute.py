@@ -28,6 +28,7 @@ LEAVES = (*NUMBERS, nn.Module, type, ModuleType)  # a module's buffers are handl
 
 
 def as_trained(copies: Mapping[str, Tensor], trained: Mapping[str, bool]) -> dict[str, Tensor]:
+    """Make leaf tensors of the copies, which need gradients if their parameters are trained."""
     return {name: copy.detach().requires_grad_(trained[name]) for name, copy in copies.items()}
 
 

@@ -52,6 +52,8 @@ class Spilling:
 
 
 def spilled(block: Spilling, loader: Loader) -> Callable[..., Any]:
+    """Return a function that replaces the block's call."""
+
     def call(*args: Any, **kwargs: Any) -> Any:
         given = Taken((args, kwargs))
         # A cache that returns in a training step is empty, but the caller expects content.

@@ -173,10 +173,12 @@ class OffloadDevice:
         self.ledger.forget_peak()
 
     def now(self) -> float:
+        """Seconds by the clock, after the device has computed all its work."""
         self.settle()
         return perf_counter()
 
     def random_state(self) -> list[Tensor]:
+        """States of the random number generators that computing on the device uses."""
         return [torch.get_rng_state()]
 
     def set_random_state(self, state: list[Tensor]) -> None:

@@ -160,6 +160,7 @@ class ShardPlan:
         return cache(lambda *shards: self.footprint.bytes_of([block for shard in shards for block in blocks[shard]]))
 
     def _stays(self) -> list[tuple[int, float]]:
+        """Return (shard, seconds) of consecutive visits to one shard."""
         found: list[tuple[int, float]] = []
         for shard, visit in zip(self.route, self.footprint.visits, strict=True):
             here = found.pop()[1] if found and found[-1][0] == shard else 0.0
@@ -236,4 +237,5 @@ def summary(plan: ShardPlan, budget_bytes: int | None) -> dict[str, str]:
 
 
 def size(number_bytes: float) -> str:
+    """Format bytes in MiB."""
     return f"{number_bytes / 2**20:.4g} MiB"

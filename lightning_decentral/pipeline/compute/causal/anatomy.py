@@ -95,6 +95,7 @@ def _blocks(module: Any) -> str:
 
 @contextmanager
 def watched(module: nn.Module, paths: list[str]) -> Iterator[tuple[list[str], dict[str, Any]]]:
+    """Yield the paths in the order of their calls, and what each module returned last."""
     met: list[str] = []
     results: dict[str, Any] = {}
 
@@ -109,6 +110,7 @@ def watched(module: nn.Module, paths: list[str]) -> Iterator[tuple[list[str], di
 
 
 def _routers(module: Any, layers: list[str], results: Mapping[str, Any], output: Any) -> dict[str, Router]:
+    """Find the routers whose results the model passes to its loss, by identity of the results."""
     wanted = {id(logits) for logits in output.get("router_logits") or ()}
     names = {size: name for name, size in vars(module.config).items() if re.fullmatch(EXPERTS, name)}
     found: dict[int, tuple[str, Router]] = {}

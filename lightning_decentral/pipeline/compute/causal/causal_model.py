@@ -202,6 +202,7 @@ class CausalModel(Pipelined):
         return (call.inputs.shape[0], stop - start, width), self._like.dtype
 
     def answer(self, call: Call, output: Tensor) -> Any:  # (batch, length, vocabulary [+ widths of routers])
+        """Return the model's own output for these logits: scaled, capped, with a loss if labels were given."""
         widths = self._widths(call)
         logits, *routed = output.split([output.shape[-1] - sum(widths), *widths], dim=-1)
         hidden = output.new_zeros(1, 1, 1).expand(*output.shape[:2], self._config.hidden_size)  # nobody looks at it
@@ -223,6 +224,7 @@ class CausalModel(Pipelined):
             modules[name] = before
 
     def _widths(self, call: Call) -> list[int]:
+        """Widths of all routers' logits, in order; [] if the loss doesn't use them."""
         known = vars(self._config)
         return [known[router.width] for found in self._routers for _, router in found] if self._routing(call) else []
 

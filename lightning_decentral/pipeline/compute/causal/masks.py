@@ -31,6 +31,7 @@ HOST = torch.device("cpu")
 
 
 def trains(device: torch.device) -> bool:
+    """Return whether torch's flex attention has a backward on this device, found by trying."""
     from torch.nn.attention.flex_attention import flex_attention
 
     token = torch.zeros(1, 1, 1, 16, device=device, requires_grad=True)

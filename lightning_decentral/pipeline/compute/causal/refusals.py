@@ -21,6 +21,7 @@ REMEDY = "compile its blocks instead: for block in model.{blocks}: block.compile
 
 
 def original(module: nn.Module) -> nn.Module:
+    """Return the module without the wrapper that `torch.compile` puts around it."""
     return module._modules.get("_orig_mod") or module
 
 
@@ -41,6 +42,7 @@ def refuse_compiled(module: nn.Module, anatomy: Anatomy) -> None:
 
 
 def refuse_compiled_around(root: nn.Module, module: nn.Module) -> None:
+    """ValueError if any compiled module in `root` calls the model."""
     for part in root.modules():
         if part is not module and compiled(part) and any(inner is module for inner in part.modules()):
             raise ValueError(
@@ -50,6 +52,7 @@ def refuse_compiled_around(root: nn.Module, module: nn.Module) -> None:
 
 
 def refuse_attention(module: nn.Module, device: torch.device) -> None:
+    """ValueError for a kind of attention whose slices can't be checked, or that can't be trained on this device."""
     name, kind = type(module).__name__, vars(module)["config"]._attn_implementation
     if kind not in SEPARABLE:
         raise ValueError(

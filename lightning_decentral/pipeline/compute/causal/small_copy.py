@@ -62,6 +62,7 @@ def small_copy(kind: type, config: Any) -> Any:
 
 
 def shrunk(config: Any) -> Any:
+    """Copy a configuration with few, narrow layers; kinds of layers, scales and caps don't change."""
     small, given, depth = deepcopy(config), dict(vars(config)), config.num_hidden_layers
     kept = layers_of(given, depth)
     known = {own: name for name, own in (config.attribute_map or {}).items()}

@@ -111,6 +111,7 @@ def _routing(copy: Any) -> dict[str, bool]:
 
 
 def _differs(copy: nn.Module, anatomy: Anatomy, calls: list[dict[str, Any]], aligned: bool = False) -> str | None:
+    """Describe how the cut and whole copy differ in these calls, or what they raised; None if they agree."""
     try:
         for call in calls:
             why = compared(whole(copy, call), cut(copy, anatomy, call, aligned))
@@ -141,6 +142,7 @@ def _taken(copy: nn.Module) -> Gradients:
 
 
 def cut(copy: nn.Module, anatomy: Anatomy, call: Mapping[str, Any], aligned: bool = False) -> tuple[Tensor, Gradients]:
+    """Return (loss, gradients) of three stages and three slices; tied parameters' gradients are summed."""
     model = CausalModel(copy, anatomy)
     read = model.read((), {**call, "use_cache": False})
     count = len(model.blocks)
@@ -174,6 +176,7 @@ def cut(copy: nn.Module, anatomy: Anatomy, call: Mapping[str, Any], aligned: boo
 
 
 def compared(wanted: tuple[Tensor, Gradients], found: tuple[Tensor, Gradients]) -> str | None:
+    """Describe the first difference of loss and gradients beyond TOLERANCE; None if there is none."""
     difference = float((found[0] - wanted[0]).abs() / wanted[0].abs())
     if not difference < TOLERANCE:
         return f"the loss of a small copy differs by {difference:.1e} of itself"

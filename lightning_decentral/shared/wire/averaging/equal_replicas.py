@@ -113,9 +113,11 @@ class EqualReplicas:
         self.updates, self._buffers, self._layouts, self._average = None, None, TrainingComparison(), None
 
     def replaced(self) -> None:
+        """Compare after the optimizers were replaced. RuntimeError: on another worker they weren't."""
         self._layouts.changed()
 
     def rounds(self) -> list[int]:
+        """Return the number of updates so far, in a list; an empty list outside of training."""
         return [] if self.updates is None else [self.updates]
 
     def wanted(self) -> list[int]:

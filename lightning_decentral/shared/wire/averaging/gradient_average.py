@@ -83,6 +83,7 @@ class GradientAverage(Average):
             self._mean.lay([tuple(row) for row in rows])
 
     def updated(self, optimizer: Optimizer, skipped: bool) -> None:
+        """Follow up an optimizer's update by the averaged gradients, which may have been skipped."""
         groups = optimizer.param_groups
         keys = lambda: {self._keys[p] for group in groups for p in group["params"] if p in self._keys}  # noqa: E731
         self._mean.updated(keys, skipped)

@@ -129,6 +129,7 @@ class Residuals:
         self.guarded, self._scale, self._scaled = True, scale, scaled
 
     def updated(self, keys: Keys, skipped: bool) -> None:
+        """Record that an update of the tensors with these keys was due; `skipped`: known to be skipped."""
         if not self.guarded:
             self.guarded = skipped  # the first one of a run that nobody expected any in
             return

@@ -65,6 +65,7 @@ class StatusBoard:
         self._endings: dict[int, Ending] = {}
 
     def close(self) -> None:
+        """Close the connection, although other objects may refer to this board."""
         self._store = Gone()
 
     def beat(self) -> None:
@@ -72,6 +73,7 @@ class StatusBoard:
         self._store.set(f"beat/{self.rank}", str(self._beats))
 
     def write(self, what: str, text: str) -> None:
+        """Write this worker's text under a key, for `read`."""
         self._store.set(f"{what}/{self.rank}", text)
 
     def put(self, key: str, text: str) -> None:
@@ -187,6 +189,7 @@ class Heartbeat:
         self._listeners.remove(listener)
 
     def when_orphaned(self, call: Callable[[], None]) -> None:
+        """Run the call if the store is gone, after which no listener is called."""
         self._orphaned.append(call)
 
     def close(self) -> None:

@@ -126,6 +126,7 @@ class Meeting:
         return found[0]
 
     def _listen(self) -> int:
+        """Return the descriptor of a listening socket that only the given address reaches."""
         try:
             family, _, _, _, address = socket.getaddrinfo(self.address, self.port, type=socket.SOCK_STREAM)[0]
         except OSError as error:

@@ -70,6 +70,7 @@ class StopAgreement:
         return False
 
     def left(self, rounds: Sequence[int]) -> None:
+        """Report that this worker stops after these rounds of each optimizer, before the end of its epoch."""
         self.board.put("left", ",".join(map(str, rounds)))
 
     def left_after(self) -> list[int] | None:

@@ -60,6 +60,7 @@ class Waits:
     _warned: int = field(default=-1, init=False)  # calls at the last warning
 
     def look(self) -> bool:
+        """Report and compare waits; a thread calls this periodically."""
         mine = self.mine()
         if mine != self._reported:
             self.board.write("waits", "null" if mine is None else json.dumps(asdict(mine)))
@@ -170,6 +171,7 @@ class Rescue:
         return 0.0 if since is None or self._lost is not None else time.monotonic() - since
 
     def _silent(self) -> bool:
+        """Return whether another worker has written no heartbeat for `LOST_SECONDS`."""
         board, now = self.heartbeat.board, time.monotonic()
         for rank in range(board.size):
             beat = board.read(f"beat/{rank}", int)
