@@ -53,6 +53,7 @@ def number(text: str) -> float:
 
 
 def refuse_below(least: int, options: Mapping[str, float | None]) -> None:
+    """Raise ValueError for a given option below `least`."""
     for option, value in options.items():
         if value is not None and value < least:
             raise ValueError(f"{option} must be at least {least}, got {value}: give {option} {least} or more")

@@ -134,6 +134,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def refuse_left_out(cfg: DictConfig) -> None:
+    """Raise ValueError for Trainer options of the recipe that change training and that no rehearsal supports."""
     given = {key: value for key, value in cfg.trainer.items() if key in LEFT_OUT}
     for key, value in given.items():
         if value not in LEFT_OUT[key]:
@@ -143,6 +144,7 @@ def refuse_left_out(cfg: DictConfig) -> None:
 
 
 def split(overrides: list[str]) -> tuple[list[str], list[int]]:
+    """Split the command line into (overrides of the recipe, numbers of workers)."""
     numbers = [one.partition("=")[2] for one in overrides if one.startswith("workers=")]
     try:
         workers = [int(text) for text in ",".join(numbers).split(",") if text]
@@ -163,10 +165,12 @@ def command_of(best: rehearsal.Reached | None, overrides: Sequence[str], cfg: Di
 
 
 def trains(method: str) -> bool:
+    """Return whether a method's overrides choose, or set up, an optimizer."""
     return any(one.lstrip("+~").startswith(("optimizer", "experiment=")) for one in method.split())
 
 
 def without_optimizer(overrides: Sequence[str], method: str) -> list[str]:
+    """Overrides of a recipe without those of the optimizer, if a method chooses an optimizer."""
     return [one for one in overrides if not (trains(method) and one.lstrip("+~").startswith("optimizer"))]
 
 
@@ -195,6 +199,7 @@ def modules_of(
 
 
 def network_of(options: argparse.Namespace, profile: Profile | None, overrides: Sequence[str]) -> Network | None:
+    """Network of the profile with the given links; None without a network."""
     if options.bandwidth is None:
         return None
     if profile is None:

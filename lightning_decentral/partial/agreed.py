@@ -92,6 +92,7 @@ def wished(cuts: Cuts, saved: Mapping[str, Any] | None) -> Cuts:
 
 
 def remembered(driver: DepthController, cuts: Cuts) -> dict[str, Any]:
+    """State for a checkpoint: the cuts, and the `cuts` option as text."""
     return {"wish": _text(cuts), "boundaries": list(driver.plan.boundaries)}
 
 
@@ -100,6 +101,7 @@ def _text(cuts: Cuts) -> str:
 
 
 def introduced(depth: DepthAssignment, module: nn.Module, size: int) -> Sequence[str]:
+    """Describe the method in one line; empty for a single worker."""
     if size == 1:
         return ()
     whole = sum(p.nbytes for p in module.parameters() if p.requires_grad)
@@ -109,6 +111,7 @@ def introduced(depth: DepthAssignment, module: nn.Module, size: int) -> Sequence
 
 
 def described(driver: DepthController, network: str) -> str:
+    """Describe the cuts, and the cost of each depth or selection, in a few lines."""
     plan = driver.plan
     if not plan.boundaries:
         return f"partial backprop trains {network} in full: the model has one layer, so there is nothing to cut"
@@ -184,6 +187,7 @@ def timed(depth: DepthAssignment, trainer: Trainer, saved: Mapping[str, Any]) ->
 
 
 def warm_up_state(depth: DepthAssignment, in_steps: DepthAssignment) -> dict[str, Any]:
+    """State for a checkpoint: the assignment as given, and its warm-up in steps."""
     return {"assignment": repr(depth), "warm_up": in_steps.warm_up}
 
 

@@ -108,6 +108,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
         super().refuse(module, fitting)
 
     def prepare(self, wire: Wire | None) -> None:
+        """Prepare the update; the cuts are found at the first batch."""
         refuse_unserved(self._module)
         self._equal.begin(
             self._module, None if wire is None else of_all(wire.group), self._group.layouts, lambda: self.optimizers

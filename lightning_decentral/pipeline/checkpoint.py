@@ -120,6 +120,7 @@ class PipelineCheckpoints(Checkpoints):
         return {**checkpoint, **(self._own or {}), **{key: checkpoint[key] for key in WHOLE if key in checkpoint}}
 
     def load_optimizers(self, checkpoint: Mapping[str, Any], layout: Ownership) -> None:
+        """Load this stage's part of each optimizer's state. Collective."""
         refuse_other_number(checkpoint, self._stage.optimizers)
         order, wire = layout.order, self._stage.wire
         for optimizer, whole in zip(self._stage.optimizers, checkpoint[STATES], strict=True):

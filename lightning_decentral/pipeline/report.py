@@ -87,6 +87,7 @@ class PipelineReport(Callback):
 
 
 def _alone(module: LightningModule, batch: Any) -> float:
+    """Median seconds of the whole model's forward and backward on this worker alone."""
     times = []
     module.train()
     with Logs(module).recording(None):

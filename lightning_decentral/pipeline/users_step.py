@@ -63,6 +63,7 @@ class TrainingStep:
         self._inputs = [AsyncRead(call.inputs.detach()) for call in self.calls]  # copied before the step begins
 
     def close(self) -> None:
+        """End all of the user's steps that still wait, also after an exception."""
         for step in self._waiting:
             step.end()
 
@@ -91,6 +92,7 @@ class TrainingStep:
                 for p in self._module.parameters()]  # fmt: skip
 
     def _weight(self, count: TargetCount, loss: Tensor) -> Tensor:
+        """Weight of a micro-batch's loss within the batch's loss: a scalar, float64."""
         if len(self.calls) == 1:
             return torch.ones((), dtype=torch.float64, device=loss.device)  # the loss itself, whatever mean it is
         targets = count.targets(loss)
@@ -181,6 +183,7 @@ def finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def multiply(tensors: Sequence[Tensor], by: Tensor) -> None:
+    """Multiply each tensor by a scalar tensor, in place. The host doesn't wait."""
     for dtype in {tensor.dtype for tensor in tensors}:
         exact, same = torch.promote_types(dtype, torch.float32), [t for t in tensors if t.dtype == dtype]
         if exact == dtype:
@@ -203,6 +206,11 @@ def moved(module: LightningModule, batch: Any, move: Callable[[], Any]) -> Any:
 
 
 def split(batch: Any, parts: int) -> list[Any]:
+    """Cut a batch into micro-batches along the first axis of its tensors.
+
+    Raises:
+        ValueError: fewer sequences than parts, or tensors with different numbers of sequences.
+    """
     if parts == 1:
         return [batch]
     sizes: set[int] = set()

@@ -65,6 +65,7 @@ def _pass(root: nn.Module, names: Sequence[str], run: Run, device: torch.device,
 
 
 def _members(root: nn.Module, names: Sequence[str], run: Run, device: torch.device) -> list[list[nn.Parameter]]:
+    """Group parameters by block, without those that no gradient reached."""
     members: list[list[nn.Parameter]] = [[] for _ in range(len(names) + 1)]
     found = BlockPass(root, names, device)
     trained = [p for p in root.parameters() if p.requires_grad]
@@ -114,6 +115,7 @@ def _update(optimizers: Sequence[Optimizer], members: Sequence[list[nn.Parameter
 
 
 def hidden_of(root: nn.Module) -> list[nn.Parameter]:
+    """Parameters that are hidden matrices for `Muon`, in order."""
     hidden: list[nn.Parameter] = muon_groups(root)[0]["params"]
     return hidden
 

@@ -78,6 +78,7 @@ def _remark(codec: Codec, timed: Collection[str]) -> str:
 
 
 def _pipelines(cluster: Cluster, batch: int, slices: int) -> Iterator[Candidate]:
+    """One pipeline on each node, or over all."""
     stages = cluster.per_node if cluster.per_node > 1 else cluster.workers
     if stages > 1:
         cut = f"strategy.stages={stages} strategy.microbatches={stages} strategy/slicing=uniform"
@@ -86,11 +87,13 @@ def _pipelines(cluster: Cluster, batch: int, slices: int) -> Iterator[Candidate]
 
 
 def measured(known: KnownLosses) -> Iterator[Candidate]:
+    """Yield the candidates whose batches to the loss were measured."""
     for method, overrides in known.overrides.items():
         yield Candidate(overrides, method)
 
 
 def is_ddp(overrides: str) -> bool:
+    """Return whether the overrides train with a form of `ddp`."""
     return any(one in DDP for one in overrides.split())
 
 

@@ -91,9 +91,11 @@ class Comparison:
         return next(row for row in self.rows if row.candidate.overrides == BASELINE)
 
     def speedup(self, row: ComparedMethod) -> float:
+        """Speed-up of a method over ddp, by seconds per step."""
         return self.baseline.forecast.seconds / row.forecast.seconds
 
     def fits(self, row: ComparedMethod) -> bool:
+        """Return whether a method fits into a device's memory."""
         return row.forecast.memory_bytes <= self.memory_bytes
 
     @property
@@ -207,6 +209,7 @@ class Cell:
 
 
 def sizes(setting: Setting, nodes: Sequence[int] = NODES) -> list[int]:
+    """Numbers of workers, the setting's own among them."""
     per_node = setting.cluster.per_node
     return sorted({setting.cluster.workers, *(n * per_node for n in nodes if n * per_node <= MOST_WORKERS)})
 

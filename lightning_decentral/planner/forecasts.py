@@ -92,6 +92,7 @@ def composed(overrides: str) -> Composed:
 
 
 def strategy_of(overrides: str) -> Strategy:
+    """Strategy that these overrides make."""
     return composed(overrides).strategy
 
 
@@ -179,6 +180,7 @@ def _(strategy: TokenPipelineStrategy, cluster: Cluster, slices: int) -> Method:
 
 
 def _refuse_unread(option: str, asked: object, read: object) -> None:
+    """Raise ValueError for an option that changes a step and that forecasts don't model."""
     if asked != read:
         raise ValueError(f"no forecast reads {option} {asked}: it is predicted as {read} only, so leave it out")
 
@@ -194,6 +196,7 @@ def slices_of(slicing: object, slices: int) -> int:
 
 
 def within_of(island: Island) -> Within:
+    """Make the costs inside an island."""
     match island:
         case AllReduce():
             _refuse_unread("strategy.island.codec", island.codec, Plain())

@@ -23,6 +23,7 @@ Operation = Callable[[Transport, int, torch.device], Call]
 
 
 def all_reduce(over: Transport, message_bytes: int, device: torch.device) -> Call:
+    """All-reduce of messages of `message_bytes` bytes."""
     tensor = _floats(message_bytes, device)
     return lambda: over.all_reduce(tensor).wait()
 
@@ -37,18 +38,21 @@ def exchange(over: Transport, message_bytes: int, device: torch.device, peers: i
 
 
 def all_gather(over: Transport, message_bytes: int, device: torch.device) -> Call:
+    """All-gather of the parts of all workers, `message_bytes` bytes together."""
     part = _floats(message_bytes / over.size, device)
     whole = part.repeat(over.size)
     return lambda: over.all_gather_into(whole, part).wait()
 
 
 def reduce_scatter(over: Transport, message_bytes: int, device: torch.device) -> Call:
+    """Reduce-scatter of messages of `message_bytes` bytes: every worker gets its part of the sum."""
     part = _floats(message_bytes / over.size, device)
     whole = part.repeat(over.size)
     return lambda: over.reduce_scatter(part, whole).wait()
 
 
 def broadcast(over: Transport, message_bytes: int, device: torch.device) -> Call:
+    """Broadcast of the first worker's message to all workers."""
     tensor = _floats(message_bytes, device)
     return lambda: over.broadcast(tensor).wait()
 
@@ -110,6 +114,7 @@ class NetworkMeter:
         return points
 
     def _seconds(self, call: Call | None) -> float:
+        """Measure the seconds of a call, equal on all workers; workers without a call only wait."""
         own = []
         for _ in range(WARM_UP + self.repeats):
             # All meet, so that none is charged for another that was late.

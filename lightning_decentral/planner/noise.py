@@ -46,5 +46,6 @@ def steps_ratio(noise: float, workers: int, others: int) -> float:
 
 
 def noise_text(noise: float, workers: int) -> str:
+    """Prediction by the noise of gradients, as text: steps that twice the workers need."""
     fewer = steps_ratio(noise, workers, 2 * workers)
     return f"the noise of ddp's gradients predicts: {2 * workers} workers need {fewer:.2f} of the steps of {workers}"

@@ -18,6 +18,7 @@ Palette = Mapping[str, str]
 
 
 def new_axes(width: float, height: float, across: str, upwards: str = "") -> tuple[Any, Any]:
+    """Make a figure, and its axes with these labels."""
     figure = new_figure(width, height)
     axes = figure.subplots()
     axes.set_xlabel(across)
@@ -42,6 +43,7 @@ def palette(titles: Sequence[str]) -> dict[str, str]:
 def curves(
     cells: Sequence[Cell], titles: Sequence[str], colours: Palette, across: Callable[[Cell], float], label: str
 ) -> str:
+    """Draw curves of the candidates' speed-up over ddp (SVG)."""
     figure, axes = new_axes(7, 3.6, label, "speed-up over ddp")
     places = [across(cell) for cell in cells]
     for title in titles:
@@ -79,6 +81,7 @@ def winners(cells: Sequence[Cell], colours: Palette) -> str:
 
 
 def timeline(tasks: Sequence[Task[str]]) -> str:
+    """Draw a timeline of the first workers' and links' tasks, one row each (SVG)."""
     spans = run(tasks)
     kinds: dict[str, list[str]] = {}  # rows of workers and rows of links, shown in pairs
     for row in dict.fromkeys(task.worker for task in tasks):

@@ -21,6 +21,7 @@ EXTRAPOLATED, REMARK, TOO_LARGE = "~", "*", "!"
 
 
 def cells(plan: Comparison, row: ComparedMethod) -> tuple[str, ...]:
+    """Table cells of one method, as text."""
     found = row.forecast
     spans = (1e3 * seconds for seconds in (found.seconds, found.p95_seconds, found.exposed_seconds))
     milliseconds = (f"{span:.4g}" if span < 1e4 else f"{span:.0f}" for span in spans)
@@ -55,6 +56,7 @@ def table(plan: Comparison) -> Table:
 
 
 def sentences(plan: Comparison) -> Iterator[str]:
+    """Sentences about the columns, about what was left out, and what to do."""
     yield (
         "milliseconds per step: mean with stragglers; p95: 19 of 20 runs of 64 steps take less; exposed: what a "
         "network that takes no time would save; card: bytes that a node sends in a step"
@@ -118,6 +120,7 @@ def verdict(plan: Comparison) -> Iterator[str]:
 
 
 def _gain(plan: Comparison, best: ComparedMethod) -> Iterator[str]:
+    """Sentences on what the best method gains, at a loss where that is known, and on what isn't known."""
     if best.to_loss < math.inf:
         if plan.stay:
             others = (row for row in plan.rows if row.method.equal and plan.fits(row))
@@ -141,6 +144,7 @@ def _gain(plan: Comparison, best: ComparedMethod) -> Iterator[str]:
 
 
 def _unranked(plan: Comparison) -> str:
+    """Reason why methods aren't ranked by losses, as text."""
     optimizer = plan.setting.model.optimizer
     if plan.known is not None:
         return "no method that is known to reach the loss fits this memory, or this profile doesn't show its cost"
@@ -150,6 +154,7 @@ def _unranked(plan: Comparison) -> str:
 
 
 def _optimizer(model: Model, gossip: bool) -> Iterator[str]:
+    """Sentences about the optimizer that could be taken instead, and its cost."""
     more = products_seconds(model)
     if model.optimizer in ALIKE and more:
         why = "Adam takes smaller steps under gossip than under ddp; " if gossip else ""

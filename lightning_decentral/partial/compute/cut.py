@@ -89,6 +89,7 @@ class Cutter:
             self._hooks.append(self._network.register_forward_hook(self._leave, always_call=True))
 
     def remove(self) -> None:
+        """Remove the hooks from the module."""
         for hook in self._hooks:
             hook.remove()
 
@@ -148,11 +149,13 @@ class Bypass:
         self._require(False)
 
     def end(self) -> None:
+        """Restore `requires_grad` of all parameters as the user set it."""
         self._require(True)
         self._parameters = []
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
+        """Restore `requires_grad` as the user set it, within this context."""
         self._require(True)
         try:
             yield

@@ -118,6 +118,7 @@ class TooFewBlocks(ValueError):
 
 
 def _cut_chain(trial: Trial, chain: BlockSequence, number: int | None, balance: Balance) -> CutPlan:
+    """Cut into balanced pieces; the first includes what comes before the chain, the last what comes after."""
     pieces = min(AUTO_SEGMENTS, len(chain.names)) if number is None else number + 1
     sizes = [parameter_bytes(trial.module.get_submodule(name).parameters()) for name in chain.names]
     costs = trial.measure(chain.names[1:], sizes)

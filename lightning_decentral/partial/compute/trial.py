@@ -36,6 +36,7 @@ class Decide(Protocol):
 
 
 def by_itself(compute: Callable[[], Found], /) -> Found:
+    """Return the result of this worker's own run."""
     return compute()
 
 

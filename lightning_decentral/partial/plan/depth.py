@@ -77,6 +77,7 @@ def ended(total_steps: float) -> bool:
 
 
 def top(depth: int, segments: int) -> tuple[int, ...]:
+    """List the highest `depth` segments, from the bottom."""
     return tuple(range(segments - depth, segments))
 
 
@@ -102,6 +103,7 @@ def of_fraction(fraction: float, segments: int) -> int:
 
 
 def check_fractions(fractions: tuple[float, ...]) -> None:
+    """ValueError if a fraction isn't in (0, 1] or there is none."""
     wrong = [f for f in fractions if not 0 < f <= 1]
     if wrong or not fractions:
         raise ValueError(f"fractions must be in (0, 1] and at least one, got {fractions}: 1 is the full depth")

@@ -47,9 +47,11 @@ class DepthController:
         return tuple(s for s, ranks in enumerate(self.contributors) if self.place.rank in ranks)
 
     def depth(self, step: int) -> int:
+        """Number of the top segments that this worker's backward goes through."""
         return len(self.segments) - self.lowest(self.own(step))
 
     def lowest(self, trained: Sequence[int]) -> int:
+        """Segment where a backward that trains these segments ends."""
         return min(map(self.plan.lowest_use, trained)) if self.assignment.whole else trained[0]
 
     def alone(self, step: int) -> AbstractContextManager[None]:
@@ -67,10 +69,12 @@ class DepthController:
         return self._cutter.at(lowest - 1 if lowest else None, scales)  # boundary j is between segments j and j + 1
 
     def absent(self) -> list[nn.Parameter]:
+        """Trainable parameters that no worker trains at the latest cut step."""
         found = zip(self.contributors, self.segments, strict=True)
         return [p for ranks, members in found if not ranks for p in members if p.requires_grad]
 
     def own_absent(self, step: int) -> list[nn.Parameter]:
+        """Trainable parameters that this worker doesn't train at this step."""
         own = self.own(step)
         return [p for s, members in enumerate(self.segments) if s not in own for p in members if p.requires_grad]
 
@@ -102,6 +106,7 @@ class CutSteps(DeviceSteps):
         self._absent, self._waiting, self._blocked = absent, waiting, False
 
     def drive(self, driver: DepthController, wire: Wire | None, equal: EqualReplicas, bucket_bytes: int | None) -> None:
+        """Start to use the cuts that were found. Collective."""
         if wire is not None:
             self.reducer = Reducer(driver.segments, driver.place, wire.group, wire.hosts, bucket_bytes)
             equal.join(self.reducer)
@@ -121,6 +126,7 @@ class CutSteps(DeviceSteps):
             self.reducer.begin(self.driver.contributors)
 
     def end(self) -> None:
+        """Finish a backward: wait for the averaged gradients."""
         if self.driver is not None:
             self.driver.bypass.end()
         if self.reducer is not None and not self._blocked:
@@ -128,6 +134,7 @@ class CutSteps(DeviceSteps):
                 self.reducer.finish()
 
     def settle(self, optimizer: Optimizer) -> None:
+        """Handle parameters that no worker trained in this step, before the optimizer's update."""
         if self.reducer is not None:
             self.reducer.serve([p for group in optimizer.param_groups for p in group["params"]])
         if self.driver is not None:
@@ -142,6 +149,7 @@ class CutSteps(DeviceSteps):
             self._blocked = False
 
     def close(self) -> None:
+        """Restore the module as it was before the cuts."""
         if self.driver is not None:
             self.driver.remove()
         if self.reducer is not None:

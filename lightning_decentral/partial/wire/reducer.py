@@ -139,12 +139,14 @@ class Reducer(Average):
             self._packing = Packing(trained, self._bucket_bytes)
 
     def close(self) -> None:
+        """Remove the hooks from the parameters."""
         self._launcher.watch(())
         self._reported = []  # no worker waits for the last answers
 
     # ---- one backward -------------------------------------------------------------------------------------------
 
     def serve(self, parameters: Sequence[nn.Parameter]) -> None:
+        """RuntimeError for a trained parameter that belongs to no segment."""
         if same(parameters, self._served):
             return
         known = {p for segment in self._segments for p in segment}

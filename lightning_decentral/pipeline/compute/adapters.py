@@ -102,6 +102,7 @@ class Chain(Pipelined):
 
 
 def vit(module: Any) -> Chain:
+    """Chain of a `transformers.ViTForImageClassification`."""
     from transformers.modeling_outputs import ImageClassifierOutput
 
     inner, classifier = module.vit, module.classifier
@@ -115,6 +116,7 @@ def vit(module: Any) -> Chain:
 
 
 def resnet(module: Any) -> Chain:
+    """Chain of a `transformers.ResNetForImageClassification`."""
     from transformers.modeling_outputs import ImageClassifierOutputWithNoAttention
 
     inner, classifier = module.resnet, module.classifier
@@ -136,6 +138,7 @@ KNOWN: dict[str, Callable[[Any, torch.device], Pipelined]] = {
 
 
 def known(module: nn.Module) -> list[tuple[Any, str]]:
+    """The known models in `module`, each with its name in `KNOWN`."""
     kinds = {part: [c.__name__ for c in type(part).__mro__ if c.__name__ in KNOWN] for part in module.modules()}
     return [(part, names[0]) for part, names in kinds.items() if names]
 

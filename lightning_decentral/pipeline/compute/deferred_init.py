@@ -39,6 +39,7 @@ class _View:
         return int(self.storage._cdata)
 
     def real(self, storages: Mapping[Key, Tensor]) -> Tensor:
+        """The same view of the storage that now has memory."""
         return torch.empty(0, dtype=self.dtype).set_(storages[self.key].untyped_storage(), *self.place)
 
 
@@ -78,6 +79,7 @@ class _Done:
     default: torch.dtype
 
     def touched(self) -> set[Key]:
+        """Storages that the operation read or wrote."""
         return {leaf.key for leaf in tree_leaves((self.given, self.result)) if isinstance(leaf, _View)}
 
     def repeat(self, storages: dict[Key, Tensor]) -> None:
@@ -211,6 +213,7 @@ class Deferred(TorchDispatchMode):
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """Storage offset, size and stride of a tensor."""
     return tensor.storage_offset(), tensor.size(), tensor.stride()
 
 
@@ -227,6 +230,7 @@ def _views(tree: Any) -> Any:
 
 
 def _written(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Tensors among the arguments that the operation writes."""
     arguments = function._schema.arguments
     pairs = [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
     values = [value for argument, value in pairs if argument.alias_info is not None and argument.alias_info.is_write]
@@ -249,5 +253,6 @@ def drawn_alike(broadcast: Callable[[Tensor], Tensor]) -> Iterator[None]:
 
 
 def tensors_of(module: nn.Module) -> list[Tensor]:
+    """List parameters, buffers, and tensors that are plain attributes; each once."""
     plain = [value for part in module.modules() for value in vars(part).values() if isinstance(value, Tensor)]
     return list(dict.fromkeys([*module.parameters(), *module.buffers(), *plain]))

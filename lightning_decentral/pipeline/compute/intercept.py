@@ -89,6 +89,7 @@ class Suspended:
         self._going.release()
 
     def _while_it_runs(self, begin: Callable[[], None]) -> None:
+        """Let the step's thread run until its call of the model or its end."""
         with answering(self._model, self._wait):
             begin()
             self._paused.acquire()

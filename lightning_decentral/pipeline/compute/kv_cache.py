@@ -83,6 +83,7 @@ class KVCache:
         self._start, self._stop = 0, length
 
     def at(self, start: int, stop: int) -> "KVCache":
+        """Return a cache with the same rows for the slice start..stop."""
         # A new object for each slice: a later recomputation still knows its position.
         view = KVCache(self.length)
         view.stores, view._start, view._stop = self.stores, start, stop

@@ -172,6 +172,7 @@ def put_back(module: nn.Module) -> Iterator[None]:
 
 
 def _read_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield all buffers with their names, except running statistics of norms."""
     for path, part in module.named_modules():
         if not isinstance(part, nn.modules.batchnorm._NormBase):
             for name, buffer in part.named_buffers(recurse=False):

@@ -202,6 +202,7 @@ class ScheduleForecast:
 
 
 def always(seconds: float) -> Costs:
+    """Every action takes the same time."""
     return lambda action: seconds
 
 
@@ -261,6 +262,7 @@ Posts = Mapping[Action, Sequence[Action]]  # action -> actions whose receives ar
 
 
 def two_ahead(actions: Sequence[Action]) -> Posts:
+    """Plan for a stage with these actions when it posts receives: two actions ahead."""
     coming = [action for action in actions if action.kind is not Kind.WEIGHTS]
     later = zip(coming[1:], coming[AHEAD + 1 :], strict=False)
     return {coming[0]: coming[: AHEAD + 1], **{action: [expected] for action, expected in later}}

@@ -135,6 +135,7 @@ class Channel:
         self._arriving[action] = pending, message, shape
 
     def receive(self, action: Action) -> Tensor:
+        """Wait for the tensor that was expected for this action."""
         pending, message, shape = self._arriving.pop(action)
         with _naming(action.stage, action.stage - TOWARDS[action.kind]):
             pending.wait()
@@ -143,6 +144,7 @@ class Channel:
         return self._boundary.decode(message, *shape)
 
     def send(self, action: Action, tensor: Tensor) -> None:  # (batch, tokens, width)
+        """Send the action's result to the neighbouring stage."""
         target = action.stage + TOWARDS[action.kind]
         _, dtype = self._shapes[action.microbatch, action.slice, min(target, action.stage)]
         message = self._boundary.encode(tensor.to(dtype))  # under autocast its dtype may differ from the expected one
@@ -152,6 +154,7 @@ class Channel:
         self._leaving[action] = pending, message  # gloo reads the message later
 
     def close(self) -> None:
+        """Wait until all messages have been sent."""
         for action in list(self._leaving):
             self._let_go(action)
 
@@ -173,6 +176,7 @@ def _naming(stage: int, peer: int) -> Iterator[None]:
 
 
 def _tag(action: Action) -> int:
+    """Message tag, unique for one direction between two stages."""
     return 2 * (action.microbatch << 12 | action.slice) + (action.kind is Kind.BACKWARD)  # room for 4096 slices
 
 
@@ -233,6 +237,7 @@ class Executor:
             self._channel.send(action, output)
 
     def _finish(self, microbatch: int) -> None:
+        """Compute the loss over all slices, and its gradient with respect to each slice."""
         own, parts = self._own(), self._stage.outputs.pop(microbatch)
         whole = joined(parts).requires_grad_()  # a leaf: each slice's backward starts from its part of it
         loss = self._loss_of(microbatch, whole)

@@ -157,6 +157,7 @@ class Ownership:
 
 
 def _named(module: nn.Module) -> dict[nn.Parameter, str]:
+    """Map each parameter to its first name."""
     # By hand: `named_parameters` counts as a read of all parameters, of which a stage has a part (`totals`).
     named: dict[nn.Parameter, str] = {}
     for path, part in module.named_modules():
@@ -167,6 +168,7 @@ def _named(module: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def optimizer_part(optimizer: Optimizer, state: State, order: Mapping[nn.Parameter, str]) -> State:
+    """Convert a stage's optimizer state to the names of parameters instead of their numbers."""
     names = [[order[p] for p in group["params"]] for group in optimizer.param_groups]
     flat = [name for group in names for name in group]
     settings = [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]]
@@ -174,6 +176,7 @@ def optimizer_part(optimizer: Optimizer, state: State, order: Mapping[nn.Paramet
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, str]]:
+    """List each parameter group's settings as text, without its parameters."""
     return [
         {
             key: repr(value.tolist() if isinstance(value, Tensor) else value)
@@ -210,6 +213,7 @@ def joined_names(parts: Sequence[Sequence[Sequence[str]]], order: Sequence[str])
 
 
 def optimizer_whole(parts: Sequence[State], order: Sequence[str]) -> State:
+    """Merge the stages' optimizer states into the whole model's."""
     groups = joined_names([part["names"] for part in parts], order)
     number = {name: i for i, name in enumerate(name for group in groups for name in group)}
     # Reversed: of several stages' states for a parameter, the first stage's stays.

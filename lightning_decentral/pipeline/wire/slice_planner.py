@@ -238,11 +238,13 @@ class SlicePlanner:
         )
 
     def expected(self) -> ScheduleForecast | None:
+        """Forecast a step with the latest plan by its timeline; None without measurements."""
         if not self.slices or not self.profiles:
             return None
         return expected(self.profiles, self._schedule, self.microbatches, [*self.slices.values()][-1])
 
     def summary(self) -> dict[str, str]:
+        """Describe stages, slices, bubble and memory as text."""
         slices, found = ([*self.slices.values()] or [[]])[-1], self.expected()
         sizes = len(self.stages), self.microbatches, max(1, len(slices))
         equal = forecast(self._schedule, *sizes, lambda action: 1.0)

@@ -120,6 +120,7 @@ class StageRunner:
         return executor, stage
 
     def channel(self, calls: Sequence[Call], bounds: Sequence[tuple[int, int]]) -> Channel:
+        """Make the channel to the neighbours for one step with these calls and slice bounds."""
         shapes: dict[tuple[int, int, int], Shape] = {}  # computed once a step: each is used twice a message
         places = [(m, s, call, ends) for m, call in enumerate(calls) for s, ends in enumerate(bounds)]
         for microbatch, index, call, ends in places if self.over is not None else ():
@@ -151,6 +152,7 @@ class StageRunner:
     # ---- sums at the end of a step --------------------------------------------------------------------------------
 
     def gather(self, value: T) -> list[T]:
+        """Gather a small value from every stage. Collective."""
         return [value] if self.over is None else gather_objects(self.over, value)
 
     def total(self, number: Tensor) -> Tensor:  # (..), in place
@@ -178,6 +180,7 @@ class StageRunner:
 
 
 def checksum(inputs: Sequence[Tensor]) -> float:
+    """Checksum of the inputs of all calls, on the host."""
     result = 0.0
     for tensor in inputs:
         flat = tensor.flatten().double()

@@ -48,6 +48,7 @@ class HostLinks:
                 raise ValueError(f"{name} {link} must be {wanted}, got {value}: measure this link again")
 
     def seconds(self, message_bytes: float) -> Matrix:
+        """Seconds of a message, [source, target]; 0 on the diagonal."""
         # The diagonal may hold anything, zeros too.
         with np.errstate(divide="ignore", invalid="ignore"):
             found = self.latency_seconds + message_bytes / self.bytes_per_second
@@ -64,6 +65,7 @@ class HostLinks:
         return HostLinks(tuple(hosts), self.latency_seconds[both], self.bytes_per_second[both])
 
     def write(self, path: str | Path) -> None:
+        """Write JSON; zeros on the diagonals."""
         rows = {name: np.where(np.eye(len(self.hosts)), 0.0, getattr(self, name)).tolist() for name in COLUMNS[2:]}
         Path(path).write_text(json.dumps({"format": FORMAT, "version": VERSION, "hosts": self.hosts, **rows}, indent=1))
 

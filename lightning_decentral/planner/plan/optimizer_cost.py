@@ -36,6 +36,7 @@ def hidden_bytes(hidden: Iterable[Sides]) -> int:
 
 
 def stepping_bytes(hidden: Sequence[Sides]) -> int:
+    """Largest number of bytes that Muon needs during a step."""
     sizes = [hidden_bytes([sides]) for sides in hidden]
     return sum(sizes) + 5 * min(sum(sizes), max([CALL_BYTES, *sizes]))
 

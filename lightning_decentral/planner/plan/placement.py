@@ -59,6 +59,7 @@ class ChainPlacement(Graph):
     closed = False
 
     def steps(self, size: int) -> Sequence[Step]:
+        """One step: messages between neighbours in both directions."""
         pairs = [(i, i + 1) for i in range(size - 1)] + ([(size - 1, 0)] if self.closed and size > 2 else [])
         return [[both for i, j in pairs for both in ((i, j), (j, i))]]
 

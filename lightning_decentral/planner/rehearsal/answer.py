@@ -88,10 +88,12 @@ class Reached:
         return (low - beyond) * min(known), (high + beyond) * max(known)
 
     def at(self, bytes_per_second: float) -> "Reached":
+        """Return the result for network cards of another bandwidth."""
         return replace(self, step_seconds=self.step_seconds_at.get(bytes_per_second))
 
     @property
     def sent_bytes(self) -> float | None:
+        """Bytes sent by all workers, to the target."""
         return None if self.steps is None else self.steps * self.step_bytes
 
 
@@ -114,6 +116,7 @@ class Answer:
         return sorted({row.workers for row in self.rows})
 
     def speedup(self, row: Reached) -> float | None:
+        """Speed-up of a method over ddp on as many workers, by seconds to the target."""
         base = next((one for one in self.rows if one.overrides == BASELINE and one.workers == row.workers), None)
         return base.seconds / row.seconds if base and base.seconds and row.seconds else None
 
@@ -169,6 +172,7 @@ class Answer:
         return [*lines, where, " ".join(in_full(best.overrides))]
 
     def _unknown(self) -> str:
+        """Return why there is no best method, as far as known."""
         if not self.rows:
             return "no method was rehearsed"
         if any(row.steps for row in self.rows):
@@ -177,6 +181,7 @@ class Answer:
         return f"{which} reached {self.target:g} in {max(row.trained for row in self.rows) or self.steps} steps"
 
     def _disagreement(self) -> list[str]:
+        """Excess loss of gossip's workers over their mean, as predicted and as measured."""
         known = [(row.excess_predicted, row.excess, row) for row in self.rows if row.excess_predicted is not None]
         if not known:
             return []
@@ -188,6 +193,7 @@ class Answer:
         return [f"{what}, up to {came:.4f} came, and no method was further off than {off:.4f}", *less]
 
     def _over_rates(self) -> list[str]:
+        """Methods to train with at other rates, a line for each number of workers."""
         lines = []
         for workers in self.workers:
             here = [cell for cell in self.cells if cell.workers == workers]
@@ -203,6 +209,7 @@ class Answer:
 
 
 def result_text(row: Reached) -> str:
+    """Result of a method that was rehearsed, as text, while others aren't yet."""
     noise = "" if row.noise is None or row.overrides != BASELINE else f"; {noise_text(row.noise, row.workers)}"
     if row.steps is None:
         return f"{row.loss:.4f} after {row.trained} steps, not at the target{noise}"

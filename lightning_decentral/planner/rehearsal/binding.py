@@ -51,6 +51,7 @@ class Common:
     mixes: bool = True  # whether workers that drift have rounds
 
     def close(self) -> None:
+        """End all waits of and for workers, future waits included."""
         for part in (self.quota, self.boxes, self.look, self.meet, self.way):
             part.close()
 
@@ -180,11 +181,13 @@ class Binding(DDPStrategy):
     # ---- a step -----------------------------------------------------------------------------------------------------
 
     def wait(self) -> None:
+        """Wait until a further step is requested."""
         self._common.quota.wait(self.global_rank, len(self.losses))
         if self.lr_scheduler_configs:  # schedules have set what they set
             self._rates = self.rates_now()
 
     def rates_now(self) -> list[float]:
+        """Learning rates of the groups."""
         return [float(group.get("lr", 1.0)) for group in self.optimizers[0].param_groups]
 
     def optimizer_step(

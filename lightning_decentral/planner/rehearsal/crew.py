@@ -89,6 +89,7 @@ class Crew(AbstractContextManager["Crew"]):
 
     @property
     def way(self) -> Way:
+        """Way of computing gradients: one worker after the other, or several at a time."""
         return self._common.way
 
     def _way(self, threads: int) -> Way:
@@ -101,6 +102,7 @@ class Crew(AbstractContextManager["Crew"]):
 
     @property
     def members(self) -> list[Member]:
+        """The workers' parts of the strategy."""
         return [worker.binding.member for worker in self.workers]
 
     @property
@@ -113,6 +115,7 @@ class Crew(AbstractContextManager["Crew"]):
 
     @property
     def learning_rate(self) -> float:
+        """Present learning rate of the first parameter group."""
         return self.workers[0].binding.rates_now()[0]
 
     def __exit__(self, *_: object) -> None:
@@ -130,6 +133,7 @@ class Crew(AbstractContextManager["Crew"]):
             yield
 
     def train(self, steps: int) -> None:
+        """Train for `steps` further steps."""
         self._to(self._steps + steps)
 
     def drift(self, steps: int) -> None:
@@ -164,6 +168,7 @@ class Crew(AbstractContextManager["Crew"]):
 
 @contextmanager
 def _silence() -> Iterator[None]:
+    """Silence the Trainers' messages on devices and data loaders."""
     logger = logging.getLogger("lightning.pytorch")
     level = logger.level
     logger.setLevel(logging.ERROR)

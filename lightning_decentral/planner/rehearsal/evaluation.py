@@ -81,6 +81,7 @@ class HeldOutEvaluation:
                 trainer.training = True
 
     def _copied(self) -> list[LightningModule]:
+        """Copies for the other threads, whose parameters and buffers are the module's own memory."""
         copies = [copy.deepcopy(self._module) for _ in range(self._threads - 1)]
         for found in copies:
             for tensors in (nn.Module.parameters, nn.Module.buffers):

@@ -57,6 +57,7 @@ class Ask:
 
     @property
     def updates(self) -> int:
+        """Largest number of updates of each worker for a method."""
         return updates(len(self.rates), self.course.steps) + (self.seeds - 1) * self.course.steps
 
 
@@ -128,6 +129,7 @@ def _updates(strategy: Strategy) -> object:
 
 
 def timed(ask: Ask, job: RehearsalJob) -> float:
+    """Measure the seconds of a step, with its part of a validation; raises the errors that refuse the method."""
     step_costs(ask, job)
     with job.crew(ask, 0, 1.0) as crew:
         for steps in (WARM, PROBE):
@@ -164,6 +166,7 @@ def _seconds(crew: Crew) -> float:
 
 
 def rehearsed(ask: Ask, job: RehearsalJob, known: Foreknowledge | None) -> tuple[Reached, Foreknowledge | None]:
+    """Rehearse a job: (its result, measurements on gossip for later jobs)."""
     probes = known is None or known.workers != job.workers
     first = search(partial(job.crew, ask, 0), ask.rates, replace(ask.course, probes=probes))
     found, strategy, learnt = [first, *_further(ask, job, first.rate)], job.strategy, known

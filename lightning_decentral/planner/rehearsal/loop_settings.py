@@ -25,6 +25,7 @@ class LoopSettings:
 
 
 def loss_of(output: Any) -> Tensor:
+    """Loss in what a `training_step` returned."""
     loss: Tensor | None = output["loss"] if isinstance(output, Mapping) else output
     if loss is None:
         raise ValueError("training_step gave no loss: a step that is left out can't be rehearsed")

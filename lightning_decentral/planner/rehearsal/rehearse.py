@@ -117,6 +117,7 @@ class Clock:
 
     @property
     def rest(self) -> float:
+        """Seconds until the minutes are over."""
         return max(0.0, self._begun + 60 * self.minutes - monotonic())
 
     def tick(self) -> None:
@@ -127,6 +128,7 @@ class Clock:
             raise OutOfTime
 
     def turn(self, share: float) -> None:
+        """Begin a turn, which has this share of the rest."""
         self._ticked = monotonic()
         self._turn = self._ticked + share * self.rest
 
@@ -161,11 +163,13 @@ class RehearsalRun:
         return Answer(self._ask.course.target, self._ask.course.steps, tuple(order), self._refused)
 
     def _step_seconds(self, job: RehearsalJob) -> float:
+        """Seconds of a step; as of the last method where timing has taken its share of the minutes."""
         if self._worker_seconds is None or self._clock.rest > (1 - TIMING) * 60 * self._clock.minutes:
             self._worker_seconds = timed(self._ask, job) / job.workers
         return self._worker_seconds * job.workers
 
     def _one(self, job: RehearsalJob, left: dict[RehearsalJob, float], count: int) -> Reached:
+        """Rehearse one job, whose expected seconds are no longer left."""
         minutes = min(self._clock.rest, self._clock.takes(sum(left.values()))) / 60
         self._say(f"{count - len(left) + 1} of {count}: {job.name}, {minutes:.1f} minutes are left")
         # Steps are planned anew for each method, from what those before took: none takes the time of the next ones.
@@ -212,6 +216,7 @@ class RehearsalRun:
 
 
 def _on_threads(ask: Ask, workers: Sequence[int], most: int, say: Callable[[str], None]) -> Ask:
+    """Settings with threads where they are faster, for each number of workers."""
     threads = dict(ask.threads)
     for count in sorted(set(workers)):
         loop, some = LoopSettings(run_steps=ask.run_steps, device=ask.device), min(count, most)
@@ -242,6 +247,7 @@ def _fitted(ask: Ask, step_seconds: Mapping[RehearsalJob, float], clock: Clock, 
 
 
 def _would_fit(step_seconds: Mapping[RehearsalJob, float], most: float) -> Iterator[str]:
+    """Yield what of the jobs takes no more than so many seconds a step, as text."""
     counts = sorted({job.workers for job in step_seconds})
     of = {count: [each for job, each in step_seconds.items() if job.workers == count] for count in counts}
     if (some := sum(whole <= most for whole in accumulate(step_seconds.values()))) > 1:

@@ -48,6 +48,7 @@ class Found:
 
     @property
     def loss(self) -> float:
+        """Last smoothed validation loss."""
         return self.points[-1][1]
 
 
@@ -64,6 +65,7 @@ class SearchCourse:
 
     @property
     def every(self) -> int:
+        """Steps between marks."""
         return max(1, self.steps // MARKS)
 
 
@@ -119,6 +121,7 @@ class Track:
         )
 
     def early(self) -> tuple[float, Drift | None] | None:
+        """Measure the disagreement of a crew that is no longer needed; None if its workers are equal, or diverged."""
         if self.crew.alike or self.diverged:
             return None
         excess = excess_now(self.crew, self.course.evaluation)

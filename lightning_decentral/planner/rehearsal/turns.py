@@ -41,6 +41,7 @@ def generators(device: torch.device) -> tuple[Any, ...]:
 
 
 def set_generators(states: tuple[Any, ...], device: torch.device) -> None:
+    """Restore the random number generators' states that `generators` returned."""
     of_torch, of_numpy, of_python, of_device = states
     torch.set_rng_state(of_torch)
     np.random.set_state(of_numpy)
@@ -63,6 +64,7 @@ class OwnTurn(ThreadTurn):
         self._device, self._first, self._own = device, generators(device), local()
 
     def is_of(self, rank: int) -> None:
+        """Register the current thread as the thread of worker `rank`."""
         self._own.rank, self._own.states = rank, self._first
 
     def __enter__(self) -> None:
@@ -130,6 +132,7 @@ class Quota:
             raise Ended
 
     def done(self, rank: int) -> None:
+        """Note that the worker takes no further step."""
         with self._changed:
             self._taken[rank] = inf
             self._changed.notify_all()
@@ -158,6 +161,7 @@ class Way:
         return nullcontext()
 
     def forward(self, worker: int, step: Callable[..., Any], batch: Sequence[Any]) -> Any:
+        """Return what a `training_step` with these arguments returns."""
         return step(*batch)
 
     def end(self, worker: int) -> None:

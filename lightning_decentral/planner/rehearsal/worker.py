@@ -67,9 +67,11 @@ class RehearsedWorker:
         )
 
     def goes_on(self) -> None:
+        """Continue beyond the end of the run."""
         self._trainer.fit_loop.epoch_loop.max_steps = -1
 
     def run(self) -> None:
+        """Run the whole fit, in the worker's thread."""
         self._common.turn.is_of(self._rank)
         given = "datamodule" if isinstance(self._data, LightningDataModule) else "train_dataloaders"
         try:
@@ -87,6 +89,7 @@ class RehearsedWorker:
 
 
 def quiet(module: Module) -> Module:
+    """Make the module's `self.log` and `self.log_dict` do nothing."""
     module.__dict__["log"] = module.__dict__["log_dict"] = lambda *_, **__: None
     return module
 

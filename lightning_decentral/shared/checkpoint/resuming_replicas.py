@@ -70,6 +70,7 @@ class ReplicaCheckpoints(Checkpoints):
 
     @property
     def resuming(self) -> bool:
+        """Return whether this worker restored its own state."""
         return self._restored is not None
 
     def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any) -> None:

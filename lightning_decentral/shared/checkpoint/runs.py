@@ -47,6 +47,7 @@ def set_id(logger: Resuming, run: str) -> None:
 
 
 def name_of(logger: Resuming) -> str:
+    """Return the name of the logger's run in a checkpoint; a project's name has no slash."""
     return f"{logger.project}/workers" if isinstance(logger, OfWorkers) else str(logger._project)
 
 
@@ -65,6 +66,7 @@ def agree(loggers: Sequence[Logger], broadcast: Callable[[Any], Any]) -> None:
 
 
 def keep(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """Add the ids of the loggers' runs to a checkpoint."""
     loggers = [logger for logger in trainer.loggers if isinstance(logger, WandbLogger)]
     ids = {name_of(logger): getattr(logger._experiment, "id", None) or logger._id for logger in loggers}
     ids |= {name_of(logger): logger.id for logger in trainer.loggers if isinstance(logger, OfWorkers)}
@@ -94,6 +96,7 @@ def without_run(logger: Logger) -> TypeGuard[Resuming]:
 
 
 def opened() -> Any:
+    """Return the W&B run that is open in this process, or None."""
     return getattr(sys.modules.get("wandb"), "run", None)
 
 

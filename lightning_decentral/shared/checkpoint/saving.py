@@ -69,6 +69,7 @@ class Saving:
         return path, identity
 
     def mark(self, identity: str, path: str | Path = "") -> dict[str, Any]:
+        """Return a file's metadata (format, package, strategy, workers, identity), without its digest."""
         return {
             "version": worker_state.VERSION,
             "package": lightning_decentral.__version__,

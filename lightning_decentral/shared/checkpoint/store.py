@@ -41,14 +41,17 @@ def name_of(path: str | Path) -> str:
 
 
 def folder(path: str | Path, name: str = "") -> str:
+    """Return the folder of the workers' files of a checkpoint; `name` replaces the checkpoint's own name."""
     return os.path.join(parent(path), ".workers", name or name_of(path))
 
 
 def file(path: str | Path, rank: int, size: int, identity: str, name: str = "") -> str:
+    """Return the path of one worker's file of one save."""
     return os.path.join(folder(path, name), f"worker-{rank}-of-{size}.{identity}.state")
 
 
 def listed(place: str) -> list[str]:
+    """List the files of a local or remote folder; none where there is no folder."""
     fs, inner = url_to_fs(place)
     names = fs.ls(inner, detail=False) if fs.isdir(inner) else []
     return sorted(os.path.join(place, os.path.basename(name.rstrip("/"))) for name in names)
@@ -90,6 +93,7 @@ class Durable:
     kept = 1  # saves under one name whose workers' files are kept
 
     def write(self, content: dict[str, Any], path: str, identity: str) -> None:
+        """Write one file."""
         place, name = os.path.split(path)
         make(place)
         partial = os.path.join(place, f".{name}.{identity}.partial")
@@ -109,6 +113,7 @@ class Durable:
         sync(os.path.dirname(path))
 
     def remove(self, path: str) -> None:
+        """Remove a file, if it's there."""
         with suppress(FileNotFoundError):  # another node on the same file system was faster
             os.unlink(path)
 

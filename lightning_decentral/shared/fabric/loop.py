@@ -61,6 +61,7 @@ class FabricWorkerGroup(WorkerGroup):
             self._updates = Updates(self._loop, IN_LOOP)
 
     def rest(self) -> None:
+        """Stop watching optimizers: the loop has ended."""
         if self._updates is not None:
             self._updates.close()
         self._updates = None

@@ -171,6 +171,7 @@ class FabricWorkers(DDPStrategy):
     # ---- a step -----------------------------------------------------------------------------------------------------
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Take the user's update, exactly as in one process; then do the method's work after an update."""
         if self._shown:
             raise RuntimeError(f"{MEAN_STANDS}: call optimizer.step() after the block `with strategy.mean():`")
         self._group.set_ups.begin()  # not by an override of `backward`, which would refuse `loss.backward()`
@@ -264,6 +265,7 @@ class FabricWorkers(DDPStrategy):
 
     @property
     def lightning_module(self) -> Any:
+        """All modules of the loop as one module."""
         return nn.ModuleList(self.modules)
 
     def rounds(self) -> list[int]:

@@ -115,6 +115,7 @@ def _rewritten(name: str, value: Any, kind: ArgumentKind) -> str:
 
 
 def no_option(owner: str, unknown: str, known: Collection[str], why: str = "") -> str:
+    """Return the error text for an option that doesn't exist."""
     return f"{owner} has no option {unknown!r}{why}: {meant(unknown, known)}it has {', '.join(sorted(known)) or 'none'}"
 
 
@@ -126,6 +127,7 @@ def at_least(least: float, remedy: str, /, **numbers: float | None) -> None:
 
 
 def shown(value: Any) -> str:
+    """Return the value's repr in one short line; of a class its name."""
     text = " ".join((value.__name__ if inspect.isclass(value) else repr(value)).split())
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 

@@ -16,11 +16,13 @@ Curve = tuple[list[float], list[float]]
 
 
 def curve(rows: Rows, key: str) -> Curve:
+    """Return the steps at which the key was logged, and its values."""
     points = [(row["step"], row[key]) for row in rows if key in row]
     return [step for step, _ in points], [value for _, value in points]
 
 
 def first_curve(rows: Rows, keys: Sequence[str]) -> Curve:
+    """Return the curve of the first key that was logged; an empty curve if none was."""
     return next((curve(rows, key) for key in keys if any(key in row for row in rows)), ([], []))
 
 

@@ -61,6 +61,7 @@ def known_losses() -> tuple[KnownLosses, ...]:
 
 
 def overrides_of(method: str) -> str | None:
+    """Return the overrides of `recipes/train.py` that train text on four workers with the method."""
     return known_losses()[0].overrides.get(method)
 
 

@@ -103,6 +103,7 @@ class Network:
         return min(usable, key=distance)
 
     def knows(self, reach: str) -> bool:
+        """Return whether any operation was measured at this reach."""
         return any(cost.reach == reach and cost.workers > 1 and cost.operation in OPERATIONS for cost in self.costs)
 
     def linked(self, reach: str, latency_seconds: float, bytes_per_second: float) -> "Network":

@@ -76,13 +76,16 @@ class RoundWork:
             )
 
     def seconds_per_byte(self, received: int) -> float:
+        """Return seconds per byte of the parameters, in a round that receives from `received` neighbours."""
         return self.own_seconds_per_byte + received * self.heard_seconds_per_byte if received else 0.0
 
     def seconds(self, parameter_bytes: float, received: int) -> float:
+        """Return the seconds of a round that receives from `received` neighbours."""
         fixed = self.round_seconds + received * self.message_seconds if received else 0.0
         return fixed + parameter_bytes * self.seconds_per_byte(received)
 
     def times(self, factor: float) -> "RoundWork":
+        """Return this work with all seconds multiplied by a factor."""
         own, received = factor * self.own_seconds_per_byte, factor * self.heard_seconds_per_byte
         return RoundWork(self.codec, own, received, factor * self.round_seconds, factor * self.message_seconds)
 
@@ -138,6 +141,7 @@ class Model:
 
     @property
     def hidden(self) -> tuple[Sides, ...]:
+        """Sides of the hidden matrices of all blocks."""
         return tuple(sides for block in self.blocks for sides in block.hidden)
 
     def bytes_of_state(self, name: str) -> int:
@@ -192,6 +196,7 @@ class LinkCost:
             raise ValueError(f"an exchange has at least one neighbour, got {self.peers}")
 
     def seconds(self, message_bytes: float) -> float:
+        """Seconds of one operation on a message of so many bytes."""
         return self.latency_seconds + message_bytes / self.bytes_per_second
 
 
@@ -207,6 +212,7 @@ class Profile:
 
 
 def write(profile: Profile, path: str | Path) -> None:
+    """Write the profile as JSON."""
     text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(profile)}, indent=1)
     Path(path).write_text(text + "\n")
 

@@ -49,6 +49,7 @@ class Uneven(RuntimeError):
         self._worker = worker
 
     def of_early_end(self) -> RuntimeError:
+        """Return the error for a worker that stopped early although it has more batches."""
         return RuntimeError(
             f"worker {self._worker} alone stops early (trainer.should_stop) while another goes on and needs it: stop "
             "on all workers, as EarlyStopping does (trainer.should_stop = "
@@ -57,6 +58,7 @@ class Uneven(RuntimeError):
 
 
 def uneven(worker: int, steps: int) -> Uneven:
+    """Return the error of a worker whose epoch ended early, under a method in which all take the same updates."""
     return Uneven(
         worker,
         f"worker {worker} ended its epoch after {steps} steps while another goes on, and all must take the same "
@@ -103,6 +105,7 @@ class RollCall:
 
     @property
     def rests(self) -> bool:
+        """Return whether this worker has ended its epoch and waits for others that haven't."""
         return self._reported == ENDED
 
     def _watch_epoch(self) -> None:

@@ -59,6 +59,7 @@ class FlatMean(ABC):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
         return
 
 
@@ -88,6 +89,7 @@ def mean_by(codec: Codec, group: Callable[[], Transport], device: torch.device) 
 
 
 def refuse_estimates(codec: Codec) -> None:
+    """Raise ValueError for a codec that encodes differences to an estimate."""
     if codec.remembers:
         raise ValueError(
             f"{codec} encodes differences to what neighbours know; an average of gradients has error feedback of its "

@@ -71,6 +71,7 @@ class Sharded:
 
     @property
     def root(self) -> FSDPModule:
+        """The module, as an FSDPModule."""
         assert isinstance(self.module, FSDPModule)
         return self.module
 
@@ -155,10 +156,12 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def is_sharded(tensor: Tensor) -> bool:
+    """Return whether the tensor is a shard, of which other devices hold the rest."""
     return isinstance(tensor, DTensor)
 
 
 def shards(tensor: Tensor) -> int:
+    """Return the number of devices over which a tensor is sharded."""
     return tensor.device_mesh.size() if isinstance(tensor, DTensor) else 1  # a mesh is one worker's devices
 
 

@@ -38,6 +38,7 @@ def pack(tensors: Sequence[Tensor | None], like: Sequence[Tensor], flat: Tensor)
 
 
 def parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of the tensors that `pack` packed."""
     rows = flat.split([other.numel() for other in like])
     # Of one dimension a row is what it has to be.
     return [row if other.dim() == 1 else row.view(other.shape) for row, other in zip(rows, like, strict=True)]
@@ -118,6 +119,7 @@ class Average:
         self.layouts.begin()
 
     def leave(self) -> None:
+        """End the average."""
         self.under_way = False
         self.layouts.done()
 

@@ -31,6 +31,7 @@ class Ailment:
 
 
 def real(tensor: Tensor) -> bool:
+    """Return whether a tensor is averaged: floating point or complex."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 

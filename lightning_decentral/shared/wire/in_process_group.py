@@ -119,6 +119,7 @@ class ThreadsWorld:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
+        """Context in which threads may have default groups of their own."""
         self._of_process = distributed_c10d._world
         distributed_c10d._world = self  # type: ignore[assignment]
         try:
@@ -127,6 +128,7 @@ class ThreadsWorld:
             distributed_c10d._world = self._of_process
 
     def join(self, group: InProcessGroup) -> None:
+        """Make the group this thread's default group."""
         self._own.group = group
 
     @property

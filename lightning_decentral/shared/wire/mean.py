@@ -101,6 +101,7 @@ class Swap:
         return [self._tensors[i] for i in written]
 
     def written(self) -> list[int]:
+        """Return the indices of the tensors that were written since the swap."""
         return [i for i, (now, stood) in enumerate(zip(self._tensors, self._stood, strict=True)) if _other(now, stood)]
 
     def keep(self, changed: Sequence[Tensor]) -> None:
@@ -160,10 +161,12 @@ class MeanModel:
         return Swap([*tensors, *carried], _values(self.mean_of, self._shown(tensors), carried))
 
     def written(self) -> bool:
+        """Return whether tensors were written while the mean was swapped in."""
         return self._swap is not None and bool(self._swap.written())
 
     @property
     def shows(self) -> bool:
+        """Return whether the mean is swapped in."""
         return self._swap is not None
 
     def hide(self) -> None:
@@ -198,6 +201,7 @@ class MeanModel:
         self.diverged = False
 
     def own(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return this worker's own state_dict, also while the mean is swapped in."""
         return state if self._swap is None else self._swap.paused(state)
 
     def given(self, own: dict[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:

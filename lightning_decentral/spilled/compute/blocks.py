@@ -47,6 +47,7 @@ def moved(name: str) -> ValueError:
 
 @contextmanager
 def placed(places: Iterable[ParameterPlace], tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Put tensors in the places of the parameters with their names, and restore the former ones afterwards."""
     before = [(place, place.held) for place in places if place.name in tensors]  # restored afterwards
     try:
         for place, _ in before:
@@ -65,6 +66,7 @@ def as_standing(places: Sequence[ParameterPlace], hosts: Mapping[str, Tensor]) -
 
 
 def places(root: nn.Module) -> list[ParameterPlace]:
+    """List the places of all parameters in the module, by their first names."""
     names: dict[int, str] = {}  # by identity: a shared parameter has its first name
     found = []
     for prefix, module in root.named_modules():

@@ -54,6 +54,7 @@ class Engine:
         self._arrange(places(module))
 
     def _renew(self) -> None:
+        """Update the blocks if the module's parameters, or their places, have changed since the last step."""
         found = places(self._module)
         if found != self._places:
             self._arrange(found)
@@ -106,6 +107,7 @@ class Engine:
             block.module._compiled_call_impl = None
 
     def detach(self) -> None:
+        """Restore the module as it was before."""
         self._release()
         self._loader.end()
 
@@ -141,9 +143,11 @@ class Engine:
             self.finish()
 
     def counting(self) -> AbstractContextManager[Any]:
+        """Count bytes in this context, in the first step of every kind."""
         return Counting(self.device.ledger, self._standing.absent) if self._loader.checks else nullcontext()
 
     def finish(self) -> None:
+        """End a step: turn its measurements into a plan."""
         log = self._loader.log
         self._loader.end()
         if log is None:
@@ -157,6 +161,7 @@ class Engine:
             self._announce(self._kind, self.plans[self._kind])
 
     def _look(self) -> None:
+        """Check for changed parameters since the last step; if others are trained, a step has other bytes."""
         self._loader.hosts = {place.name: place.held for place in self._places}
         trained = [(host.requires_grad, host.shape) for host in self._loader.hosts.values()]
         if trained != self._trained:

@@ -82,6 +82,7 @@ class Loader:
         return copies
 
     def _step(self, block: int, backward: bool) -> tuple[Shard, Shard]:
+        """Return (the shard of this visit, the shard to load)."""
         if self._plan is None:
             return (block,), ()
         plan, visits = self._plan, self._plan.footprint.visits
@@ -109,6 +110,7 @@ class Loader:
             leaving.land()
 
     def _load(self, shard: Shard) -> int:
+        """Start to copy what isn't on the device; return its bytes."""
         missing = [name for name in self._names(shard) if name not in self._present]
         for name in missing:
             self._present[name] = self.device.fetch([self.hosts[name]])
@@ -144,6 +146,7 @@ class Log:
         device.forget_peak()
 
     def close(self) -> None:
+        """Record that a visit ends."""
         self._closed = self._device.now()
         peak, visit = self._device.peak_bytes(), self._open  # the peak since `open`
         if visit is None:
@@ -154,6 +157,7 @@ class Log:
         self._open = None
 
     def open(self, block: int, backward: bool, loaded_bytes: int, came_bytes: int) -> None:
+        """Record that a visit begins, with the bytes of parameters on the device, and of those just loaded."""
         self._began = self._device.now()
         self._load_bytes += came_bytes  # over all visits: the bandwidth of the link is one number
         # Since `close`, only loads were waited for.
@@ -168,6 +172,7 @@ class Log:
             self._open = replace(self._open, sent_bytes=sent_bytes)
 
     def ran_again(self) -> None:
+        """Record that the forward of a backward's visit has run."""
         if self._open is not None:
             again_seconds, saved_bytes = self._device.now() - self._began, self._device.present_bytes()
             saved_bytes -= self._before_bytes

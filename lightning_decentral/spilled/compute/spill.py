@@ -93,6 +93,7 @@ class Run:
     # ---- forward ------------------------------------------------------------------------------------------------
 
     def once(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the block when no backward follows; it may change its inputs."""
         copies = self._loader.enter(self._block.index)
         before = block_places.versions(copies)
         with placed(self._block.places, copies):
@@ -137,6 +138,7 @@ class Run:
         return results
 
     def reply(self, results: Sequence[Tensor]) -> Any:
+        """Return the block's output, built with these tensors."""
         return self._answer.with_tensors(results)
 
     def _check_objects(self) -> None:
@@ -163,6 +165,7 @@ class Run:
     # ---- backward -----------------------------------------------------------------------------------------------
 
     def prefetch(self) -> None:
+        """Load the inputs to the device."""
         if self._arriving is None and self._kept is not None:
             self._arriving = self._loader.device.fetch(self._kept.land())
 
@@ -195,6 +198,7 @@ class Run:
         return [tensor.detach().requires_grad_(wanted) for tensor, wanted in zip(tensors, self._wanted, strict=True)]
 
     def _again(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Run the block again and return its results' tensors, with a graph."""
         try:
             with self._moment.again(), self._objects.again(), torch.enable_grad():
                 args, kwargs = self._given.with_tensors(inputs)

@@ -38,10 +38,12 @@ class Ledger:
                 self._change(where, size)
 
     def where(self, tensor: Tensor) -> str | None:
+        """Place of the tensor's storage; None if it wasn't recorded."""
         entry = self._living.get(tensor.untyped_storage()._cdata)
         return entry and entry[0]
 
     def forget_peak(self) -> None:
+        """Reset the peak to the present bytes."""
         self.peak_bytes = self.present_bytes
 
     def _strike(self, key: int, _dead: Any = None) -> None:
@@ -164,12 +166,15 @@ class OffloadDevice:
         """Wait until the device has computed all its work; on the CPU calls return only then."""
 
     def present_bytes(self) -> int:
+        """Bytes on the device now."""
         return self.ledger.present_bytes
 
     def peak_bytes(self) -> int:
+        """Maximum bytes on the device since `forget_peak`."""
         return self.ledger.peak_bytes
 
     def forget_peak(self) -> None:
+        """Reset the peak to the present bytes."""
         self.ledger.forget_peak()
 
     def now(self) -> float:
@@ -182,6 +187,7 @@ class OffloadDevice:
         return [torch.get_rng_state()]
 
     def set_random_state(self, state: list[Tensor]) -> None:
+        """Restore the random number generators' states."""
         torch.set_rng_state(state[0])
 
 

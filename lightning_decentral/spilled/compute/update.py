@@ -213,6 +213,7 @@ def _too_small(parameter: Tensor, needed_bytes: int, budget_bytes: int, named: M
 
 
 def verify(optimizer: Optimizer, step: Callable[[], Any], parameters: Sequence[Tensor]) -> None:
+    """ValueError if the two smallest parameters are updated differently alone than together."""
     two = sorted(parameters, key=torch.Tensor.numel)[:2]
     together, separately = (_tried(optimizer, step, visits) for visits in ([two], [[one] for one in two]))
     if not all(map(torch.equal, together, separately)):
@@ -222,6 +223,7 @@ def verify(optimizer: Optimizer, step: Callable[[], Any], parameters: Sequence[T
 
 
 def only(groups: Groups, parameters: Sequence[Tensor]) -> Groups:
+    """Copy parameter groups with only these parameters."""
     chosen = set(map(id, parameters))
     return [{**group, "params": [p for p in group["params"] if id(p) in chosen]} for group in groups]
 

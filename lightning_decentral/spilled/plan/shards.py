@@ -67,6 +67,7 @@ class Footprint:
 
     @property
     def order(self) -> tuple[int, ...]:
+        """Visited blocks in the order of their first visits."""
         return tuple(dict.fromkeys(visit.block for visit in self.visits))
 
     def bytes_of(self, blocks: Collection[int]) -> int:
@@ -103,6 +104,7 @@ class ShardPlan:
 
     @cached_property
     def route(self) -> list[int]:
+        """List the shard of every visit."""
         return [self.shard_of[visit.block] for visit in self.footprint.visits]
 
     @cached_property
@@ -184,6 +186,7 @@ def plan(footprint: Footprint, budget_bytes: int) -> ShardPlan:
 
 
 def _packed(footprint: Footprint, cap_bytes: int) -> Shards:
+    """Make shards as long as they stay within the cap."""
     packs: list[tuple[int, ...]] = [()]
     for block in footprint.order:
         if packs[-1] and footprint.bytes_of([*packs[-1], block]) > cap_bytes:
@@ -193,6 +196,7 @@ def _packed(footprint: Footprint, cap_bytes: int) -> Shards:
 
 
 def _refuse(finest: ShardPlan, budget_bytes: int) -> None:
+    """ValueError if blocks that are loaded alone need more than the budget."""
     footprint, least = finest.footprint, finest.peak_bytes
     if least <= budget_bytes:
         return

@@ -44,6 +44,7 @@ class Anatomy:
 
     @property
     def inner(self) -> str:
+        """Path of the module that has the list of blocks."""
         return self.blocks.rpartition(".")[0]
 
 
@@ -83,6 +84,7 @@ def dissect(module: Any, run: Callable[[KVCache], Any], length: int) -> Anatomy:
 
 
 def _blocks(module: Any) -> str:
+    """Path of the outermost list with as many modules as the configuration has layers."""
     depth = module.config.num_hidden_layers
     lists = [name for name, part in module.named_modules() if isinstance(part, nn.ModuleList) and len(part) == depth]
     outer: list[str] = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]

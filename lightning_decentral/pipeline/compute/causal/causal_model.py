@@ -188,6 +188,7 @@ class CausalModel(Pipelined):
         return torch.cat([output, *(own.get(i, before) for i, before in enumerate(routed))], dim=-1)
 
     def _run(self, place: StagePlace, given: Mapping[str, Any]) -> Tensor:
+        """Run the model's own forward up to this stage's end."""
         head, forward = self.module.get_submodule(self._anatomy.head), type(self.module).forward
         end = head.register_forward_hook(lambda _, __, result: take_out(result)) if place.last else nullcontext()
         try:
@@ -198,6 +199,7 @@ class CausalModel(Pipelined):
         raise AssertionError(f"{type(self.module).__name__} didn't reach its stage's end")
 
     def shape(self, call: Call, start: int, stop: int) -> Shape | None:
+        """Shape and dtype of the hidden state, followed by routers' logits if the loss uses them."""
         width = self._config.hidden_size + sum(self._widths(call))
         return (call.inputs.shape[0], stop - start, width), self._like.dtype
 
@@ -215,6 +217,7 @@ class CausalModel(Pipelined):
 
     @contextmanager
     def _answered(self, path: str, result: Any) -> Iterator[None]:
+        """Let the submodule at this path return `result` in this context."""
         up, _, name = path.rpartition(".")
         modules = self.module.get_submodule(up)._modules
         before, modules[name] = modules[name], FixedOutput(result)

@@ -32,6 +32,7 @@ def compiled(module: nn.Module) -> bool:
 
 
 def refuse_compiled(module: nn.Module, anatomy: Anatomy) -> None:
+    """ValueError if the head, or a module that contains the blocks, is compiled."""
     for path, part in module.named_modules():
         name = ".".join(step for step in path.split(".") if step != "_orig_mod")
         if compiled(part) and (name in ("", anatomy.head) or anatomy.blocks.startswith(f"{name}.")):
@@ -90,6 +91,7 @@ def refuse_unsliceable(module: nn.Module) -> None:
 
 
 def refuse_foreign(name: str, given: Mapping[str, Any]) -> None:
+    """ValueError for arguments of a model's call that a pipeline doesn't know."""
     if given.get("past_key_values") is not None:
         raise ValueError(GENERATES.format(name))
     asked = {key: value for key, value in given.items() if value is not None and value is not False}

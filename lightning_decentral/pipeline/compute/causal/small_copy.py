@@ -93,6 +93,7 @@ def layers_of(given: Mapping[str, Any], depth: int) -> list[int]:
 
 
 def _by_layer(value: Any, depth: int) -> bool:
+    """Return whether the value describes each layer; a list of layer numbers in a row doesn't."""
     return isinstance(value, (list, tuple)) and len(value) == depth and list(value) != list(range(depth))
 
 
@@ -151,6 +152,7 @@ def isolated(place: torch.device) -> Iterator[None]:
 
 
 def ropes(config: Any) -> list[dict[str, Any]]:
+    """List the parameters of a configuration's rotary embeddings; some models have several."""
     given = vars(config).get("rope_parameters") or {}
     return [given, *(value for value in given.values() if isinstance(value, dict))]
 

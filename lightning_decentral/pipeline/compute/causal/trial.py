@@ -107,6 +107,7 @@ def _calls(copy: Any, ids: Tensor) -> dict[str, list[dict[str, Any]]]:  # (BATCH
 
 
 def _routing(copy: Any) -> dict[str, bool]:
+    """Keyword argument that asks for routers' logits, if the configuration knows it."""
     return {name: True for name in ("output_router_logits",) if name in vars(copy.config)}
 
 
@@ -123,6 +124,7 @@ def _differs(copy: nn.Module, anatomy: Anatomy, calls: list[dict[str, Any]], ali
 
 
 def _one_line(error: Exception) -> str:
+    """Describe an error in one line."""
     text = " ".join(str(error).split())
     return (
         f"it {text}" if isinstance(error, Unfit) else f"a small copy of it raises {type(error).__name__}: {text[:200]}"
@@ -130,6 +132,7 @@ def _one_line(error: Exception) -> str:
 
 
 def whole(copy: Any, call: Mapping[str, Any]) -> tuple[Tensor, Gradients]:
+    """Return (loss, gradients) of the uncut model."""
     loss = copy(**call, use_cache=False).loss
     loss.backward()
     return loss.detach(), _taken(copy)

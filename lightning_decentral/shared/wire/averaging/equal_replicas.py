@@ -67,6 +67,7 @@ class RunningBuffers:
             self._known = len(buffers)
 
     def _watch(self) -> None:
+        """Make `changed` look at the buffers that aren't shared from now on."""
         self._watched = [
             (module._buffers, key, buffer, _version(buffer))
             for prefix, module in self._module.named_modules()
@@ -105,6 +106,7 @@ class EqualReplicas:
         self._layouts = layouts(TrainedLayout(module.named_parameters, optimizers))
 
     def join(self, average: Average) -> None:
+        """Use this average of gradients from now on."""
         assert self._buffers is not None
         average.news, average.layouts, self._average = self._buffers.changed, self._layouts, average
 

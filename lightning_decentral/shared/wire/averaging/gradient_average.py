@@ -60,6 +60,7 @@ class GradientAverage(Average):
         self.look()
 
     def look(self) -> None:
+        """Watch parameters that were unfrozen since, too."""
         parameters = self._all
         needed = [p for p in parameters if p.requires_grad]
         if [(p.shape, p.dtype) for p in self._members] != self._forms:
@@ -112,6 +113,7 @@ class GradientAverage(Average):
 
     @contextmanager
     def blocked(self) -> Iterator[None]:
+        """Context in which gradients are only accumulated."""
         self._launcher.paused = True
         try:
             yield
@@ -123,6 +125,7 @@ class GradientAverage(Average):
         self._open = True
 
     def around(self, closure: Callable[[], Any]) -> Any:
+        """Run the closure that computes the gradients of one update."""
         self.begin()
         output = closure()
         # Also where this worker had no loss: the others wait for its part of the average.

@@ -175,6 +175,7 @@ class Residuals:
     # ---- state ------------------------------------------------------------------------------------------------------
 
     def forget(self) -> None:
+        """Drop all residuals."""
         self._at, self._debts = {}, {}
 
     def state_dict(self, untaken: Collection[int] = ()) -> dict[str, Any]:

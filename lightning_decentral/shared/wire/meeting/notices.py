@@ -69,6 +69,7 @@ class StatusBoard:
         self._store = Gone()
 
     def beat(self) -> None:
+        """Write a heartbeat: this worker is alive."""
         self._beats += 1
         self._store.set(f"beat/{self.rank}", str(self._beats))
 
@@ -198,6 +199,7 @@ class Heartbeat:
         self._thread.join(BEAT_SECONDS)
 
     def wake(self) -> None:
+        """Make the thread look at the board at once."""
         self._woken.set()
 
     def _run(self) -> None:
@@ -249,6 +251,7 @@ def is_loss(error: BaseException) -> bool:
 
 
 def one_line(error: BaseException) -> str:
+    """Return the first line of the error's text."""
     return next((line.strip() for line in _text(error).splitlines() if line.strip()), type(error).__name__)
 
 

@@ -249,9 +249,11 @@ class SlowWait:
 
     @property
     def seconds(self) -> float:
+        """Seconds until the next line is due."""
         return max(0.0, self._began + self._after - time.monotonic())
 
     def report(self, line: str) -> None:
+        """Print the line, if one is due."""
         if not self.seconds:
             self._after *= 6
             print(f"lightning_decentral: {line}", file=sys.stderr, flush=True)

@@ -35,11 +35,13 @@ class StopAgreement:
         self._lock, self._known = threading.Lock(), threading.Event()
 
     def ask(self, signum: int) -> None:
+        """Ask all workers to stop: this worker got a signal."""
         self.raised = signum
         self.wake()
 
     @property
     def agreed(self) -> bool:
+        """Return whether this worker has reached the round after which all stop."""
         return self._stop is not None and self._rounds >= self._stop
 
     def tick(self) -> None:
