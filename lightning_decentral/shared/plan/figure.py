@@ -44,7 +44,7 @@ def draw(rows: Rows, path: Path) -> None:
     Raises:
         ModuleNotFoundError: no matplotlib.
     """
-    from matplotlib.figure import Figure  # needs no display and leaves the user's pyplot state alone
+    from matplotlib.figure import Figure  # a backend without display, which leaves the user's pyplot state alone
 
     figure = Figure(figsize=(8, 6), dpi=150, layout="constrained")
     steps, values = curve(rows, DISTANCE)

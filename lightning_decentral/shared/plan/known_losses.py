@@ -26,7 +26,7 @@ class KnownLosses:
         kind: kind of the model, a value of `RECIPES`.
         recipe: recipe whose runs were measured.
         batch: samples of a worker and step.
-        loss: final loss of `ddp` with AdamW; of images the cross-entropy of the test set.
+        loss: final loss of `ddp` with AdamW; for images the cross-entropy on the test set.
         seeds: number of runs of each method.
         batches: batches until that loss, by method; None where a run of as many steps doesn't reach it.
         overrides: overrides of `recipes/train.py` with the measured learning rate and momentum, by method.
@@ -51,7 +51,7 @@ class KnownLosses:
 
     def distance(self, workers: int, batch: int, parameter_bytes: int) -> float:
         """Return the distance to a user's setting: doublings of batch and parameters, and twice those of workers."""
-        # What a method loses against `ddp` depends on the number of workers most.
+        # A method's loss compared with `ddp`'s depends most on the number of workers.
         pairs = (self.workers, workers, 2), (self.batch, batch, 1), (self.parameter_bytes, max(1, parameter_bytes), 1)
         return sum(weight * abs(log2(known / asked)) for known, asked, weight in pairs)
 
