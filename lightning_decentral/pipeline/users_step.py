@@ -97,7 +97,7 @@ class TrainingStep:
     def _weight(self, count: TargetCount, loss: Tensor) -> Tensor:
         """Weight of a micro-batch's loss within the batch's loss: a scalar, float64."""
         if len(self.calls) == 1:
-            return torch.ones((), dtype=torch.float64, device=loss.device)  # the loss itself, whatever mean it is
+            return torch.ones((), dtype=torch.float64, device=loss.device)  # the loss itself, whichever mean
         targets = count.targets(loss)
         if targets is None:
             raise ValueError(
@@ -111,8 +111,8 @@ class TrainingStep:
     def conclude(self, gradients: Sequence[Tensor], holdings: Ownership) -> tuple[Tensor, dict[Any, Any]]:
         """Share the step's outcome with all stages, log its values, and scale the gradients in place. Collective.
 
-        Hosts exchange what they know, devices what they have computed: no host waits for its own device, except for the
-        batch that this step began with.
+        Hosts exchange checksums and counts, devices their computed values: no host waits for its own device, except for
+        the batch that this step began with.
 
         Args:
             gradients: this stage's, of losses weighted by all positions.
@@ -126,7 +126,7 @@ class TrainingStep:
             RuntimeError: a parameter that stands on several stages is trained on some of them only.
         """
         pipe, logs = self._pipe, self._logs
-        # checksum, signature (a CRC), number of values, what is trained
+        # checksum, signature (a CRC), number of values, flags of trained parameters
         known = torch.cat([torch.zeros(KNOWN, dtype=torch.float64), holdings.flags()])
         known[0] = checksum([tensor.read() for tensor in self._inputs])
         row = torch.zeros(FIXED + LOGGED, dtype=torch.float64, device=pipe.device)  # loss, factor, finite, values

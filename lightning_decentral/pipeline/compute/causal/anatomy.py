@@ -1,6 +1,6 @@
 """Anatomy of a causal language model: the places of its parts, found by watching one forward of a small copy.
 
-    [before] -> block_0 -> .. -> block_(n-1) -> [after] -> head -> [what is done to logits, the loss]
+    [before] -> block_0 -> .. -> block_(n-1) -> [after] -> head -> [operations on logits, the loss]
 
 The blocks are in one list and pass on one hidden state. Modules with parameters that are called before the first block
 belong to the first stage; those called after the last block to the last stage.
@@ -43,7 +43,7 @@ class Anatomy:
         blocks: path of their list.
         head: path of the map to logits.
         before: paths of modules with parameters that are called before the first block.
-        after: paths of those called after the last block, including the head.
+        after: paths of modules with parameters that are called after the last block, including the head.
         returned: what a block returns in addition to the hidden state; None: it returns the hidden state alone.
         routers: by their path within a block.
         output: class of the result of the module that has the blocks.
