@@ -1,6 +1,6 @@
-"""Methods that are rehearsed where none are asked for: those of the table of known losses that `plan` has first.
+"""Default methods of a rehearsal: those that `plan` ranks first by the table of known losses.
 
-Short, and a module of its own: the table is read before anything is rehearsed.
+Short and separate: the table is read before a rehearsal is imported.
 """
 
 from math import inf
@@ -11,7 +11,7 @@ from lightning_decentral.planner.compare import Comparison
 from lightning_decentral.planner.forecasts import composed
 from lightning_decentral.shared.plan.known_losses import KnownLosses
 
-MOST = 6  # Methods that are rehearsed where none are asked for.
+MOST = 6  # Default methods where the table knows none.
 METHODS = (
     Candidate(BASELINE, "ddp"),
     Candidate("strategy=compressed", "compressed, int8"),
@@ -23,10 +23,10 @@ METHODS = (
 
 
 def methods_of(known: KnownLosses | None, plan: Comparison | None = None) -> tuple[Candidate, ...]:
-    """`ddp`, and those that reach its loss the soonest by the table of known losses; `METHODS` where it knows none.
+    """Return `ddp` and the methods that reach its loss fastest by the known losses; `METHODS` where there are none.
 
     Args:
-        plan: of the setting, which has the seconds of a batch, and its choice first; by batches alone without.
+        plan: comparison whose recommended method comes first; None: methods are ranked by their batches alone.
     """
     if known is None:
         return METHODS
@@ -43,6 +43,6 @@ def methods_of(known: KnownLosses | None, plan: Comparison | None = None) -> tup
 
 
 def _can_be_rehearsed(candidate: Candidate) -> bool:
-    """Return whether it sends what it computes in every batch: hooks and accumulated gradients aren't rehearsed."""
+    """Return whether a rehearsal supports the candidate: not with communication hooks or accumulated gradients."""
     made = composed(candidate.overrides)
     return made.accumulated == 1 and getattr(made.strategy, "_ddp_comm_hook", None) is None
