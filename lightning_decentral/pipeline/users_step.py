@@ -147,7 +147,7 @@ class TrainingStep:
         return last[0], others
 
     def _refuse_unlike(self) -> None:
-        """ValueError that states why the model's inputs differ between the stages. Collective."""
+        """Raise ValueError that states why the model's inputs differ between the stages. Collective."""
         batch = [tensor.detach().cpu() for tensor in tensors_in(self._parts)]
         batches = rows_of(torch.tensor([checksum(batch)], dtype=torch.float64), self._pipe.hosts)
         if len(set(batches[:, 0].tolist())) > 1:
