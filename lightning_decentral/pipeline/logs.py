@@ -58,7 +58,7 @@ class Logs:
         return result["loss"]
 
     def _take(self, microbatch: int, *args: Any, **kwargs: Any) -> None:
-        given = CALL.bind(None, *args, **kwargs).arguments  # whatever is passed by position
+        given = CALL.bind(None, *args, **kwargs).arguments  # arguments passed by position
         name, value = given["name"], given["value"]
         if isinstance(value, Metric):
             raise ValueError(

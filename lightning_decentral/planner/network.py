@@ -1,6 +1,6 @@
-"""Network benchmark: seconds of collectives and of messages between neighbours, measured.
+"""Network benchmark: measures the seconds of collectives and of messages between neighbours.
 
-seconds = median over repeats of the largest over workers of its own seconds
+seconds = median over repeats of the slowest worker's seconds
 """
 
 from collections.abc import Callable, Sequence
@@ -117,7 +117,7 @@ class NetworkMeter:
         """Measure the seconds of a call, equal on all workers; workers without a call only wait."""
         own = []
         for _ in range(WARM_UP + self.repeats):
-            # All meet, so that none is charged for another that was late.
+            # A barrier, so that a late worker doesn't add to the seconds of the others.
             self.wire.flags.all_reduce(torch.zeros(1)).wait()
             own.append(duration(call, self.device) if call else 0.0)
         pending, rows = self.wire.flags.all_gather(torch.tensor(own[WARM_UP:], dtype=torch.float64))

@@ -63,7 +63,7 @@ def winners(cells: Sequence[Cell], colours: Palette) -> str:
     names = ["ddp", *sorted({cell.best for cell in cells} - {"ddp"})]
     figure, axes = new_axes(7.5, 1.4 + 0.45 * len(workers), "Gbit/s of a network card", "workers")
     axes.spines[["top", "right"]].set_visible(True)
-    from matplotlib.patches import Rectangle  # there is one, or there were no figure
+    from matplotlib.patches import Rectangle  # installed, as there is a figure
 
     square = partial(Rectangle, width=1, height=1, edgecolor="white", alpha=0.75)
     for cell in cells:

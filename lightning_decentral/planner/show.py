@@ -14,7 +14,7 @@ from lightning_decentral.shared.plan.profile import Model
 from lightning_decentral.shared.plan.units import shown_bytes
 
 HEADINGS = ("method", "ms/step", "p95", "exposed", "card", "memory", "x ddp", "to loss", "")
-TITLE_WIDTH = 22  # columns: all others take 58 at most
+TITLE_WIDTH = 22  # width of the title's column: all others take 58 at most
 NEVER, UNKNOWN = "never", "-"
 GIVEN = {"between": "--bandwidth", "inside": "--inside-bandwidth"}
 EXTRAPOLATED, REMARK, TOO_LARGE = "~", "*", "!"
@@ -56,7 +56,7 @@ def table(plan: Comparison) -> Table:
 
 
 def sentences(plan: Comparison) -> Iterator[str]:
-    """Sentences about the columns, about what was left out, and what to do."""
+    """Sentences about the columns, about methods that were left out, and on how to train."""
     yield (
         "milliseconds per step: mean with stragglers; p95: 19 of 20 runs of 64 steps take less; exposed: what a "
         "network that takes no time would save; card: bytes that a node sends in a step"
@@ -120,7 +120,7 @@ def verdict(plan: Comparison) -> Iterator[str]:
 
 
 def _gain(plan: Comparison, best: ComparedMethod) -> Iterator[str]:
-    """Sentences on what the best method gains, at a loss where that is known, and on what isn't known."""
+    """Sentences on the best method's gain, at a loss where one is known, and on missing measurements."""
     if best.to_loss < math.inf:
         if plan.stay:
             others = (row for row in plan.rows if row.method.equal and plan.fits(row))
@@ -154,7 +154,7 @@ def _unranked(plan: Comparison) -> str:
 
 
 def _optimizer(model: Model, gossip: bool) -> Iterator[str]:
-    """Sentences about the optimizer that could be taken instead, and its cost."""
+    """Sentences about an optimizer to use instead, and its cost."""
     more = products_seconds(model)
     if model.optimizer in ALIKE and more:
         why = "Adam takes smaller steps under gossip than under ddp; " if gossip else ""

@@ -15,7 +15,7 @@ from lightning_decentral.shared.compute.codec.codec import Codec
 
 MUON, ACCUM = "gossip, int8, Muon", "gossip, int8, AccumAdamW"  # methods of `known_losses`
 LONGEST_WINDOW = 8  # Steps that the source of AccumAdam averages at 16 and 32 workers.
-USUAL_DECAY = 0.01  # AccumAdamW's
+USUAL_DECAY = 0.01  # default weight decay of AccumAdamW
 
 
 class StartTable(Callback, ABC):
@@ -47,7 +47,7 @@ def coded_bytes(codec: Codec, tensors: Iterable[Tensor]) -> int:
 def traffic(sent_bytes: float, model_bytes: float, size: int) -> str:
     """Text with the bytes that a worker sends in a step, and with those of an all-reduce of all gradients."""
     from lightning_decentral.shared.plan.units import (
-        shown_bytes,  # a worker alone reads neither this nor the table below
+        shown_bytes,  # for a single worker neither this nor the table below is read
     )
 
     return f"{shown_bytes(sent_bytes)} a worker and step (all-reduce: {shown_bytes(of_all_reduce(model_bytes, size))})"
@@ -62,10 +62,10 @@ def adam_hint(optimizers: Sequence[Optimizer], workers: int, module: nn.Module |
     """Name optimizers to use instead of Adam, whose steps are shorter where each worker updates by its own gradient.
 
     Args:
-        module: that is trained; None for one like those that most was measured of, with attention or embeddings.
+        module: the module to train; None for one with attention or embeddings, like most measured models.
 
-    Returns: code with the settings in use, of Muon alone where groups differ in weight decay; names alone with several
-        optimizers, or groups that differ in more; "" without Adam or with one worker.
+    Returns: code with the settings in use; code for Muon alone where groups differ in weight decay; only names with
+    several optimizers or where groups differ in more; "" without Adam or with one worker.
     """
     adams = sorted({type(one).__name__ for one in optimizers if isinstance(one, (Adam, AdamW))})
     if not adams or workers < 2:
@@ -78,7 +78,7 @@ def adam_hint(optimizers: Sequence[Optimizer], workers: int, module: nn.Module |
     settings = {_settings(group) for optimizer in optimizers for group in optimizer.param_groups}
     scheduled = "keep your scheduler; give this rate to a callback that sets rates"
     start = f"{' or '.join(adams)} takes smaller steps here than under ddp. In its place ({scheduled})"
-    one_rate = len({one[:-1] for one in settings}) == 1  # but for decay, which Muon's groups set by themselves
+    one_rate = len({one[:-1] for one in settings}) == 1  # without weight decay, which Muon's groups set by themselves
     if len(optimizers) > 1 or not (one_rate if attends else len(settings) == 1):
         names = " or ".join(name for name, fits in (("Muon", attends), ("AccumAdamW", ACCUM in known.batches)) if fits)
         return f"{start}: {names} of lightning_decentral.optim, see docs/optimizers.md"
@@ -97,12 +97,12 @@ def adam_hint(optimizers: Sequence[Optimizer], workers: int, module: nn.Module |
 
 
 def _attends(module: nn.Module) -> bool:
-    """Return whether it has attention or embeddings, by the names of its parts' classes."""
+    """Return whether the module has attention or embeddings, by the class names of its submodules."""
     return any(re.search("attention|attn|embed", type(part).__name__, re.I) for part in module.modules())
 
 
 def _accum_code(settings: tuple[float, ...], workers: int, of_rate: float) -> str:
-    """Code of AccumAdamW with Adam's settings, at this share of its rate."""
+    """Return code that constructs AccumAdamW with Adam's settings, at this share of Adam's learning rate."""
     (rate, *betas, decay), window = settings, min(workers, LONGEST_WINDOW)
     remembered = ", ".join(f"{beta**window:.3g}" for beta in betas)
     kept = "" if decay == USUAL_DECAY else f", weight_decay={decay:g}"

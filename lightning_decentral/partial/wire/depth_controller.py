@@ -31,7 +31,7 @@ class DepthController:
         for name, segment in plan.segment_of.items():
             self.segments[segment].append(parameters[name])
         self.bypass = Bypass()  # active from a forward to the end of its backward
-        self.step, self.contributors = -1, list[tuple[int, ...]]()  # of the latest step that was cut
+        self.step, self.contributors = -1, list[tuple[int, ...]]()  # state of the latest step that was cut
         self._cutter = Cutter(module, plan.boundaries)
         self.own(0)
 
@@ -134,7 +134,7 @@ class CutSteps(DeviceSteps):
                 self.reducer.finish()
 
     def settle(self, optimizer: Optimizer) -> None:
-        """Handle parameters that no worker trained in this step, before the optimizer's update."""
+        """Apply `absent` to parameters that no worker trained in this step, before the optimizer's update."""
         if self.reducer is not None:
             self.reducer.serve([p for group in optimizer.param_groups for p in group["params"]])
         if self.driver is not None:

@@ -122,7 +122,7 @@ class Reducer(Average):
         self.sent_bytes = 0.0  # this worker's part of the traffic so far (in a collective, the mean over workers)
         self._segments, self._place, self._bucket_bytes = segments, place, bucket_bytes
         self._group, self._world, self._hosts = group, of_all(group), of_all(hosts)
-        self._groups: dict[Ranks, Transport | None] = {}  # of contributors
+        self._groups: dict[Ranks, Transport | None] = {}  # groups by contributors
         self._launcher = Launcher(self._launch)
         self._packing = Packing([], bucket_bytes)
         self._served: Sequence[nn.Parameter] = ()
@@ -141,12 +141,12 @@ class Reducer(Average):
     def close(self) -> None:
         """Remove the hooks from the parameters."""
         self._launcher.watch(())
-        self._reported = []  # no worker waits for the last answers
+        self._reported = []  # the last comparison is still to be read
 
     # ---- one backward -------------------------------------------------------------------------------------------
 
     def serve(self, parameters: Sequence[nn.Parameter]) -> None:
-        """RuntimeError for a trained parameter that belongs to no segment."""
+        """Raise RuntimeError for a trained parameter that belongs to no segment."""
         if same(parameters, self._served):
             return
         known = {p for segment in self._segments for p in segment}

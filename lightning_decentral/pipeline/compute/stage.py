@@ -3,9 +3,9 @@
 A chunk is one slice of one micro-batch. Its graph begins at the incoming hidden state and ends at the outgoing one;
 keys and values of other slices come and go through `KVCache`.
 
-Slices, and recomputed activations, equal the whole model only if a forward changes no buffer (`unchanged`). What a fake
-quantization's observer, or a spectral norm, did for one slice it wouldn't do for the next, nor for the same slice a
-second time: a silent error.
+Slices, and recomputed activations, equal the whole model only if a forward changes no buffer (`unchanged`). A fake
+quantization's observer, or a spectral norm, would give the next slice another model, and the same slice a second time
+as well: a silent error.
 """
 
 from abc import ABC, abstractmethod
@@ -74,7 +74,7 @@ class Recompute(Activations):
     repeats: ClassVar[bool] = True
 
     def run(self, compute: Compute, hidden: Tensor | None) -> Tensor:
-        # A copy each time: a block that writes to its input mustn't change what the backward begins with.
+        # A copy each time: a block that writes to its input mustn't change the input of the recomputation.
         copied = lambda hidden: compute(None if hidden is None else hidden.clone())  # noqa: E731
         # Reentrant, the first stage would get no gradients: none of its inputs requires one.
         output: Tensor = checkpoint(copied, hidden, use_reentrant=False)

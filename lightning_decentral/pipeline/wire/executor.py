@@ -184,7 +184,7 @@ LossOf = Callable[[int, Tensor], Tensor]
 """(micro-batch, output of the last stage, all slices joined) -> the loss, a scalar."""
 
 Clock = Callable[[], float]  # Seconds since any moment.
-_name = cache(str)  # of an action: a profile names each, and a run has few
+_name = cache(str)  # names of actions, cached: a run has few
 
 
 class Executor:

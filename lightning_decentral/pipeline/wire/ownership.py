@@ -29,7 +29,7 @@ class Ownership:
         """First name of each parameter of the whole model, in the model's order."""
         self.state_keys = list(module.state_dict())
         """Keys of the whole model's state_dict."""
-        self._shapes = {parameter: parameter.shape for parameter in self.order}  # other stages' will be empty
+        self._shapes = {parameter: parameter.shape for parameter in self.order}  # those of others will be empty
         inside = set(model.module.parameters())
         model.keep(place)
         self.kept = set(module.parameters())
@@ -64,7 +64,7 @@ class Ownership:
         return torch.tensor([here.get(name, -1.0) for name in self.several], dtype=torch.float64)
 
     def refuse_uneven(self, flags: Tensor) -> None:  # (stages, several)
-        """RuntimeError on all stages for a parameter that only some stages train, by the `flags` of each stage."""
+        """Raise RuntimeError on all stages for a parameter that only some stages train, by each stage's `flags`."""
         for name, column in zip(self.several, flags.unbind(1), strict=True):
             if len({flag for flag in column.tolist() if flag >= 0}) > 1:
                 raise RuntimeError(
@@ -135,14 +135,14 @@ class Ownership:
         self.share_buffers(device)
         held = self._forms(everywhere=False)
         self._model.restore()
-        self._module.cpu()  # then tensor by tensor: a device needs room only for its own stage
+        self._module.cpu()  # then tensor by tensor: a device has memory for its own stage only
         over, self._over = self._over, None  # the group ends with the fit
         if over is None:
             return
         whole = {name: p for name, p in self._module.state_dict(keep_vars=True).items() if isinstance(p, nn.Parameter)}
         trained = gather_objects(over, {name for name, parameter in whole.items() if parameter.requires_grad})
         for name in (name for name in self.state_keys if name in whole):  # in one order: permanent pruning changes it
-            # The last stage's, also if all stages have the tensor: only there a step may have written to it.
+            # From the last stage, even if all stages have the tensor: only there a step may have written to it.
             owner = [r for r, keys in enumerate(self._keys) if name in keys][-1]
             tensor = whole[name]
             shape = self._shapes.get(tensor, tensor.shape)

@@ -135,7 +135,7 @@ class StageRunner:
     def _learn(self, call: Call) -> None:
         """Learn unknown shapes: run zeros once through all stages, one after the other. Collective."""
         shapes: list[Shape] = []
-        # Dropout draws no numbers, and running statistics don't see the zeros.
+        # In evaluation mode: dropout draws no numbers, and running statistics don't change.
         with evaluating(self.model.module), put_back(self.model.module):
             for r in range(self.size):
                 mine: Shape | None = None

@@ -20,16 +20,16 @@ from lightning_decentral.planner.rehearsal.worker import quiet
 from lightning_decentral.shared.compute.carried import carried
 
 BATCHES = 16  # Number of batches, the first ones of the validation data.
-PAIRED = 4  # Batches where losses are compared on the same ones: what makes one batch harder is in both, and falls out.
+PAIRED = 4  # Batches for differences of losses: fewer are enough, as both losses are on the same ones.
 
 
 class HeldOutEvaluation:
     """mean_b loss(mean_i x_i, batch b): `training_step` in evaluation mode, without dropout.
 
     Args:
-        module: whose copy takes the means.
-        device: where the workers are.
-        threads: that share the batches out, unless the step draws random numbers.
+        module: module whose copy gets the mean parameters.
+        device: device of the workers.
+        threads: number of threads over which batches are distributed, unless the step draws random numbers.
     """
 
     def __init__(

@@ -1,12 +1,12 @@
 """Turns among the workers of a process: one thread at a time, each with random numbers of its own, or several at once.
 
-What a process has once is swapped with the turn: the generators of torch, numpy and `random`, and the rank by which
-Lightning's `rank_zero_only` decides. Who waits for the others, or for further steps, passes the turn on.
+State that a process has only once is swapped with the turn: generators of torch, numpy and `random`, and the rank of
+Lightning's `rank_zero_only`. A worker that waits for others, or for further steps, passes the turn on.
 
 Gradients are computed one worker after the other (`Way`), or several at the same time, each on its thread (`Abreast`):
 a small model leaves processors idle. A thread has its share of torch's threads, as Lightning gives each process its
-share of a host. What a worker computes is what it computes by itself, on as many: MKL's bits may differ by their
-number. The host's random numbers are one generator's for all threads: steps that draw are computed one after the other.
+share of a host. Results equal those of one worker with as many threads: MKL's bits may depend on their number. All
+threads share the host's random generator, so steps that draw from it are computed one after the other.
 `jobs.threads_ratio` finds out whether threads are faster.
 """
 
@@ -110,7 +110,7 @@ class WorkersBarrier(Barrier):
         with self._turn.passed_on():
             self.wait()
 
-    close = Barrier.abort  # ends all waits, those to come included
+    close = Barrier.abort  # ends all waits, future ones included
 
 
 class Quota:

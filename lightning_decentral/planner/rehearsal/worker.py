@@ -1,5 +1,5 @@
-"""One worker of a rehearsal: a module, its own copy of the data, and Lightning's own Trainer, which calls what it calls
-in a run. Lightning's own samplers share the data out.
+"""One worker of a rehearsal: a module, its own copy of the data, and Lightning's own Trainer, which makes the same
+calls as in a run. Lightning's own samplers distribute the data.
 """
 
 import copy
@@ -77,7 +77,7 @@ class RehearsedWorker:
         try:
             with self._common.turn:
                 self._trainer.fit(self.module, **{given: self._data})
-            if len(self.binding.losses) < self._common.quota.allowed:  # the others would wait for it
+            if len(self.binding.losses) < self._common.quota.allowed:  # the other workers would wait for this one
                 self._common.close()
         except Ended:
             pass
@@ -94,7 +94,7 @@ def quiet(module: Module) -> Module:
     return module
 
 
-FEW = 1000  # Entries of a list: more are examples, which nobody changes.
+FEW = 1000  # Longest list that is copied: a longer one holds examples, which nothing changes.
 
 
 class AskedTooSoon:
@@ -123,7 +123,7 @@ def data_of(data: LightningDataModule | DataLoader[Any] | None) -> Any:
         data.trainer = AskedTooSoon(data)  # type: ignore[assignment]
         data.prepare_data()
         data.setup("fit")
-        # They are prepared and set up for all workers.
+        # The data are prepared and set up once for all workers.
         vars(data).update(dict.fromkeys(["prepare_data", "setup"], lambda *_, **__: None))
     return data
 

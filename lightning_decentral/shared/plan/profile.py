@@ -3,8 +3,8 @@
 seconds(operation, bytes) = latency + bytes / bandwidth
 
 One JSON file holds a `Profile`: what a step costs block by block, what a round of gossip takes the device, what every
-collective costs on every kind of group, and how much the seconds of computation vary. Forecasts read it; nothing here
-measures.
+collective costs on every kind of group, and how much the seconds of computation vary. Forecasts read it; this module
+measures nothing.
 """
 
 import json
@@ -20,7 +20,7 @@ VERSION = 1
 ALWAYS_MEASURED = ("name", "forward_seconds", "backward_seconds", "update_seconds", "parameter_bytes")
 
 
-Sides = tuple[int, int]  # (the shorter, the longer) of a matrix.
+Sides = tuple[int, int]  # (shorter side, longer side) of a matrix.
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Model:
         batch: samples of a step.
         state_bytes: bytes of the optimizer's state.
         words: overrides on the command line of `recipes/train.py` that make this model; empty for another model.
-        rounds: measured work of gossip rounds, by codec.
+        rounds: measured device work of gossip rounds, one for each codec.
         optimizer: the profiled optimizer, as `optimizer=` names it; empty where unknown.
         states: the optimizer's states with their parameters' shapes: (name, bytes).
         stepping_bytes: bytes that the optimizer needs only while it steps, when activations are freed.
@@ -246,7 +246,7 @@ def _profile(found: Mapping[str, Any]) -> Profile:
     model = dict(found["model"])
     blocks = []
     for block in model.pop("blocks"):
-        # A KeyError for what is always measured, although it has a default.
+        # A KeyError for values that are always measured, although they have defaults.
         always = {key: block[key] for key in ALWAYS_MEASURED}
         hidden = tuple((int(short), int(long)) for short, long in block.get("hidden", ()))
         blocks.append(BlockCost(**{**block, **always, "hidden": hidden}))

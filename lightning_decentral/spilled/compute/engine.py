@@ -45,11 +45,11 @@ class Engine:
         announce: Announce = lambda kind, plan: None,  # called with every plan and the kind of its step
     ) -> None:
         self.device = device
-        self.plans: dict[str, ShardPlan] = {}  # by the kind of step
+        self.plans: dict[str, ShardPlan] = {}  # plans by kind of step
         self._module, self._budget_bytes, self._announce = module, budget_bytes, announce
         self._wished = blocks, resident
         self._spilling: list[Spilling] = []
-        self._first: dict[str, Footprint] = {}  # of kinds of steps that were measured once, but not yet timed
+        self._first: dict[str, Footprint] = {}  # by kind: first measurements, not yet timed
         self._kind = ""
         self._arrange(places(module))
 
@@ -156,7 +156,7 @@ class Engine:
         if first is None:
             plan(footprint, self._budget_bytes)  # raises at once if nothing fits
             self._first[self._kind] = footprint
-        elif both := joined(first, footprint):  # else the next step counts as a first one
+        elif both := joined(first, footprint):  # otherwise the next step counts as the first one
             self.plans[self._kind] = plan(both, self._budget_bytes)
             self._announce(self._kind, self.plans[self._kind])
 

@@ -120,7 +120,7 @@ class OffloadDevice:
 
     Attributes:
         place: the torch device.
-        ledger: of bytes, if no allocator counts them.
+        ledger: counts bytes, where no allocator counts them.
         overlaps: whether the device copies while it computes.
     """
 
@@ -214,7 +214,7 @@ class Cuda(OffloadDevice):
         return Copies(copies, self._in.record_event())
 
     def send(self, tensors: Sequence[Tensor], like: Sequence[Tensor] | None = None) -> Copies:
-        self._out.wait_stream(cuda.current_stream(self.place))  # after what makes them
+        self._out.wait_stream(cuda.current_stream(self.place))  # after the work that computes the sources
         with cuda.on(self._out), torch.no_grad():
             copies = [
                 cuda.host_like(other, self.place, tensor.dtype).copy_(tensor, non_blocking=True)

@@ -47,8 +47,8 @@ class Once:
 
 
 class Door:
-    """Listens on a thread at the address at which others reach this machine, serves guests by what they want, and
-    prints a line by `say` about each refused guest."""
+    """Listens on a thread at the address at which others reach this machine, serves each guest by the service that its
+    greeting names, and prints a line by `say` about each refused one."""
 
     def __init__(self, host: str, serve: Mapping[str, Serve], say: Callable[[str], None] = warned) -> None:
         self._serve, self._say = serve, Once(say)
@@ -83,7 +83,7 @@ class Door:
         try:
             connection, _ = self._listening.accept()
         except (BlockingIOError, ConnectionAbortedError, InterruptedError):
-            return  # it has gone meanwhile
+            return  # the guest has gone meanwhile
         except OSError as error:
             self._say("full", f"no connection can be accepted ({error}): raise `ulimit -n`; trying again")
             for greeting in self._waiting:

@@ -1,6 +1,6 @@
 """Anatomy of a causal language model: the places of its parts, found by watching one forward of a small copy.
 
-    [before] -> block_0 -> .. -> block_(n-1) -> [after] -> head -> [what is done to logits, the loss]
+    [before] -> block_0 -> .. -> block_(n-1) -> [after] -> head -> [operations on logits, the loss]
 
 The blocks are in one list and pass on one hidden state. Modules with parameters that are called before the first block
 belong to the first stage; those called after the last block to the last stage.

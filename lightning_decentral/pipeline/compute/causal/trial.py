@@ -26,7 +26,7 @@ from lightning_decentral.pipeline.compute.model import StagePlace
 from lightning_decentral.pipeline.compute.stage import Keep, Stage
 
 TOLERANCE = 1e-9
-FLOOR = 1e-6  # of the largest gradient: some are zero but for rounding
+FLOOR = 1e-6  # relative to the largest gradient: some gradients are zero but for rounding
 BATCH, SLICES = 2, (6, 1, 5)
 LENGTH = sum(SLICES)
 
