@@ -181,8 +181,9 @@ def test_pushsum_a_code_changes_no_rate_and_the_graph_is_directed() -> None:
 def test_serverless_the_direction_is_adams() -> None:
     parameter = torch.nn.Parameter(torch.zeros(3))
     optimizer, ours, sum_of_ours = torch.optim.Adam([parameter], lr=1.0), serverless.Adam(), torch.zeros(3)
+    draw = torch.Generator().manual_seed(0)
     for _ in range(5):
-        parameter.grad = torch.randn(3)
+        parameter.grad = torch.randn(3, generator=draw)
         sum_of_ours += ours(parameter.grad) / serverless.NOISE
         optimizer.step()
     assert torch.allclose(parameter.detach(), -sum_of_ours, atol=1e-5)
