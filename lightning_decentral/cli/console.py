@@ -26,6 +26,10 @@ BANNERS = ("lightning.pytorch", "lightning.fabric", "transformers")
 Fields = TypeVar("Fields")
 
 
+class Command(str):
+    """A line to paste: never wrapped."""
+
+
 class Parser(argparse.ArgumentParser):
     """Argument parser whose errors are one line, without the usage text."""
 
@@ -104,9 +108,9 @@ def filled(kind: type[Fields], source: object, **own: Any) -> Fields:
 
 
 def say(console: Console, part: Table | str) -> None:
-    """Print a sentence on one line, never cut, or a table whose names are never cut."""
+    """Print a sentence, wrapped between words on a terminal alone, or a table whose names are never cut."""
     if isinstance(part, str):
-        console.print(part, soft_wrap=True, markup=False)
+        console.print(part, soft_wrap=isinstance(part, Command) or not console.is_terminal, markup=False)
     elif Measurement.get(console, console.options.update(max_width=UNLIMITED), part).maximum <= console.width:
         console.print(part)
     else:

@@ -14,8 +14,9 @@ from omegaconf import DictConfig, open_dict
 from rich.console import Console
 from rich.table import Table
 
-from lightning_decentral.cli.console import answer, filled, number, refuse_below, say, whole, write_text
+from lightning_decentral.cli.console import Command, answer, filled, number, refuse_below, say, whole, write_text
 from lightning_decentral.cli.profile import alone, without_strategy
+from lightning_decentral.cli.quantities import RATE, SPAN
 from lightning_decentral.planner import rehearsal
 from lightning_decentral.planner.candidates import Candidate, in_full
 from lightning_decentral.planner.compare import BASES, plan
@@ -27,7 +28,6 @@ from lightning_decentral.shared.plan.forecast import Cluster, Setting
 from lightning_decentral.shared.plan.known_losses import kind_of, nearest
 from lightning_decentral.shared.plan.network import Network
 from lightning_decentral.shared.plan.profile import Profile, read
-from lightning_decentral.shared.plan.units import bytes_per_second, seconds
 
 LATENCY = "100us"
 AT_LEAST_1 = ("per_node", "seeds", "run_steps", "threads")
@@ -54,10 +54,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--target", type=number, help="validation loss that the mean of the workers' models should reach"
     )
     parser.add_argument("--profile", help="file that `lightning-decentral profile` wrote, for seconds of a step")
-    parser.add_argument("--bandwidth", help="node bandwidth, used instead of a measured network: 200mbit")
-    parser.add_argument(
-        "--latency", default=LATENCY, help="latency of a message, with --bandwidth (default %(default)s)"
-    )
+    parser.add_argument("--bandwidth", type=RATE, help="node bandwidth, used instead of a measured network: 200mbit")
+    message = "latency of a message, with --bandwidth (default %(default)s)"
+    parser.add_argument("--latency", type=SPAN, default=LATENCY, help=message)
     parser.add_argument("--per-node", type=whole, default=1, help="devices in a node (default 1)")
     parser.add_argument("--steps", type=whole, default=300, help="most steps of each method (default %(default)s)")
     parser.add_argument(
@@ -128,7 +127,7 @@ def run(options: argparse.Namespace) -> None:
     for row in found.rows:
         table.add_row(*cells(found, row))
     reached = any(row.steps for row in found.rows)
-    answer(options, rehearsed(found, command), table, *sentences, *[command or last] * reached)
+    answer(options, rehearsed(found, command), table, *sentences, *[Command(command) if command else last] * reached)
     if not reached:
         raise ValueError(f"{last}: give a higher --target, or more --steps and --minutes")
 
@@ -204,11 +203,10 @@ def network_of(options: argparse.Namespace, profile: Profile | None, overrides: 
         return None
     if profile is None:
         raise ValueError(
-            f"--bandwidth {options.bandwidth} needs --profile, which has the seconds of a step's computation: "
+            "--bandwidth needs --profile, which has the seconds of a step's computation: "
             f"`{shlex.join(['lightning-decentral', 'profile', *overrides])}` writes one, or leave --bandwidth out"
         )
-    link = seconds(options.latency), bytes_per_second(options.bandwidth)
-    return Network(profile.network).linked("between", *link)
+    return Network(profile.network).linked("between", options.latency, options.bandwidth)
 
 
 def candidates_of(
