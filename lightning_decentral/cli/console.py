@@ -26,6 +26,10 @@ BANNERS = ("lightning.pytorch", "lightning.fabric", "transformers")
 Fields = TypeVar("Fields")
 
 
+class Command(str):
+    """A line to paste: never wrapped."""
+
+
 class Parser(argparse.ArgumentParser):
     """Argument parser whose errors are one line, without the usage text."""
 
@@ -53,6 +57,7 @@ def number(text: str) -> float:
 
 
 def refuse_below(least: int, options: Mapping[str, float | None]) -> None:
+    """Raise ValueError for a given option below `least`."""
     for option, value in options.items():
         if value is not None and value < least:
             raise ValueError(f"{option} must be at least {least}, got {value}: give {option} {least} or more")
@@ -79,6 +84,7 @@ def refuse_unwritable(options: argparse.Namespace, names: Sequence[str]) -> None
 
 
 def write_text(option: str, path: Path, text: str) -> None:
+    """Write a text file. ValueError, which names the option: the file can't be written."""
     try:
         path.write_text(text)
     except OSError as error:
@@ -102,9 +108,9 @@ def filled(kind: type[Fields], source: object, **own: Any) -> Fields:
 
 
 def say(console: Console, part: Table | str) -> None:
-    """Print a sentence on one line, never cut, or a table whose names are never cut."""
+    """Print a sentence, wrapped between words on a terminal alone, or a table whose names are never cut."""
     if isinstance(part, str):
-        console.print(part, soft_wrap=True, markup=False)
+        console.print(part, soft_wrap=isinstance(part, Command) or not console.is_terminal, markup=False)
     elif Measurement.get(console, console.options.update(max_width=UNLIMITED), part).maximum <= console.width:
         console.print(part)
     else:
@@ -134,6 +140,7 @@ def blocks(table: Table) -> Iterator[str]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
+    """Silence other libraries' messages about a run meanwhile."""
     with ExitStack() as stack:
         for name in BANNERS:
             logger = logging.getLogger(name)

@@ -59,6 +59,7 @@ class CutsAnswer:
 
 
 def depths(plan: CutPlan) -> list[Depth]:
+    """Depths of a cut plan with their costs, the full depth first."""
     starts, sizes = ["the inputs", *plan.boundaries], [cost.parameter_bytes for cost in plan.costs]
     found = []
     for depth in range(plan.segments, 0, -1):

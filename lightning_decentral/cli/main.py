@@ -101,6 +101,7 @@ def script(commands: Mapping[str, argparse.ArgumentParser]) -> str:
 
 
 def options_of(parser: argparse.ArgumentParser) -> Sequence[str]:
+    """Completions of a command: its options and the choices of its arguments."""
     found: list[str] = []
     for action in parser._actions:  # argparse lists them nowhere else
         chosen = [] if action.option_strings else [str(choice) for choice in action.choices or ()]

@@ -58,6 +58,7 @@ def device_of(local_rank: int, per_node: int) -> torch.device:
 
 
 def unique(names: Sequence[str]) -> list[str]:
+    """Make names unique by appending a number to repeated names."""
     return [f"{name}-{i}" if name in names[:i] else name for i, name in enumerate(names)]
 
 
@@ -73,6 +74,7 @@ def shown(costs: Sequence[LinkCost]) -> Table:
 
 
 def mistake(options: argparse.Namespace, rank: int) -> str:
+    """Describe a mistake in this worker's options, or in worker 0's files; empty if there is none."""
     if min(options.sizes) < 1 or list(options.sizes) != sorted(set(options.sizes)):
         return f"sizes must be ascending numbers of bytes, got {list(options.sizes)}: --sizes 4096 1048576"
     if options.repeats < 1:
@@ -91,6 +93,7 @@ def mistake(options: argparse.Namespace, rank: int) -> str:
 
 
 def run(options: argparse.Namespace) -> None:
+    """Compare options and measure on all workers; worker 0 prints and writes the result."""
     rank, size, local_rank, per_node = place(os.environ)
     device = device_of(local_rank, per_node)
     timeout = timedelta(seconds=options.timeout_seconds)

@@ -58,6 +58,7 @@ class StepProfile(Callback):
         self._laps: HostLaps | DeviceLaps | None = None
 
     def steps(self) -> list[float]:
+        """Seconds of each step after the measured step, from batch to batch."""
         begins = self._laps.seconds() if self._laps else []
         return [after - before for before, after in pairwise(begins)]
 
@@ -188,6 +189,7 @@ def shown(model: Model) -> Table:
 
 
 def mixing(model: Model) -> str:
+    """Describe a gossip round's milliseconds on the device, without the network, and percent of a step, by codec."""
     seconds = {work.codec: work.seconds(model.parameter_bytes, 1) for work in model.rounds}
     each = ", ".join(
         f"{codec.removesuffix('()')} {1e3 * of_round:.3f} ms ({100 * of_round / model.seconds:.2g} %)"

@@ -14,8 +14,9 @@ from omegaconf import DictConfig, open_dict
 from rich.console import Console
 from rich.table import Table
 
-from lightning_decentral.cli.console import answer, filled, number, refuse_below, say, whole, write_text
+from lightning_decentral.cli.console import Command, answer, filled, number, refuse_below, say, whole, write_text
 from lightning_decentral.cli.profile import alone, without_strategy
+from lightning_decentral.cli.quantities import RATE, SPAN
 from lightning_decentral.planner import rehearsal
 from lightning_decentral.planner.candidates import Candidate, in_full
 from lightning_decentral.planner.compare import BASES, plan
@@ -27,7 +28,6 @@ from lightning_decentral.shared.plan.forecast import Cluster, Setting
 from lightning_decentral.shared.plan.known_losses import kind_of, nearest
 from lightning_decentral.shared.plan.network import Network
 from lightning_decentral.shared.plan.profile import Profile, read
-from lightning_decentral.shared.plan.units import bytes_per_second, seconds
 
 LATENCY = "100us"
 AT_LEAST_1 = ("per_node", "seeds", "run_steps", "threads")
@@ -54,10 +54,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--target", type=number, help="validation loss that the mean of the workers' models should reach"
     )
     parser.add_argument("--profile", help="file that `lightning-decentral profile` wrote, for seconds of a step")
-    parser.add_argument("--bandwidth", help="node bandwidth, used instead of a measured network: 200mbit")
-    parser.add_argument(
-        "--latency", default=LATENCY, help="latency of a message, with --bandwidth (default %(default)s)"
-    )
+    parser.add_argument("--bandwidth", type=RATE, help="node bandwidth, used instead of a measured network: 200mbit")
+    message = "latency of a message, with --bandwidth (default %(default)s)"
+    parser.add_argument("--latency", type=SPAN, default=LATENCY, help=message)
     parser.add_argument("--per-node", type=whole, default=1, help="devices in a node (default 1)")
     parser.add_argument("--steps", type=whole, default=300, help="most steps of each method (default %(default)s)")
     parser.add_argument(
@@ -128,12 +127,13 @@ def run(options: argparse.Namespace) -> None:
     for row in found.rows:
         table.add_row(*cells(found, row))
     reached = any(row.steps for row in found.rows)
-    answer(options, rehearsed(found, command), table, *sentences, *[command or last] * reached)
+    answer(options, rehearsed(found, command), table, *sentences, *[Command(command) if command else last] * reached)
     if not reached:
         raise ValueError(f"{last}: give a higher --target, or more --steps and --minutes")
 
 
 def refuse_left_out(cfg: DictConfig) -> None:
+    """Raise ValueError for Trainer options of the recipe that change training and that no rehearsal supports."""
     given = {key: value for key, value in cfg.trainer.items() if key in LEFT_OUT}
     for key, value in given.items():
         if value not in LEFT_OUT[key]:
@@ -143,6 +143,7 @@ def refuse_left_out(cfg: DictConfig) -> None:
 
 
 def split(overrides: list[str]) -> tuple[list[str], list[int]]:
+    """Split the command line into (overrides of the recipe, numbers of workers)."""
     numbers = [one.partition("=")[2] for one in overrides if one.startswith("workers=")]
     try:
         workers = [int(text) for text in ",".join(numbers).split(",") if text]
@@ -163,14 +164,17 @@ def command_of(best: rehearsal.Reached | None, overrides: Sequence[str], cfg: Di
 
 
 def trains(method: str) -> bool:
+    """Return whether a method's overrides choose, or set up, an optimizer."""
     return any(one.lstrip("+~").startswith(("optimizer", "experiment=")) for one in method.split())
 
 
 def without_optimizer(overrides: Sequence[str], method: str) -> list[str]:
+    """Overrides of a recipe without those of the optimizer, if a method chooses an optimizer."""
     return [one for one in overrides if not (trains(method) and one.lstrip("+~").startswith("optimizer"))]
 
 
 def trained_by(application: Application, cfg: DictConfig, method: str, overrides: Sequence[str]) -> DictConfig:
+    """Configuration with the optimizer that a method chooses; `cfg` itself if the method chooses none."""
     if not trains(method):
         return cfg
     found = deepcopy(cfg)
@@ -194,15 +198,15 @@ def modules_of(
 
 
 def network_of(options: argparse.Namespace, profile: Profile | None, overrides: Sequence[str]) -> Network | None:
+    """Network of the profile with the given links; None without a network."""
     if options.bandwidth is None:
         return None
     if profile is None:
         raise ValueError(
-            f"--bandwidth {options.bandwidth} needs --profile, which has the seconds of a step's computation: "
+            "--bandwidth needs --profile, which has the seconds of a step's computation: "
             f"`{shlex.join(['lightning-decentral', 'profile', *overrides])}` writes one, or leave --bandwidth out"
         )
-    link = seconds(options.latency), bytes_per_second(options.bandwidth)
-    return Network(profile.network).linked("between", *link)
+    return Network(profile.network).linked("between", options.latency, options.bandwidth)
 
 
 def candidates_of(
@@ -214,6 +218,7 @@ def candidates_of(
     profile: Profile | None,
     network: Network | None,
 ) -> tuple[Candidate, ...]:
+    """Methods to rehearse by default: the first ones of `plan`, on the fewest workers."""
     kind, known, planned = kind_of(overrides), None, None
     if kind is not None and profile is not None:
         at = Setting(profile.model, network or Network(profile.network), Cluster(min(workers), options.per_node))

@@ -72,6 +72,7 @@ def rows_of(run: Path) -> list[dict[str, float]]:
 
 
 def _read(path: Path) -> dict[float, dict[str, float]]:
+    """Read one file: {step: its metrics}."""
     rows: dict[float, dict[str, float]] = defaultdict(dict)
     with path.open(newline="") as file:
         for read in csv.DictReader(file):
@@ -90,6 +91,7 @@ def _numbers(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def compared_key(runs: Mapping[str, Rows], asked: str | None) -> str:
+    """Key of a loss that all runs logged, the validation loss if possible. ValueError: there is none."""
     known = set.intersection(*({key for row in rows for key in row} for rows in runs.values()))
     keys = (asked,) if asked else (*VALIDATION_LOSSES, *LOSSES)
     if shared := next((key for key in keys if key in known), None):

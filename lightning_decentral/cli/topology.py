@@ -113,6 +113,7 @@ def received(topology: Topology, size: int, step: int) -> str:
 
 
 def _ranks(group: list[int]) -> str:
+    """Text of sorted ranks: "0..3" or "0,2,4,6"."""
     dense = group[-1] - group[0] == len(group) - 1
     return f"{group[0]}..{group[-1]}" if dense else ",".join(map(str, group))
 

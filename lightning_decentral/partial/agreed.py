@@ -29,7 +29,7 @@ from lightning_decentral.shared.compute.buckets import check_bucket_bytes
 from lightning_decentral.shared.introduction import of_all_reduce, traffic
 from lightning_decentral.shared.wire.meeting.notices import is_loss
 
-STEPS = 10_000  # steps searched for what the assignment ever trains; a change may come late
+STEPS = 10_000  # steps searched for changes of the trained segments, which may come late
 ROWS = 8
 
 
@@ -81,11 +81,13 @@ def found_together(gather: Callable[[Any], list[Any]], find: Callable[[Decide], 
 
 
 def wished(cuts: Cuts, saved: Mapping[str, Any] | None) -> Cuts:
+    """Return the resumed checkpoint's cuts if it was trained with the same `cuts` option, else this run's option."""
     # Not searched for again: a measured balance may differ today.
     return list(saved["boundaries"]) if saved and saved["wish"] == _text(cuts) else cuts
 
 
 def remembered(driver: DepthController, cuts: Cuts) -> dict[str, Any]:
+    """Return state for a checkpoint: the cuts, and the `cuts` option as text."""
     return {"wish": _text(cuts), "boundaries": list(driver.plan.boundaries)}
 
 
@@ -94,6 +96,7 @@ def _text(cuts: Cuts) -> str:
 
 
 def introduced(depth: DepthAssignment, module: nn.Module, size: int) -> Sequence[str]:
+    """Describe the method in one line; empty for a single worker."""
     if size == 1:
         return ()
     whole = sum(p.nbytes for p in module.parameters() if p.requires_grad)
@@ -103,6 +106,7 @@ def introduced(depth: DepthAssignment, module: nn.Module, size: int) -> Sequence
 
 
 def described(driver: DepthController, network: str) -> str:
+    """Describe the cuts, and the cost of each depth or selection, in a few lines."""
     plan = driver.plan
     if not plan.boundaries:
         return f"partial backprop trains {network} in full: the model has one layer, so there is nothing to cut"
@@ -113,7 +117,7 @@ def described(driver: DepthController, network: str) -> str:
 
 def _rows(driver: DepthController) -> Iterator[str]:
     assignment, size, warm_up = driver.assignment, driver.place.size, int(driver.assignment.warm_up)
-    # The first step of the warm-up; then steps densely at first and sparsely later.
+    # Steps to show: the first of the warm-up, then many early ones and fewer later ones.
     steps = {0, *(warm_up + step for step in (*range(100), *range(100, STEPS, 97)))}
     trained = {assignment.trained(rank, size, step, driver.plan.segments) for step in steps for rank in range(size)}
     kinds = sorted(trained, key=lambda own: (-len(own), own))
@@ -137,7 +141,7 @@ def _rows(driver: DepthController) -> Iterator[str]:
 
 
 def refuse_unserved(module: LightningModule) -> None:
-    """ValueError for modules with a backward other than Lightning's: when their gradients are complete is unknown."""
+    """Raise ValueError for a backward other than Lightning's, as it's unknown when its gradients are complete."""
     name = type(module).__name__
     if not module.automatic_optimization:
         raise ValueError(
@@ -175,6 +179,7 @@ def timed(depth: DepthAssignment, trainer: Trainer, saved: Mapping[str, Any]) ->
 
 
 def warm_up_state(depth: DepthAssignment, in_steps: DepthAssignment) -> dict[str, Any]:
+    """State for a checkpoint: the assignment as given, and its warm-up in steps."""
     return {"assignment": repr(depth), "warm_up": in_steps.warm_up}
 
 
@@ -200,6 +205,7 @@ def step_of(trainer: Trainer, trial: Any, *args: Any, **kwargs: Any) -> Run:
 
 
 def run_of(trainer: Trainer, *args: Any, **kwargs: Any) -> Callable[[torch.nn.Module], Run]:
+    """Return a function f: f(copy) is a function that runs `copy.training_step(*args)`, each time alike."""
     return repeated(lambda trial: step_of(trainer, trial, *args, **kwargs))
 
 

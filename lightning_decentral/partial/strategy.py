@@ -108,6 +108,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
         super().refuse(module, fitting)
 
     def prepare(self, wire: Wire | None) -> None:
+        """Prepare the update; the cuts are found at the first batch."""
         refuse_unserved(self._module)
         self._equal.begin(
             self._module, None if wire is None else of_all(wire.group), self._group.layouts, lambda: self.optimizers
@@ -165,6 +166,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
+        """Save one file, worker 0's; Lightning loads it without this package."""
         state = self.progress_state()
         super().save_checkpoint({**checkpoint, **({KEY: state} if state else {})}, filepath, storage_options)
 

@@ -67,12 +67,12 @@ class PipelineCheckpoints(Checkpoints):
         assert self.layout is not None
         mine: dict[str, Any] = {"random": worker_state.random_state() if STATES in checkpoint else None}
         if self._stage.pipeline == 0:  # the other entries come from the first pipeline
-            states = zip(self._stage.optimizers, checkpoint.get(STATES, ()), strict=False)  # none: weights only
+            states = zip(self._stage.optimizers, checkpoint.get(STATES, ()), strict=False)  # no optimizer: weights only
             # On the host: no device must have room for the whole model.
             mine["state_dict"] = {key: value.detach().cpu() for key, value in checkpoint["state_dict"].items()}
             order = self.layout.order
             mine["optimizers"] = [ownership.optimizer_part(o, state, order) for o, state in states]
-        wire = self._join_groups()  # again, after the fit
+        wire = self._join_groups()  # merged again, after the fit
         if STATES in checkpoint and wire is not None:
             every = gather_objects(wire.roll, [ownership.settings_of(o) for o in self._stage.optimizers])
             # Other pipelines may have other learning rates.
@@ -99,6 +99,7 @@ class PipelineCheckpoints(Checkpoints):
         return joined
 
     def load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
+        """Load the file; entries that only a pipeline of the same size can use are kept separately."""
         checkpoint = self._reading.read_together(path, weights_only)
         known = checkpoint.get(KEY, {})
         same = known.get("stages") == self._stage.num_stages and len(known.get("random", ())) == self._worker.world_size
@@ -112,6 +113,7 @@ class PipelineCheckpoints(Checkpoints):
         return {**checkpoint, **(self._own or {}), **{key: checkpoint[key] for key in WHOLE if key in checkpoint}}
 
     def load_optimizers(self, checkpoint: Mapping[str, Any], layout: Ownership) -> None:
+        """Load this stage's part of each optimizer's state. Collective."""
         refuse_other_number(checkpoint, self._stage.optimizers)
         order, wire = layout.order, self._stage.wire
         for optimizer, whole in zip(self._stage.optimizers, checkpoint[STATES], strict=True):

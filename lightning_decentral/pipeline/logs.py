@@ -33,7 +33,8 @@ class Logs:
         self._known: dict[int, tuple[list[Logged], list[Any]]] = {}
         self._calls: list[list[Logged]] = []
         self._others: list[dict[Any, Any]] = []
-        self.values: list[list[Tensor]] = []  # [micro-batch]: logged scalars, which no host reads here.
+        self.values: list[list[Tensor]] = []
+        """[micro-batch]: logged scalars, which no host reads here."""
 
     def begin(self, microbatches: int) -> None:
         self._calls, self._others = [[] for _ in range(microbatches)], []
@@ -49,6 +50,7 @@ class Logs:
             del self._module.log  # the class's own again
 
     def returned(self, result: Any) -> Any:
+        """Return the loss from a step's result, and keep the result's other values."""
         if not isinstance(result, Mapping):
             return result
         # Detached: a graph would keep the micro-batch's activations.
@@ -56,7 +58,7 @@ class Logs:
         return result["loss"]
 
     def _take(self, microbatch: int, *args: Any, **kwargs: Any) -> None:
-        given = CALL.bind(None, *args, **kwargs).arguments  # whatever is passed by position
+        given = CALL.bind(None, *args, **kwargs).arguments  # arguments passed by position
         name, value = given["name"], given["value"]
         if isinstance(value, Metric):
             raise ValueError(
@@ -82,6 +84,7 @@ class Logs:
 
     @property
     def signature(self) -> int:
+        """A checksum of the names and options that the last step logged."""
         # Not `hash`, which differs between processes.
         return zlib.crc32(repr((self._calls[-1], self._keys)).encode())
 

@@ -87,6 +87,7 @@ class PipelineReport(Callback):
 
 
 def _alone(module: LightningModule, batch: Any) -> float:
+    """Median seconds of the whole model's forward and backward on this worker alone."""
     times = []
     module.train()
     with Logs(module).recording(None):
@@ -99,6 +100,7 @@ def _alone(module: LightningModule, batch: Any) -> float:
 
 
 def draw(timelines: Mapping[str, Mapping[str, Span]], path: Path) -> None:
+    """Draw a row per stage and timeline: forwards light, backwards dark, weights green, the slice's number inside."""
     from matplotlib.figure import Figure  # needs no display and leaves the user's pyplot state alone
 
     shown = {title: spans for title, spans in timelines.items() if spans}

@@ -84,7 +84,7 @@ class StageTraining:
         scale = 1.0 if scaler is None else float(scaler.get_scale())
         step = TrainingStep(self.pipe, self._module, self._logs, microbatches, scale)
         every = [p for p in self.holdings.order if p in self.holdings.kept]
-        before = [p.grad for p in every]  # of accumulated batches, put back below
+        before = [p.grad for p in every]  # gradients of accumulated batches, put back below
         for parameter in every:
             parameter.grad = None  # so that only this batch's gradients are divided and averaged
         with precision.train_step_context(), closing(step):
@@ -100,7 +100,7 @@ class StageTraining:
                     f"activations=Recompute(), or fewer blocks on this stage ({'; '.join(self._plans.stages)})"
                 ) from error
             self.seconds = time.perf_counter() - begin
-        trained = [p for p in every if p.requires_grad]  # only now: the step may have thawed some before its call
+        trained = [p for p in every if p.requires_grad]  # only now: the step may have thawed some
         own = [p.grad for p in trained if p.grad is not None]
         result, others = step.conclude(own, self.holdings)
         for parameter, gradient in zip(trained, self.average([p.grad for p in trained], trained), strict=True):

@@ -40,6 +40,7 @@ class StageLayout:
 
 
 def introduced(layout: StageLayout, microbatches: int, replicas: Replicas, module: nn.Module, drifts: bool) -> str:
+    """Describe the pipelines in one line; `module` keeps this stage's parameters."""
     count, stages = layout.pipelines, layout.stages
     who = f"{count} pipeline{'s' * (count > 1)} of {stages} stage{'s' * (stages > 1)}"
     cut = f"{microbatches} micro-batch{'es' * (microbatches > 1)} of a batch"
@@ -71,10 +72,12 @@ class StageGroups:
         self.replicas = self.replica_group() if layout.pipelines > 1 else None
 
     def bond(self, replicas: Replicas) -> Bond:
+        """Connect this worker to equal stages of the other pipelines. Collective."""
         hosts = partial(self._of_this_stage, self._wire.hosts)
         return replicas.join(self.replica_group, hosts, self._device, self._layout.pipelines_per_node)
 
     def replica_group(self) -> Transport:
+        """Make a new process group of all workers with this stage. Collective."""
         return self._of_this_stage(self._wire.group)
 
     def _of_this_stage(self, make: Callable[[Disjoint | None], Transport | None]) -> Transport:

@@ -62,6 +62,7 @@ class TrainingStep:
         self._inputs = [AsyncRead(call.inputs.detach()) for call in self.calls]  # copied before the step begins
 
     def close(self) -> None:
+        """End all of the user's steps that still wait, also after an exception."""
         for step in self._waiting:
             step.end()
 
@@ -90,8 +91,9 @@ class TrainingStep:
                 for p in self._module.parameters()]  # fmt: skip
 
     def _weight(self, count: TargetCount, loss: Tensor) -> Tensor:
+        """Weight of a micro-batch's loss within the batch's loss: a scalar, float64."""
         if len(self.calls) == 1:
-            return torch.ones((), dtype=torch.float64, device=loss.device)  # the loss itself, whatever mean it is
+            return torch.ones((), dtype=torch.float64, device=loss.device)  # the loss itself, whichever mean
         targets = count.targets(loss)
         if targets is None:
             raise ValueError(
@@ -106,15 +108,15 @@ class TrainingStep:
         """Share the step's outcome with all stages, log its values, and scale this stage's gradients, of losses
         weighted by all positions, in place. Collective.
 
-        Hosts exchange what they know, devices what they have computed: no host waits for its own device, except for the
-        batch that this step began with.
+        Hosts exchange checksums and counts, devices their computed values: no host waits for its own device, except for
+        the batch that this step began with.
 
         Returns the batch's loss, a scalar on the device, and what the step returned in addition; None for values that
         this stage doesn't know. ValueError: the stages read different batches, or the step gave the model different
         inputs on two stages. RuntimeError: a parameter of several stages is trained on some of them only.
         """
         pipe, logs = self._pipe, self._logs
-        # checksum, signature (a CRC), number of values, what is trained
+        # checksum, signature (a CRC), number of values, flags of trained parameters
         known = torch.cat([torch.zeros(KNOWN, dtype=torch.float64), holdings.flags()])
         known[0] = checksum([tensor.read() for tensor in self._inputs])
         row = torch.zeros(FIXED + LOGGED, dtype=torch.float64, device=pipe.device)  # loss, factor, finite, values
@@ -135,6 +137,7 @@ class TrainingStep:
         return last[0], others
 
     def _refuse_unlike(self) -> None:
+        """Raise ValueError that states why the model's inputs differ between the stages. Collective."""
         batch = [tensor.detach().cpu() for tensor in tensors_in(self._parts)]
         batches = rows_of(torch.tensor([checksum(batch)], dtype=torch.float64), self._pipe.hosts)
         if len(set(batches[:, 0].tolist())) > 1:
@@ -172,12 +175,14 @@ class TrainingStep:
 
 
 def finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return whether no element of any tensor is NaN or infinite: a scalar on the device. The host doesn't wait."""
     filled = [tensor for tensor in tensors if tensor.numel()]  # an empty tensor has no largest element
     norms = torch._foreach_norm(filled, torch.inf) if filled else ()
     return torch.stack([torch.zeros((), device=device), *norms]).isfinite().all()
 
 
 def multiply(tensors: Sequence[Tensor], by: Tensor) -> None:
+    """Multiply each tensor by a scalar tensor, in place. The host doesn't wait."""
     for dtype in {tensor.dtype for tensor in tensors}:
         exact, same = torch.promote_types(dtype, torch.float32), [t for t in tensors if t.dtype == dtype]
         if exact == dtype:
@@ -200,6 +205,11 @@ def moved(module: LightningModule, batch: Any, move: Callable[[], Any]) -> Any:
 
 
 def split(batch: Any, parts: int) -> list[Any]:
+    """Cut a batch into micro-batches along the first axis of its tensors.
+
+    Raises:
+        ValueError: fewer sequences than parts, or tensors with different numbers of sequences.
+    """
     if parts == 1:
         return [batch]
     sizes: set[int] = set()

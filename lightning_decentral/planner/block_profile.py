@@ -1,7 +1,7 @@
-"""Profiling a training step block by block: seconds of forward, backward and update, bytes held, saved and handed on.
+"""Profiles a training step block by block: seconds of forward, backward and update; bytes of each.
 
 seconds(block) = median over passes (`shared.compute.block_cost`) of its forward and of its backward
-update(block)  = seconds of the whole update * (its update alone) / (sum over blocks of theirs alone)
+update(block)  = seconds of the whole update * (its update alone) / (sum over blocks of their updates alone)
 products_per_second = operations of Newton-Schulz on the hidden matrices / its seconds, median over repeats
 """
 
@@ -65,10 +65,11 @@ def _pass(root: nn.Module, names: Sequence[str], run: Run, device: torch.device,
 
 
 def _members(root: nn.Module, names: Sequence[str], run: Run, device: torch.device) -> list[list[nn.Parameter]]:
+    """Group parameters by block, without those that no gradient reached."""
     members: list[list[nn.Parameter]] = [[] for _ in range(len(names) + 1)]
     found = BlockPass(root, names, device)
     trained = [p for p in root.parameters() if p.requires_grad]
-    # The block in whose backward the gradient is complete, of a tied one the lower: from then on it may travel.
+    # The block in whose backward the gradient is complete (of a tied parameter the lower block): then it may be sent.
     hooks = [p.register_post_accumulate_grad_hook(lambda p: members[found.block].append(p)) for p in trained]
     try:
         found.run(run)
@@ -104,7 +105,7 @@ def _update(optimizers: Sequence[Optimizer], members: Sequence[list[nn.Parameter
     try:
         for group in groups:
             group["lr"] = 0.0
-        # The first one, in which optimizers may make their state, doesn't count.
+        # The first call, in which optimizers may make their state, doesn't count.
         times = [(duration(step, device), [alone(b) for b in range(len(members))]) for _ in range(1 + REPEATS)][1:]
     finally:
         for group, rate in zip(groups, rates, strict=True):
@@ -114,6 +115,7 @@ def _update(optimizers: Sequence[Optimizer], members: Sequence[list[nn.Parameter
 
 
 def hidden_of(root: nn.Module) -> list[nn.Parameter]:
+    """Parameters that are hidden matrices for `Muon`, in order."""
     hidden: list[nn.Parameter] = muon_groups(root)[0]["params"]
     return hidden
 
@@ -137,6 +139,7 @@ def products_per_second(matrices: Sequence[nn.Parameter], device: torch.device) 
 
 
 def states_of(optimizers: Iterable[Optimizer]) -> tuple[tuple[str, int], ...]:
+    """(name, bytes) of the states that have their parameters' shapes, over all optimizers."""
     found: dict[str, int] = {}
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():

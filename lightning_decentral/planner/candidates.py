@@ -1,7 +1,7 @@
-"""Candidates of a plan: overrides on the command line of `recipes/train.py`.
+"""Candidates of a plan: training methods, each as command-line overrides of `recipes/train.py`.
 
-The overrides are the only place where a candidate is written. So whatever wins can be trained as printed, and any other
-overrides can join the comparison. `forecasts` makes forecasts of them.
+The overrides are the only place where a candidate is written. So the recommended method can be trained as printed, and
+any other overrides can be added to the comparison. `forecasts` makes forecasts of them.
 """
 
 from collections.abc import Collection, Iterator
@@ -22,7 +22,7 @@ MOMENTUM_IN_INT8 = (
 )
 STREAM = "strategy=gossip strategy/topology=stream"
 OUTER = "strategy.combine.lr=null strategy.combine.momentum=null"
-"""Learning rate and momentum that suit the number of workers and of local steps."""
+"""Overrides by which learning rate and momentum follow the numbers of workers and of local steps."""
 DEFAULTS = {"gossip": ("strategy/codec=plain", "strategy/combine=gossip"), "compressed": ("strategy/codec=int8",)}
 
 
@@ -36,7 +36,7 @@ class Candidate:
 
 
 def candidates(cluster: Cluster, model: Model, slices: int = 1) -> Iterator[Candidate]:
-    """Yield candidates from the one that mixes most to the least: of equally fast ones the first is recommended."""
+    """Yield the candidates, those that mix most first: of equally fast candidates the first is recommended."""
     timed = {work.codec for work in model.rounds}
     int8, int4 = _remark(Int8(), timed), _remark(Int4(), timed)
     per_node, several = cluster.per_node, 1 < cluster.per_node < cluster.workers
@@ -78,6 +78,7 @@ def _remark(codec: Codec, timed: Collection[str]) -> str:
 
 
 def _pipelines(cluster: Cluster, batch: int, slices: int) -> Iterator[Candidate]:
+    """Yield pipelines: one on each node, or one over all nodes."""
     stages = cluster.per_node if cluster.per_node > 1 else cluster.workers
     if stages > 1:
         cut = f"strategy.stages={stages} strategy.microbatches={stages} strategy/slicing=uniform"
@@ -86,15 +87,18 @@ def _pipelines(cluster: Cluster, batch: int, slices: int) -> Iterator[Candidate]
 
 
 def measured(known: KnownLosses) -> Iterator[Candidate]:
+    """Yield the candidates whose batches to the loss were measured."""
     for method, overrides in known.overrides.items():
         yield Candidate(overrides, method)
 
 
 def is_ddp(overrides: str) -> bool:
+    """Return whether the overrides train with a form of `ddp`."""
     return any(one in DDP for one in overrides.split())
 
 
 def in_full(overrides: str) -> list[str]:
+    """Overrides of a candidate, with the strategy's default codec and rule written out."""
     given = overrides.split()
     chosen = next((one.partition("=")[2] for one in given if one.startswith("strategy=")), "")
     named = {one.partition("=")[0] for one in given}

@@ -1,4 +1,4 @@
-"""Comparison of forecasts: all candidates side by side, which one to train with, and a grid of other clusters."""
+"""Compares the forecasts of all candidates, and recommends one to train with, also for a grid of other clusters."""
 
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,14 +18,14 @@ from lightning_decentral.shared.plan.profile import Model
 THRESHOLD = 0.1
 AS_FAST = 0.02
 AS_SOON = 0.1
-"""Error of forecasts: among methods that are equally fast up to this share, the one that sends least is chosen."""
+"""Relative error of forecasts: of methods whose seconds differ by less, the one that sends fewest bytes is chosen."""
 NODES = (2, 4, 8, 16)
 RATES = (1.25e7, 1.25e8, 1.25e9, 3.125e9, 1.25e10, 5e10)  # 100 Mbit/s ... 400 Gbit/s
 MOST_WORKERS = 128
 RUNS = 2
 NOTHING = "nothing fits"
 BASES = {"adam": DDP, "adamw": DDP, "accum_adamw": "ddp, AccumAdamW", "muon": "ddp, Muon"}
-"""`ddp` in the table of known losses, by its optimizer."""
+"""{optimizer: name of `ddp` with this optimizer in the table of known losses}"""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ComparedMethod:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Comparison of methods in a setting; what isn't described is as in `plan`."""
+    """Comparison of methods in a setting; fields without a comment are the arguments of `plan` with these names."""
 
     setting: Setting
     rows: tuple[ComparedMethod, ...]  # with measured losses, the fastest to the loss first; then the fastest steps
@@ -64,10 +64,12 @@ class Comparison:
 
     @property
     def known(self) -> KnownLosses | None:
+        """Losses of the nearest measured setting; None if no model of this kind was measured."""
         return losses_of(self.setting, self.like)
 
     @property
     def stay(self) -> bool:
+        """Return whether a form of ddp is the best, because no other method gains enough."""
         return self.best is not None and is_ddp(self.best.candidate.overrides)
 
     @property
@@ -81,14 +83,16 @@ class Comparison:
         return next(row for row in self.rows if row.candidate.overrides == BASELINE)
 
     def speedup(self, row: ComparedMethod) -> float:
+        """Speed-up of a method over ddp, by seconds per step."""
         return self.baseline.forecast.seconds / row.forecast.seconds
 
     def fits(self, row: ComparedMethod) -> bool:
+        """Return whether a method fits into a device's memory."""
         return row.forecast.memory_bytes <= self.memory_bytes
 
     @property
     def command(self) -> str:
-        """Overrides for `recipes/train.py` that train with the best one, for a shell: the profile's, then strategy,
+        """Overrides of `recipes/train.py` that train with the best method, for a shell: the profile's, then strategy,
         codec, rule and optimizer by name, and the cluster."""
         model, cluster = self.setting.model, self.setting.cluster
         overrides = in_full(self.best.candidate.overrides) if self.best else []
@@ -119,7 +123,7 @@ def plan(
         setting = replace(setting, model=trained_with(profiled, optimizer))
     factors = drawn(variation, setting.cluster.simulated.workers)
     asked, known = tuple(also), losses_of(setting, like)
-    for overrides in asked:  # a mistake in overrides asked for is the user's to mend, not a row that is refused
+    for overrides in asked:  # a mistake in the user's overrides raises an error, and makes no refused row
         composed(overrides)
     rows, refused = [], {}
     for candidate, method, where in _methods(setting, profiled, slices, asked, known, say):
@@ -144,7 +148,7 @@ def losses_of(setting: Setting, like: str | None = None) -> KnownLosses | None:
 
 
 def share_of(candidate: Candidate, optimizer: str, known: KnownLosses | None) -> float | None:
-    """`ComparedMethod.share` of a candidate, which was measured with the very overrides, or is `ddp` by itself."""
+    """`ComparedMethod.share` of a candidate whose overrides are a measured method's, or plain `ddp`'s; else None."""
     if known is None:
         return None
     words = set(candidate.overrides.split())
@@ -176,7 +180,7 @@ def chosen(
 ) -> Candidate | None:
     """Choose by seconds: ddp if no candidate gains enough over ddp; else the first of the fastest that do."""
     ddp, base = min((pair for pair in found if forms(pair[0].overrides)), key=itemgetter(1), default=(None, inf))
-    # Both, as at a threshold of 0 to be as fast is no gain.
+    # Two conditions: at a threshold of 0 a method as fast as ddp gains nothing.
     gaining = [(one, seconds) for one, seconds in found if seconds < base and (1 + threshold) * seconds <= base]
     fastest = min((seconds for _, seconds in gaining), default=0.0)
     return next((one for one, seconds in gaining if seconds <= (1 + alike) * fastest), ddp)
@@ -192,10 +196,12 @@ class Cell:
     best: str
 
     def speedup(self, title: str) -> float:
+        """Speed-up of a candidate over ddp; 0 where one of them has no seconds."""
         return self.seconds["ddp"] / self.seconds[title] if {title, "ddp"} <= self.seconds.keys() else 0.0
 
 
 def sizes(setting: Setting, nodes: Sequence[int] = NODES) -> list[int]:
+    """Numbers of workers, the setting's own among them."""
     per_node = setting.cluster.per_node
     return sorted({setting.cluster.workers, *(n * per_node for n in nodes if n * per_node <= MOST_WORKERS)})
 
@@ -234,7 +240,7 @@ def _methods(
     say: Callable[[str], None] = lambda text: None,
 ) -> Iterator[tuple[Candidate, Method | str, Setting]]:
     """Yield each candidate with its method, or why it can't serve the cluster, and the setting with its optimizer."""
-    own = BASES.get(where.model.optimizer)  # the row `ddp` is that
+    own = BASES.get(where.model.optimizer)  # that is the row `ddp`
     further = [one for one in (measured(known) if known else ()) if one.title != own]
     asked = (Candidate(one, one) for one in also)
     for candidate in [*candidates(where.cluster, where.model, slices), *further, *asked]:
@@ -244,7 +250,7 @@ def _methods(
             at = replace(where, model=trained_with(profiled, made.optimizer)) if made.optimizer else where
             method = method_of(made.strategy, at.cluster, slices)
             method = Accumulated(method, made.accumulated) if made.accumulated > 1 else method
-            method.memory_bytes(at.without_network)  # where nothing of the network can be missing
+            method.memory_bytes(at.without_network)  # no further method can need an unmeasured price
             yield candidate, method, at
         except ValueError as error:
             yield candidate, str(error), where

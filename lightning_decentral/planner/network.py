@@ -1,6 +1,6 @@
-"""Network benchmark: seconds of collectives and of messages between neighbours, measured.
+"""Network benchmark: measures the seconds of collectives and of messages between neighbours.
 
-seconds = median over repeats of the largest over workers of its own seconds
+seconds = median over repeats of the slowest worker's seconds
 """
 
 from collections.abc import Callable, Sequence
@@ -23,6 +23,7 @@ Operation = Callable[[Transport, int, torch.device], Call]
 
 
 def all_reduce(over: Transport, message_bytes: int, device: torch.device) -> Call:
+    """All-reduce of messages of `message_bytes` bytes."""
     tensor = _floats(message_bytes, device)
     return lambda: over.all_reduce(tensor).wait()
 
@@ -37,18 +38,21 @@ def exchange(over: Transport, message_bytes: int, device: torch.device, peers: i
 
 
 def all_gather(over: Transport, message_bytes: int, device: torch.device) -> Call:
+    """All-gather of the parts of all workers, `message_bytes` bytes together."""
     part = _floats(message_bytes / over.size, device)
     whole = part.repeat(over.size)
     return lambda: over.all_gather_into(whole, part).wait()
 
 
 def reduce_scatter(over: Transport, message_bytes: int, device: torch.device) -> Call:
+    """Reduce-scatter of messages of `message_bytes` bytes: every worker gets its part of the sum."""
     part = _floats(message_bytes / over.size, device)
     whole = part.repeat(over.size)
     return lambda: over.reduce_scatter(part, whole).wait()
 
 
 def broadcast(over: Transport, message_bytes: int, device: torch.device) -> Call:
+    """Broadcast of the first worker's message to all workers."""
     tensor = _floats(message_bytes, device)
     return lambda: over.broadcast(tensor).wait()
 
@@ -110,9 +114,10 @@ class NetworkMeter:
         return points
 
     def _seconds(self, call: Call | None) -> float:
+        """Measure the seconds of a call, equal on all workers; workers without a call only wait."""
         own = []
         for _ in range(WARM_UP + self.repeats):
-            # All meet, so that none is charged for another that was late.
+            # A barrier, so that a late worker doesn't add to the seconds of the others.
             self.wire.flags.all_reduce(torch.zeros(1)).wait()
             own.append(duration(call, self.device) if call else 0.0)
         pending, rows = self.wire.flags.all_gather(torch.tensor(own[WARM_UP:], dtype=torch.float64))

@@ -18,6 +18,7 @@ Palette = Mapping[str, str]
 
 
 def new_axes(width: float, height: float, across: str, upwards: str = "") -> tuple[Any, Any]:
+    """Make a figure, and its axes with these labels."""
     figure = new_figure(width, height)
     axes = figure.subplots()
     axes.set_xlabel(across)
@@ -27,6 +28,7 @@ def new_axes(width: float, height: float, across: str, upwards: str = "") -> tup
 
 
 def svg(figure: Any) -> str:
+    """Render a figure as an SVG element for a page: no declaration, no date, nothing to be loaded."""
     text = StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     return text.getvalue()[text.getvalue().index("<svg") :]
@@ -41,6 +43,7 @@ def palette(titles: Sequence[str]) -> dict[str, str]:
 def curves(
     cells: Sequence[Cell], titles: Sequence[str], colours: Palette, across: Callable[[Cell], float], label: str
 ) -> str:
+    """Draw curves of the candidates' speed-up over ddp (SVG)."""
     figure, axes = new_axes(7, 3.6, label, "speed-up over ddp")
     places = [across(cell) for cell in cells]
     for title in titles:
@@ -55,11 +58,12 @@ def curves(
 
 
 def winners(cells: Sequence[Cell], colours: Palette) -> str:
+    """Draw a map of workers and bandwidth: the recommended method as colour, its speed-up as number (SVG)."""
     workers, rates = sorted({cell.workers for cell in cells}), sorted({cell.bytes_per_second for cell in cells})
     names = ["ddp", *sorted({cell.best for cell in cells} - {"ddp"})]
     figure, axes = new_axes(7.5, 1.4 + 0.45 * len(workers), "Gbit/s of a network card", "workers")
     axes.spines[["top", "right"]].set_visible(True)
-    from matplotlib.patches import Rectangle  # there is one, or there were no figure
+    from matplotlib.patches import Rectangle  # installed, as there is a figure
 
     square = partial(Rectangle, width=1, height=1, edgecolor="white", alpha=0.75)
     for cell in cells:
@@ -77,6 +81,7 @@ def winners(cells: Sequence[Cell], colours: Palette) -> str:
 
 
 def timeline(tasks: Sequence[Task[str]]) -> str:
+    """Draw a timeline of the first workers' and links' tasks, one row each (SVG)."""
     spans = run(tasks)
     kinds: dict[str, list[str]] = {}  # rows of workers and rows of links, shown in pairs
     for row in dict.fromkeys(task.worker for task in tasks):

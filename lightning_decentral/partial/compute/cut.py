@@ -86,6 +86,7 @@ class Cutter:
             self._hooks.append(self._network.register_forward_hook(self._leave, always_call=True))
 
     def remove(self) -> None:
+        """Remove the hooks from the module."""
         for hook in self._hooks:
             hook.remove()
 
@@ -145,11 +146,13 @@ class Bypass:
         self._require(False)
 
     def end(self) -> None:
+        """Restore `requires_grad` of all parameters as the user set it."""
         self._require(True)
         self._parameters = []
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
+        """Restore `requires_grad` as the user set it, within this context."""
         self._require(True)
         try:
             yield
@@ -187,6 +190,7 @@ class Judged:
     verdicts: Mapping[str, Verdict]
 
     def refuse(self) -> None:
+        """Raise ValueError if the boundary isn't a valid cut."""
         leaks = [name for name, verdict in self.verdicts.items() if verdict is Verdict.LEAK]
         if leaks:
             more = f" and {len(leaks) - 1} more" if len(leaks) > 1 else ""
@@ -216,6 +220,7 @@ def judge(root: nn.Module, boundaries: list[str], run: Run) -> list[Judged]:
 
 
 def gradients(root: nn.Module, run: Run, cut: AbstractContextManager[None]) -> Gradients:
+    """Gradients by parameter name; None if the loss doesn't depend on the parameter."""
     root.zero_grad(set_to_none=True)
     with cut:
         loss = run()

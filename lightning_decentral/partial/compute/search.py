@@ -45,10 +45,11 @@ class CutPlan:
 
 
 def check_wish(cuts: Cuts) -> None:
+    """Raise ValueError for a `cuts` option that is impossible for any module."""
     match cuts:
         case "auto" | "blocks":
             return
-        case bool() | str():  # before int, which True is, too
+        case bool() | str():  # before the test for int, as True is an int, too
             raise ValueError(f"cuts must be 'auto', 'blocks', a number of cuts, or names of modules, got {cuts!r}")
         case int() if cuts < 1:
             raise ValueError(f"cuts must be at least 1, got {cuts}: without a cut use the ddp strategy")
@@ -95,7 +96,7 @@ def _likeliest(module: nn.Module) -> list[BlockSequence]:
 
 
 def _along_a_chain(trial: Trial, chains: Sequence[BlockSequence], number: int | None, balance: Balance) -> CutPlan:
-    trial.try_out()  # an error of the step itself isn't the chains' fault
+    trial.try_out()  # raises here if the step itself fails, whatever the cuts
     layers = [part for part in trial.module.modules() if any(True for _ in part.parameters(recurse=False))]
     if number is None and len(layers) < 2:  # nothing to cut
         costs = trial.measure([], [parameter_bytes(trial.module.parameters())])
@@ -117,11 +118,12 @@ class TooFewBlocks(ValueError):
 
 
 def _cut_chain(trial: Trial, chain: BlockSequence, number: int | None, balance: Balance) -> CutPlan:
+    """Cut into balanced pieces; the first includes what comes before the chain, the last what comes after."""
     pieces = min(AUTO_SEGMENTS, len(chain.names)) if number is None else number + 1
     sizes = [parameter_bytes(trial.module.get_submodule(name).parameters()) for name in chain.names]
     costs = trial.measure(chain.names[1:], sizes)
     if pieces > len(costs):
-        plan(trial, list(chain.names[1:2]))  # a chain that can't be cut anyway is no reason to complain
+        plan(trial, list(chain.names[1:2]))  # raises first if the chain can't be cut at all
         raise TooFewBlocks(f"{number} cuts need {pieces} blocks, there are {len(costs)} ({chain}): give fewer cuts")
     starts = partition([balance.of(cost) for cost in costs], pieces)
     return replace(plan(trial, [chain.names[start] for start in starts]), chain=chain)

@@ -36,6 +36,7 @@ class Decide(Protocol):
 
 
 def by_itself(compute: Callable[[], Found], /) -> Found:
+    """Return the result of this worker's own run."""
     return compute()
 
 
@@ -52,6 +53,8 @@ class Trial:
         return type(self.module).__name__
 
     def try_out(self) -> None:
+        """Raise ValueError if the step itself can't run on the copy."""
+
         def once() -> None:
             self.run()
 
@@ -136,6 +139,7 @@ def _state_of(gradient: Tensor | None) -> tuple[int, int]:
 
 
 def own_state(module: nn.Module) -> Callable[[], None]:
+    """Return a function that restores the plain attributes of every part of the module."""
     # Tensors and modules in a list are restored as themselves, not as copies.
     held = {id(one): one for one in (*module.modules(), *module.parameters(), *module.buffers())}
     parts = [vars(part) for part in module.modules()]

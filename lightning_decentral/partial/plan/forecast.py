@@ -71,6 +71,7 @@ class PartialForecast(Method):
         return np.asarray(last[:, WARM_STEPS:].mean(axis=1), dtype=np.float64)
 
     def tasks(self, setting: Setting) -> list[Task[str]]:
+        """Tasks of the deepest worker's first step."""
         return self._step(setting, min(self._trained(setting, 0)), 1.0)
 
     def card_bytes(self, setting: Setting) -> float:
@@ -81,6 +82,7 @@ class PartialForecast(Method):
         return share * data_parallel.DataParallel().card_bytes(setting)
 
     def memory_bytes(self, setting: Setting) -> float:
+        """Memory at the largest depth; with a warm-up, at full depth."""
         segments = len(setting.model.blocks)
         reach = segments if self.depth.warm_up else self.depth.reach(setting.cluster.workers, segments)
         blocks = enumerate(setting.model.blocks, reach - segments)
@@ -89,10 +91,12 @@ class PartialForecast(Method):
 
     @property
     def _whole(self) -> float:
+        """Fraction of the run at full depth."""
         # Unknown for a warm-up in steps: a forecast has no length of the run.
         return self.depth.warm_up if self.depth.warm_up < 1 else 0.0
 
     def _trained(self, setting: Setting, step: int) -> list[Trained]:
+        """Segments that each worker trains at a step after the warm-up."""
         workers, segments = setting.cluster.workers, len(setting.model.blocks)
         steady = replace(self.depth, warm_up=0)
         return [steady.trained(r, workers, step, segments) for r in range(setting.cluster.simulated.workers)]

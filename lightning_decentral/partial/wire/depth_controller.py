@@ -31,7 +31,7 @@ class DepthController:
         for name, segment in plan.segment_of.items():
             self.segments[segment].append(parameters[name])
         self.bypass = Bypass()  # active from a forward to the end of its backward
-        self.step, self.contributors = -1, list[tuple[int, ...]]()  # of the latest step that was cut
+        self.step, self.contributors = -1, list[tuple[int, ...]]()  # state of the latest step that was cut
         self._cutter = Cutter(module, plan.boundaries)
         self.own(0)
 
@@ -47,12 +47,15 @@ class DepthController:
         return tuple(s for s, ranks in enumerate(self.contributors) if self.place.rank in ranks)
 
     def depth(self, step: int) -> int:
+        """Number of the top segments that this worker's backward goes through."""
         return len(self.segments) - self.lowest(self.own(step))
 
     def lowest(self, trained: Sequence[int]) -> int:
+        """Segment where a backward that trains these segments ends."""
         return min(map(self.plan.lowest_use, trained)) if self.assignment.whole else trained[0]
 
     def alone(self, step: int) -> AbstractContextManager[None]:
+        """Cut this step's backward on a worker that keeps its own gradients."""
         return self._cut(self.own(step), None)
 
     def together(self, step: int) -> AbstractContextManager[None]:
@@ -66,10 +69,12 @@ class DepthController:
         return self._cutter.at(lowest - 1 if lowest else None, scales)  # boundary j is between segments j and j + 1
 
     def absent(self) -> list[nn.Parameter]:
+        """Trainable parameters that no worker trains at the latest cut step."""
         found = zip(self.contributors, self.segments, strict=True)
         return [p for ranks, members in found if not ranks for p in members if p.requires_grad]
 
     def own_absent(self, step: int) -> list[nn.Parameter]:
+        """Trainable parameters that this worker doesn't train at this step."""
         own = self.own(step)
         return [p for s, members in enumerate(self.segments) if s not in own for p in members if p.requires_grad]
 
@@ -97,6 +102,7 @@ class CutSteps(DeviceSteps):
         self._absent, self._waiting, self._blocked = absent, waiting, False
 
     def drive(self, driver: DepthController, wire: Wire | None, equal: EqualReplicas, bucket_bytes: int | None) -> None:
+        """Start to use the cuts that were found. Collective."""
         if wire is not None:
             self.reducer = Reducer(driver.segments, driver.place, wire.group, wire.hosts, bucket_bytes)
             equal.join(self.reducer)
@@ -109,12 +115,14 @@ class CutSteps(DeviceSteps):
         loss.register_hook(lambda _: Variable._execution_engine.queue_callback(self.end))
 
     def begin(self) -> None:
+        """Prepare for a backward; only the last backward of an accumulated step sends gradients."""
         if self.reducer is not None and self.driver is not None and not self._blocked:
             with self.driver.bypass.lifted():
                 self.reducer.refresh()
             self.reducer.begin(self.driver.contributors)
 
     def end(self) -> None:
+        """Finish a backward: wait for the averaged gradients."""
         if self.driver is not None:
             self.driver.bypass.end()
         if self.reducer is not None and not self._blocked:
@@ -122,6 +130,7 @@ class CutSteps(DeviceSteps):
                 self.reducer.finish()
 
     def settle(self, optimizer: Optimizer) -> None:
+        """Apply `absent` to parameters that no worker trained in this step, before the optimizer's update."""
         if self.reducer is not None:
             self.reducer.serve([p for group in optimizer.param_groups for p in group["params"]])
         if self.driver is not None:
@@ -136,6 +145,7 @@ class CutSteps(DeviceSteps):
             self._blocked = False
 
     def close(self) -> None:
+        """Restore the module as it was before the cuts."""
         if self.driver is not None:
             self.driver.remove()
         if self.reducer is not None:

@@ -118,7 +118,7 @@ class Reducer(Average):
         self.sent_bytes = 0.0  # this worker's part of the traffic so far (in a collective, the mean over workers)
         self._segments, self._place, self._bucket_bytes = segments, place, bucket_bytes
         self._group, self._world, self._hosts = group, of_all(group), of_all(hosts)
-        self._groups: dict[Ranks, Transport | None] = {}  # of contributors
+        self._groups: dict[Ranks, Transport | None] = {}  # groups by contributors
         self._launcher = Launcher(self._launch)
         self._packing = Packing([], bucket_bytes)
         self._served: Sequence[nn.Parameter] = ()
@@ -126,6 +126,7 @@ class Reducer(Average):
         self.refresh()
 
     def refresh(self) -> None:
+        """Update which parameters are trained: freezing may change at any step, on all workers alike."""
         trained = [[p for p in segment if p.requires_grad] for segment in self._segments]
         before = self._launcher.watched
         if self._launcher.watch([p for segment in trained for p in segment]):
@@ -134,10 +135,12 @@ class Reducer(Average):
             self._packing = Packing(trained, self._bucket_bytes)
 
     def close(self) -> None:
+        """Remove the hooks from the parameters."""
         self._launcher.watch(())
-        self._reported = []  # no worker waits for the last answers
+        self._reported = []  # the last comparison is still to be read
 
     def serve(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Raise RuntimeError for a trained parameter that belongs to no segment."""
         if same(parameters, self._served):
             return
         known = {p for segment in self._segments for p in segment}

@@ -68,7 +68,7 @@ class Chain(Pipelined):
         own = {part for block in self._own(place) for whole in block.parts for part in whole.modules()}
         others = {part for block in self._blocks for part in block.parts} - own
         for parent in list(self.module.modules()):
-            # Not `named_children`, which names a module once that stands in several places.
+            # Not `named_children`, which lists a module once even if it stands in several places.
             left = {name: nn.Identity() for name, child in parent._modules.items() if child in others}
             if left:
                 self._replace(parent, left)
@@ -88,7 +88,7 @@ class Chain(Pipelined):
     def forward(
         self, place: StagePlace, call: Call, hidden: Tensor | None, memory: KVCache, start: int, stop: int
     ) -> Tensor:
-        # The batch is the user's: a block that writes to what it is given would change it, and be recomputed from that.
+        # A copy: a block that writes to its input would change the user's batch, from which it is recomputed.
         output = call.inputs.clone() if hidden is None else hidden
         for block in self._own(place):
             output = block.run(output)
@@ -102,6 +102,7 @@ class Chain(Pipelined):
 
 
 def vit(module: Any) -> Chain:
+    """Chain of a `transformers.ViTForImageClassification`."""
     from transformers.modeling_outputs import ImageClassifierOutput
 
     inner, classifier = module.vit, module.classifier
@@ -115,6 +116,7 @@ def vit(module: Any) -> Chain:
 
 
 def resnet(module: Any) -> Chain:
+    """Chain of a `transformers.ResNetForImageClassification`."""
     from transformers.modeling_outputs import ImageClassifierOutputWithNoAttention
 
     inner, classifier = module.resnet, module.classifier
@@ -136,12 +138,13 @@ KNOWN: dict[str, Callable[[Any, torch.device], Pipelined]] = {
 
 
 def known(module: nn.Module) -> list[tuple[Any, str]]:
+    """Find the known models in `module`, each with its name in `KNOWN`."""
     kinds = {part: [c.__name__ for c in type(part).__mro__ if c.__name__ in KNOWN] for part in module.modules()}
     return [(part, names[0]) for part, names in kinds.items() if names]
 
 
 def depth(module: nn.Module) -> int | None:
-    """Number of blocks of the one known model in `module`, without a trial of it; None if there isn't exactly one."""
+    """Return the number of blocks of the one known model in `module`, without a trial; None if there isn't one."""
     found = known(module)
     if len(found) != 1:
         return None

@@ -26,7 +26,7 @@ READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.defaul
 class _View:
     """Storage, place and dtype of a tensor when an operation used it: `tensor.data = ..` may change them later."""
 
-    storage: Any  # holding it keeps its key from being used again
+    storage: Any  # a reference, so that its key isn't used again
     place: tuple[Any, ...]
     dtype: torch.dtype
 
@@ -39,6 +39,7 @@ class _View:
         return int(self.storage._cdata)
 
     def real(self, storages: Mapping[Key, Tensor]) -> Tensor:
+        """The same view of the storage that now has memory."""
         return torch.empty(0, dtype=self.dtype).set_(storages[self.key].untyped_storage(), *self.place)
 
 
@@ -51,7 +52,7 @@ class _Given:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "_Given":
-        # Others may write to it before it is read: a small one is copied, a large one refused if its version changed.
+        # Other code may write to the tensor before it's read: small tensors are copied, changed large ones refused.
         own = tensor.detach().clone() if tensor.nbytes <= COPIED_BYTES else tensor
         return cls(own, own._version)
 
@@ -75,6 +76,7 @@ class _Done:
     default: torch.dtype  # torch's at that time, which tensors without an explicit dtype get
 
     def touched(self) -> set[Key]:
+        """Storages that the operation read or wrote."""
         return {leaf.key for leaf in tree_leaves((self.given, self.result)) if isinstance(leaf, _View)}
 
     def repeat(self, storages: dict[Key, Tensor]) -> None:
@@ -90,7 +92,7 @@ class _Done:
             found = tree_leaves(self.function(*args, **kwargs))
         finally:
             torch.set_default_dtype(default)
-        generator.set_state(before)  # what is drawn afterwards knows nothing of the repetition
+        generator.set_state(before)  # later random draws don't depend on the repetition
         for mine, view in zip(found, tree_leaves(self.result), strict=True):
             if isinstance(view, _View) and view.key not in storages:
                 assert (mine.dtype, *_place(mine)) == (view.dtype, *view.place), f"{self.function} made another tensor"
@@ -134,7 +136,7 @@ class Deferred(TorchDispatchMode):
         if given and not _metas(given):
             return func(*args, **kwargs)
         leaves = func is torch.ops.aten._to_copy.default and torch.device(kwargs.get("device") or "meta").type != "meta"
-        # It needs the values themselves, as a copy to a real device does, or writes to a tensor that has memory.
+        # The operation needs values, as a copy to a real device does, or writes to a tensor that has memory.
         if leaves or func in READS or len(written := _written(func, args, kwargs)) > len(_metas(written)):
             args, kwargs = tree_map_only(Tensor, self.made, (args, kwargs))
             return func(*args, **kwargs)
@@ -166,6 +168,7 @@ class Deferred(TorchDispatchMode):
 
     @torch.no_grad()
     def made(self, tensor: Tensor) -> Tensor:
+        """Return the tensor with memory and values; a tensor that already has them is returned as it is."""
         if not _deferred(tensor):
             return tensor
         view, storages = _View.of(tensor), dict[Key, Tensor]()
@@ -174,6 +177,7 @@ class Deferred(TorchDispatchMode):
         return view.real(storages)
 
     def _needed(self, key: Key) -> set[int]:
+        """Find the operations that used this storage, or a storage on which it depends."""
         found: set[int] = set()
         keys, seen = [key], {key}
         while keys:
@@ -199,13 +203,14 @@ class Deferred(TorchDispatchMode):
             values = self.made(tensor) if stays else torch.empty(0, dtype=tensor.dtype)
             like = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
             like.__class__ = type(tensor)
-            like.__dict__.update(tensor.__dict__)  # marks that others left there
+            like.__dict__.update(tensor.__dict__)  # attributes that other code has set on the tensor
             torch.utils.swap_tensors(tensor, like)
-        self._done.clear()  # and what the operations were given with it
+        self._done.clear()  # and the operations' arguments
         self._of.clear()
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """Storage offset, size and stride of a tensor."""
     return tensor.storage_offset(), tensor.size(), tensor.stride()
 
 
@@ -222,6 +227,7 @@ def _views(tree: Any) -> Any:
 
 
 def _written(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Tensors among the arguments that the operation writes."""
     arguments = function._schema.arguments
     pairs = [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
     values = [value for argument, value in pairs if argument.alias_info is not None and argument.alias_info.is_write]
@@ -244,5 +250,6 @@ def drawn_alike(broadcast: Callable[[Tensor], Tensor]) -> Iterator[None]:
 
 
 def tensors_of(module: nn.Module) -> list[Tensor]:
+    """List parameters, buffers, and tensors that are plain attributes; each once."""
     plain = [value for part in module.modules() for value in vars(part).values() if isinstance(value, Tensor)]
     return list(dict.fromkeys([*module.parameters(), *module.buffers(), *plain]))

@@ -25,6 +25,7 @@ class _Reached(BaseException):
 
 @contextmanager
 def answering(model: Pipelined, answer: Callable[[Call], Any]) -> Iterator[None]:
+    """Read each call of the model in this context, and return `answer(call)` to the caller."""
     module: Any = model.module
     module.forward = lambda *args, **kwargs: answer(model.read(args, kwargs))
     try:
@@ -79,6 +80,7 @@ class Suspended:
         self._going.release()
 
     def _while_it_runs(self, begin: Callable[[], None]) -> None:
+        """Let the step's thread run until its call of the model or its end."""
         with answering(self._model, self._wait):
             begin()
             self._paused.acquire()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo  # as torch's optimizers; torch.compiler.disable imports much
+from torch._compile import _disable_dynamo  # as torch's optimizers do; torch.compiler.disable imports much
 
 
 class LayerRows:
@@ -50,7 +50,7 @@ class LayerRows:
         total = grad if self._carried is None else grad + self._carried
         self._returned = start
         self._carried = total[..., :start, :]  # later slices' gradient of these keys, until their own slice's backward
-        if start == 0:  # the last backward: nothing is needed any more
+        if start == 0:  # after the last backward pass no rows are needed
             self.rows = self._carried = None
         return total[..., start:, :]
 
@@ -79,6 +79,7 @@ class KVCache:
         self._start, self._stop = 0, length
 
     def at(self, start: int, stop: int) -> "KVCache":
+        """Return a cache with the same rows for the slice start..stop."""
         # A new object for each slice: a later recomputation still knows its position.
         view = KVCache(self.length)
         view.stores, view._start, view._stop = self.stores, start, stop

@@ -65,6 +65,7 @@ class Pipelined(ABC):
         self._removed = []
 
     def _replace(self, parent: nn.Module, changes: Mapping[str, nn.Module | None]) -> None:
+        """Replace some children of a module by others; None removes a child."""
         self._removed.append((parent, parent._modules))
         # A new dictionary: the old one, kept whole, lets `restore` restore the order, too.
         changed = {**parent._modules, **changes}
@@ -102,6 +103,7 @@ _full: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a batch: those of its mappings, lists, tuples and dataclasses, in order."""
     if isinstance(batch, Tensor):
         yield batch
         return

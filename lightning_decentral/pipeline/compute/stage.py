@@ -3,9 +3,9 @@
 A chunk is one slice of one micro-batch. Its graph begins at the incoming hidden state and ends at the outgoing one;
 keys and values of other slices come and go through `KVCache`.
 
-Slices, and recomputed activations, equal the whole model only if a forward changes no buffer (`unchanged`). What a fake
-quantization's observer, or a spectral norm, did for one slice it wouldn't do for the next, nor for the same slice a
-second time: a silent error.
+Slices, and recomputed activations, equal the whole model only if a forward changes no buffer (`unchanged`). A fake
+quantization's observer, or a spectral norm, would give the next slice another model, and the same slice a second time
+as well: a silent error.
 """
 
 from abc import ABC, abstractmethod
@@ -74,7 +74,7 @@ class Recompute(Activations):
     repeats: ClassVar[bool] = True
 
     def run(self, compute: Compute, hidden: Tensor | None) -> Tensor:
-        # A copy each time: a block that writes to its input mustn't change what the backward begins with.
+        # A copy each time: a block that writes to its input mustn't change the input of the recomputation.
         copied = lambda hidden: compute(None if hidden is None else hidden.clone())  # noqa: E731
         # Reentrant, the first stage would get no gradients: none of its inputs requires one.
         output: Tensor = checkpoint(copied, hidden, use_reentrant=False)
@@ -100,7 +100,8 @@ class Stage:
         self._memories = [KVCache(sum(slices)) for _ in calls]  # one for each micro-batch
         # For each chunk: its input's gradient, once known, a function that makes zeros like it, and the output.
         self._kept: dict[tuple[int, int], tuple[list[Tensor], Callable[[], Tensor] | None, Tensor]] = {}
-        self.outputs: dict[int, list[Tensor]] = {}  # [micro-batch][slice]: detached outputs of the last stage.
+        self.outputs: dict[int, list[Tensor]] = {}
+        """[micro-batch][slice]: detached outputs of the last stage."""
 
     def forward(self, microbatch: int, index: int, hidden: Tensor | None) -> Tensor:  # (batch, tokens, width)
         """Run one chunk's forward; `hidden` is None on the first stage. Returns the detached output."""
@@ -133,6 +134,7 @@ class Stage:
         return zeros() if zeros is not None and not gradient else next(iter(gradient), None)
 
     def weights(self, microbatch: int, index: int) -> None:
+        """Run the second half of a split backward: add gradients of weights to `.grad`."""
         assert self._weights is not None
         self._weights.finish((microbatch, index))
 
@@ -158,6 +160,7 @@ def unchanged(module: nn.Module, among: str, remedy: str) -> Iterator[None]:
 
 @contextmanager
 def put_back(module: nn.Module) -> Iterator[None]:
+    """Restore every buffer afterwards, whatever observers have recorded meanwhile."""
     before = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     yield
     with torch.no_grad():
@@ -167,6 +170,7 @@ def put_back(module: nn.Module) -> Iterator[None]:
 
 
 def _read_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield all buffers with their names, except running statistics of norms."""
     for path, part in module.named_modules():
         if not isinstance(part, nn.modules.batchnorm._NormBase):
             for name, buffer in part.named_buffers(recurse=False):

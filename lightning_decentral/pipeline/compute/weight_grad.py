@@ -28,9 +28,11 @@ class SplitWeights:
         self._halves: dict[Chunk, list[Callable[[], None]]] = {}
 
     def during(self, chunk: Chunk) -> AbstractContextManager[Any]:
+        """Split linear maps in the forward of a chunk (micro-batch, slice) that runs in this context."""
         return _Cutting(self._halves.setdefault(chunk, []))  # a recomputation comes a second time
 
     def finish(self, chunk: Chunk) -> None:
+        """Run the second half of this chunk's backward."""
         for half in self._halves.pop(chunk):
             half()
 

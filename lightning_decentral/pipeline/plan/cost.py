@@ -36,6 +36,7 @@ class CostModel:
     error: float = 0.0  # the root mean square of (predicted - measured) / measured over the fitted measurements
 
     def __call__(self, tokens: int, context: int) -> float:
+        """Predict the seconds of a slice: positive."""
         counts, seconds = zip(*self.alone, strict=True)
         found = float(np.interp(tokens, counts, seconds))
         if not counts[0] <= tokens <= counts[-1]:
@@ -152,6 +153,7 @@ def message_seconds(links: Sequence[Link], slices: Sequence[int], action: Action
 def expected(
     profiles: Sequence[StageCost], schedule: Schedule, num_microbatches: int, slices: Sequence[int]
 ) -> ScheduleForecast:
+    """Forecast a training step from the stages' measured costs."""
     costs = cache(partial(action_seconds, profiles, slices))
     link = partial(message_seconds, [found.link for found in profiles], slices)
     # Costs are computed once for all micro-batches, which cost the same.

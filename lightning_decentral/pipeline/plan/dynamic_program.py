@@ -84,6 +84,7 @@ def piece_boundaries(length_tokens: int, granularity: int) -> list[int]:
 
 
 def lengths(boundaries: Sequence[int], at: Sequence[int]) -> tuple[int, ...]:
+    """Lengths of the pieces between these boundaries."""
     return tuple(boundaries[b] - boundaries[a] for a, b in pairwise(at))
 
 

@@ -71,6 +71,7 @@ class Pipelining(Method):
         return synchronous(lambda f: self._run(setting, f).seconds + f * fixed, factors) + reduced
 
     def tasks(self, setting: Setting) -> list[Task[str]]:
+        """Tasks of one step of one pipeline, without the update."""
         stages = self._stages(setting)
         actions = self.schedule.actions(stages, self.microbatches or stages, self.slices)
         seconds, link = self._costs(setting, 1.0)
@@ -91,6 +92,7 @@ class Pipelining(Method):
         return gradients + crossings * hidden
 
     def memory_bytes(self, setting: Setting) -> float:
+        """Bytes on the fullest stage, including its chunks in flight."""
         model, parts = setting.model, self._parts(setting)
         state = model.state_bytes / max(1, model.parameter_bytes)
         held = self._run(setting, 1.0).chunks_in_flight
@@ -104,6 +106,7 @@ class Pipelining(Method):
         return forecast(self.schedule, *counts, *self._costs(setting, factor))
 
     def _costs(self, setting: Setting, factor: float) -> tuple[Costs, Costs]:
+        """Return (seconds of an action: its stage's blocks, in its direction; seconds of a message)."""
         parts, chunk = self._parts(setting), self._chunk(setting)
         hidden = max(part[-1].output_bytes for part in parts) * chunk
         forward = [factor * chunk * sum(block.forward_seconds for block in part) for part in parts]
@@ -125,6 +128,7 @@ class Pipelining(Method):
         return stages
 
     def _parts(self, setting: Setting) -> list[tuple[BlockCost, ...]]:
+        """List the blocks of each stage."""
         blocks = setting.model.blocks
         counts = self.partition.counts(blocks, NOTHING, NOTHING, self._stages(setting))
         return [blocks[sum(counts[:r]) : sum(counts[: r + 1])] for r in range(len(counts))]

@@ -1,6 +1,6 @@
 """Pipeline partition: which blocks each stage gets (equal numbers, fastest slowest stage, or given numbers).
 
-    min over cuts of  max over stages of (sum of the stage's block seconds + what only the first or last stage has)
+    min over cuts of  max over stages of (sum of the stage's block seconds + embedding or head of an outer stage)
 
 Source: RaNNC 2103.16063 (blocks to stages by a dynamic program on measured times and memory).
 """
@@ -17,7 +17,6 @@ from lightning_decentral.shared.plan.linear_partition import linear_partition
 from lightning_decentral.shared.plan.profile import BlockCost
 
 NOTHING = BlockCost()
-Blocks = Sequence[BlockCost]
 
 
 def weighed(parameter_bytes: int) -> BlockCost:
@@ -26,7 +25,7 @@ def weighed(parameter_bytes: int) -> BlockCost:
 
 
 def refuse_more_stages_than_blocks(num_stages: int, num_blocks: int) -> None:
-    """ValueError for more stages than blocks: a stage without a block would only pass on its input."""
+    """Raise ValueError for more stages than blocks: a stage without a block would only pass on its input."""
     if not 1 <= num_stages <= num_blocks:
         raise ValueError(f"{num_stages} stages for a model of {num_blocks} blocks: use 1 to {num_blocks} stages")
 
@@ -35,7 +34,9 @@ class Partition(ABC):
     """Policy that assigns blocks to stages; a frozen value that knows no model."""
 
     @abstractmethod
-    def counts(self, blocks: Blocks, embedding: BlockCost, head: BlockCost, num_stages: int) -> tuple[int, ...]:
+    def counts(
+        self, blocks: Sequence[BlockCost], embedding: BlockCost, head: BlockCost, num_stages: int
+    ) -> tuple[int, ...]:
         """Number of blocks for each stage: positive, with sum `len(blocks)`."""
 
 
@@ -43,7 +44,9 @@ class Partition(ABC):
 class Even(Partition):
     """Equal numbers of blocks for each stage; left-over blocks go to the middle stages."""
 
-    def counts(self, blocks: Blocks, embedding: BlockCost, head: BlockCost, num_stages: int) -> tuple[int, ...]:
+    def counts(
+        self, blocks: Sequence[BlockCost], embedding: BlockCost, head: BlockCost, num_stages: int
+    ) -> tuple[int, ...]:
         refuse_more_stages_than_blocks(num_stages, len(blocks))
         few, more = divmod(len(blocks), num_stages)
         first = (num_stages - more) // 2  # the first and last stage have embedding and head
@@ -66,7 +69,9 @@ class Fastest(Partition):
     def __post_init__(self) -> None:
         at_least(1, "leave it out for no limit", max_bytes=self.max_bytes)
 
-    def counts(self, blocks: Blocks, embedding: BlockCost, head: BlockCost, num_stages: int) -> tuple[int, ...]:
+    def counts(
+        self, blocks: Sequence[BlockCost], embedding: BlockCost, head: BlockCost, num_stages: int
+    ) -> tuple[int, ...]:
         refuse_more_stages_than_blocks(num_stages, len(blocks))
         count = len(blocks)
         costs = np.full((count + 1, count + 1), np.inf)
@@ -96,7 +101,9 @@ class Counted(Partition):
         if not self.blocks or min(self.blocks) < 1:
             raise ValueError(f"every stage needs a block, got {self.blocks}: give blocks=(1, 1, ...)")
 
-    def counts(self, blocks: Blocks, embedding: BlockCost, head: BlockCost, num_stages: int) -> tuple[int, ...]:
+    def counts(
+        self, blocks: Sequence[BlockCost], embedding: BlockCost, head: BlockCost, num_stages: int
+    ) -> tuple[int, ...]:
         if len(self.blocks) != num_stages or sum(self.blocks) != len(blocks):
             raise ValueError(
                 f"blocks={self.blocks} is for {len(self.blocks)} stages and {sum(self.blocks)} blocks, but there are "

@@ -13,8 +13,8 @@ A stage posts receives before the actions that need them:
 
 Over NCCL a posted receive is a running kernel, and so is a send until its receive is posted. Whatever waits for a whole
 device (freed memory, a kernel's first loading, `torch.cuda.synchronize`) waits for both. Two ahead can deadlock: the
-sender may need a message of this stage, whose host waits. In step can't: a stage before action X has sent only what
-comes before X, and posted only receives of that, so it waits only for stages at earlier actions. The earliest goes on.
+sender may need a message of this stage, whose host waits. In step can't: a stage before action X has sent and posted
+only messages of actions before X, so it waits only for stages at earlier actions. The earliest goes on.
 
 Over gloo a host waits for its messages one by one: two ahead is safe, and in step would be late.
 """
@@ -80,6 +80,7 @@ class Schedule(ABC):
         """Yield the actions of one stage, in order."""
 
     def actions(self, num_stages: int, num_microbatches: int, num_slices: int) -> list[list[Action]]:
+        """List each stage's actions in order. Raises ValueError for a number below 1."""
         at_least_1(num_stages=num_stages, num_microbatches=num_microbatches, num_slices=num_slices)
         return [list(self.of_stage(r, num_stages, num_microbatches, num_slices)) for r in range(num_stages)]
 
@@ -151,7 +152,7 @@ def _backwards(stage: int, microbatches: Sequence[int], num_slices: int) -> Iter
 
 
 def check(stages: Sequence[Sequence[Action]], num_microbatches: int, num_slices: int) -> None:
-    """ValueError unless every stage takes every chunk forward and backward exactly once, without a deadlock."""
+    """Raise ValueError unless every stage takes every chunk forward and backward exactly once, without a deadlock."""
     for stage, actions in enumerate(stages):
         complete = {*_forwards(stage, num_microbatches, num_slices)}
         complete |= {*_backwards(stage, range(num_microbatches), num_slices)}
@@ -201,6 +202,7 @@ class ScheduleForecast:
 
 
 def always(seconds: float) -> Costs:
+    """Every action takes the same time."""
     return lambda action: seconds
 
 
@@ -260,12 +262,14 @@ Posts = Mapping[Action, Sequence[Action]]  # action -> actions whose receives ar
 
 
 def two_ahead(actions: Sequence[Action]) -> Posts:
+    """Plan for a stage with these actions when it posts receives: two actions ahead."""
     coming = [action for action in actions if action.kind is not Kind.WEIGHTS]
     later = zip(coming[1:], coming[AHEAD + 1 :], strict=False)
     return {coming[0]: coming[: AHEAD + 1], **{action: [expected] for action, expected in later}}
 
 
 def in_step(stages: Sequence[Sequence[Action]], num_slices: int) -> list[Posts]:
+    """Plan for each stage when it posts receives: in step. Every stage must pass the same actions."""
     # Ordered by start. Of actions that start at once, senders come first, so that a message is received before its
     # turn. Any order would do in which no action comes before those that it needs.
     spans = equally_long(stages, num_slices).items()

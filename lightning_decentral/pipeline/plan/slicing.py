@@ -94,6 +94,7 @@ class Situation:
         at_least(0, "leave it out for the default", link_seconds=self.link_seconds, **factors)
 
     def step_seconds(self, slices: Sequence[int]) -> float:
+        """Forecast the seconds of a training step with these slices, by the timeline."""
         contexts = [sum(slices[:i]) for i in range(len(slices))]
         forward = [self.seconds(tokens, context) for tokens, context in zip(slices, contexts, strict=True)]
         longer = {Kind.FORWARD: 1.0, Kind.BACKWARD: self.backward_over_forward}

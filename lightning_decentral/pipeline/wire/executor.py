@@ -135,6 +135,7 @@ class Channel:
         self._arriving[action] = pending, message, shape
 
     def receive(self, action: Action) -> Tensor:
+        """Wait for the tensor that was expected for this action."""
         pending, message, shape = self._arriving.pop(action)
         with _naming(action.stage, action.stage - TOWARDS[action.kind]):
             pending.wait()
@@ -143,6 +144,7 @@ class Channel:
         return self._boundary.decode(message, *shape)
 
     def send(self, action: Action, tensor: Tensor) -> None:  # (batch, tokens, width)
+        """Send the action's result to the neighbouring stage."""
         target = action.stage + TOWARDS[action.kind]
         _, dtype = self._shapes[action.microbatch, action.slice, min(target, action.stage)]
         message = self._boundary.encode(tensor.to(dtype))  # under autocast its dtype may differ from the expected one
@@ -152,6 +154,7 @@ class Channel:
         self._leaving[action] = pending, message  # gloo reads the message later
 
     def close(self) -> None:
+        """Wait until all messages have been sent."""
         for action in list(self._leaving):
             self._let_go(action)
 
@@ -163,6 +166,7 @@ class Channel:
 
 @contextmanager
 def _naming(stage: int, peer: int) -> Iterator[None]:
+    """Raise `PeerLost` with the stage's number for a peer lost in this context."""
     try:
         yield
     except PeerLost as error:
@@ -172,6 +176,7 @@ def _naming(stage: int, peer: int) -> Iterator[None]:
 
 
 def _tag(action: Action) -> int:
+    """Message tag, unique for one direction between two stages."""
     return 2 * (action.microbatch << 12 | action.slice) + (action.kind is Kind.BACKWARD)  # room for 4096 slices
 
 
@@ -179,7 +184,7 @@ LossOf = Callable[[int, Tensor], Tensor]
 """(micro-batch, output of the last stage, all slices joined) -> the loss, a scalar."""
 
 Clock = Callable[[], float]  # Seconds since any moment.
-_name = cache(str)  # of an action: a profile names each, and a run has few
+_name = cache(str)  # names of actions, cached: a run has few
 
 
 class Executor:
@@ -195,7 +200,8 @@ class Executor:
         """Span in which each action computed, without waits for its input; on a device, when it was launched."""
         self.own_seconds: dict[Action, float] = {}
         """Seconds of each action: fewer than its span if the machine does other work meanwhile."""
-        self.loss_seconds = 0.0  # Seconds of the loss, forward and backward, included in `own_seconds`.
+        self.loss_seconds = 0.0
+        """Seconds of the loss, forward and backward, included in `own_seconds`."""
 
     def run(self, actions: Sequence[Action], posts: Posts | None = None) -> None:
         """Run all actions in order. `posts`: the receives to post before each action; by default two ahead.
@@ -228,6 +234,7 @@ class Executor:
             self._channel.send(action, output)
 
     def _finish(self, microbatch: int) -> None:
+        """Compute the loss over all slices, and its gradient with respect to each slice."""
         own, parts = self._own(), self._stage.outputs.pop(microbatch)
         whole = joined(parts).requires_grad_()  # a leaf: each slice's backward starts from its part of it
         loss = self._loss_of(microbatch, whole)
@@ -256,6 +263,7 @@ class Executor:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:  # (batch, tokens, ..) each
+    """Join all slices' outputs; a single slice is returned as it is and may have one number a sample."""
     return torch.cat(list(parts), dim=1) if len(parts) > 1 else parts[0]
 
 

@@ -25,9 +25,11 @@ class Ownership:
 
     def __init__(self, module: nn.Module, model: Pipelined, place: StagePlace, over: Transport | None) -> None:
         self._module, self._model, self._over = module, model, over
-        self.order = _named(module)  # First name of each parameter of the whole model, in the model's order.
-        self.state_keys = list(module.state_dict())  # Keys of the whole model's state_dict.
-        self._shapes = {parameter: parameter.shape for parameter in self.order}  # other stages' will be empty
+        self.order = _named(module)
+        """First name of each parameter of the whole model, in the model's order."""
+        self.state_keys = list(module.state_dict())
+        """Keys of the whole model's state_dict."""
+        self._shapes = {parameter: parameter.shape for parameter in self.order}  # those of others will be empty
         inside = set(model.module.parameters())
         model.keep(place)
         self.kept = set(module.parameters())
@@ -62,7 +64,7 @@ class Ownership:
         return torch.tensor([here.get(name, -1.0) for name in self.several], dtype=torch.float64)
 
     def refuse_uneven(self, flags: Tensor) -> None:  # (stages, several)
-        """RuntimeError on all stages for a parameter that only some stages train, by the `flags` of each stage."""
+        """Raise RuntimeError on all stages for a parameter that only some stages train, by each stage's `flags`."""
         for name, column in zip(self.several, flags.unbind(1), strict=True):
             if len({flag for flag in column.tolist() if flag >= 0}) > 1:
                 raise RuntimeError(
@@ -101,6 +103,7 @@ class Ownership:
                 self._put(name, form, self._over.size - 1, device, self._over)
 
     def _forms(self, everywhere: bool) -> dict[str, Form]:
+        """Forms of buffers by name: those of modules on all stages, or those of blocks."""
         found = {}
         for path, part in self._module.named_modules():
             for leaf, buffer in part._buffers.items() if (path in self._everywhere) == everywhere else ():
@@ -132,14 +135,14 @@ class Ownership:
         self.share_buffers(device)
         held = self._forms(everywhere=False)
         self._model.restore()
-        self._module.cpu()  # then tensor by tensor: a device needs room only for its own stage
+        self._module.cpu()  # then tensor by tensor: a device has memory for its own stage only
         over, self._over = self._over, None  # the group ends with the fit
         if over is None:
             return
         whole = {name: p for name, p in self._module.state_dict(keep_vars=True).items() if isinstance(p, nn.Parameter)}
         trained = gather_objects(over, {name for name, parameter in whole.items() if parameter.requires_grad})
         for name in (name for name in self.state_keys if name in whole):  # in one order: permanent pruning changes it
-            # The last stage's, also if all stages have the tensor: only there a step may have written to it.
+            # From the last stage, even if all stages have the tensor: only there a step may have written to it.
             owner = [r for r, keys in enumerate(self._keys) if name in keys][-1]
             tensor = whole[name]
             shape = self._shapes.get(tensor, tensor.shape)
@@ -154,6 +157,7 @@ class Ownership:
 
 
 def _named(module: nn.Module) -> dict[nn.Parameter, str]:
+    """Map each parameter to its first name."""
     # By hand: `named_parameters` counts as a read of all parameters, of which a stage has a part (`totals`).
     named: dict[nn.Parameter, str] = {}
     for path, part in module.named_modules():
@@ -164,6 +168,7 @@ def _named(module: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def optimizer_part(optimizer: Optimizer, state: State, order: Mapping[nn.Parameter, str]) -> State:
+    """Convert a stage's optimizer state to the names of parameters instead of their numbers."""
     names = [[order[p] for p in group["params"]] for group in optimizer.param_groups]
     flat = [name for group in names for name in group]
     settings = [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]]
@@ -171,6 +176,7 @@ def optimizer_part(optimizer: Optimizer, state: State, order: Mapping[nn.Paramet
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, str]]:
+    """List each parameter group's settings as text, without its parameters."""
     return [
         {
             key: repr(value.tolist() if isinstance(value, Tensor) else value)
@@ -201,11 +207,13 @@ def check_same_groups(workers: Sequence[Sequence[Sequence[Mapping[str, str]]]]) 
 
 
 def joined_names(parts: Sequence[Sequence[Sequence[str]]], order: Sequence[str]) -> list[list[str]]:
+    """Merge the names of all stages' parameters in each group, in the order of the whole model."""
     place = {name: i for i, name in enumerate(order)}
     return [sorted({name for part in parts for name in part[g]}, key=place.__getitem__) for g in range(len(parts[0]))]
 
 
 def optimizer_whole(parts: Sequence[State], order: Sequence[str]) -> State:
+    """Merge the stages' optimizer states into the whole model's."""
     groups = joined_names([part["names"] for part in parts], order)
     number = {name: i for i, name in enumerate(name for group in groups for name in group)}
     # Reversed: of several stages' states for a parameter, the first stage's stays.

@@ -166,6 +166,7 @@ def _one_way(pipe: StageRunner, call: Call, tokens: int, stage: int) -> float:
 
 
 def clock(device: torch.device) -> Clock:
+    """Seconds by the clock, read after the device has finished the current stream's work."""
     if device.type == "cpu":
         return time.perf_counter
 
@@ -183,9 +184,11 @@ class SlicePlanner:
     def __init__(self, schedule: Schedule, microbatches: int) -> None:
         self._schedule, self.microbatches = schedule, microbatches
         self.slices: dict[str, list[int]] = {}
-        self.profiles: list[StageCost] = []  # Measured costs of the stages, if the slicing measures.
+        self.profiles: list[StageCost] = []
+        """Measured costs of the stages, if the slicing measures."""
         self._measured = (0, 0, 0)
-        self.stages: list[str] = []  # Description of each stage's blocks.
+        self.stages: list[str] = []
+        """Description of each stage's blocks."""
 
     def plan(
         self, slicing: Slicing, call: Call, pipe: StageRunner, world: Transport | None, planned: Callable[[], None]
@@ -216,6 +219,7 @@ class SlicePlanner:
         return self.slices[key]
 
     def situation(self, num_stages: int) -> Situation:
+        """Make the situation for which slices are planned; without measurements a slice costs its length."""
         if self.profiles:
             return priced(self.profiles, self._schedule, self.microbatches)
         return Situation(
@@ -226,11 +230,13 @@ class SlicePlanner:
         )
 
     def expected(self) -> ScheduleForecast | None:
+        """Forecast a step with the latest plan by its timeline; None without measurements."""
         if not self.slices or not self.profiles:
             return None
         return expected(self.profiles, self._schedule, self.microbatches, [*self.slices.values()][-1])
 
     def summary(self) -> dict[str, str]:
+        """Describe stages, slices, bubble and memory as text."""
         slices, found = ([*self.slices.values()] or [[]])[-1], self.expected()
         sizes = len(self.stages), self.microbatches, max(1, len(slices))
         equal = forecast(self._schedule, *sizes, lambda action: 1.0)

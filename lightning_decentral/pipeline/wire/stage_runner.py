@@ -56,6 +56,7 @@ class StageRunner:
         return self._run(calls, slices, loss_of, self.program(len(calls), len(slices)), own)[0]
 
     def program(self, microbatches: int, slices: int) -> Program:
+        """Actions and receives of a training step; the same object for the same numbers."""
         if (microbatches, slices) not in self._programs:
             stages = self.schedule.actions(self.size, microbatches, slices)
             self._programs[microbatches, slices] = self._posting(stages, slices)
@@ -119,6 +120,7 @@ class StageRunner:
         return executor, stage
 
     def channel(self, calls: Sequence[Call], bounds: Sequence[tuple[int, int]]) -> Channel:
+        """Make the channel to the neighbours for one step with these calls and slice bounds."""
         shapes: dict[tuple[int, int, int], Shape] = {}  # computed once a step: each is used twice a message
         places = [(m, s, call, ends) for m, call in enumerate(calls) for s, ends in enumerate(bounds)]
         for microbatch, index, call, ends in places if self.over is not None else ():
@@ -133,7 +135,7 @@ class StageRunner:
     def _learn(self, call: Call) -> None:
         """Learn unknown shapes: run zeros once through all stages, one after the other. Collective."""
         shapes: list[Shape] = []
-        # Dropout draws no numbers, and running statistics don't see the zeros.
+        # In evaluation mode: dropout draws no numbers, and running statistics don't change.
         with evaluating(self.model.module), put_back(self.model.module):
             for r in range(self.size):
                 mine: Shape | None = None
@@ -148,9 +150,11 @@ class StageRunner:
         self._shapes[call.inputs.shape] = shapes
 
     def gather(self, value: T) -> list[T]:
+        """Gather a small value from every stage. Collective."""
         return [value] if self.over is None else gather_objects(self.over, value)
 
     def total(self, number: Tensor) -> Tensor:  # (..), in place
+        """Sum a number over the stages, in place. Collective."""
         if self.over is None:
             return number
         self.over.all_reduce(number).wait()
@@ -174,6 +178,7 @@ class StageRunner:
 
 
 def checksum(inputs: Sequence[Tensor]) -> float:
+    """Checksum of the inputs of all calls, on the host."""
     result = 0.0
     for tensor in inputs:
         flat = tensor.flatten().double()

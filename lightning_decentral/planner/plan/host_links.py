@@ -48,7 +48,8 @@ class HostLinks:
                 raise ValueError(f"{name} {link} must be {wanted}, got {value}: measure this link again")
 
     def seconds(self, message_bytes: float) -> Matrix:
-        # The diagonal may hold anything, zeros too.
+        """Seconds of a message, [source, target]; 0 on the diagonal."""
+        # The diagonal is ignored, and may hold zeros.
         with np.errstate(divide="ignore", invalid="ignore"):
             found = self.latency_seconds + message_bytes / self.bytes_per_second
         np.fill_diagonal(found, 0.0)
@@ -64,19 +65,21 @@ class HostLinks:
         return HostLinks(tuple(hosts), self.latency_seconds[both], self.bytes_per_second[both])
 
     def write(self, path: str | Path) -> None:
+        """Write JSON; zeros on the diagonals."""
         rows = {name: np.where(np.eye(len(self.hosts)), 0.0, getattr(self, name)).tolist() for name in COLUMNS[2:]}
         Path(path).write_text(json.dumps({"format": FORMAT, "version": VERSION, "hosts": self.hosts, **rows}, indent=1))
 
 
 def of(hosts: Sequence[str], pairs: Sequence[Sequence[tuple[float, float]]]) -> HostLinks:
+    """Links from pairs [source][target] -> (latency in seconds, bytes per second)."""
     both = np.array(pairs, dtype=np.float64)
     return HostLinks(tuple(hosts), both[..., 0], both[..., 1])
 
 
 def read(path: str | Path) -> HostLinks:
     """Read JSON that `HostLinks.write` wrote, or a CSV file with the columns source, target, latency_seconds,
-    bytes_per_second and one line for each direction of each link. ValueError: it can't be read, something else, not
-    square, a link or host that is missing, no latency or rate."""
+    bytes_per_second and one line for each direction of each link. ValueError: the file can't be read, is of another
+    kind or not square, or lacks a link, host, latency or rate."""
     text = text_of(path, "give a file of hosts")
     if Path(path).suffix == ".csv":
         return _listed(path, text)

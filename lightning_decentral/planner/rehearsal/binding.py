@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.optim import LBFGS, Optimizer
 
@@ -31,7 +31,7 @@ from lightning_decentral.shared.wire.agreement import check_same_model, start_fr
 from lightning_decentral.shared.wire.in_process import InProcessTransport, Mailboxes
 from lightning_decentral.shared.wire.in_process_group import InProcessGroup, ThreadsWorld
 
-LOOK = 10  # Steps from one look at the noise of gradients to the next.
+LOOK = 10  # Steps between two measurements of the gradients' noise.
 
 
 @dataclass
@@ -51,6 +51,7 @@ class Common:
     mixes: bool = True  # whether workers that drift have rounds
 
     def close(self) -> None:
+        """End all waits of workers, and waits for them, future waits included."""
         for part in (self.quota, self.boxes, self.look, self.meet, self.way):
             part.close()
 
@@ -63,7 +64,7 @@ class Park(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         data, steps = trainer.train_dataloader, len(self._binding.losses)
-        if steps and isinstance(data, Iterator):  # the Trainer would begin empty epochs without an end
+        if steps and isinstance(data, Iterator):  # otherwise the Trainer would begin empty epochs for ever
             self._binding.wait()
             raise ValueError(f"a worker has {steps} batches only: rehearse fewer steps")
 
@@ -84,7 +85,7 @@ class Binding(DDPStrategy):
         self.losses: list[Tensor] = []  # of each step, on the worker's own batch, before the update
         self.learning_rates: list[float] = []  # of each step, of the first parameter group
 
-    # ---- the place --------------------------------------------------------------------------------------------------
+    # ---- ranks -----------------------------------------------------------------------------------------------------
 
     root_device = property(attrgetter("_place.device"))
     global_rank = property(attrgetter("_place.worker"))
@@ -119,7 +120,7 @@ class Binding(DDPStrategy):
                 begin(self._seed)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        # From Lightning's first one on, before `setup`: around `prepare_data` it would make a group of gloo's.
+        # Before Lightning's first barrier, around `prepare_data`, which would make a gloo group.
         self._common.world.join(self._group)
         super().barrier(*args, **kwargs)
 
@@ -153,7 +154,7 @@ class Binding(DDPStrategy):
         optimizer = self.optimizers[0]
         scale(optimizer, [one.scheduler for one in self.lr_scheduler_configs], self._common.loop.rate)
         self._rates = self.rates_now()
-        # An update may be made on flat copies, which nobody sees, unless hooks look at it.
+        # An update may be made on flat copies, unless hooks of the optimizer would notice.
         hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
         self._joined = JoinedUpdate(optimizer) if type(optimizer) in ELEMENTWISE and not hooked else None
         self.member = member_of(self._common.strategy, self._module, optimizer, self._place)
@@ -170,14 +171,22 @@ class Binding(DDPStrategy):
         return module
 
     def wait(self) -> None:
+        """Wait until a further step is requested."""
         self._common.quota.wait(self.global_rank, len(self.losses))
-        if self.lr_scheduler_configs:  # schedules have set what they set
+        if self.lr_scheduler_configs:  # schedulers have set the learning rates by now
             self._rates = self.rates_now()
 
     def rates_now(self) -> list[float]:
+        """Learning rates of the groups."""
         return [float(group.get("lr", 1.0)) for group in self.optimizers[0].param_groups]
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
         self._begun = len(self.losses)
         try:
             output = self._update(
@@ -189,7 +198,7 @@ class Binding(DDPStrategy):
                 self._common.way.end(self.global_rank)
             raise
         self._common.way.end(self.global_rank)
-        if self._common.loop.rate != 1 and self.rates_now() != self._rates:  # set by nobody that a factor reaches
+        if self._common.loop.rate != 1 and self.rates_now() != self._rates:  # set by code that the factor can't reach
             raise ValueError(
                 f"{type(self._module).__name__} sets learning rates by itself, which can't be multiplied by "
                 f"{self._common.loop.rate:g}: give a scheduler in configure_optimizers, or rates=[1]"
@@ -199,6 +208,7 @@ class Binding(DDPStrategy):
         return output
 
     def _update(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """Update as Lightning's precision plugin does; many small parameters as one."""
         if self._joined is None:
             return Strategy.optimizer_step(self, optimizer, closure, self._module, **kwargs)
         with torch.enable_grad():
@@ -209,7 +219,7 @@ class Binding(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.member.forward(len(self.losses), *args):
             output = self._common.way.forward(self.global_rank, partial(super().training_step, **kwargs), args)
-        if self._begun == len(self.losses):  # an optimizer may come several times
+        if self._begun == len(self.losses):  # called several times for an optimizer
             self.losses.append(torch.as_tensor(loss_of(output).detach()).double())
             self.learning_rates.append(self.rates_now()[0])
         return output
@@ -223,7 +233,7 @@ class Binding(DDPStrategy):
             while ends:
                 ends.pop()()
 
-        if is_overridden("backward", module) and loss.device.type == "cpu":  # what follows in it sees means, too
+        if is_overridden("backward", module) and loss.device.type == "cpu":  # hooks within see means, too
             loss.register_hook(lambda _: Variable._execution_engine.queue_callback(end))
         self.member.backward()
         plugin.backward(loss, module, optimizer, *args, **kwargs)

@@ -1,9 +1,9 @@
 """Workers of one strategy in one process: Lightning's own loop, the strategy's own rules, mixers and codecs.
 
-Each worker is a Trainer in a thread, one of which runs at a time: who waits for a message, or for further steps, lets
-the others go on. Gradients are computed one after the other, or some at a time (`turns`). On the CPU every worker's
-parameters are, bit for bit, those of a run on as many processes, with the same batches and threads of torch's each.
-Only where more than two workers all-reduce are sums rounded in another order.
+Each worker is a Trainer in a thread, one of which runs at a time: a worker that waits for a message, or for further
+steps, lets another run. Gradients are computed one after the other, or some at a time (`turns`). On the CPU every
+worker's parameters are, bit for bit, those of a run on as many processes, with the same batches and threads of torch's
+each. Only where more than two workers all-reduce are sums rounded in another order.
 """
 
 import copy
@@ -49,8 +49,8 @@ class Crew(AbstractContextManager["Crew"]):
         loop: LoopSettings | None = None,
         threads: int = 1,  # that compute gradients, if the strategy allows it and steps draw no random numbers
     ) -> None:
-        described(module)  # as at the set-up of a run
-        refuse_shared(module)  # a copy parts what shares memory
+        described(module)  # as a run does at set-up
+        refuse_shared(module)  # a copy would separate tensors that share memory
         loop = loop or LoopSettings()
         boxes, turn, self.noise = Mailboxes(), OwnTurn(loop.device), NoiseScale()
         boxes.turn = turn
@@ -86,18 +86,20 @@ class Crew(AbstractContextManager["Crew"]):
 
     @property
     def way(self) -> Way:
+        """Way of computing gradients: one worker after the other, or several at a time."""
         return self._common.way
 
     def _way(self, threads: int) -> Way:
         first = self.workers[0]
         concurrent = all(member.concurrent for member in self.members)
-        concurrent &= not isinstance(first.binding.optimizers[0], LBFGS)  # another number of gradients on each
+        concurrent &= not isinstance(first.binding.optimizers[0], LBFGS)  # unequal numbers of gradients
         if threads == 1 or not concurrent:
             return Way()
         return Abreast(type(first.module).__name__, len(self.workers), self._common.turn, threads)
 
     @property
     def members(self) -> list[Member]:
+        """The workers' parts of the strategy."""
         return [worker.binding.member for worker in self.workers]
 
     @property
@@ -110,6 +112,7 @@ class Crew(AbstractContextManager["Crew"]):
 
     @property
     def learning_rate(self) -> float:
+        """Present learning rate of the first parameter group."""
         return self.workers[0].binding.rates_now()[0]
 
     def __exit__(self, *_: object) -> None:
@@ -127,6 +130,7 @@ class Crew(AbstractContextManager["Crew"]):
             yield
 
     def train(self, steps: int) -> None:
+        """Train for `steps` further steps."""
         self._to(self._steps + steps)
 
     def drift(self, steps: int) -> None:
@@ -143,7 +147,7 @@ class Crew(AbstractContextManager["Crew"]):
             self._common.quota.allow(steps)
         errors = [worker.error for worker in self.workers if worker.error is not None]
         for error in errors:
-            if not isinstance(error, (ConnectionError, BrokenBarrierError)):  # of those who then waited in vain
+            if not isinstance(error, (ConnectionError, BrokenBarrierError)):  # errors of those that waited in vain
                 raise error
         rows = [worker.binding.losses for worker in self.workers]
         taken = min(map(len, rows))
@@ -154,12 +158,14 @@ class Crew(AbstractContextManager["Crew"]):
         self._steps = steps
 
     def release(self) -> None:
+        """Release the workers after the last step, without mixing messages in flight."""
         for member in self.members:
             member.release()
 
 
 @contextmanager
 def _silence() -> Iterator[None]:
+    """Silence the Trainers' messages on devices and data loaders."""
     logger = logging.getLogger("lightning.pytorch")
     level = logger.level
     logger.setLevel(logging.ERROR)

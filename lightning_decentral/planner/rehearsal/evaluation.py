@@ -20,12 +20,13 @@ from lightning_decentral.planner.rehearsal.worker import quiet
 from lightning_decentral.shared.compute.carried import carried
 
 BATCHES = 16  # Number of batches, the first ones of the validation data.
-PAIRED = 4  # Batches where losses are compared on the same ones: what makes one batch harder is in both, and falls out.
+PAIRED = 4  # Batches for differences of losses: fewer are enough, as both losses are on the same ones.
 
 
 class HeldOutEvaluation:
     """mean_b loss(mean_i x_i, batch b): `training_step` in evaluation mode, without dropout, of a copy of the module on
-    the workers' device. `threads` share the batches out, unless the step draws random numbers."""
+    the workers' device. `threads`: number of threads over which batches are distributed, unless the step draws random
+    numbers."""
 
     def __init__(
         self, module: LightningModule, batches: Sequence[Any], device: torch.device = CPU, threads: int = 1
@@ -76,6 +77,7 @@ class HeldOutEvaluation:
                 trainer.training = True
 
     def _copied(self) -> list[LightningModule]:
+        """Copies for the other threads, whose parameters and buffers are the module's own memory."""
         copies = [copy.deepcopy(self._module) for _ in range(self._threads - 1)]
         for found in copies:
             for tensors in (nn.Module.parameters, nn.Module.buffers):
@@ -108,6 +110,8 @@ def _losses(module: LightningModule, batches: Sequence[tuple[int, Any]]) -> list
 def held_out(
     module: LightningModule, data: LightningDataModule | DataLoader[Any] | None, given: DataLoader[Any] | None
 ) -> list[Any]:
+    """The first batches of the validation data: those given, the datamodule's, or the module's own. ValueError: there
+    are none."""
     found: Any = given
     if found is None and isinstance(data, LightningDataModule) and is_overridden("val_dataloader", data):
         found = data.val_dataloader()

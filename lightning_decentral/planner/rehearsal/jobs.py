@@ -1,4 +1,4 @@
-"""Jobs of a rehearsal, each a method on a number of workers: timing its steps, and training it to the target."""
+"""Jobs of a rehearsal, each a method on a number of workers: its steps are timed, then it is trained to the target."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,11 +27,11 @@ from lightning_decentral.shared.plan.network import Network
 from lightning_decentral.shared.plan.profile import Profile
 
 CARDS = (1.25e6, 6.25e6, 2.5e7, 1.25e8, 1.25e9, 1.25e10)
-"""Bytes per second, of the map: 10, 50 and 200 Mbit/s, 1, 10 and 100 Gbit/s."""
-WARM, PROBE = 2, 3  # Steps before a probe, and those that it times.
-NEGLIGIBLE = 1e-3  # Share of the loss: a disagreement that costs no more isn't seen among the seeds of one method.
+"""Rates of network cards in the map, in bytes per second: 10, 50 and 200 Mbit/s, 1, 10 and 100 Gbit/s."""
+WARM, PROBE = 2, 3  # Steps before timing, and number of timed steps.
+NEGLIGIBLE = 1e-3  # Share of the loss: a smaller excess loss doesn't show among a method's differences between seeds.
 PAIRS, LONG_SECONDS = 7, 1.0
-"""Steps on threads and one after the other that are timed at most; none begins after so long."""
+"""Most timed pairs of steps (on threads, and one worker after the other), and seconds after which no pair begins."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class Ask:
 
     @property
     def updates(self) -> int:
+        """Largest number of updates of each worker for a method."""
         return updates(len(self.rates), self.course.steps) + (self.seeds - 1) * self.course.steps
 
 
@@ -115,7 +116,7 @@ class Foreknowledge:
         if job.workers != self.workers or _updates(job.strategy) != _updates(self.strategy):
             return ask.rates
         cost = self.at_most(ask, job)
-        # Measured over predicted cost of its own workers' disagreement, where they were probed.
+        # Measured excess loss of the first method's workers over the predicted one, where they were probed.
         off = self.came / self.drift.excess(self.strategy, self.workers, ask.per_node, self.drift.learning_rate)
         return ask.rates if cost is None or max(1.0, off) * cost > NEGLIGIBLE * self.loss else (self.rate,)
 
@@ -128,6 +129,7 @@ def _updates(strategy: Strategy) -> object:
 
 
 def timed(ask: Ask, job: RehearsalJob) -> float:
+    """Measure the seconds of a step, with its part of a validation; raises the errors that refuse the method."""
     step_costs(ask, job)
     with job.crew(ask, 0, 1.0) as crew:
         for steps in (WARM, PROBE):
@@ -147,11 +149,11 @@ def threads_ratio(module: LightningModule, data: Any, workers: int, loop: LoopSe
     given = module, copies_of(data), None, workers, 1
     try:
         with Crew(*given, loop=loop) as one_by_one, Crew(*given, loop=loop, threads=threads) as some:
-            pairs = [(_seconds(some), _seconds(one_by_one))]  # left out below: what is made once is made here
+            pairs = [(_seconds(some), _seconds(one_by_one))]  # not counted: objects made once are made here
             end = monotonic() + LONG_SECONDS
             while len(pairs) < 2 or (len(pairs) <= PAIRS and monotonic() < end):
                 pairs.append((_seconds(some), _seconds(one_by_one)))
-    except Exception:  # the module's own
+    except Exception:  # the module's own optimizer
         return None
     on_threads, in_turn = zip(*pairs[1:], strict=True)
     return float(median(on_threads) / median(in_turn))
@@ -164,6 +166,7 @@ def _seconds(crew: Crew) -> float:
 
 
 def rehearsed(ask: Ask, job: RehearsalJob, known: Foreknowledge | None) -> tuple[Reached, Foreknowledge | None]:
+    """Rehearse a job: (its result, measurements on gossip for later jobs)."""
     probes = known is None or known.workers != job.workers
     first = search(partial(job.crew, ask, 0), ask.rates, replace(ask.course, probes=probes))
     found, strategy, learnt = [first, *_further(ask, job, first.rate)], job.strategy, known
@@ -193,13 +196,13 @@ def _further(ask: Ask, job: RehearsalJob, rate: float) -> Iterator[Found]:
         except OutOfTime:
             return
         if found.steps is None and found.trained < ask.course.steps:
-            return  # its loss is that of another step than the first one's
+            return  # its loss is of another step than the first seed's
         yield found
 
 
 def step_costs(ask: Ask, job: RehearsalJob) -> tuple[float | None, dict[float, float]]:
-    """(seconds of a step, the same by bytes per second of a network card, at the known latency: empty where none is
-    known); None and empty without a profile."""
+    """Return (seconds of a step, {bytes per second of a network card: seconds of a step}), the latter empty where no
+    latency is known; (None, {}) without a profile."""
     if ask.profile is None:
         return None, {}
     network, variation = ask.network or Network(ask.profile.network), ask.profile.variation

@@ -1,4 +1,4 @@
-"""Additions of a rehearsal to a module: the Trainer's numbers, and learning rates times a factor."""
+"""Settings of a rehearsal's Trainers (clipping, steps, seed, device), and learning rates times a factor."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ class LoopSettings:
 
 
 def loss_of(output: Any) -> Tensor:
+    """Return the loss from the result of a `training_step`."""
     loss: Tensor | None = output["loss"] if isinstance(output, Mapping) else output
     if loss is None:
         raise ValueError("training_step gave no loss: a step that is left out can't be rehearsed")
@@ -32,6 +33,7 @@ def loss_of(output: Any) -> Tensor:
 
 
 def scale(optimizer: Optimizer, schedulers: Sequence[Any], factor: float) -> None:
+    """Multiply every learning rate, and the schedulers' initial learning rates, by a factor."""
     for group in optimizer.param_groups:
         group.update({name: group[name] * factor for name in RATES if name in group})
     for scheduler in schedulers:

@@ -1,11 +1,11 @@
-"""One worker's part of a strategy: its interface, its place, and averaged gradients, by the strategies' own averages.
+"""One worker's side of a rehearsed strategy: its interface, its rank among the workers, and averages of gradients.
 
     in a run                          in a rehearsal
     a process, with its own rank      a thread, whose rank is set with its turn (`turns`)
     torch.distributed                 `shared.wire.in_process`
-    an all-reduce of gradients        worker 0 takes what all give, and the others its mean
+    an all-reduce of gradients        worker 0 reads all gradients, the others copy its mean
 
-Codes are made and reduced where they are asked for, and not while backward runs: their messages take no time.
+Codes are made and reduced where a result is needed, not while backward runs: their messages take no time.
 """
 
 from collections.abc import Callable
@@ -82,7 +82,7 @@ class Member:
 
 
 class ReplicaMember(Member):
-    """Member whose replica stays equal to the others': one update by averaged gradients, and worker 0's running
+    """Member whose replica stays equal to the others': updates by averaged gradients, and worker 0's running
     statistics, by the strategies' own `EqualReplicas`."""
 
     drifts: ClassVar[bool] = False
@@ -123,12 +123,12 @@ class WhenAsked(Future[Any]):
         self._call: Any = call
 
     def run(self) -> None:
-        # Once, and kept no longer: it belongs to what keeps this result.
+        # Called once, then dropped: it may refer to objects that refer to this result.
         call, self._call = self._call, None
         try:
             with torch.no_grad():
                 self.set_result(call())
-        except BaseException as error:  # for all who ask
+        except BaseException as error:  # for all callers
             self.set_exception(error)
 
     def result(self, timeout: float | None = None) -> Any:
@@ -167,7 +167,7 @@ class AveragingMember(ReplicaMember):
     ) -> None:
         super().__init__(module, place, check)
         self._codec, self._after_backward = codec, ExitStack()
-        self._parameters = list(module.parameters())  # to walk through the module takes longer than to average them
+        self._parameters = list(module.parameters())  # walking through the module would take longer than averaging
         self._bucket_bytes = bucket_bytes or bucket_bytes_of(self._parameters)
 
     def begin(self) -> None:
@@ -180,14 +180,14 @@ class AveragingMember(ReplicaMember):
         self._steps = AveragedSteps(self._gradients, self._module, self.check, lambda came: None)
         if self.check.nonfinite == "skip":
             self._mean.guard(None)
-        # Nothing is sent while a backward runs, which would wait for workers whose turn comes later.
+        # No message during a backward pass: it would wait for workers whose turn comes later.
         self._after_backward.enter_context(self._gradients.blocked())
 
     def average(self) -> None:
         self._gradients.watch(self._parameters)
         self._gradients.begin()
         self._gradients.finish()
-        # .grad <- worker 0's; to copy them takes less than to add up, or decode, what all have sent, on each.
+        # .grad <- worker 0's: copying is faster than adding up, or decoding, all messages on each worker.
         rows = self._place.broadcast([p.grad for p in self._parameters])
         pairs = [] if self._place.worker == 0 else list(zip(self._parameters, rows, strict=True))
         dense = [(p.grad, row) for p, row in pairs if _dense(p.grad) and _dense(row)]
@@ -198,7 +198,7 @@ class AveragingMember(ReplicaMember):
         for parameter, row in pairs:
             if not (_dense(parameter.grad) and _dense(row)):
                 parameter.grad = None if row is None else row.clone()
-        self._place.meet()  # worker 0 clips them in place
+        self._place.meet()  # a copy, as worker 0 clips its gradients in place
 
     def mix(self) -> None:
         self._steps.updated(self._module.trainer.optimizers[0])

@@ -1,6 +1,6 @@
-"""Methods that are rehearsed where none are asked for: those of the table of known losses that `plan` has first.
+"""Default methods of a rehearsal: those that `plan` ranks first by the table of known losses.
 
-Short, and a module of its own: the table is read before anything is rehearsed.
+Short and separate: the table is read before a rehearsal is imported.
 """
 
 from math import inf
@@ -11,7 +11,7 @@ from lightning_decentral.planner.compare import Comparison
 from lightning_decentral.planner.forecasts import composed
 from lightning_decentral.shared.plan.known_losses import KnownLosses
 
-MOST = 6  # Methods that are rehearsed where none are asked for.
+MOST = 6  # Default methods where the table knows none.
 METHODS = (
     Candidate(BASELINE, "ddp"),
     Candidate("strategy=compressed", "compressed, int8"),

@@ -1,10 +1,10 @@
 """Steps to a loss, at the best of a few learning rates: successive halving, in which every rate gets the same steps.
 
 mark     every so many steps: the loss of the mean of the workers' models on held-out batches
-point k  middle and mean of the marks k - 1 and k: what noise a mark has is halved, and nothing lags
-rung k   of m: all that are left train on to step  (k + 1) / (m + 1) steps;  the better half of them goes on
-reached  where the line through the points first comes to the target
-beyond   where loss = a + b log(step), through the last third of the points, does, within 1.5 times the last step
+point k  middle and mean of the marks k - 1 and k: halves a mark's noise, without a lag
+rung k   of m: all remaining rates train to step  (k + 1) / (m + 1) steps;  the better half of them goes on
+reached  where the line through the points first reaches the target
+beyond   where loss = a + b log(step), fitted to the last third of the points, does, within 1.5 times the last step
 """
 
 from collections.abc import Callable, Sequence
@@ -48,6 +48,7 @@ class Found:
 
     @property
     def loss(self) -> float:
+        """Last smoothed validation loss."""
         return self.points[-1][1]
 
 
@@ -63,6 +64,7 @@ class SearchCourse:
 
     @property
     def every(self) -> int:
+        """Steps between marks."""
         return max(1, self.steps // MARKS)
 
 
@@ -88,11 +90,12 @@ class Track:
         return bool(self.marks) and not isfinite(self.marks[-1][1])
 
     def train_to(self, step: int) -> None:
+        """Train to the first mark at or after the step, to the target, or until losses are NaN or infinite."""
         while (done := len(self.crew.losses)) < step and self.reached is None and not self.diverged:
             self.course.tick()
             try:
                 self.crew.train(min(self.course.every, self.course.steps - done))
-            except FloatingPointError:  # gossip heals a worker so many times only
+            except FloatingPointError:  # gossip heals a worker a limited number of times
                 loss = inf
             else:
                 loss = self.course.evaluation.loss([worker.module for worker in self.crew.workers])
@@ -117,6 +120,7 @@ class Track:
         )
 
     def early(self) -> tuple[float, Drift | None] | None:
+        """Measure the disagreement of a crew that is no longer needed; None if its workers are equal, or diverged."""
         if self.crew.alike or self.diverged:
             return None
         excess = excess_now(self.crew, self.course.evaluation)
@@ -124,6 +128,7 @@ class Track:
 
 
 def ranked(tracks: Sequence[Track]) -> list[Track]:
+    """Sort tracks, the best first, by losses at the last common mark of those neither diverged nor at the target."""
     left = [len(track.marks) for track in tracks if track.reached is None and not track.diverged]
     return sorted(tracks, key=lambda track: track.order(min(left, default=len(track.marks))))
 
@@ -143,7 +148,7 @@ def smoothed(marks: Sequence[Point]) -> list[Point]:
 
 
 def reached(points: Sequence[Point], target: float) -> int | None:
-    """The step, rounded up, at which straight lines between the points first come to the target."""
+    """The step, rounded up, at which straight lines between the points first reach the target."""
     if points and points[0][1] <= target:
         return ceil(points[0][0])
     for (a, x), (b, y) in pairwise(points):
@@ -153,7 +158,7 @@ def reached(points: Sequence[Point], target: float) -> int | None:
 
 
 def beyond(points: Sequence[Point], target: float) -> int | None:
-    """The step, rounded up, at which the last third of the points would come to the target; None: not near enough."""
+    """The step, rounded up, where a line through the last third of the points reaches the target; None if too far."""
     some = [point for point in points[-max(3, len(points) // 3) :] if point[0] > 0 and isfinite(point[1])]
     if len(some) < 3:
         return None
@@ -161,7 +166,7 @@ def beyond(points: Sequence[Point], target: float) -> int | None:
     slope, start = np.polyfit(np.log(steps), losses, 1)
     # Compared as logarithms: where the losses hardly fall, the step itself would be no number.
     end, step = some[-1][0], (target - start) / slope if slope < 0 else inf
-    # A line that is at the target already claims that points that are not will be soon.
+    # The line may be at the target already though the points aren't.
     return ceil(max(exp(step), end)) if step <= log(BEYOND * end) else None
 
 
@@ -172,7 +177,7 @@ def rungs(rates: int, steps: int) -> list[int]:
 
 
 def updates(rates: int, steps: int) -> int:
-    """Updates of each worker, for one method and seed, but for the rest of a mark."""
+    """Number of updates of each worker, for one method and seed, up to the distance of two marks."""
     done, before, left = 0, 0, rates
     for rung in rungs(rates, steps):
         done, before, left = done + left * (rung - before), rung, ceil(left / 2)

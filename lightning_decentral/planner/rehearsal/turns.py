@@ -1,12 +1,12 @@
 """Turns among the workers of a process: one thread at a time, each with random numbers of its own, or several at once.
 
-What a process has once is swapped with the turn: the generators of torch, numpy and `random`, and the rank by which
-Lightning's `rank_zero_only` decides. Who waits for the others, or for further steps, passes the turn on.
+State that a process has only once is swapped with the turn: generators of torch, numpy and `random`, and the rank of
+Lightning's `rank_zero_only`. A worker that waits for others, or for further steps, passes the turn on.
 
 Gradients are computed one worker after the other (`Way`), or several at the same time, each on its thread (`Abreast`):
 a small model leaves processors idle. A thread has its share of torch's threads, as Lightning gives each process its
-share of a host. What a worker computes is what it computes by itself, on as many: MKL's bits may differ by their
-number. The host's random numbers are one generator's for all threads: steps that draw are computed one after the other.
+share of a host. Results equal those of one worker with as many threads: MKL's bits may depend on their number. All
+threads share the host's random generator, so steps that draw from it are computed one after the other.
 `jobs.threads_ratio` finds out whether threads are faster.
 """
 
@@ -35,11 +35,13 @@ class Ended(BaseException):
 
 
 def generators(device: torch.device) -> tuple[Any, ...]:
+    """Return the states of the CPU's random number generators, and of the device's if it isn't the CPU."""
     of_device = cuda.random_state(device) if device.type == "cuda" else None
     return torch.get_rng_state(), np.random.get_state(), random.getstate(), of_device
 
 
 def set_generators(states: tuple[Any, ...], device: torch.device) -> None:
+    """Restore the random number generators' states that `generators` returned."""
     of_torch, of_numpy, of_python, of_device = states
     torch.set_rng_state(of_torch)
     np.random.set_state(of_numpy)
@@ -62,6 +64,7 @@ class OwnTurn(ThreadTurn):
         self._device, self._first, self._own = device, generators(device), local()
 
     def is_of(self, rank: int) -> None:
+        """Register the current thread as the thread of worker `rank`."""
         self._own.rank, self._own.states = rank, self._first
 
     def __enter__(self) -> None:
@@ -84,6 +87,7 @@ class OwnTurn(ThreadTurn):
 
     @contextmanager
     def of_workers(self) -> Iterator[None]:
+        """Give workers turns meanwhile; afterwards restore the caller's random number generators and rank."""
         states, rank = generators(self._device), getattr(rank_zero_only, "rank", 0)
         try:
             yield
@@ -106,7 +110,7 @@ class WorkersBarrier(Barrier):
         with self._turn.passed_on():
             self.wait()
 
-    close = Barrier.abort  # ends all waits, those to come included
+    close = Barrier.abort  # ends all waits, future ones included
 
 
 class Quota:
@@ -128,6 +132,7 @@ class Quota:
             raise Ended
 
     def done(self, rank: int) -> None:
+        """Note that the worker takes no further step."""
         with self._changed:
             self._taken[rank] = inf
             self._changed.notify_all()
@@ -156,6 +161,7 @@ class Way:
         return nullcontext()
 
     def forward(self, worker: int, step: Callable[..., Any], batch: Sequence[Any]) -> Any:
+        """Return what a `training_step` with these arguments returns."""
         return step(*batch)
 
     def end(self, worker: int) -> None:
@@ -167,6 +173,7 @@ class Way:
 
 @contextmanager
 def threads_each(share: int) -> Iterator[None]:
+    """Set torch's number of threads within; MKL has one number for the process, the one that was set last."""
     own = torch.get_num_threads()
     torch.set_num_threads(share)
     try:

@@ -1,5 +1,5 @@
-"""One worker of a rehearsal: a module, its own copy of the data, and Lightning's own Trainer, which calls what it calls
-in a run. Lightning's own samplers share the data out.
+"""One worker of a rehearsal: a module, its own copy of the data, and Lightning's own Trainer, which makes the same
+calls as in a run. Lightning's own samplers distribute the data.
 """
 
 import copy
@@ -67,15 +67,17 @@ class RehearsedWorker:
         )
 
     def goes_on(self) -> None:
+        """Continue beyond the end of the run."""
         self._trainer.fit_loop.epoch_loop.max_steps = -1
 
     def run(self) -> None:
+        """Run the whole fit, in the worker's thread."""
         self._common.turn.is_of(self._rank)
         given = "datamodule" if isinstance(self._data, LightningDataModule) else "train_dataloaders"
         try:
             with self._common.turn:
                 self._trainer.fit(self.module, **{given: self._data})
-            if len(self.binding.losses) < self._common.quota.allowed:  # the others would wait for it
+            if len(self.binding.losses) < self._common.quota.allowed:  # the other workers would wait for this one
                 self._common.close()
         except Ended:
             pass
@@ -87,11 +89,12 @@ class RehearsedWorker:
 
 
 def quiet(module: Module) -> Module:
+    """Make the module's `self.log` and `self.log_dict` do nothing."""
     module.__dict__["log"] = module.__dict__["log_dict"] = lambda *_, **__: None
     return module
 
 
-FEW = 1000  # Entries of a list: more are examples, which nobody changes.
+FEW = 1000  # Longest list that is copied: a longer one holds examples, which nothing changes.
 
 
 class AskedTooSoon:
@@ -108,6 +111,7 @@ class AskedTooSoon:
 
 
 def copies_of(data: Any) -> Callable[[int], Any]:
+    """Give each worker its own copy of the data; Lightning's samplers know how many workers there are, and the seed."""
     return lambda rank: own_copy(data, {})
 
 
@@ -119,7 +123,7 @@ def data_of(data: LightningDataModule | DataLoader[Any] | None) -> Any:
         data.trainer = AskedTooSoon(data)  # type: ignore[assignment]
         data.prepare_data()
         data.setup("fit")
-        # They are prepared and set up for all workers.
+        # The data are prepared and set up once for all workers.
         vars(data).update(dict.fromkeys(["prepare_data", "setup"], lambda *_, **__: None))
     return data
 

@@ -30,15 +30,15 @@ from lightning_decentral.shared.compute.carried import carried
 from lightning_decentral.shared.refusals import refuse_backend
 from lightning_decentral.shared.wire.mean import MeanModel, mean_of_states
 
-OF_MODELS = ("state_dict", "current_model_state")  # the second is where WeightAveraging moves the first
+OF_MODELS = ("state_dict", "current_model_state")  # WeightAveraging moves the module's state to the second key
 
 
 class Checkpoints(ABC):
     """Saves and resumes one worker, alike for all methods."""
 
     def __init__(self, worker: CheckpointedStrategy, mean_model: MeanModel) -> None:
-        self._worker, self._mean_model = worker, mean_model  # the plain file holds this one's where workers diverge
-        self._random: tuple[dict[str, Any], bool] | None = None  # restored, and whether within an epoch
+        self._worker, self._mean_model = worker, mean_model  # `mean_model`: saved to the plain file
+        self._random: tuple[dict[str, Any], bool] | None = None  # (state, saved within an epoch)
         self._saving, self._reading = Saving(worker), Reading(worker)
 
     @abstractmethod
@@ -71,13 +71,14 @@ class Checkpoints(ABC):
             store.prune(store.folder(filepath))
 
     def _given(self, states: dict[str, Any]) -> dict[str, Any]:
-        """Return the state_dicts with the tensors that the mean model has in place of the module's, such as anchors.
-        The last state is the module's; one before it may be an average that a callback keeps."""
+        """Return the state_dicts, the module's tensors replaced by those of the mean model, such as anchors.
+        The last state_dict is the module's; one before it may be an average that a callback keeps."""
         *others, model = states
         given = self._mean_model.given(states[model], self._module.state_dict())
         return {**{key: states[key] for key in others}, model: given}
 
     def _means(self, states: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Return the means of these models' states over the workers. Collective."""
         kept = carried(self._module)
         return {key: mean_of_states(state, self._mean_model.mean_of, kept) for key, state in states.items()}
 
@@ -91,6 +92,7 @@ class Checkpoints(ABC):
         return bool(self._module.trainer.state.fn == TrainerFn.FITTING)
 
     def mid_epoch(self) -> bool:
+        """Return whether batches of this epoch are still to come."""
         progress = self._module.trainer.fit_loop.epoch_loop.batch_progress
         return progress.current.ready > 0 and not progress.is_last_batch
 
@@ -99,8 +101,8 @@ class Checkpoints(ABC):
             worker_state.set_random_state(self._random[0])
 
     def _start_random(self) -> None:
-        # Within an epoch only now: Lightning has just drawn from it to build the iterator, which the uninterrupted run
-        # had built before the checkpoint.
+        # Within an epoch not before now: Lightning has just drawn a seed to build the loader's iterator, which the
+        # uninterrupted run had built before the checkpoint.
         if self._random is not None and self._random[1]:
             worker_state.set_random_state(self._random[0])
         self._random = None

@@ -1,4 +1,4 @@
-"""Checkpoints of workers with a whole model each: the mean's file, and what each worker needs to go on exactly."""
+"""Checkpoints of workers with a whole model each: the mean model's file, and each worker's own state to resume from."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,7 +22,7 @@ LOADERS = "combined_loader"  # key of the loaders' states in Lightning's fit loo
 
 
 class WholeModel:
-    """Describes how a device holds its worker's model in checkpoints: here the whole model."""
+    """Tells checkpoints how to read and restore a worker's model: here one device has the whole of it."""
 
     layout: str = ""  # layout of a worker over devices; a state fits only the layout that it was saved with
 
@@ -32,7 +32,7 @@ class WholeModel:
         return False
 
     def whole(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """Return the checkpoint as one process would have it. Collective."""
+        """Return the checkpoint as a single process with the whole model would write it. Collective."""
         return tree
 
     def part(self, tree: dict[str, Any]) -> dict[str, Any]:
@@ -65,11 +65,12 @@ class ReplicaCheckpoints(Checkpoints):
         self.held = held  # how this device holds its worker's model
         self._replica = worker
         self._restored: dict[str, Any] | None = None
-        self._source: tuple[str | Path, bool | None] | None = None  # what is resumed, and how it is read
-        self._optimizers: list[str] | None = None  # those of the checkpoint
+        self._source: tuple[str | Path, bool | None] | None = None  # the checkpoint to resume from, and its reader
+        self._optimizers: list[str] | None = None  # the checkpoint's optimizers
 
     @property
     def resuming(self) -> bool:
+        """Return whether this worker restored its own state."""
         return self._restored is not None
 
     def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any) -> None:
@@ -97,7 +98,7 @@ class ReplicaCheckpoints(Checkpoints):
         return "optimizer_states" in checkpoint and bool(self._replica.rounds())
 
     def _save_own(self, checkpoint: dict[str, Any], path: str, identity: str, storage_options: Any) -> None:
-        # Own values, though the mean may stand in their place; an average that a callback holds is swapped, too.
+        # This worker's parameters, though the mean may be swapped in; so may an average that a callback keeps.
         states = {key: self._mean_model.own(checkpoint[key]) for key in OF_MODELS if key in checkpoint}
         means = self._means(self._given(states) if self._worker.drifts else {})
         if not self._full(checkpoint):
@@ -136,7 +137,7 @@ class ReplicaCheckpoints(Checkpoints):
         return self.held.restored(own, checkpoint)
 
     def _take_own(self, mark: Mapping[str, Any], checkpoint: dict[str, Any]) -> None:
-        """Restore the own state of workers with equal models: random state, and how far each has read its data."""
+        """Restore own state of a worker whose model equals the others': random state, progress in its data."""
         rank = self._worker.global_rank
         if len(mark.get("random", ())) == self._worker.world_size:
             self._random = mark["random"][rank], mark["mid_epoch"]

@@ -23,7 +23,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 KEY = "lightning_decentral.runs"  # In a checkpoint: JSON of {project: id}.
-CHECKPOINT = 4  # its place among the arguments of Lightning's fit
+CHECKPOINT = 4  # position of `ckpt_path` among the arguments of Lightning's fit
 
 
 class OfWorkers(Logger):
@@ -47,6 +47,7 @@ def set_id(logger: Resuming, run: str) -> None:
 
 
 def name_of(logger: Resuming) -> str:
+    """Return the name of the logger's run in a checkpoint; a project's name has no slash."""
     return f"{logger.project}/workers" if isinstance(logger, OfWorkers) else str(logger._project)
 
 
@@ -65,6 +66,7 @@ def agree(loggers: Sequence[Logger], broadcast: Callable[[Any], Any]) -> None:
 
 
 def keep(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """Add the ids of the loggers' runs to a checkpoint."""
     loggers = [logger for logger in trainer.loggers if isinstance(logger, WandbLogger)]
     ids = {name_of(logger): getattr(logger._experiment, "id", None) or logger._id for logger in loggers}
     ids |= {name_of(logger): logger.id for logger in trainer.loggers if isinstance(logger, OfWorkers)}
@@ -78,7 +80,7 @@ def kept_in(path: str) -> dict[str, str]:
         with get_filesystem(path).open(path, "rb") as file, zipfile.ZipFile(file) as archive:
             content = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
         rest = BytesIO(content[content.rindex(KEY.encode()) + len(KEY) :])
-        # The key is memorised, then its value follows.
+        # In the pickle the value follows its key, after an opcode that memoizes the key.
         text = next(value for _, value, _ in islice(pickletools.genops(rest), 2) if isinstance(value, str))
         return {project: run for project, run in json.loads(text).items() if isinstance(run, str)}
     return {}
@@ -94,6 +96,7 @@ def without_run(logger: Logger) -> TypeGuard[Resuming]:
 
 
 def opened() -> Any:
+    """Return the W&B run that is open in this process, or None."""
     return getattr(sys.modules.get("wandb"), "run", None)
 
 
@@ -121,6 +124,7 @@ def decided() -> bool:
 
 
 def go_on(trainer: Trainer, path: str | None) -> None:
+    """Make W&B loggers continue the runs that the checkpoint to resume from names for their projects."""
     loggers = [logger for logger in trainer.loggers if without_run(logger)]
     if not loggers or decided():
         return
@@ -137,5 +141,6 @@ def go_on(trainer: Trainer, path: str | None) -> None:
 
 
 def launched(trainer: Trainer | None, arguments: Sequence[Any]) -> None:
+    """Continue the W&B runs of the checkpoint that a Trainer is launched with, where it is launched to fit."""
     if trainer is not None and trainer.state.fn == TrainerFn.FITTING and len(arguments) > CHECKPOINT:
         go_on(trainer, arguments[CHECKPOINT])

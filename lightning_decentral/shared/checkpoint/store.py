@@ -41,14 +41,17 @@ def name_of(path: str | Path) -> str:
 
 
 def folder(path: str | Path, name: str = "") -> str:
+    """Return the folder of the workers' files of a checkpoint; `name` replaces the checkpoint's own name."""
     return os.path.join(parent(path), ".workers", name or name_of(path))
 
 
 def file(path: str | Path, rank: int, size: int, identity: str, name: str = "") -> str:
+    """Return the path of one worker's file of one save."""
     return os.path.join(folder(path, name), f"worker-{rank}-of-{size}.{identity}.state")
 
 
 def listed(place: str) -> list[str]:
+    """List the files of a local or remote folder; none where there is no folder."""
     fs, inner = url_to_fs(place)
     names = fs.ls(inner, detail=False) if fs.isdir(inner) else []
     return sorted(os.path.join(place, os.path.basename(name.rstrip("/"))) for name in names)
@@ -67,6 +70,7 @@ def sync(place: str) -> None:
 
 
 def make(place: str) -> None:
+    """Make a folder and its parents, and flush each one's entry to disk."""
     if place and not os.path.isdir(place):
         above = os.path.dirname(place)
         make(above)
@@ -85,10 +89,11 @@ def prune(place: str) -> None:
 class Durable:
     """Writes a file next to its target, flushes it to disk, then renames it: readers find the old file or the new."""
 
-    sealed = True  # files are read as they were written, so that a digest holds
-    kept = 1  # saves under one name whose workers' files are kept
+    sealed = True  # files are read back as they were written, so that digests match
+    kept = 1  # number of saves under one name whose workers' files are kept
 
     def write(self, content: dict[str, Any], path: str, identity: str) -> None:
+        """Write one file."""
         place, name = os.path.split(path)
         make(place)
         partial = os.path.join(place, f".{name}.{identity}.partial")
@@ -104,9 +109,11 @@ class Durable:
             raise
 
     def settle(self, path: str) -> None:
+        """Flush the folder of `path`, so that the file written there survives a loss of power."""
         sync(os.path.dirname(path))
 
     def remove(self, path: str) -> None:
+        """Remove a file, if it's there."""
         with suppress(FileNotFoundError):  # another node on the same file system was faster
             os.unlink(path)
 
@@ -118,13 +125,14 @@ class Durable:
         return sorted(names - means)
 
     def partials(self, path: str) -> list[str]:
+        """Return the unfinished files that killed saves have left next to `path`."""
         return [p for p in listed(os.path.dirname(path)) if _PARTIAL.fullmatch(os.path.basename(p))]
 
 
 class Entrusted:
-    """Store that leaves writing to a CheckpointIO plugin: at once or later (asynchronously), here or elsewhere.
+    """Store that leaves writing to the user's CheckpointIO plugin: at once or later (asynchronously), here or remotely.
 
-    The workers' files of the save before are kept: until the new plain file is written, readers use the old one.
+    The workers' files of the previous save are kept: until the new plain file is written, readers use the old one.
     """
 
     sealed, kept = False, 2

@@ -1,7 +1,7 @@
 """Checkpoints of Fabric loops: `fabric.save` and `fabric.load`, for workers that may differ.
 
-The plain file is as any Fabric writes it, with the mean of the workers for each module, and worker 0's state of all
-else. With an optimizer in the state, each worker's own state is written next to it, and read by as many workers.
+The plain file is as any Fabric writes it, with the mean of the workers for each module, and worker 0's values of all
+else. With an optimizer in the state, each worker's own state is written next to it; as many workers can resume from it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,7 +27,7 @@ class FabricCheckpoints:
     """Saves and loads one worker's state of a Fabric loop."""
 
     def __init__(self, worker: "fabric.FabricWorkers", mean_model: MeanModel) -> None:
-        self._worker, self._mean_model = worker, mean_model  # the plain file holds this one's where workers diverge
+        self._worker, self._mean_model = worker, mean_model  # whose mean the plain file holds
         self._saving, self._reading = Saving(worker), Reading(worker)
 
     def save(self, path: Any, state: Mapping[str, Any], converted: Mapping[str, Any], storage_options: Any) -> None:
@@ -78,4 +78,5 @@ class FabricCheckpoints:
 
 
 def _trains(state: Any) -> bool:
+    """Return whether the state has an optimizer, and not weights alone."""
     return isinstance(state, Mapping) and any(isinstance(value, Optimizer) for value in state.values())

@@ -16,20 +16,24 @@ Curve = tuple[list[float], list[float]]
 
 
 def curve(rows: Rows, key: str) -> Curve:
+    """Return the steps at which the key was logged, and its values."""
     points = [(row["step"], row[key]) for row in rows if key in row]
     return [step for step, _ in points], [value for _, value in points]
 
 
 def first_curve(rows: Rows, keys: Sequence[str]) -> Curve:
+    """Return the curve of the first key that was logged; an empty curve if none was."""
     return next((curve(rows, key) for key in keys if any(key in row for row in rows)), ([], []))
 
 
 def worker_keys(rows: Rows) -> list[str]:
+    """Return those of the keys worker/0/loss, worker/1/loss, ... that were logged."""
     found = {key for row in rows for key in row if key.startswith("worker/") and key.endswith("/loss")}
     return sorted(found, key=lambda key: int(key.split("/")[1]))
 
 
 def mean_curve(rows: Rows, keys: Sequence[str]) -> Curve:
+    """Return the mean over the keys, at the steps where all were logged."""
     whole = [row for row in rows if all(key in row for key in keys)]
     return [row["step"] for row in whole], [sum(row[key] for key in keys) / len(keys) for row in whole]
 

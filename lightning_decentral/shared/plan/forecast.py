@@ -12,8 +12,8 @@ from lightning_decentral.shared.plan.network import NO_NETWORK, Network, Price
 from lightning_decentral.shared.plan.profile import Model
 from lightning_decentral.shared.plan.timeline import Task, makespan, run
 
-SIMULATED = 128  # workers; more are as many as these draws need to meet the slowest of all
-EXACT_POINTS = 12  # each is a timeline to be simulated
+SIMULATED = 128  # workers at most: so many draws meet the slowest of a larger cluster, too
+EXACT_POINTS = 12  # number of timelines to simulate
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Cluster:
         return Cluster(per_node * max(alike, default=max(3, most - 1)), per_node)
 
     def reach(self, devices: int) -> str:
-        """Return whether a group of consecutive devices that begins with a node's first lies "inside" or "between"."""
+        """Return "inside" if so many devices, from a node's first on, lie in one node, else "between"."""
         return "between" if devices > self.per_node else "inside"
 
 
@@ -78,7 +78,7 @@ class Method(ABC):
     """A method of training, as a value whose functions take the setting as an argument."""
 
     equal: ClassVar[bool] = True
-    """True where every step trains all that a step of ddp does; otherwise it is shown and never recommended."""
+    """True where a step trains as many parameters as ddp's; a method without is shown and never recommended."""
 
     @abstractmethod
     def prices(self, setting: Setting) -> tuple[Price, ...]:
@@ -149,7 +149,7 @@ def synchronous(seconds: Callable[[float], float], factors: Floats) -> Floats:
 
 
 def passing_bytes(model: Model) -> int:
-    """Return the larger one of saved activations and of the optimizer's temporary memory, in bytes."""
+    """Return the bytes of the saved activations or of the optimizer's temporary memory, whichever is larger."""
     return max(sum(block.saved_bytes for block in model.blocks), model.stepping_bytes)
 
 
@@ -173,7 +173,7 @@ class Synchronous(Method):
 
 
 RUNS = 24
-WARM_STEPS = 16  # until waves of waiting have spread as far as they will, with delays up to as many
+WARM_STEPS = 16  # steps until waves of waiting have spread, for delays up to as many steps
 COUNTED_STEPS = 64
 
 

@@ -2,7 +2,7 @@
 
 seconds(operation, bytes) = latency + bytes / bandwidth
 
-Forecasts read it; nothing here measures.
+Forecasts read it; this module measures nothing.
 """
 
 import json
@@ -18,7 +18,7 @@ VERSION = 1
 ALWAYS_MEASURED = ("name", "forward_seconds", "backward_seconds", "update_seconds", "parameter_bytes")
 
 
-Sides = tuple[int, int]  # (the shorter, the longer) of a matrix.
+Sides = tuple[int, int]  # (shorter side, longer side) of a matrix.
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,16 @@ class RoundWork:
             )
 
     def seconds_per_byte(self, received: int) -> float:
+        """Return seconds per byte of the parameters, in a round that receives from `received` neighbours."""
         return self.own_seconds_per_byte + received * self.heard_seconds_per_byte if received else 0.0
 
     def seconds(self, parameter_bytes: float, received: int) -> float:
+        """Return the seconds of a round that receives from `received` neighbours."""
         fixed = self.round_seconds + received * self.message_seconds if received else 0.0
         return fixed + parameter_bytes * self.seconds_per_byte(received)
 
     def times(self, factor: float) -> "RoundWork":
+        """Return this work with all seconds multiplied by a factor."""
         own, received = factor * self.own_seconds_per_byte, factor * self.heard_seconds_per_byte
         return RoundWork(self.codec, own, received, factor * self.round_seconds, factor * self.message_seconds)
 
@@ -94,7 +97,7 @@ class Model:
         batch: samples of a step.
         state_bytes: bytes of the optimizer's state.
         words: overrides on the command line of `recipes/train.py` that make this model; empty for another model.
-        rounds: measured work of gossip rounds, by codec.
+        rounds: measured device work of gossip rounds, one for each codec.
         optimizer: the profiled optimizer, as `optimizer=` names it; empty where unknown.
         states: the optimizer's states with their parameters' shapes: (name, bytes).
         stepping_bytes: bytes that the optimizer needs only while it steps, when activations are freed.
@@ -136,6 +139,7 @@ class Model:
 
     @property
     def hidden(self) -> tuple[Sides, ...]:
+        """Sides of the hidden matrices of all blocks."""
         return tuple(sides for block in self.blocks for sides in block.hidden)
 
     def bytes_of_state(self, name: str) -> int:
@@ -190,6 +194,7 @@ class LinkCost:
             raise ValueError(f"an exchange has at least one neighbour, got {self.peers}")
 
     def seconds(self, message_bytes: float) -> float:
+        """Seconds of one operation on a message of so many bytes."""
         return self.latency_seconds + message_bytes / self.bytes_per_second
 
 
@@ -205,6 +210,7 @@ class Profile:
 
 
 def write(profile: Profile, path: str | Path) -> None:
+    """Write the profile as JSON."""
     text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(profile)}, indent=1)
     Path(path).write_text(text + "\n")
 
@@ -235,7 +241,7 @@ def _profile(found: Mapping[str, Any]) -> Profile:
     model = dict(found["model"])
     blocks = []
     for block in model.pop("blocks"):
-        # A KeyError for what is always measured, although it has a default.
+        # A KeyError for values that are always measured, although they have defaults.
         always = {key: block[key] for key in ALWAYS_MEASURED}
         hidden = tuple((int(short), int(long)) for short, long in block.get("hidden", ()))
         blocks.append(BlockCost(**{**block, **always, "hidden": hidden}))

@@ -1,6 +1,6 @@
 """Discrete-event simulation of tasks on workers: start and finish of each task; makespan, bubble, Chrome trace.
 
-start(task) = max(finish of the worker's task before it, finish of every task it needs)
+start(task) = max(finish of the worker's previous task, finish of every task that it needs)
 """
 
 import json
@@ -97,6 +97,7 @@ def chrome_trace(spans: Mapping[Name, Span], process: str = "predicted") -> list
 
 
 def write_chrome_trace(events: Sequence[Mapping[str, object]], path: str | Path) -> None:
+    """Write the events to a file that chrome://tracing and Perfetto open."""
     Path(path).write_text(json.dumps({"traceEvents": list(events), "displayTimeUnit": "ms"}))
 
 
@@ -113,4 +114,5 @@ def read_chrome_trace(path: str | Path) -> dict[str, Span]:
 
 
 def later(spans: Mapping[Name, Span], seconds: float) -> dict[Name, Span]:
+    """Return the spans shifted by `seconds`."""
     return {name: Span(span.worker, span.start + seconds, span.finish + seconds) for name, span in spans.items()}

@@ -1,6 +1,6 @@
 """The mean model: exact mean over workers by all-reduce, swapped into the model for a while or taken for good.
 
-When it is shown: `shared.evaluation`. What a checkpoint saves of it, and who resumes from it: `shared.checkpoint`.
+`shared.evaluation` decides when the mean is swapped in; `shared.checkpoint` saves it and resumes from it.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -20,8 +20,9 @@ MeanOf = Callable[..., list[Tensor]]
 """Function (averaged, carried) -> means of the averaged tensors, then one worker's carried tensors; collective."""
 Shown = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """Function that maps a worker's tensors to those that the mean averages in their place; mostly the same ones."""
-ROUNDINGS = 8  # Largest difference of a parameter that was changed and restored, in roundings of its largest magnitude.
-CHUNK_BYTES = 64 * 2**20  # summed at a time: one flat copy of all would need the memory of another model
+ROUNDINGS = 8
+"""A parameter that was changed and restored may differ by so many roundings of its largest magnitude."""
+CHUNK_BYTES = 64 * 2**20  # bytes summed at a time: one flat copy of all would need the memory of another model
 
 
 @torch.no_grad()
@@ -32,7 +33,7 @@ def mean(tensors: Sequence[Tensor], over: Transport, share: float | None = None)
     indices) is this worker's own.
     """
     results = [tensor.detach().clone() for tensor in tensors]
-    chunks: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}  # of at most CHUNK_BYTES and a tensor
+    chunks: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}  # of CHUNK_BYTES and one tensor at most
     for result in results:
         if not (result.is_floating_point() or result.is_complex()):
             continue
@@ -83,7 +84,7 @@ class Swap:
         self._tensors = list(tensors)
         self._own = [tensor.detach().clone() for tensor in tensors]
         self._put(values)
-        self._stood = list(values)  # what shows whether somebody has written meanwhile
+        self._stood = list(values)  # versions, which show later writes
 
     @torch.no_grad()
     def _put(self, values: Sequence[Tensor]) -> None:
@@ -100,9 +101,11 @@ class Swap:
         return [self._tensors[i] for i in written]
 
     def written(self) -> list[int]:
+        """Return the indices of the tensors that were written since the swap."""
         return [i for i, (now, stood) in enumerate(zip(self._tensors, self._stood, strict=True)) if _other(now, stood)]
 
     def keep(self, changed: Sequence[Tensor]) -> None:
+        """Keep the present values of these tensors, instead of those before the swap."""
         places = {id(tensor): i for i, tensor in enumerate(self._tensors)}
         for tensor in changed:
             self._own[places[id(tensor)]] = tensor.detach().clone()
@@ -119,8 +122,8 @@ class Swap:
 
 @torch.no_grad()
 def _other(now: Tensor, stood: Tensor) -> bool:
-    """Return whether a tensor was written. Rounding of a parameter doesn't count, as of adapters that were merged and
-    taken out again: otherwise each worker's own parameter would become the mean."""
+    """Return whether a tensor was written. Rounding of a parameter doesn't count (adapters merged and taken out again):
+    otherwise the mean would replace each worker's own parameter."""
     trained, now, stood = isinstance(now, nn.Parameter), local(now), local(stood).to(now.dtype)
     if torch.equal(now, stood) or not now.numel():
         return False
@@ -144,7 +147,7 @@ class MeanModel:
 
     def __init__(self, mean_of: MeanOf, shown: Shown = list) -> None:
         self.mean_of, self._shown = mean_of, shown
-        # Called where it has left a model, with the tensors that keep what was written to them meanwhile.
+        # Called when the swap ends, with the tensors that were written meanwhile and keep their new values.
         self.hidden: Callable[[Sequence[Tensor]], Any] = bool
         self.diverged = False  # whether the workers differ
         self._swap: Swap | None = None
@@ -158,10 +161,12 @@ class MeanModel:
         return Swap([*tensors, *carried], _values(self.mean_of, self._shown(tensors), carried))
 
     def written(self) -> bool:
+        """Return whether tensors were written while the mean was swapped in."""
         return self._swap is not None and bool(self._swap.written())
 
     @property
     def shows(self) -> bool:
+        """Return whether the mean is swapped in."""
         return self._swap is not None
 
     def hide(self) -> None:
@@ -191,15 +196,17 @@ class MeanModel:
         self._swap = None
 
     def take(self, tensors: Sequence[Tensor], carried: Sequence[Tensor] = ()) -> None:
+        """Set the tensors to their mean on all workers. Collective."""
         self._swapped(tensors, carried)  # never undone
         self.diverged = False
 
     def own(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return this worker's own state_dict, also while the mean is swapped in."""
         return state if self._swap is None else self._swap.paused(state)
 
     def given(self, own: dict[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-        """Return this worker's own state_dict with the tensors that the mean averages in its place. `model`: the
-        present state_dict of the model, whose tensors show which ones."""
+        """Return this worker's own state_dict with the tensors that the mean averages in place of its own (`Shown`).
+        `model`: the present state_dict of the model, by whose tensors these are found."""
         tensors = {name: tensor for name, tensor in model.items() if isinstance(tensor, Tensor)}
         pairs = zip(tensors.items(), self._shown([*tensors.values()]), strict=True)
         return {**own, **{name: shown for (name, tensor), shown in pairs if shown is not tensor and name in own}}

@@ -1,4 +1,4 @@
-"""Shares work on whole tensors out among devices: each tensor is changed on one device (Muon's matrices, say)."""
+"""Distributes work on whole tensors (Muon's matrices, say) over devices: each tensor is changed on its owner alone."""
 
 from collections.abc import Callable, Sequence
 
@@ -38,9 +38,9 @@ def by_owners(change: InPlace, tensors: Sequence[Tensor], codec: Codec, over: Tr
     """Change tensors of one type and device that all workers hold alike: each on its owner, by `change` as in
     `each_once`, whose codes all workers decode. Returns the bytes that this worker sent. Collective.
 
-    So the work is shared out, and replicas stay equal bit for bit; `Plain()` sends tensors exactly. A worker sends its
-    codes to each other worker: (n - 1) / n of the tensors' bytes on average. `turn`, the number of earlier calls, seeds
-    the codec's rounding.
+    The work is distributed, and replicas stay equal bit for bit; the codec `Plain()` sends tensors exactly. A worker
+    sends its codes to each other worker: (n - 1) / n of the tensors' bytes on average. `turn`, the number of earlier
+    calls, seeds the codec's rounding.
     """
     owned_by = owners([tuple(tensor.shape) for tensor in tensors], over.size)
     owned = [[t for t, owner in zip(tensors, owned_by, strict=True) if owner == rank] for rank in range(over.size)]

@@ -47,6 +47,7 @@ def moved(name: str) -> ValueError:
 
 @contextmanager
 def placed(places: Iterable[ParameterPlace], tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Put tensors in the places of the parameters with their names, and restore the former ones afterwards."""
     before = [(place, place.held) for place in places if place.name in tensors]  # restored afterwards
     try:
         for place, _ in before:
@@ -58,12 +59,14 @@ def placed(places: Iterable[ParameterPlace], tensors: Mapping[str, Tensor]) -> I
 
 
 def as_standing(places: Sequence[ParameterPlace], hosts: Mapping[str, Tensor]) -> None:
+    """Freeze or thaw parameters like their stand-ins, which are all that a user's step can reach."""
     for place in places:
         if hosts[place.name].requires_grad != place.held.requires_grad:
             hosts[place.name].requires_grad_(place.held.requires_grad)
 
 
 def places(root: nn.Module) -> list[ParameterPlace]:
+    """List the places of all parameters in the module, by their first names."""
     names: dict[int, str] = {}  # by identity: a shared parameter has its first name
     found = []
     for prefix, module in root.named_modules():
@@ -75,6 +78,7 @@ def places(root: nn.Module) -> list[ParameterPlace]:
 
 
 def move_buffers(root: nn.Module, place: torch.device) -> None:
+    """Move buffers to the device, and the plain tensors of modules without parameters."""
     for module in root.modules():
         if any(True for _ in module.parameters()):
             module._buffers.update({k: b if b is None else b.to(place) for k, b in module._buffers.items()})
@@ -145,7 +149,7 @@ def versions(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 def refuse_written(
     where: str, copies: Mapping[str, Tensor], before: Mapping[str, int], hosts: Mapping[str, Tensor]
 ) -> None:
-    """ValueError if an operation wrote to a copy: its version has changed, or it differs from the parameter in `hosts`.
+    """Raise ValueError if an operation wrote to a copy: its version changed, or it differs from the one in `hosts`.
 
     Writing through `.data` changes no version.
     """

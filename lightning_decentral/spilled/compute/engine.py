@@ -42,15 +42,16 @@ class Engine:
         announce: Announce = lambda kind, plan: None,  # called with every plan and the kind of its step
     ) -> None:
         self.device = device
-        self.plans: dict[str, ShardPlan] = {}  # by the kind of step
+        self.plans: dict[str, ShardPlan] = {}  # plans by kind of step
         self._module, self._budget_bytes, self._announce = module, budget_bytes, announce
         self._wished = blocks, resident
         self._spilling: list[Spilling] = []
-        self._first: dict[str, Footprint] = {}  # of kinds of steps that were measured once, but not yet timed
+        self._first: dict[str, Footprint] = {}  # by kind: first measurements, not yet timed
         self._kind = ""
         self._arrange(places(module))
 
     def _renew(self) -> None:
+        """Update the blocks if the module's parameters, or their places, have changed since the last step."""
         found = places(self._module)
         if found != self._places:
             self._arrange(found)
@@ -103,6 +104,7 @@ class Engine:
             block.module._compiled_call_impl = None
 
     def detach(self) -> None:
+        """Restore the module as it was before."""
         self._release()
         self._loader.end()
 
@@ -132,9 +134,11 @@ class Engine:
             self.finish()
 
     def counting(self) -> AbstractContextManager[Any]:
+        """Count bytes in this context, in the first step of every kind."""
         return Counting(self.device.ledger, self._standing.absent) if self._loader.checks else nullcontext()
 
     def finish(self) -> None:
+        """End a step: turn its measurements into a plan."""
         log = self._loader.log
         self._loader.end()
         if log is None:
@@ -143,11 +147,12 @@ class Engine:
         if first is None:
             plan(footprint, self._budget_bytes)  # raises at once if nothing fits
             self._first[self._kind] = footprint
-        elif both := joined(first, footprint):  # else the next step counts as a first one
+        elif both := joined(first, footprint):  # otherwise the next step counts as the first one
             self.plans[self._kind] = plan(both, self._budget_bytes)
             self._announce(self._kind, self.plans[self._kind])
 
     def _look(self) -> None:
+        """Check for changed parameters since the last step; if others are trained, a step has other bytes."""
         self._loader.hosts = {place.name: place.held for place in self._places}
         trained = [(host.requires_grad, host.shape) for host in self._loader.hosts.values()]
         if trained != self._trained:
@@ -175,6 +180,7 @@ class Standing:
         self.absent = {base.untyped_storage()._cdata: name for name, base in self._hollow.items()}
 
     def fill(self, loader: Loader) -> Mapping[str, Tensor]:
+        """Return stand-ins for the loader's parameters, by name; call `look` at the end of the step's forward."""
         apply: Callable[[Loader, Tensor], Tensor] = Resident.apply
         self._loader = loader
         self._stay = {n: apply(loader, host) for n, host in loader.hosts.items() if n not in self._hollow}

@@ -33,8 +33,8 @@ class Loader:
         self._plan: ShardPlan | None = None  # without a plan every block is a shard, and none is loaded ahead
         self._next = 0  # the first of the plan's visits that may be loaded
         self._present: dict[str, Copies] = {}
-        self._leaving: list[Copies] = []  # sent in this visit
-        self._left: list[Copies] = []  # sent in the visit before
+        self._leaving: list[Copies] = []  # copies sent in this visit
+        self._left: list[Copies] = []  # copies sent in the previous visit
 
     @property
     def checks(self) -> bool:
@@ -61,6 +61,7 @@ class Loader:
         self._plan, self.log, self.in_step = None, None, False
 
     def enter(self, block: int, run: spill.Run | None = None) -> dict[str, Tensor]:
+        """Return copies of the block's parameters, by name; `run`: the call whose backward this is."""
         self.device.settle()  # memory freed below isn't used any more, so it never adds to what is loaded
         self._land(everything=self._plan is None)
         if self.log is not None:
@@ -72,7 +73,7 @@ class Loader:
         copies = {name: self._present[name].ready()[0] for name in self._blocks[block]}
         if self.log is not None:
             self.log.open(block, run is not None, self._bytes(self._present), came_bytes)
-        self._load(coming)  # after what this visit waits for: one stream copies both
+        self._load(coming)  # after the loads that this visit waits for: one stream copies both
         if run is not None:
             if run in self.runs:
                 self.runs.remove(run)
@@ -81,6 +82,7 @@ class Loader:
         return copies
 
     def _step(self, block: int, backward: bool) -> tuple[Shard, Shard]:
+        """Return (the shard of this visit, the shard to load)."""
         if self._plan is None:
             return (block,), ()
         plan, visits = self._plan, self._plan.footprint.visits
@@ -101,13 +103,14 @@ class Loader:
         return leaving
 
     def _land(self, everything: bool) -> None:
-        # What was sent two visits ago: its copies overlapped with the visit between.
+        # Copies sent two visits ago: they overlapped with the visit between.
         due = [*self._left, *(self._leaving if everything else [])]
         self._left, self._leaving = [] if everything else self._leaving, []
         for leaving in due:
             leaving.land()
 
     def _load(self, shard: Shard) -> int:
+        """Start to copy the shard's parameters that aren't on the device; return their bytes."""
         missing = [name for name in self._names(shard) if name not in self._present]
         for name in missing:
             self._present[name] = self.device.fetch([self.hosts[name]])
@@ -139,10 +142,11 @@ class Log:
         self._load_bytes, self._load_seconds = 0, 0.0
         self._open: Visit | None = None  # the visit that hasn't ended
         self._began = self._closed = 0.0
-        self._loaded_bytes = self._before_bytes = 0  # when the visit began: of parameters, and of everything
+        self._loaded_bytes = self._before_bytes = 0  # bytes when the visit began: of parameters, and of all tensors
         device.forget_peak()
 
     def close(self) -> None:
+        """Record that a visit ends."""
         self._closed = self._device.now()
         peak, visit = self._device.peak_bytes(), self._open  # the peak since `open`
         if visit is None:
@@ -153,9 +157,10 @@ class Log:
         self._open = None
 
     def open(self, block: int, backward: bool, loaded_bytes: int, came_bytes: int) -> None:
+        """Record that a visit begins, with the bytes of parameters on the device, and of those just loaded."""
         self._began = self._device.now()
         self._load_bytes += came_bytes  # over all visits: the bandwidth of the link is one number
-        # Since `close`, only loads were waited for.
+        # Since `close`, the device has only waited for loads.
         self._load_seconds += self._began - self._closed if came_bytes else 0.0
         self._device.forget_peak()
         self._loaded_bytes, self._before_bytes = loaded_bytes, self._device.present_bytes()
@@ -167,6 +172,7 @@ class Log:
             self._open = replace(self._open, sent_bytes=sent_bytes)
 
     def ran_again(self) -> None:
+        """Record that the forward of a backward's visit has run."""
         if self._open is not None:
             again_seconds, saved_bytes = self._device.now() - self._began, self._device.present_bytes()
             saved_bytes -= self._before_bytes
@@ -185,6 +191,7 @@ class Log:
 
 
 def joined(first: Footprint, second: Footprint) -> Footprint | None:
+    """Join the second step's seconds with the larger bytes of both steps; None if their routes differ."""
     if [(v.block, v.backward) for v in first.visits] != [(v.block, v.backward) for v in second.visits]:
         return None
     pairs = zip(first.visits, second.visits, strict=True)

@@ -28,6 +28,7 @@ LEAVES = (*NUMBERS, nn.Module, type, ModuleType)  # a module's buffers are handl
 
 
 def as_trained(copies: Mapping[str, Tensor], trained: Mapping[str, bool]) -> dict[str, Tensor]:
+    """Make leaf tensors of the copies, which need gradients if their parameters are trained."""
     return {name: copy.detach().requires_grad_(trained[name]) for name, copy in copies.items()}
 
 
@@ -79,7 +80,7 @@ class Moment:
         self._buffers = [(part, name, b, b.clone()) for part, name, b in held if b is not None]
 
     def seal(self) -> None:
-        """Keep the former values only of what the call changed."""
+        """Keep former values only of the buffers and attributes that the call changed."""
         # Values are compared, as some operations don't count versions; a device is asked once for all of them.
         rows = [r for r in self._buffers if r[0]._buffers[r[1]] is r[2] and r[2].shape == r[3].shape]
         same = torch.stack([(r[2] == r[3]).all() for r in rows]).tolist() if rows else []

@@ -32,7 +32,7 @@ from lightning_decentral.spilled.compute.recompute import (
 from lightning_decentral.spilled.compute.transfer import Copies
 
 TOLERANCE = 1e-3
-PLAIN = (bool, int, float, str, type(None))  # what a block may return in addition to tensors
+PLAIN = (bool, int, float, str, type(None))  # types that a block may return in addition to tensors
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,8 @@ class Spilling:
 
 
 def spilled(block: Spilling, loader: Loader) -> Callable[..., Any]:
+    """Return a function that replaces the block's call."""
+
     def call(*args: Any, **kwargs: Any) -> Any:
         given = Taken((args, kwargs))
         # A cache that returns in a training step is empty, but the caller expects content.
@@ -89,6 +91,7 @@ class Run:
         self._seen: list[Tensor] = []  # results of the first run on the host, in a checked step
 
     def once(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the block when no backward follows; it may change its inputs."""
         copies = self._loader.enter(self._block.index)
         before = block_places.versions(copies)
         with placed(self._block.places, copies):
@@ -133,6 +136,7 @@ class Run:
         return results
 
     def reply(self, results: Sequence[Tensor]) -> Any:
+        """Return the block's output, built with these tensors."""
         return self._answer.with_tensors(results)
 
     def _check_objects(self) -> None:
@@ -157,6 +161,7 @@ class Run:
         block_places.refuse_written(f"block {self._block.name}", copies, before, hosts)
 
     def prefetch(self) -> None:
+        """Load the inputs to the device."""
         if self._arriving is None and self._kept is not None:
             self._arriving = self._loader.device.fetch(self._kept.land())
 
@@ -189,6 +194,7 @@ class Run:
         return [tensor.detach().requires_grad_(wanted) for tensor, wanted in zip(tensors, self._wanted, strict=True)]
 
     def _again(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Run the block again and return its results' tensors, with a graph."""
         try:
             with self._moment.again(), self._objects.again(), torch.enable_grad():
                 args, kwargs = self._given.with_tensors(inputs)

@@ -34,10 +34,12 @@ class Ledger:
                 self._change(where, size)
 
     def where(self, tensor: Tensor) -> str | None:
+        """Place of the tensor's storage; None if it wasn't recorded."""
         entry = self._living.get(tensor.untyped_storage()._cdata)
         return entry and entry[0]
 
     def forget_peak(self) -> None:
+        """Reset the peak to the present bytes."""
         self.peak_bytes = self.present_bytes
 
     def _strike(self, key: int, _dead: Any = None) -> None:
@@ -155,22 +157,28 @@ class OffloadDevice:
         """Wait until the device has computed all its work; on the CPU calls return only then."""
 
     def present_bytes(self) -> int:
+        """Bytes on the device now."""
         return self.ledger.present_bytes
 
     def peak_bytes(self) -> int:
+        """Maximum bytes on the device since `forget_peak`."""
         return self.ledger.peak_bytes
 
     def forget_peak(self) -> None:
+        """Reset the peak to the present bytes."""
         self.ledger.forget_peak()
 
     def now(self) -> float:
+        """Seconds by the clock, after the device has computed all its work."""
         self.settle()
         return perf_counter()
 
     def random_state(self) -> list[Tensor]:
+        """States of the random number generators that computing on the device uses."""
         return [torch.get_rng_state()]
 
     def set_random_state(self, state: list[Tensor]) -> None:
+        """Restore the random number generators' states."""
         torch.set_rng_state(state[0])
 
 
@@ -197,7 +205,7 @@ class Cuda(OffloadDevice):
         return Copies(copies, self._in.record_event())
 
     def send(self, tensors: Sequence[Tensor], like: Sequence[Tensor] | None = None) -> Copies:
-        self._out.wait_stream(cuda.current_stream(self.place))  # after what makes them
+        self._out.wait_stream(cuda.current_stream(self.place))  # after the work that computes the sources
         with cuda.on(self._out), torch.no_grad():
             copies = [
                 cuda.host_like(other, self.place, tensor.dtype).copy_(tensor, non_blocking=True)

@@ -36,12 +36,12 @@ class Visit:
 
     block: int  # its index among the blocks
     backward: bool  # whether it computes the forward again and then the backward
-    seconds: float  # without waiting for any load
+    seconds: float  # seconds without waits for loads
     other_bytes: int  # maximum on the device in addition to loaded parameters: activations, gradients, resident tensors
-    sent_bytes: int = 0  # on their way to the host when the next visit begins
-    awaited_bytes: int = 0  # of inputs that are loaded from the host during the visit before
+    sent_bytes: int = 0  # bytes still being copied to the host when the next visit begins
+    awaited_bytes: int = 0  # bytes of inputs that are loaded from the host during the previous visit
     again_seconds: float = 0.0  # part of `seconds`: the forward's second run
-    saved_bytes: int = 0  # saved by the second run for the backward
+    saved_bytes: int = 0  # bytes that the second run saves for the backward
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Footprint:
 
     blocks: tuple[BlockFootprint, ...]
     visits: tuple[Visit, ...]
-    opening_bytes: int  # on the device before the first visit
-    bytes_per_second: float  # of the link between host and device
+    opening_bytes: int  # bytes on the device before the first visit
+    bytes_per_second: float  # bandwidth of the link between host and device
     overlaps: bool = True  # whether the device computes while parameters are loaded
 
     @property
@@ -67,6 +67,7 @@ class Footprint:
 
     @property
     def order(self) -> tuple[int, ...]:
+        """Visited blocks in the order of their first visits."""
         return tuple(dict.fromkeys(visit.block for visit in self.visits))
 
     def bytes_of(self, blocks: Collection[int]) -> int:
@@ -103,6 +104,7 @@ class ShardPlan:
 
     @cached_property
     def route(self) -> list[int]:
+        """List the shard of every visit."""
         return [self.shard_of[visit.block] for visit in self.footprint.visits]
 
     @cached_property
@@ -160,6 +162,7 @@ class ShardPlan:
         return cache(lambda *shards: self.footprint.bytes_of([block for shard in shards for block in blocks[shard]]))
 
     def _stays(self) -> list[tuple[int, float]]:
+        """Return (shard, seconds) of consecutive visits to one shard."""
         found: list[tuple[int, float]] = []
         for shard, visit in zip(self.route, self.footprint.visits, strict=True):
             here = found.pop()[1] if found and found[-1][0] == shard else 0.0
@@ -183,6 +186,7 @@ def plan(footprint: Footprint, budget_bytes: int) -> ShardPlan:
 
 
 def _packed(footprint: Footprint, cap_bytes: int) -> Shards:
+    """Make shards as long as they stay within the cap."""
     packs: list[tuple[int, ...]] = [()]
     for block in footprint.order:
         if packs[-1] and footprint.bytes_of([*packs[-1], block]) > cap_bytes:
@@ -192,6 +196,7 @@ def _packed(footprint: Footprint, cap_bytes: int) -> Shards:
 
 
 def _refuse(finest: ShardPlan, budget_bytes: int) -> None:
+    """Raise ValueError if blocks that are loaded alone need more than the budget."""
     footprint, least = finest.footprint, finest.peak_bytes
     if least <= budget_bytes:
         return
@@ -236,4 +241,5 @@ def summary(plan: ShardPlan, budget_bytes: int | None) -> dict[str, str]:
 
 
 def size(number_bytes: float) -> str:
+    """Format bytes in MiB."""
     return f"{number_bytes / 2**20:.4g} MiB"

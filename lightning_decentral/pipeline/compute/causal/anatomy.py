@@ -1,6 +1,6 @@
 """Anatomy of a causal language model: the places of its parts, found by watching one forward of a small copy.
 
-    [before] -> block_0 -> .. -> block_(n-1) -> [after] -> head -> [what is done to logits, the loss]
+    [before] -> block_0 -> .. -> block_(n-1) -> [after] -> head -> [operations on logits, the loss]
 
 The blocks are in one list and pass on one hidden state. Modules with parameters that are called before the first block
 belong to the first stage; those called after the last block to the last stage.
@@ -44,6 +44,7 @@ class Anatomy:
 
     @property
     def inner(self) -> str:
+        """Path of the module that has the list of blocks."""
         return self.blocks.rpartition(".")[0]
 
 
@@ -83,6 +84,7 @@ def dissect(module: Any, run: Callable[[KVCache], Any], length: int) -> Anatomy:
 
 
 def _blocks(module: Any) -> str:
+    """Path of the outermost list with as many modules as the configuration has layers."""
     depth = module.config.num_hidden_layers
     lists = [name for name, part in module.named_modules() if isinstance(part, nn.ModuleList) and len(part) == depth]
     outer: list[str] = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
@@ -95,6 +97,7 @@ def _blocks(module: Any) -> str:
 
 @contextmanager
 def watched(module: nn.Module, paths: list[str]) -> Iterator[tuple[list[str], dict[str, Any]]]:
+    """Yield the paths in the order of their calls, and what each module returned last."""
     met: list[str] = []
     results: dict[str, Any] = {}
 
@@ -109,6 +112,7 @@ def watched(module: nn.Module, paths: list[str]) -> Iterator[tuple[list[str], di
 
 
 def _routers(module: Any, layers: list[str], results: Mapping[str, Any], output: Any) -> dict[str, Router]:
+    """Find the routers whose results the model passes to its loss, by identity of the results."""
     wanted = {id(logits) for logits in output.get("router_logits") or ()}
     names = {size: name for name, size in vars(module.config).items() if re.fullmatch(EXPERTS, name)}
     found: dict[int, tuple[str, Router]] = {}

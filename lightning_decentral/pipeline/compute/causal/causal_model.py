@@ -112,7 +112,7 @@ class CausalModel(Pipelined):
         return call
 
     def _refuse_untrue(self, call: Call) -> None:
-        """ValueError for a kind of call that gives other results in slices than as a whole."""
+        """Raise ValueError for a kind of call that gives other results in slices than as a whole."""
         mask = call.attention_mask
         asked = {
             RIGHT: lambda: mask is not None and not bool(mask.all()),
@@ -141,7 +141,7 @@ class CausalModel(Pipelined):
     def forward(
         self, place: StagePlace, call: Call, hidden: Tensor | None, memory: KVCache, start: int, stop: int
     ) -> Tensor:
-        """Return [batch, tokens, width], or on the last stage [batch, tokens, vocabulary]; routers' logits follow."""
+        """Return hidden states or, on the last stage, logits: [batch, tokens, width]; routers' logits follow."""
         widths, routed = self._widths(call), list[Tensor]()
         if hidden is not None:
             hidden, *routed = hidden.split([self._config.hidden_size, *widths], dim=-1)
@@ -152,7 +152,7 @@ class CausalModel(Pipelined):
         begin = {"input_ids": call.inputs[:, start:stop]} if hidden is None else {"inputs_embeds": hidden.detach()}
         mask, positions, documents = call.attention_mask, call.position_ids, call.documents
         given = {
-            "attention_mask": None if mask is None else mask[:, :stop],  # of the keys: the context's, too
+            "attention_mask": None if mask is None else mask[:, :stop],  # positions of the keys: the context's, too
             "position_ids": None if positions is None else positions[:, start:stop],
             "past_key_values": memory.at(start, stop),
             "use_cache": True,
@@ -178,6 +178,7 @@ class CausalModel(Pipelined):
         return torch.cat([output, *(own.get(i, before) for i, before in enumerate(routed))], dim=-1)
 
     def _run(self, place: StagePlace, given: Mapping[str, Any]) -> Tensor:
+        """Run the model's own forward up to this stage's end."""
         head, forward = self.module.get_submodule(self._anatomy.head), type(self.module).forward
         end = head.register_forward_hook(lambda _, __, result: take_out(result)) if place.last else nullcontext()
         try:
@@ -188,13 +189,15 @@ class CausalModel(Pipelined):
         raise AssertionError(f"{type(self.module).__name__} didn't reach its stage's end")
 
     def shape(self, call: Call, start: int, stop: int) -> Shape | None:
+        """Shape and dtype of the hidden state, followed by routers' logits if the loss uses them."""
         width = self._config.hidden_size + sum(self._widths(call))
         return (call.inputs.shape[0], stop - start, width), self._like.dtype
 
     def answer(self, call: Call, output: Tensor) -> Any:  # (batch, length, vocabulary [+ widths of routers])
+        """Return the model's own output for these logits: scaled, capped, with a loss if labels were given."""
         widths = self._widths(call)
         logits, *routed = output.split([output.shape[-1] - sum(widths), *widths], dim=-1)
-        hidden = output.new_zeros(1, 1, 1).expand(*output.shape[:2], self._config.hidden_size)  # nobody looks at it
+        hidden = output.new_zeros(1, 1, 1).expand(*output.shape[:2], self._config.hidden_size)  # never read
         routers = {"router_logits": tuple(rows.flatten(0, 1) for rows in routed)} if routed else {}
         inner = self._anatomy.output(last_hidden_state=hidden, **routers)
         with self._answered(self._anatomy.inner, inner), self._answered(self._anatomy.head, logits):
@@ -204,6 +207,7 @@ class CausalModel(Pipelined):
 
     @contextmanager
     def _answered(self, path: str, result: Any) -> Iterator[None]:
+        """Let the submodule at this path return `result` in this context."""
         up, _, name = path.rpartition(".")
         modules = self.module.get_submodule(up)._modules
         before, modules[name] = modules[name], FixedOutput(result)
@@ -213,6 +217,7 @@ class CausalModel(Pipelined):
             modules[name] = before
 
     def _widths(self, call: Call) -> list[int]:
+        """Widths of all routers' logits, in order; [] if the loss doesn't use them."""
         known = vars(self._config)
         return [known[router.width] for found in self._routers for _, router in found] if self._routing(call) else []
 

@@ -31,13 +31,14 @@ HOST = torch.device("cpu")
 
 
 def trains(device: torch.device) -> bool:
+    """Return whether torch's flex attention has a backward on this device, found by trying."""
     from torch.nn.attention.flex_attention import flex_attention
 
     token = torch.zeros(1, 1, 1, 16, device=device, requires_grad=True)
     try:
         with torch.enable_grad(), _as_written():
             flex_attention(token, token, token)
-    except (NotImplementedError, ValueError):  # which of them depends on torch's version and kind of device
+    except (NotImplementedError, ValueError):  # the exception's class depends on torch's version and on the device
         return False
     return True
 

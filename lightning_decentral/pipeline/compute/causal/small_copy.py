@@ -36,7 +36,7 @@ REACHES = {
 }
 """Largest numbers for tokens, and for what would reach beyond a few tokens or layers, by patterns of names."""
 TRIED = ("vocab_size", "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
-LEAST = 16  # Minimum of a copy's positions and tokens, whatever its model has: the trial must fit.
+LEAST = 16  # Least number of positions and tokens of a copy: the trial's sequences must fit.
 MOST_PARAMETERS = 10**7
 SMALL = 64  # a model that is no wider keeps its widths: they may be divisible by few numbers
 SILENCED = re.compile(r".*(dropout|pdrop|layerdrop|jitter).*")
@@ -62,6 +62,7 @@ def small_copy(kind: type, config: Any) -> Any:
 
 
 def shrunk(config: Any) -> Any:
+    """Copy a configuration with few, narrow layers; kinds of layers, scales and caps don't change."""
     small, given, depth = deepcopy(config), dict(vars(config)), config.num_hidden_layers
     kept = layers_of(given, depth)
     known = {own: name for name, own in (config.attribute_map or {}).items()}
@@ -92,6 +93,7 @@ def layers_of(given: Mapping[str, Any], depth: int) -> list[int]:
 
 
 def _by_layer(value: Any, depth: int) -> bool:
+    """Return whether the value describes each layer; a list of layer numbers in a row doesn't."""
     return isinstance(value, (list, tuple)) and len(value) == depth and list(value) != list(range(depth))
 
 
@@ -140,7 +142,7 @@ class Doubled(TorchFunctionMode):
 def isolated(place: torch.device) -> Iterator[None]:
     """Use a fresh process's random numbers, autocast and gradients in this context, and restore them afterwards."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # several take longer over so little
+    torch.set_num_threads(1)  # one thread: several take longer for so little work
     try:
         with torch.random.fork_rng(), torch.enable_grad(), torch.autocast(place.type, enabled=False), Doubled():
             torch.manual_seed(0)
@@ -150,6 +152,7 @@ def isolated(place: torch.device) -> Iterator[None]:
 
 
 def ropes(config: Any) -> list[dict[str, Any]]:
+    """List the parameters of a configuration's rotary embeddings; some models have several."""
     given = vars(config).get("rope_parameters") or {}
     return [given, *(value for value in given.values() if isinstance(value, dict))]
 

@@ -26,7 +26,7 @@ from lightning_decentral.pipeline.compute.model import StagePlace
 from lightning_decentral.pipeline.compute.stage import Keep, Stage
 
 TOLERANCE = 1e-9
-FLOOR = 1e-6  # of the largest gradient: some are zero but for rounding
+FLOOR = 1e-6  # relative to the largest gradient: some gradients are zero but for rounding
 BATCH, SLICES = 2, (6, 1, 5)
 LENGTH = sum(SLICES)
 
@@ -107,10 +107,12 @@ def _calls(copy: Any, ids: Tensor) -> dict[str, list[dict[str, Any]]]:  # (BATCH
 
 
 def _routing(copy: Any) -> dict[str, bool]:
+    """Keyword argument that asks for routers' logits, if the configuration knows it."""
     return {name: True for name in ("output_router_logits",) if name in vars(copy.config)}
 
 
 def _differs(copy: nn.Module, anatomy: Anatomy, calls: list[dict[str, Any]], aligned: bool = False) -> str | None:
+    """Describe how the cut and whole copy differ in these calls, or what they raised; None if they agree."""
     try:
         for call in calls:
             why = compared(whole(copy, call), cut(copy, anatomy, call, aligned))
@@ -122,6 +124,7 @@ def _differs(copy: nn.Module, anatomy: Anatomy, calls: list[dict[str, Any]], ali
 
 
 def _one_line(error: Exception) -> str:
+    """Describe an error in one line."""
     text = " ".join(str(error).split())
     return (
         f"it {text}" if isinstance(error, Unfit) else f"a small copy of it raises {type(error).__name__}: {text[:200]}"
@@ -129,6 +132,7 @@ def _one_line(error: Exception) -> str:
 
 
 def whole(copy: Any, call: Mapping[str, Any]) -> tuple[Tensor, Gradients]:
+    """Return (loss, gradients) of the uncut model."""
     loss = copy(**call, use_cache=False).loss
     loss.backward()
     return loss.detach(), _taken(copy)
@@ -141,6 +145,7 @@ def _taken(copy: nn.Module) -> Gradients:
 
 
 def cut(copy: nn.Module, anatomy: Anatomy, call: Mapping[str, Any], aligned: bool = False) -> tuple[Tensor, Gradients]:
+    """Return (loss, gradients) of three stages and three slices; tied parameters' gradients are summed."""
     model = CausalModel(copy, anatomy)
     read = model.read((), {**call, "use_cache": False})
     count = len(model.blocks)
@@ -174,6 +179,7 @@ def cut(copy: nn.Module, anatomy: Anatomy, call: Mapping[str, Any], aligned: boo
 
 
 def compared(wanted: tuple[Tensor, Gradients], found: tuple[Tensor, Gradients]) -> str | None:
+    """Describe the first difference of loss and gradients beyond TOLERANCE; None if there is none."""
     difference = float((found[0] - wanted[0]).abs() / wanted[0].abs())
     if not difference < TOLERANCE:
         return f"the loss of a small copy differs by {difference:.1e} of itself"

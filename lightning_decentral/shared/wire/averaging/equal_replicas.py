@@ -19,15 +19,15 @@ class RunningBuffers:
     """Broadcasts worker 0's buffers that change (running statistics), as DDP broadcasts every buffer."""
 
     def __init__(self, module: nn.Module, over: Transport) -> None:
-        self._module, self._over = module, over  # a transport of its own
-        self._names: list[str] = []  # those that are shared: they change
+        self._module, self._over = module, over  # a transport used for buffers alone
+        self._names: list[str] = []  # buffers that are broadcast, as they change
         self._before = {name: buffer.clone() for name, buffer in module.named_buffers()}
         self._watched: list[tuple[dict[str, Tensor | None], str, Tensor, int]] = []
         self._known = len(self._before)  # buffers of the module, so that a new one is noticed
         self._watch()
 
     def changed(self) -> bool:
-        """Return whether an unshared buffer has changed on this worker since the last look. No communication."""
+        """Return whether a buffer that isn't shared has changed here since the last check. No communication."""
         news = any(own.get(key) is not tensor or _version(tensor) != was for own, key, tensor, was in self._watched)
         return news or self._known != len(self._before) + len(self._names)
 
@@ -50,7 +50,7 @@ class RunningBuffers:
                     f"worker {without} has no buffer {some}, but others have: register buffers on every worker alike"
                 )
             found = {name for row, _ in rows for name in row} | set(self._names)
-            # What never changes (masks, tables of positions) isn't sent: most of the bytes of some models.
+            # Buffers that never change (masks, position tables) aren't sent: most of the bytes of some models.
             self._names = [name for name in buffers if name in found]
             self._before = {n: before for n, before in kept.items() if n not in found}
         shared = [buffers[name] for name in (*self._names, *new) if name in buffers]
@@ -66,6 +66,7 @@ class RunningBuffers:
             self._known = len(buffers)
 
     def _watch(self) -> None:
+        """Make `changed` look at the buffers that aren't shared from now on."""
         self._watched = [
             (module._buffers, key, buffer, _version(buffer))
             for prefix, module in self._module.named_modules()
@@ -90,7 +91,7 @@ class EqualReplicas:
     """Shares running buffers, counts updates and compares trained parameters, from `begin` to `close`."""
 
     def __init__(self) -> None:
-        self.updates: int | None = None  # since `begin`; None outside of training, also in who started the workers
+        self.updates: int | None = None  # since `begin`; None outside of training, and in a parent process
         self._buffers: RunningBuffers | None = None
         self._layouts = TrainingComparison()
         self._average: Average | None = None
@@ -104,6 +105,7 @@ class EqualReplicas:
         self._layouts = layouts(TrainedLayout(module.named_parameters, optimizers))
 
     def join(self, average: Average) -> None:
+        """Use this average of gradients from now on."""
         assert self._buffers is not None
         average.news, average.layouts, self._average = self._buffers.changed, self._layouts, average
 
@@ -112,9 +114,11 @@ class EqualReplicas:
         self.updates, self._buffers, self._layouts, self._average = None, None, TrainingComparison(), None
 
     def replaced(self) -> None:
+        """Compare after the optimizers were replaced. RuntimeError: on another worker they weren't."""
         self._layouts.changed()
 
     def rounds(self) -> list[int]:
+        """Return the number of updates so far, in a list; an empty list outside of training."""
         return [] if self.updates is None else [self.updates]
 
     def wanted(self) -> list[int]:
@@ -127,10 +131,10 @@ class EqualReplicas:
         """Share buffers and count an update. Collective. A new value of `period` (an epoch, say) makes it look which
         more buffers have changed."""
         assert self.updates is not None
-        # Not each time: comparing all takes long.
+        # Not in each step: comparing all buffers takes long.
         look, self._period = period != self._period, period
         if self._buffers is not None:
-            self._sharing = True  # who waits in `share` waits for this update, not for the next one
+            self._sharing = True  # a worker that waits in `share` waits for this update, not for the next one
             self._buffers.share((self._average is not None and self._average.any_news()) or look)
             self._sharing = False
         self.updates += 1
