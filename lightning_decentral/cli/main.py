@@ -1,20 +1,7 @@
 """`lightning-decentral`: console commands in addition to training.
 
-lightning-decentral cuts recipe=gpt strategy.cuts=3
-lightning-decentral plan profile.json --workers 64 --per-node 8
-lightning-decentral rehearse recipe=gpt workers=4,8 --target 1.45
-lightning-decentral topology base_graph --workers 24
-lightning-decentral report outputs/ddp outputs/gossip
-lightning-decentral profile recipe=gpt
-lightning-decentral placement hosts.json --topology ring
-lightning-decentral schedule jobs.yaml --policy lrtf --devices 2
-lightning-decentral lobby --workers 2:16
-lightning-decentral completion bash
-
-Each other command is a module of its own: here they are put together, and mistakes become one line. `completion` is
-here, as it is made of the parsers themselves, so that a new command or option is completed by existing:
-
-    source <(lightning-decentral completion bash)
+Each command is a module of its own: here they are put together, and mistakes become one line. `completion` is here, as
+it is made of the parsers themselves: a new command or option is completed by existing.
 """
 
 from __future__ import annotations

@@ -48,27 +48,19 @@ class ComparedMethod:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Comparison of methods in a setting.
-
-    Args:
-        rows: methods with measured losses, the fastest to the loss first, then the others, the fastest step first.
-        refused: {title of a candidate that can't serve the cluster: why}.
-        best: method to train with; None if no method fits into the memory.
-        profiled: model with the profile's optimizer, from which candidates' optimizers are priced.
-        others: the arguments of `plan` with these names.
-    """
+    """Comparison of methods in a setting; fields without a comment are the arguments of `plan` with these names."""
 
     setting: Setting
-    rows: tuple[ComparedMethod, ...]
-    refused: dict[str, str]
-    best: ComparedMethod | None
+    rows: tuple[ComparedMethod, ...]  # with measured losses, the fastest to the loss first; then the fastest steps
+    refused: dict[str, str]  # {title of a candidate that can't serve the cluster: why}
+    best: ComparedMethod | None  # method to train with; None if no method fits into the memory
     variation: Sequence[float] = ()
     slices: int = 1
     also: tuple[str, ...] = ()
     memory_bytes: float = inf
     threshold: float = THRESHOLD
     like: str | None = None
-    profiled: Model | None = None
+    profiled: Model | None = None  # with the profile's optimizer, from which candidates' are priced
 
     @property
     def known(self) -> KnownLosses | None:

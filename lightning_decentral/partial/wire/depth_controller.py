@@ -94,11 +94,7 @@ def factors(contributors: Sequence[Sequence[int]], weights: Sequence[float]) -> 
 
 class CutSteps(DeviceSteps):
     """Runs steps whose backward stops at a cut, and averages their gradients segment by segment during the backward.
-
-    Args:
-        absent: what the optimizer does to parameters that no worker trained.
-        waiting: context around waits for other workers.
-    """
+    `waiting`: context around waits for other workers."""
 
     def __init__(self, absent: Absent, waiting: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
         self.driver: DepthController | None = None

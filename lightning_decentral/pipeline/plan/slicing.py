@@ -35,15 +35,9 @@ BACKWARD_OVER_FORWARD = 2.0  # a backward multiplies two matrices for each that 
 def plan(
     length_tokens: int, num_stages: int, seconds: Seconds, *, granularity: int = 1, max_slices: int | None = None
 ) -> tuple[int, ...]:
-    """Find the slices l_1, l_2, .. that minimise sum t_i + (num_stages - 1) max t_j, exactly.
-
-    Args:
-        seconds: seconds(tokens, context) of one slice on one stage: positive.
-        granularity: slices are multiples of it, except the last if it doesn't divide the length.
-        max_slices: maximum number of slices.
-
-    Raises:
-        ValueError: a number below 1.
+    """Find the slices l_1, l_2, .. that minimise sum t_i + (num_stages - 1) max t_j, exactly. `seconds`:
+    seconds(tokens, context) of one slice on one stage: positive. `granularity`: slices are multiples of it, except the
+    last if it doesn't divide the length. ValueError: a number below 1.
 
     Source: TeraPipe 2102.07988, algorithm 1.
     """
@@ -174,7 +168,6 @@ class Balanced(Slicing):
 @dataclass(frozen=True, kw_only=True)
 class Planned(Slicing):
     """Cut so that a simulated step is shortest within the memory bound, by measurements of the real model.
-
 
     Among slices within the situation's error, the fewest are taken. Candidates are slices of equal cost (`balance`) and
     of equal length for every number up to `max_slices`, and `plan`. The result isn't proven to be optimal under 1F1B,

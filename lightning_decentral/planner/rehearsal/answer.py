@@ -233,11 +233,7 @@ AXES: tuple[tuple[str, Across], ...] = (
 
 
 def page(found: Answer) -> str:
-    """Make the page with the table and, for each number of workers, the curves.
-
-    Raises:
-        ValueError: no matplotlib.
-    """
+    """Make the page with the table and, for each number of workers, the curves. ValueError: no matplotlib."""
     return f"{HEAD}<style>{STYLE}</style>\n{chr(10).join(_body(found))}\n</html>\n"
 
 

@@ -34,11 +34,8 @@ from lightning_decentral.shared.wire.in_process import Mailboxes, in_process_bro
 
 
 class Crew(AbstractContextManager["Crew"]):
-    """Trains copies of a module, which doesn't change, as workers on one device; `with` ends their threads.
-
-    Raises:
-        ValueError: the module or the strategy can't be rehearsed.
-    """
+    """Trains copies of a module, which doesn't change, as workers on one device; `with` ends their threads. ValueError:
+    the module or the strategy can't be rehearsed."""
 
     def __init__(
         self,

@@ -24,13 +24,9 @@ PAIRED = 4  # Batches for differences of losses: fewer are enough, as both losse
 
 
 class HeldOutEvaluation:
-    """mean_b loss(mean_i x_i, batch b): `training_step` in evaluation mode, without dropout.
-
-    Args:
-        module: module whose copy gets the mean parameters.
-        device: device of the workers.
-        threads: number of threads over which batches are distributed, unless the step draws random numbers.
-    """
+    """mean_b loss(mean_i x_i, batch b): `training_step` in evaluation mode, without dropout, of a copy of the module on
+    the workers' device. `threads`: number of threads over which batches are distributed, unless the step draws random
+    numbers."""
 
     def __init__(
         self, module: LightningModule, batches: Sequence[Any], device: torch.device = CPU, threads: int = 1

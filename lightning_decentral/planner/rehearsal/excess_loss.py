@@ -83,13 +83,8 @@ class Drift:
 
 
 def probed(crew: Crew, evaluation: HeldOutEvaluation, rate: float) -> Drift | None:
-    """Probe workers that drift, after their last round: they begin at their mean, and go on without messages.
-
-    Args:
-        rate: factor of their learning rates.
-
-    None: workers stay equal, or the curvature is too small to show in their losses.
-    """
+    """Probe workers that drift, after their last round: they begin at their mean, and go on without messages. `rate`:
+    factor of their learning rates. None: workers stay equal, or the curvature is too small to show in their losses."""
     modules, learning_rate = [worker.module for worker in crew.workers], crew.learning_rate
     agree(modules)
     size = _squares(list(modules[0].parameters()))

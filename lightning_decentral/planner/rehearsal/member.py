@@ -220,11 +220,8 @@ def _dense(gradient: Tensor | None) -> bool:
 
 class DDPMember(AveragingMember):
     """Member of `ddp`: exact mean gradients of the parameters trained at set-up, all of which each worker must use;
-    worker 0's buffers are copied to all before a forward.
-
-    Raises:
-        ValueError: in a step that leaves a parameter out, or trains another.
-    """
+    worker 0's buffers are copied to all before a forward. ValueError: in a step that leaves a parameter out, or trains
+    another."""
 
     def __init__(self, module: LightningModule, place: MemberPlace, *, finds_unused: bool) -> None:
         super().__init__(module, place, Plain(), None, Unchecked())

@@ -54,14 +54,13 @@ class Found:
 
 @dataclass(frozen=True)
 class SearchCourse:
-    """Settings that all rates and seeds are trained with: steps, target and evaluation. `tick`: called at each mark;
-    what it raises ends the search. `probes`: whether workers that drift are probed, where a rate is left behind."""
+    """Settings that all rates and seeds are trained with: steps, target and evaluation."""
 
     steps: int
     target: float
     evaluation: HeldOutEvaluation
-    tick: Callable[[], None]
-    probes: bool = False
+    tick: Callable[[], None]  # called at each mark; what it raises ends the search
+    probes: bool = False  # whether workers that drift are probed, where a rate is left behind
 
     @property
     def every(self) -> int:
@@ -186,17 +185,9 @@ def updates(rates: int, steps: int) -> int:
 
 
 def search(make: Callable[[float], Crew], rates: Sequence[float], course: SearchCourse) -> Found:
-    """Search the rates for the one that reaches the target in the fewest steps or else has the lowest loss.
-
-    Args:
-        make: makes the crew of workers, given the factor of their learning rates.
-
-    When time is over, the best result so far is returned.
-
-    Raises:
-        ValueError: all diverged.
-        OutOfTime: nothing was trained.
-    """
+    """Search the rates for the one that reaches the target in the fewest steps or else has the lowest loss. `make`:
+    makes the crew, given the factor of its learning rates. When time is over, the best result so far is returned.
+    ValueError: all diverged. OutOfTime: nothing was trained."""
     with ExitStack() as crews:
         left = tracks = [Track(rate, crews.enter_context(make(rate)), course) for rate in rates]
         early: tuple[float, Drift | None] | None = None

@@ -124,10 +124,8 @@ class DataParallel(Synchronous):
     sent: float = 1.0
 
     def prices(self, setting: Setting) -> tuple[Price, ...]:
-        workers = setting.cluster.workers
-        return (
-            setting.network.price("all_reduce", setting.cluster.reach(workers), workers, 1, setting.cluster.per_node),
-        )
+        cluster, n = setting.cluster, setting.cluster.workers
+        return (setting.network.price("all_reduce", cluster.reach(n), n, 1, cluster.per_node),)
 
     def card_bytes(self, setting: Setting) -> float:
         """Return 2 (n - 1) / n of the parameters' bytes, as they are sent; 0 on one node."""

@@ -86,11 +86,8 @@ class Method(ABC):
 
     @abstractmethod
     def seconds(self, setting: Setting, factors: Floats) -> Floats:
-        """Return the mean seconds per step, [runs].
-
-        Args:
-            factors: [runs, steps, workers], slowdown of each computation; the first `WARM_STEPS` steps aren't counted.
-        """
+        """Return the mean seconds per step, [runs]. `factors`: [runs, steps, workers], slowdown of each computation;
+        the first `WARM_STEPS` steps aren't counted."""
 
     @abstractmethod
     def tasks(self, setting: Setting) -> list[Task[str]]:

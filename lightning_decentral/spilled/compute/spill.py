@@ -90,8 +90,6 @@ class Run:
         self._gradients: tuple[list[str], Copies] | None = None
         self._seen: list[Tensor] = []  # results of the first run on the host, in a checked step
 
-    # ---- forward ------------------------------------------------------------------------------------------------
-
     def once(self, *args: Any, **kwargs: Any) -> Any:
         """Call the block when no backward follows; it may change its inputs."""
         copies = self._loader.enter(self._block.index)
@@ -161,8 +159,6 @@ class Run:
     def _refuse_written(self, copies: Mapping[str, Tensor], before: Mapping[str, int]) -> None:
         hosts = {name: self._loader.hosts[name] for name in copies} if self._loader.checks else {}
         block_places.refuse_written(f"block {self._block.name}", copies, before, hosts)
-
-    # ---- backward -----------------------------------------------------------------------------------------------
 
     def prefetch(self) -> None:
         """Load the inputs to the device."""
