@@ -85,7 +85,7 @@ class Comparison:
         return self.best is not None and is_ddp(self.best.candidate.overrides)
 
     @property
-    def soonest_ddp(self) -> ComparedMethod:
+    def fastest_ddp(self) -> ComparedMethod:
         """Form of `ddp` that is the fastest to the loss, or has the fastest step if no losses were measured."""
         forms = [row for row in self.rows if is_ddp(row.candidate.overrides) and self.fits(row)]
         return min(forms, key=lambda row: (row.to_loss, row.forecast.seconds), default=self.baseline)

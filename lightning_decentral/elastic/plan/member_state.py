@@ -28,7 +28,7 @@ class Fetch(NamedTuple):
 
 Act = Send | Fetch
 
-APART = 4  # Rounds by which members in step with each other may differ.
+IN_STEP = 4  # Rounds by which members in step with each other may differ.
 
 
 def _number(view: View | None) -> int:
@@ -217,7 +217,7 @@ class MemberState:
         # A newcomer begins at the others' round, and a member that is far behind skips the rounds between, as others
         # would have to wait. Only rounds that some member has reached count: a view that was planned while rounds were
         # quick may begin far ahead of all members.
-        behind = min(first, self.reached) - mine.round - APART
+        behind = min(first, self.reached) - mine.round - IN_STEP
         skips = mine.view is None or behind * mine.pace > self.times.dead_after
         gap = ((0, mine.round),) if skips and mine.view else ()
         entered = (*before[max(0, over - HISTORY) :], *gap, (view.number, first))

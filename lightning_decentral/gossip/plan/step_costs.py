@@ -43,8 +43,8 @@ class Encoding:
         known = {work.codec: work for work in model.rounds}
         plain, more = known.get(AS_THEY_ARE, UNMEASURED), self.assumed
         own = plain.own_seconds_per_byte + more.own_seconds_per_byte
-        heard = plain.heard_seconds_per_byte + more.heard_seconds_per_byte
-        return known.get(self.codec, RoundWork(self.codec, own, heard, plain.round_seconds, plain.message_seconds))
+        each = plain.heard_seconds_per_byte + more.heard_seconds_per_byte
+        return known.get(self.codec, RoundWork(self.codec, own, each, plain.round_seconds, plain.message_seconds))
 
 
 PLAIN = Encoding()

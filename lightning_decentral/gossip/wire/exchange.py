@@ -196,7 +196,7 @@ class Exchange(ABC, Generic[M]):
     def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> M:
         """Copy and encode one bucket's message for sending. By the end of `settle` the copy has the decoded values; it
         belongs to the exchange until `land`. `place` is the bucket's index among the admitted; the buckets of a round
-        are launched in order. `copied`: the copy, if made already."""
+        are launched in order. `copied`: the copy, if it exists already."""
 
     def _copy(self, message: Tensor, copied: Copied | None) -> Tensor:
         return copied.message if copied else self.pool.take(message).copy_(message)

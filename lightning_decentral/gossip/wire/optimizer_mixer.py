@@ -175,9 +175,9 @@ class OptimizerMixer:
         return sum((replace(traffic, rounds=0) for traffic in others), Traffic())
 
     def state_dict(self) -> dict[str, Any]:
-        beside = {state.name: state.state_dict() for state in self.states}
+        states = {state.name: state.state_dict() for state in self.states}
         packed = {"orders": orders(self.buckets), "padding": [bucket.padding for bucket in self.buckets]}
-        return self.mixer.state_dict() | packed | ({"beside": beside} if beside else {})
+        return self.mixer.state_dict() | packed | ({"beside": states} if states else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned. Errors as `Mixer.load_state_dict`."""

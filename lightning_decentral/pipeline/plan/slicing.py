@@ -132,7 +132,7 @@ def equal(length_tokens: int, num_slices: int, *, granularity: int = 1) -> tuple
 
 
 class Slicing(ABC):
-    """Policy that cuts a sequence into slices; a frozen value that knows no length."""
+    """Policy that cuts a sequence into slices; a frozen value that doesn't depend on the length."""
 
     measures: bool = False
     """True if the policy needs `situation.seconds` from measurements of the real model."""

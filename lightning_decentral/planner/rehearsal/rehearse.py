@@ -194,7 +194,7 @@ class RehearsalRun:
             costs = {one.name: learnt.at_most(self._ask, one) for one in left}
             predicted = ", ".join(f"{name} {cost:.4f}" for name, cost in costs.items() if cost is not None)
             if predicted:
-                self._say(f"  predicted: what workers' own models lose to their mean at most, {predicted}")
+                self._say(f"  predicted: excess loss of workers' own models over their mean at most {predicted}")
         self._known = learnt
         return found
 
@@ -239,7 +239,7 @@ def _fitted(ask: Ask, step_seconds: Mapping[RehearsalJob, float], clock: Clock, 
     if fitting < asked:
         fit = ", ".join(_would_fit(step_seconds, clock.rest * MARGIN / ask.updates))
         minutes = ceil(clock.minutes - clock.rest / 60 + seconds / 60 / MARGIN)
-        say(f"what needs more than {fitting} steps can't be answered in {clock.minutes:g} minutes; would fit: "
+        say(f"a target that needs more than {fitting} steps can't be reached in {clock.minutes:g} minutes; would fit: "
             f"minutes={minutes}{', or ' * bool(fit)}{fit}")  # fmt: skip
     if fitting == FEWEST and seconds * FEWEST / asked > clock.rest * MARGIN:
         say(f"not even {FEWEST} steps of each fit: each method ends with its share of the minutes")

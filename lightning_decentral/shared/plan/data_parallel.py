@@ -38,7 +38,7 @@ class BackwardPiece:
 
 
 def pieces(blocks: Sequence[BlockCost], bucket_bytes: int = BUCKET_BYTES) -> Iterator[BackwardPiece]:
-    """Yield pieces of the backward pass from the last block on, split where a bucket is full, at an even pace."""
+    """Yield pieces of the backward pass from the last block on, split where a bucket is full, filled evenly."""
     # As in torch the first bucket is small, so that the network has something to do early.
     bucket, room = 0, float(min(FIRST_BUCKET_BYTES, bucket_bytes))
     for block in reversed(blocks):

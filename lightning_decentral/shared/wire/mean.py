@@ -58,7 +58,7 @@ def _mean_in_place(tensors: Sequence[Tensor], over: Transport, share: float | No
 
 
 def mean_of_states(state: Mapping[str, Any], mean_of: MeanOf, carried: Collection[str] = ()) -> dict[str, Any]:
-    """Return a `state_dict` with means over the workers, and one worker's tensors where they are `carried`.
+    """Return a `state_dict` with means over the workers, and with `carried` tensors copied from one worker.
 
     Other entries are this worker's. Tied entries stay tied.
     """

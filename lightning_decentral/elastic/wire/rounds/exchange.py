@@ -245,7 +245,7 @@ class ElasticExchange(Exchange[PeerMessage]):
 
     @property
     def age(self) -> float:
-        """Mean age, in rounds, of the messages mixed last; 0 if rounds wait."""
+        """Mean age, in rounds, of the messages mixed last; 0 if rounds aren't asynchronous."""
         exchange = self._since[-1][1] if self._since else None
         return exchange.age if isinstance(exchange, AsynchronousExchange) else 0.0
 
