@@ -88,7 +88,7 @@ class Stage:
         model: after `keep(place)`.
         calls: one for each micro-batch.
         slices: lengths in tokens; `(1,)` for a model without a token axis.
-        weights: computes weight gradients if the schedule splits backwards; None: in the backward.
+        weights: computes weight gradients if the schedule splits the backward; None: the backward computes them.
     """
 
     def __init__(

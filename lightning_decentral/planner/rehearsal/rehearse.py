@@ -179,7 +179,7 @@ class RehearsalRun:
         rates = self._ask.rates if known is None else known.rates(self._ask, job)  # those worth trying
         if len(rates) < len(self._ask.rates):
             self._say(
-                f"  its workers' disagreement is predicted to cost nothing: learning rates times {rates[0]:g} only"
+                f"  predicted: its workers' disagreement costs nothing, so learning rates times {rates[0]:g} only"
             )
         ask = replace(self._ask, rates=rates, course=course)
         expected = left.pop(job) * ask.updates / self._ask.updates
