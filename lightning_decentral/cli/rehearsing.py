@@ -177,7 +177,7 @@ def trains(method: str) -> bool:
 
 
 def without_optimizer(overrides: Sequence[str], method: str) -> list[str]:
-    """Overrides of a recipe without those of the optimizer, if a method chooses an optimizer."""
+    """Overrides of a recipe, without overrides of the optimizer if a method chooses an optimizer."""
     return [one for one in overrides if not (trains(method) and one.lstrip("+~").startswith("optimizer"))]
 
 

@@ -36,7 +36,7 @@ class Monitored(Protocol):
         """Numbers of rounds taken, one number for each optimizer."""
 
     def mixing(self) -> dict[str, float]:
-        """Mixing values of this worker (rate, delay, ...), those that its rule and codec have; no communication."""
+        """Mixing values of this worker (rate, delay, ...), as far as its rule and codec have them; no communication."""
 
 
 @runtime_checkable

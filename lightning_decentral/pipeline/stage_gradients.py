@@ -60,7 +60,7 @@ class StageTraining:
         summary: the plan as text, logged on worker 0 for each new plan.
 
     Attributes:
-        average: turns this stage's gradients into those that the optimizer gets; collective over replicas.
+        average: turns this stage's gradients into the optimizer's gradients; collective over replicas.
         spans: when each action of the latest step computed.
         seconds: of the latest step's forward and backward on this stage, including waits.
     """

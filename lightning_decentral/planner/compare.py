@@ -34,8 +34,8 @@ class ComparedMethod:
 
     Args:
         setting: setting with the candidate's own optimizer.
-        share: batches to the loss at which `ddp` with AdamW ends, over those of `ddp` with AdamW; inf: not reached in
-            as many batches; None: not measured.
+        share: batches to the final loss of `ddp` with AdamW, divided by its own batches; inf: not reached in as many
+        batches; None: not measured.
     """
 
     candidate: Candidate

@@ -68,8 +68,8 @@ class ReplicaHealth:
         self._constants |= constants(buffers)
 
     def mean(self, tensors: Sequence[Tensor], carried: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Return the strategy's `mean_of`, bit for bit, if all workers are healthy; else the mean of the healthy ones,
-        and worker 0 reports it. The first healthy worker's `carried` tensors follow the means. Collective.
+        """Return the strategy's `mean_of`, bit for bit, if all workers are healthy; else the mean of the healthy
+        workers, and worker 0 reports it. The first healthy worker's `carried` tensors follow the means. Collective.
 
         Raises:
             FloatingPointError: no worker is healthy; on all workers.

@@ -167,7 +167,7 @@ class OptimizerMixer:
             yield from ((place, view) for place, view in bucket.views(torch.cat(flat)) if place not in written)
 
     def traffic(self) -> Traffic:
-        """Traffic of parameters and states; the number of rounds is that of the parameters."""
+        """Traffic of parameters and states; only rounds of the parameters are counted."""
         return self.mixer.traffic() + self._of_states()
 
     def _of_states(self) -> Traffic:

@@ -131,7 +131,7 @@ class Stage:
         return output.detach()
 
     def backward(self, microbatch: int, index: int, grad: Tensor) -> Tensor | None:  # as the chunk's output
-        """Run one chunk's backward: add gradients of parameters to `.grad` and return that of `hidden`.
+        """Run one chunk's backward: add gradients of parameters to `.grad` and return the gradient of `hidden`.
 
         Returns None on the first stage.
         """

@@ -81,7 +81,7 @@ class Situation:
 
     Args:
         seconds: seconds(tokens, context) forward of one slice on the slowest stage.
-        backward_over_forward: seconds of a backward over those of a forward.
+        backward_over_forward: seconds of a backward, divided by seconds of a forward.
         link_seconds: until the next stage has a result.
         max_tokens_in_flight: maximum of tokens whose activations the first stage may keep.
         error: of simulated steps, relative: smaller differences don't count.

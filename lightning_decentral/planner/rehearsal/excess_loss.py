@@ -1,4 +1,4 @@
-"""Cost of disagreement: excess loss of gossip's workers over that of their mean, predicted by a short probe.
+"""Cost of disagreement: excess loss of gossip's workers over their mean's loss, predicted by a short probe.
 
     d_i(k)  = x_i - mean_j x_j            of n workers that began equal, after k updates without a message
     D_k     = mean_i |d_i(k)|^2           their spread

@@ -34,7 +34,7 @@ from lightning_decentral.shared.wire.transport import Wire
 
 @dataclass(frozen=True)
 class MemberPlace:
-    """One worker's rank among those of this process, and its means to communicate.
+    """One worker's rank among the workers of this process, and its functions to communicate.
 
     Args:
         broadcast: sends worker 0's value to all.

@@ -220,7 +220,7 @@ def updates(rates: int, steps: int) -> int:
 
 
 def search(make: Callable[[float], Crew], rates: Sequence[float], course: SearchCourse) -> Found:
-    """Search the rates for the one that reaches the target in the fewest steps or else has the lowest loss.
+    """Search for the learning rate that reaches the target in the fewest steps or else has the lowest loss.
 
     Args:
         make: makes the crew of workers, given the factor of their learning rates.

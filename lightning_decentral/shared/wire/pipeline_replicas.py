@@ -114,7 +114,7 @@ class AverageGradients(Replicas):
 
 
 class _Replicated(Bond):
-    """Averages gradients; one that a worker didn't compute counts as zero, one that no worker computed stays None."""
+    """Averages gradients; a gradient that a worker lacks counts as zero, a gradient that all lack stays None."""
 
     def __init__(self, hosts: Transport, buffers: Transport) -> None:
         self._hosts, self._over_buffers = hosts, buffers

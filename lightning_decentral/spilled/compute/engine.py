@@ -28,7 +28,7 @@ Announce = Callable[[str, ShardPlan], None]
 
 
 class Engine:
-    """Replaces the calls of a module's blocks by offloaded ones, until `detach`.
+    """Replaces the calls of a module's blocks by offloaded calls, until `detach`.
 
     Args:
         budget_bytes: total memory budget on the device.
