@@ -92,7 +92,7 @@ def step_by(blocks: Sequence[BlockCost], travel: Travel, factor: float, bucket_b
 
 
 def behind(tasks: Sequence[Task[str]], sent: dict[str, list[list[Task[str]]]], lag: int) -> list[Task[str]]:
-    """Insert each bucket's first phase behind the task that completes the bucket, each next phase `lag` buckets later.
+    """Insert a bucket's first phase behind the task that completes the bucket, further phases `lag` buckets later.
 
     Threads begin a phase when its messages have arrived; a fixed order only approximates that.
     """

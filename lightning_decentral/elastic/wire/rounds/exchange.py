@@ -74,8 +74,8 @@ class Post(ABC):
 
     @abstractmethod
     def post(self, sends: Sequence[Message]) -> int:
-        """Send a copy of a round's messages to each member whose earlier messages have left; others get a later round.
-        Return the number of bytes sent."""
+        """Send a copy of a round's messages to each member whose earlier messages have left; others get a later
+        round's. Return the number of bytes sent."""
 
     @abstractmethod
     def newest(self, slots: int) -> dict[int, tuple[int, list[bytearray]]]:
