@@ -121,9 +121,11 @@ def storm(job: Job, place: Here, faults_per_hour: float, restart: float, seed: i
     return row
 
 
-def stormed(job: Job, place: Here, faults_per_hour: float, restart: float, seed: int) -> Row:
+def stormed(
+    job: Job, place: Here, faults_per_hour: float, restart: float, seed: int, kind_of_run: type[Run] = Run
+) -> Row:
     draw, faults = random.Random(seed), dict.fromkeys((*place.faults, "fallen"), 0)
-    with Run(job, place) as run:
+    with kind_of_run(job, place) as run:
         run.until(run.warm)
         due: list[tuple[float, Callable[[], Any]]] = []
         next_fault = time.monotonic() + pause(draw, faults_per_hour)
@@ -161,7 +163,7 @@ def uneven(job: Job, place: Here, slow: float, seed: int) -> Row:
 def strike(run: Run, kind: str, name: str, restart: float, seconds: float) -> tuple[float, Callable[[], Any]]:
     """(when, what ends the fault). A host whose link is cut may get its next worker before."""
     if kind == "kill":
-        return run.kill(name) + restart, run.start
+        return run.lose(name) + restart, run.start
     return time.monotonic() + seconds, run.begin(kind, name)
 
 

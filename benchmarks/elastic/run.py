@@ -104,10 +104,14 @@ class Run:
         self.names.append(name)
         taken = {self.hosts[other] for other in self.alive}
         self.hosts[name] = host = min(set(range(1, len(taken) + 2)) - taken)
-        job = replace(self.job, host=self.place.address(host))
-        self.alive[name] = FORK.Process(target=self._at, args=(host, self._train, os.getpid(), job, name))
-        self.alive[name].start()
+        self.alive[name] = self.begun(host, replace(self.job, host=self.place.address(host)), name)
         return name
+
+    def begun(self, host: int, job: Job, name: str) -> Any:
+        """Start the process of a worker at this host."""
+        process = FORK.Process(target=self._at, args=(host, self._train, os.getpid(), job, name))
+        process.start()
+        return process
 
     def _at(self, host: int, call: Callable[..., None], *args: Any) -> None:
         self.place.enter(host)
@@ -126,6 +130,10 @@ class Run:
         process.kill()
         process.join()
         return at
+
+    def lose(self, name: str) -> float:
+        """What a fault takes of this worker; return the time."""
+        return self.kill(name)
 
     def fallen(self) -> list[str]:
         """Return, and forget, the workers that ended before the run did, with an error in their logs: cut off, or

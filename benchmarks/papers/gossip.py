@@ -8,7 +8,7 @@ package's; what a collective costs is given to them as if it had been measured:
     trees        an all-reduce over m nodes sends 2 (m - 1) / m copies through a card, not 2 (n - 1) / n by n GPUs
     own flows    the flows of a node's GPUs are each limited by themselves, they don't share one flow's rate
 
-Without both it is the count of `network/published.py`, which predicts the order of the methods wrong.
+Without both the order of the methods comes out wrong. `network.py published` prints what this model predicts.
 
 Source: Wang et al. 2410.11998, the authors' table of milliseconds (base transformer, 25,000 tokens in all).
 """
@@ -27,9 +27,9 @@ from lightning_decentral.shared.plan.data_parallel import DataParallel
 from lightning_decentral.shared.plan.forecast import Cluster, Method, Setting, even
 from lightning_decentral.shared.plan.network import Network
 from lightning_decentral.shared.plan.profile import BlockCost, LinkCost, Model
-from network.published import LAYERS, PARAMETER_BYTES
 from papers.row import Compared, Row, write
 
+PARAMETER_BYTES, LAYERS = 4 * 65_000_000, 12
 METHODS = ("all-reduce", "SGP", "exponential", "alternating ring")
 Table = Mapping[int, tuple[float, float, float, float]]
 """{GPUs: milliseconds of all-reduce, SGP, exponential, alternating ring}."""

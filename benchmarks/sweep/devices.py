@@ -93,23 +93,28 @@ class Simulated:
         return self._jobs[int(member.name)]
 
 
+def clock() -> float:
+    """Seconds on a clock that all members share: for a member `time.perf_counter` stands still while it waits."""
+    return time.clock_gettime(time.CLOCK_MONOTONIC)
+
+
 def asleep(seat: Seat, job: Job) -> list[tuple[float, float]]:
     """Return when each grant began and ended."""
     grants: list[tuple[float, float]] = []
     for batch in range(job.batches):
         turn = TurnReport(batch / job.batches, (job.batches - batch) * job.device)
         if not seat.fresh:
-            ending = time.perf_counter()
+            ending = clock()
             if seat.held:
                 grants[-1] = (grants[-1][0], ending)
             seat.take(turn)
-            grants.append((time.perf_counter(), 0.0))
+            grants.append((clock(), 0.0))
         time.sleep(job.device)
         if job.host:
-            grants[-1] = (grants[-1][0], time.perf_counter())
+            grants[-1] = (grants[-1][0], clock())
             seat.give(TurnReport((batch + 1) / job.batches, (job.batches - batch - 1) * job.device))
             time.sleep(job.host)
-    grants[-1] = (grants[-1][0], grants[-1][1] or time.perf_counter())
+    grants[-1] = (grants[-1][0], grants[-1][1] or clock())
     seat.give(TurnReport(1.0, 0.0))
     return grants
 

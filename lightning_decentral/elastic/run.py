@@ -276,6 +276,11 @@ class ElasticRun(WatchedProcess):
         self._mixers.end()
         self._held.mixed(self.counted())  # needed where each worker keeps its own model in the end
 
+    def on_exception(self, exception: BaseException) -> None:
+        if self._member is not None and self.wire is not None:
+            self._member.leave()  # before this worker's devices find out which one is lost, and why: that takes seconds
+        super().on_exception(exception)
+
     def teardown(self) -> None:
         self._watched.close()
         member, self._member, self._early = self._member or self._early, None, None

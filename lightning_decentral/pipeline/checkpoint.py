@@ -32,11 +32,8 @@ WHOLE = ("state_dict", STATES, KEY)
 
 
 class PipelineCheckpoints(Checkpoints):
-    """Save and load one plain file of the whole model and, where pipelines drift, each worker's own state.
-
-    Attributes:
-        layout: which stage owns which parameter.
-    """
+    """Save and load one plain file of the whole model and, where pipelines drift, each worker's own state. `layout`:
+    which stage has which parameter."""
 
     def __init__(
         self, worker: "strategy.TokenPipelineStrategy", mean_model: MeanModel, join_groups: Callable[[], Wire | None]

@@ -93,7 +93,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
         self.checkpoints = PipelineCheckpoints(self, self.mean_model, self._group.join_groups)
         self.evaluation = StageEvaluation(self)
         self.followed = Unfollowed(self._replaced)
-        self._deferred, self._updates, self._wanted = Deferred(), 0, 0
+        self._deferred, self._updated, self._wanted = Deferred(), 0, 0
         self._groups: StageGroups | None = None
         self._stage: StageTraining | None = None
         self._totals: StageTotals | None = None
@@ -178,7 +178,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
 
     def prepare(self, wire: Wire | None) -> None:
         assert self._stage is not None
-        self._updates = self._wanted = 0
+        self._updated = self._wanted = 0
         self._totals = StageTotals(self._stage.pipe, self._stage.holdings, self._module, self.precision_plugin)
         if self._groups is not None and self.layout.pipelines > 1:
             self.bond = self._groups.bond(self.replicas)
@@ -195,7 +195,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._stage is not None
-        self._wanted = self._updates + 1
+        self._wanted = self._updated + 1
         with self._group.coordination.waiting:  # a stage waits for the other stages all through the step
             return self._stage.step(self.precision_plugin, self.microbatches, self.wire, args, kwargs)
 
@@ -204,7 +204,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
 
     def advance(self, optimizer: Optimizer) -> None:
         self.bond.updated(optimizer, self.lightning_module.trainer.current_epoch)  # type: ignore[union-attr]
-        self._updates += 1  # only now: a worker that waits for buffers waits for this update, not the next
+        self._updated += 1  # only now: a worker that waits for buffers waits for this update, not the next
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluated(self.precision_plugin.val_step_context(), self._module.validation_step, args, kwargs)
@@ -224,7 +224,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
         return {"replicas": repr(self.replicas)}
 
     def rounds(self) -> list[int]:
-        return [self._updates]
+        return [self._updated]
 
     def wanted(self) -> list[int]:
         return [self._wanted]

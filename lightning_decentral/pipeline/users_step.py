@@ -27,11 +27,8 @@ MOVING = ("transfer_batch_to_device", "on_after_batch_transfer")  # The user's h
 
 
 class TrainingStep:
-    """Runs a training step, from the user's batch to gradients in `.grad`.
-
-    Args:
-        scale: factor of the loss before its backward, for half precision.
-    """
+    """Runs a training step, from the user's batch to gradients in `.grad`. `scale`: factor of the loss before its
+    backward, for half precision."""
 
     def __init__(self, pipe: StageRunner, module: LightningModule, logs: Logs, microbatches: int, scale: float) -> None:
         self._pipe, self._module, self._logs = pipe, module, logs
@@ -109,21 +106,15 @@ class TrainingStep:
         return targets.double() / sum(call.inputs.shape[0] * self._pipe.model.length(call) for call in self.calls)
 
     def conclude(self, gradients: Sequence[Tensor], holdings: Ownership) -> tuple[Tensor, dict[Any, Any]]:
-        """Share the step's outcome with all stages, log its values, and scale the gradients in place. Collective.
+        """Share the step's outcome with all stages, log its values, and scale this stage's gradients, of losses
+        weighted by all positions, in place. Collective.
 
         Hosts exchange checksums and counts, devices their computed values: no host waits for its own device, except for
         the batch that this step began with.
 
-        Args:
-            gradients: this stage's, of losses weighted by all positions.
-
-        Returns:
-            The batch's loss, a scalar on the device, and what the step returned in addition; None for values that this
-            stage doesn't know.
-
-        Raises:
-            ValueError: the stages read different batches, or the step gave the model different inputs on two stages.
-            RuntimeError: a parameter that stands on several stages is trained on some of them only.
+        Returns the batch's loss, a scalar on the device, and what the step returned in addition; None for values that
+        this stage doesn't know. ValueError: the stages read different batches, or the step gave the model different
+        inputs on two stages. RuntimeError: a parameter of several stages is trained on some of them only.
         """
         pipe, logs = self._pipe, self._logs
         # checksum, signature (a CRC), number of values, flags of trained parameters

@@ -28,20 +28,13 @@ WARM_UP_TURNS, TURNS = 1, 3  # Timed calls of Newton-Schulz.
 
 def measure_blocks(
     root: nn.Module,
-    names: Sequence[str],
-    run: Run,
-    optimizers: Sequence[Optimizer],
+    names: Sequence[str],  # modules at whose inputs a block ends and the next begins (`partial.joints`)
+    run: Run,  # runs one forward and returns its loss
+    optimizers: Sequence[Optimizer],  # their moments change in the measurement, the weights don't
     device: torch.device,
-    done: Callable[[], None] = lambda: None,
+    done: Callable[[], None] = lambda: None,  # called after each of `WARM_UP + REPEATS` passes
 ) -> tuple[BlockCost, ...]:
-    """Measure the blocks of a training step, from the inputs to the loss; one block without names.
-
-    Args:
-        names: modules at whose inputs a block ends and the next begins (`partial.joints`).
-        run: runs one forward and returns its loss.
-        optimizers: optimizers of the parameters; their moments change in the measurement, the weights don't.
-        done: called after each of `WARM_UP + REPEATS` passes.
-    """
+    """Measure the blocks of a training step, from the inputs to the loss; one block without names."""
     members = _members(root, names, run, device)
     costs = measure(root, names, [parameter_bytes(parameters) for parameters in members], run)
     passes = [_pass(root, names, run, device, done) for _ in range(WARM_UP + REPEATS)][WARM_UP:]

@@ -28,17 +28,11 @@ DEFAULTS = {"gossip": ("strategy/codec=plain", "strategy/combine=gossip"), "comp
 
 @dataclass(frozen=True)
 class Candidate:
-    """Candidate of a plan: a method of training.
+    """Candidate of a plan: a method of training."""
 
-    Args:
-        overrides: overrides of the command line, one string.
-        title: name in tables.
-        remark: note on the forecast.
-    """
-
-    overrides: str
-    title: str
-    remark: str = ""
+    overrides: str  # overrides of the command line, one string
+    title: str  # name in tables
+    remark: str = ""  # note on the forecast
 
 
 def candidates(cluster: Cluster, model: Model, slices: int = 1) -> Iterator[Candidate]:

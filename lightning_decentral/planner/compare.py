@@ -30,18 +30,14 @@ BASES = {"adam": DDP, "adamw": DDP, "accum_adamw": "ddp, AccumAdamW", "muon": "d
 
 @dataclass(frozen=True)
 class ComparedMethod:
-    """A candidate with its forecast.
-
-    Args:
-        setting: setting with the candidate's own optimizer.
-        share: batches to the final loss of `ddp` with AdamW, divided by its own batches; inf: not reached in as many
-        batches; None: not measured.
-    """
+    """A candidate with its forecast."""
 
     candidate: Candidate
     method: Method
     forecast: StepForecast
-    setting: Setting
+    setting: Setting  # setting with the candidate's own optimizer
+    # Batches to the final loss of `ddp` with AdamW, divided by its own batches; inf: not reached in as many batches;
+    # None: not measured.
     share: float | None = None
 
     @property
@@ -118,32 +114,18 @@ class Comparison:
 
 def plan(
     setting: Setting,
-    variation: Sequence[float] = (),
+    variation: Sequence[float] = (),  # variation of the computation seconds, as in `Profile`
     *,
-    slices: int = 1,
-    also: Iterable[str] = (),
-    memory_bytes: float = inf,
-    threshold: float = THRESHOLD,
-    optimizer: str | None = None,
-    like: str | None = None,
-    say: Callable[[str], None] = lambda text: None,
+    slices: int = 1,  # slices of a sequence in a pipeline; 1 for a model without a token axis
+    also: Iterable[str] = (),  # overrides of further candidates
+    memory_bytes: float = inf,  # memory of a device
+    threshold: float = THRESHOLD,  # gain over ddp below which ddp is recommended
+    optimizer: str | None = None,  # optimizer of all methods, as in `optimizer=`; by default the profile's
+    like: str | None = None,  # kind of the model, a key of `known_losses.RECIPES`; by default the profile's recipe
+    say: Callable[[str], None] = lambda text: None,  # called with the title of each candidate before its forecast
 ) -> Comparison:
-    """Compare the forecasts of all candidates in a setting.
-
-    Args:
-        variation: variation of the computation seconds, as in `Profile`.
-        slices: slices of a sequence in a pipeline; 1 for a model without a token axis.
-        also: overrides of further candidates.
-        memory_bytes: memory of a device.
-        threshold: gain over ddp below which ddp is recommended.
-        optimizer: optimizer of all methods, as in `optimizer=`; by default the profile's.
-        like: kind of the model, a key of `known_losses.RECIPES`; by default the profile's recipe.
-        say: called with the title of each candidate before its forecast.
-
-    Raises:
-        ValueError: overrides in `also` that can't be composed; nothing measured between nodes; an optimizer whose cost
-            the profile doesn't give.
-    """
+    """Compare the forecasts of all candidates in a setting. ValueError: overrides in `also` that can't be composed;
+    nothing measured between nodes; an optimizer whose cost the profile doesn't give."""
     profiled = setting.model
     if optimizer is not None:
         setting = replace(setting, model=trained_with(profiled, optimizer))
@@ -187,11 +169,8 @@ def share_of(candidate: Candidate, optimizer: str, known: KnownLosses | None) ->
 
 
 def _best(found: Iterable[tuple[Candidate, float, float | None, float]], threshold: float) -> Candidate | None:
-    """Choose a candidate by seconds to the loss among those with a known share; else by seconds of a step.
-
-    Args:
-        found: (candidate, seconds of a step, `ComparedMethod.share`, bytes that it sends).
-    """
+    """Choose a candidate by seconds to the loss among those with a known share; else by seconds of a step. `found`:
+    (candidate, seconds of a step, `ComparedMethod.share`, bytes that it sends)."""
     rows = list(found)
     reaching = sorted((row for row in rows if row[2] not in (None, inf)), key=itemgetter(3))
     if reaching:
@@ -204,15 +183,10 @@ def _best(found: Iterable[tuple[Candidate, float, float | None, float]], thresho
 def chosen(
     found: Sequence[tuple[Candidate, float]],
     threshold: float,
-    alike: float = AS_FAST,
-    forms: Callable[[str], bool] = BASELINE.__eq__,
+    alike: float = AS_FAST,  # share of the seconds up to which candidates are equally fast
+    forms: Callable[[str], bool] = BASELINE.__eq__,  # a form of ddp? The fastest of them counts as ddp
 ) -> Candidate | None:
-    """Choose by seconds: ddp if no candidate gains enough over ddp; else the first of the fastest that do.
-
-    Args:
-        alike: share of the seconds up to which candidates are equally fast.
-        forms: whether overrides are a form of ddp, of which the fastest counts as ddp.
-    """
+    """Choose by seconds: ddp if no candidate gains enough over ddp; else the first of the fastest that do."""
     ddp, base = min((pair for pair in found if forms(pair[0].overrides)), key=itemgetter(1), default=(None, inf))
     # Two conditions: at a threshold of 0 a method as fast as ddp gains nothing.
     gaining = [(one, seconds) for one, seconds in found if seconds < base and (1 + threshold) * seconds <= base]

@@ -73,11 +73,7 @@ class Composed:
 
 @lru_cache(maxsize=256)  # cached: composing takes long, and a map of clusters has the same overrides in every cell
 def composed(overrides: str) -> Composed:
-    """Compose overrides to a strategy and an optimizer.
-
-    Raises:
-        ValueError: an override names something that doesn't exist.
-    """
+    """Compose overrides to a strategy and an optimizer. ValueError: an override names something that doesn't exist."""
     words = overrides.split()
     chosen = {key: value for key, _, value in (one.partition("=") for one in words)}
     whole = "experiment" in chosen  # the configuration chooses a strategy and an optimizer
@@ -102,11 +98,7 @@ def strategy_of(overrides: str) -> Strategy:
 
 @singledispatch
 def method_of(strategy: object, cluster: Cluster, slices: int) -> Method:
-    """Make the forecast of a strategy.
-
-    Raises:
-        ValueError: the strategy has no forecast, or can't serve the cluster.
-    """
+    """Make the forecast of a strategy. ValueError: the strategy has no forecast, or can't serve the cluster."""
     raise ValueError(f"there is no forecast for {type(strategy).__name__}: use one of this package's strategies or ddp")
 
 
@@ -194,11 +186,7 @@ def _refuse_unread(option: str, asked: object, read: object) -> None:
 
 
 def slices_of(slicing: object, slices: int) -> int:
-    """Number of slices that a sequence is cut into.
-
-    Raises:
-        ValueError: their lengths are given.
-    """
+    """Number of slices that a sequence is cut into. ValueError: their lengths are given."""
     match slicing:
         case None | Planned():
             return slices  # measured costs are known only when the training starts
@@ -221,10 +209,7 @@ def within_of(island: Island) -> Within:
 def encoding_of(codec: Codec, copies: float = 1, cliques: Cliques = Cliques.PEERS) -> Encoding:
     """Make the costs of a codec: bytes by its own formula for float32. If the profile has no seconds for it, those
     measured on a CPU are added to the seconds of unencoded messages; an unknown codec takes as long as the slowest.
-
-    Args:
-        cliques: `link.cliques_of`.
-    """
+    `cliques`: `link.cliques_of`."""
     if not codec.encodes:
         return PLAIN if copies == 1 else Encoding(wire_bytes=lambda size: copies * size, copies=copies)
 

@@ -74,20 +74,14 @@ def _floats(size_bytes: float, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class NetworkMeter:
-    """Measures collectives in process groups of a world. Collective: every worker makes the same calls.
-
-    Args:
-        sizes: bytes of the messages, ascending.
-        longest_seconds: seconds of a message after which no larger message is measured.
-        say: called with a description of the next measurement.
-    """
+    """Measures collectives in process groups of a world. Collective: every worker makes the same calls."""
 
     wire: Wire
     device: torch.device
-    sizes: Sequence[int] = SIZES
+    sizes: Sequence[int] = SIZES  # bytes of the messages, ascending
     repeats: int = 5
-    longest_seconds: float = 0.5
-    say: Callable[[str], None] = lambda text: None
+    longest_seconds: float = 0.5  # seconds of a message after which no larger message is measured
+    say: Callable[[str], None] = lambda text: None  # called with a description of the next measurement
 
     def costs(self, probes: Sequence[Probe]) -> list[LinkCost]:
         """Fit a line for every operation and probe; for exchanges one for every number of neighbours."""

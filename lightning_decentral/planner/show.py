@@ -24,13 +24,13 @@ def cells(plan: Comparison, row: ComparedMethod) -> tuple[str, ...]:
     """Table cells of one method, as text."""
     found = row.forecast
     spans = (1e3 * seconds for seconds in (found.seconds, found.p95_seconds, found.exposed_seconds))
-    milliseconds = (f"{span:.4g}" if span < 1e4 else f"{span:.0f}" for span in spans)
+    milliseconds = map(digits, spans)
     sizes = shown_bytes(found.card_bytes), shown_bytes(found.memory_bytes)
     marks = EXTRAPOLATED * found.extrapolated + REMARK * bool(row.candidate.remark) + TOO_LARGE * (not plan.fits(row))
-    return row.candidate.title, *milliseconds, *sizes, times(plan.speedup(row)), sooner(plan, row), marks
+    return row.candidate.title, *milliseconds, *sizes, times(plan.speedup(row)), speed_up(plan, row), marks
 
 
-def sooner(plan: Comparison, row: ComparedMethod) -> str:
+def speed_up(plan: Comparison, row: ComparedMethod) -> str:
     """Speed-up over the row `ddp` in time to the loss at which `ddp` with AdamW ends, as text."""
     if row.share is None or not plan.baseline.to_loss < math.inf:
         return UNKNOWN
@@ -38,7 +38,13 @@ def sooner(plan: Comparison, row: ComparedMethod) -> str:
 
 
 def times(ratio: float) -> str:
-    return f"{ratio:.2f}" if ratio < 100 else f"{ratio:.0f}"
+    return f"{ratio:.2f}" if ratio < 100 else digits(ratio, 3)
+
+
+def digits(value: float, count: int = 4) -> str:
+    """Text with so many significant digits, and zeros for more: 1687307 is 1687000."""
+    rounded = float(f"{value:.{count}g}")
+    return f"{rounded:.{count}g}" if rounded < 10**count else f"{rounded:.0f}"
 
 
 def table(plan: Comparison) -> Table:
@@ -127,10 +133,8 @@ def _gain(plan: Comparison, best: ComparedMethod) -> Iterator[str]:
             fastest = max(best.to_loss / row.to_loss for row in others) - 1
             yield f"take {best.candidate.title}: the fastest other gains {100 * fastest:.0f} %, less than the threshold"
         else:
-            times = plan.fastest_ddp.to_loss / best.to_loss
-            yield (
-                f"{best.candidate.title}: {times:.2f} times faster to that loss than {plan.fastest_ddp.candidate.title}"
-            )
+            gain = times(plan.fastest_ddp.to_loss / best.to_loss)
+            yield f"{best.candidate.title}: {gain} times faster to that loss than {plan.fastest_ddp.candidate.title}"
         return
     if plan.stay:
         fastest = max(plan.speedup(row) for row in plan.rows if row.method.equal and plan.fits(row)) - 1

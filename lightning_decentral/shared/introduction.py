@@ -1,10 +1,9 @@
 """Lines printed when training with several workers starts: the strategy's settings; optimizers better than Adam."""
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from math import log2
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -12,6 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_decentral.shared.compute.codec.codec import Codec
+
+if TYPE_CHECKING:
+    from lightning_decentral.shared.plan.known_losses import KnownLosses
 
 MUON, ACCUM = "gossip, int8, Muon", "gossip, int8, AccumAdamW"  # methods of `known_losses`
 LONGEST_WINDOW = 8  # Steps that the source of AccumAdam averages at 16 and 32 workers.
@@ -62,43 +64,59 @@ def adam_hint(optimizers: Sequence[Optimizer], workers: int, module: nn.Module |
     """Name optimizers to use instead of Adam, whose steps are shorter where each worker updates by its own gradient.
 
     Args:
-        module: the module to train; None for one with attention or embeddings, like most measured models.
+        module: that is trained, whose parameters' shapes tell what it resembles; None: a model with attention.
 
-    Returns: code with the settings in use; code for Muon alone where groups differ in weight decay; only names with
-    several optimizers or where groups differ in more; "" without Adam or with one worker.
+    Returns: code with the settings in use, of Muon alone where groups differ in weight decay, and for each kind of
+        model where the module doesn't tell; names alone with several optimizers, or groups that differ in more;
+        "" without Adam or with one worker.
     """
     adams = sorted({type(one).__name__ for one in optimizers if isinstance(one, (Adam, AdamW))})
     if not adams or workers < 2:
         return ""
-    from lightning_decentral.shared.plan.known_losses import RECIPES, known_losses, overrides_of
+    from lightning_decentral.shared.plan.known_losses import RECIPES, known_losses
 
-    attends = module is None or _attends(module)
-    alike = (one for one in known_losses() if one.kind == RECIPES["gpt" if attends else "resnet"])
-    known = min(alike, key=lambda one: abs(log2(one.workers / workers)))
+    nearest = sorted(known_losses(), key=lambda one: abs(log2(one.workers / workers)))
+    known = {name: next(one for one in nearest if one.kind == RECIPES[name]) for name in _resembled(module)}
     settings = {_settings(group) for optimizer in optimizers for group in optimizer.param_groups}
     scheduled = "keep your scheduler; give this rate to a callback that sets rates"
     start = f"{' or '.join(adams)} takes smaller steps here than under ddp. In its place ({scheduled})"
-    one_rate = len({one[:-1] for one in settings}) == 1  # without weight decay, which Muon's groups set by themselves
-    if len(optimizers) > 1 or not (one_rate if attends else len(settings) == 1):
-        names = " or ".join(name for name, fits in (("Muon", attends), ("AccumAdamW", ACCUM in known.batches)) if fits)
+    one_rate = len({one[:-1] for one in settings}) == 1  # but for decay, which Muon's groups set by themselves
+    if len(optimizers) > 1 or not (one_rate if "gpt" in known else len(settings) == 1):
+        measured = any(ACCUM in one.batches for one in known.values())
+        names = " or ".join(name for name, fits in (("Muon", "gpt" in known), ("AccumAdamW", measured)) if fits)
         return f"{start}: {names} of lightning_decentral.optim, see docs/optimizers.md"
-    if not attends:
-        reached = f"{known.kind} on {known.workers} workers: {_reached(known.share(ACCUM))}; small networks: in as many"
-        code = _accum_code(next(iter(settings)), workers, of_rate=1.0)
-        return f"{start}, from lightning_decentral.optim: `{code}` ({reached}). More: docs/optimizers.md"
+    setting = next(iter(settings)) if len(settings) == 1 else None
+    ways = [_way(recipe, one, setting, workers, alone=len(known) == 1) for recipe, one in known.items()]
+    either = f"with attention or embeddings {ways[0]}; without {ways[1]}" if ways[1:] else ways[0]
+    return f"{start}, from lightning_decentral.optim: {either}. More: docs/optimizers.md"
+
+
+def _resembled(module: nn.Module | None) -> Sequence[str]:
+    """Return the recipes whose measured optimizers suit a module: both where its parameters don't tell which."""
+    if module is None:
+        return ("gpt",)
+    embeds = any(isinstance(part, (nn.Embedding, nn.EmbeddingBag)) for part in module.modules())
+    # Matrices without embeddings may be those of a perceptron, or attend to patches of images.
+    convolves = sum(p.numel() * (1 if p.ndim > 2 else -1) for p in module.parameters() if p.ndim > 1) > 0
+    return ("gpt", "resnet") if embeds == convolves else ("gpt",) if embeds else ("resnet",)
+
+
+def _way(recipe: str, known: "KnownLosses", setting: tuple[float, ...] | None, workers: int, alone: bool) -> str:
+    """Code for a model like a recipe's, with what is known of it. `setting`: of all groups, None where they differ."""
+    from lightning_decentral.shared.plan.known_losses import overrides_of
+
+    where = f"{known.kind} on {known.workers} workers"
+    if recipe == "resnet":
+        code = f"`{_accum_code(setting, workers, of_rate=1.0)}`" if setting else "AccumAdamW"
+        return f"{code} ({where}: {_reached(known.share(ACCUM))}; small networks: in as many)"
     muon = (
-        f"{start}, from lightning_decentral.optim: `Muon(muon_groups(self), lr=2e-2, momentum=0.9)`, in recipes "
-        f"{overrides_of(MUON)} ({_reached(known.share(MUON))}; {known.kind} on {known.workers} workers)"
+        f"`Muon(muon_groups(self), lr=2e-2, momentum=0.9)`, in recipes {overrides_of(MUON)} "
+        f"({_reached(known.share(MUON))}; {where})"
     )
-    accum = _accum_code(next(iter(settings)), workers, of_rate=0.5)
-    other = f"; or `{accum}`, in recipes {overrides_of(ACCUM)} ({_reached(known.share(ACCUM))})"
-    offered = ACCUM in known.batches and len(settings) == 1
-    return f"{muon}{other if offered else ''}. More: docs/optimizers.md"
-
-
-def _attends(module: nn.Module) -> bool:
-    """Return whether the module has attention or embeddings, by the class names of its submodules."""
-    return any(re.search("attention|attn|embed", type(part).__name__, re.I) for part in module.modules())
+    if not (alone and setting and ACCUM in known.batches):
+        return muon
+    accum = _accum_code(setting, workers, of_rate=0.5)
+    return f"{muon}; or `{accum}`, in recipes {overrides_of(ACCUM)} ({_reached(known.share(ACCUM))})"
 
 
 def _accum_code(settings: tuple[float, ...], workers: int, of_rate: float) -> str:

@@ -43,7 +43,7 @@ class ReplicaStrategy(WorkersStrategy):
 
     def __init__(self, **workers: Any) -> None:
         super().__init__(**workers)
-        self.checkpoints = ReplicaCheckpoints(self, self.mean_model, self, WholeModel())
+        self.checkpoints = ReplicaCheckpoints(self, self.mean_model, WholeModel())
         self._pruned: PrunedTogether | None = None
         self.model_layout: ModelLayout = ModelLayout()
         self._trained: nn.Module | None = None
@@ -176,10 +176,6 @@ class ReplicaStrategy(WorkersStrategy):
         if self.mean_model.diverged:  # as the previous fit left them
             self.mean_model.take(*of_mean([module]))
         start_from_worker_0([*module.parameters(), *module.buffers()], self.wire.world, self.root_device)
-
-    def plan(self) -> dict[str, str]:
-        """Return, as text, the settings that a run must share with the run that it resumes."""
-        return {}
 
     def restart(self) -> None:
         """Begin the rounds anew from the parameters as they are now. Collective."""

@@ -139,6 +139,10 @@ class WorkersStrategy(DDPStrategy):
         """Return the process group of all replicas of this worker's parameters, or None. Collective."""
         return None
 
+    def plan(self) -> dict[str, str]:
+        """Return, as text, the settings that a run must share with the run that it resumes."""
+        return {}
+
     def changeable(self) -> dict[str, str]:
         """Return settings that may differ from those of the run that is resumed: a difference is reported."""
         return {}

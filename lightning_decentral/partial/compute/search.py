@@ -63,19 +63,12 @@ def search(
     module: nn.Module,
     cuts: Cuts,
     balance: Balance,
-    run_of: Callable[[nn.Module], Run],
-    decide: Decide = by_itself,
+    run_of: Callable[[nn.Module], Run],  # copy -> function to its loss on a small batch, the same each time
+    decide: Decide = by_itself,  # agrees with other workers, which all search alike and in the same order
 ) -> CutPlan:
-    """Find and verify cuts of `module`; all runs use a copy, and nothing of the module changes.
-
-    Args:
-        run_of: maps the copy to a function that returns its loss on a small batch, the same each time.
-        decide: agrees with other workers, which all search: they run alike, equally often and in the same order.
-
-    Raises:
-        ValueError: an unknown name, more cuts than blocks, a cut that fails the verification, no chain of blocks; a
-            copy that computes with parameters of the module itself.
-    """
+    """Find and verify cuts of `module`; all runs use a copy, and nothing of the module changes. ValueError: an unknown
+    name, more cuts than blocks, a cut that fails the verification, no chain of blocks; a copy that computes with
+    parameters of the module itself."""
     check_wish(cuts)
     copied = trial_copy(module)
     with uncompiled(), untouched(module):
@@ -154,11 +147,8 @@ def plan(trial: Trial, boundaries: list[str]) -> CutPlan:
 
 def joints(module: nn.Module, run_of: Callable[[nn.Module], Run]) -> tuple[str, ...]:
     """Modules at whose inputs the network may be cut: every block of the likeliest chain that can be cut between all
-    blocks, and the first module after it. Empty if there is no such chain.
-
-    Args:
-        run_of: maps a copy of the module to a function that returns its loss on a small batch, the same each time.
-    """
+    blocks, and the first module after it. Empty if there is no such chain. `run_of`: maps a copy of the module to a
+    function that returns its loss on a small batch, the same each time."""
     copied = trial_copy(module)
     with uncompiled():
         return _joints(Trial(copied, run_of(copied)), _likeliest(module))

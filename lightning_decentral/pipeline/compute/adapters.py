@@ -21,12 +21,8 @@ from lightning_decentral.shared.plan.profile import BlockCost
 
 @dataclass(frozen=True)
 class Block:
-    """One block of a `Chain`: the modules that it consists of, and its forward.
-
-    Args:
-        parts: the modules that the block consists of; other stages leave them out.
-        run: the block's forward; usually the only part itself.
-    """
+    """One block of a `Chain`: the modules of which it consists, and which other stages leave out, and its forward,
+    usually the only module itself."""
 
     parts: tuple[nn.Module, ...]
     run: Callable[[Tensor], Tensor]
@@ -159,14 +155,8 @@ def depth(module: nn.Module) -> int | None:
 
 
 def find(module: nn.Module, device: torch.device = HOST) -> Pipelined:
-    """Find the one model in `module` that a pipeline can cut, and adapt it.
-
-    Args:
-        device: the device that trains the model.
-
-    Raises:
-        ValueError: no such model, several, or one that can't be cut.
-    """
+    """Find the one model in `module` that a pipeline can cut, and adapt it. `device`: the device that trains the model.
+    ValueError: no such model, several, or one that can't be cut."""
     found = known(module)
     if len(found) != 1:
         names = ", ".join(type(part).__name__ for part, _ in found) or "none"

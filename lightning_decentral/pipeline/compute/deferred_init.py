@@ -193,11 +193,7 @@ class Deferred(TorchDispatchMode):
 
     def materialize(self, tensors: Iterable[Tensor], kept: Set[Tensor]) -> None:
         """Give memory and values to buffers and kept parameters, and an empty shape to other parameters. The tensor
-        objects stay the same.
-
-        Raises:
-            ValueError: a hook on one of the tensors, which would be lost.
-        """
+        objects stay the same. ValueError: a hook on one of the tensors, which would be lost."""
         own = [tensor for tensor in tensors if _deferred(tensor)]
         for tensor in own:
             if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:

@@ -82,23 +82,16 @@ class Recompute(Activations):
 
 
 class Stage:
-    """Runs forward and backward of one stage, chunk by chunk, in one step.
-
-    Args:
-        model: after `keep(place)`.
-        calls: one for each micro-batch.
-        slices: lengths in tokens; `(1,)` for a model without a token axis.
-        weights: computes weight gradients if the schedule splits the backward; None: the backward computes them.
-    """
+    """Runs forward and backward of one stage, chunk by chunk, in one step."""
 
     def __init__(
         self,
-        model: Pipelined,
+        model: Pipelined,  # after `keep(place)`
         place: StagePlace,
-        calls: Sequence[Call],
-        slices: Sequence[int],
+        calls: Sequence[Call],  # one for each micro-batch
+        slices: Sequence[int],  # lengths in tokens; `(1,)` for a model without a token axis
         activations: Activations,
-        weights: SplitWeights | None = None,
+        weights: SplitWeights | None = None,  # if the schedule splits the backward; None: in the backward
     ) -> None:
         self.place, self.calls = place, calls
         self.bounds = list(pairwise(accumulate(slices, initial=0)))
@@ -150,15 +143,9 @@ class Stage:
 
 @contextmanager
 def unchanged(module: nn.Module, among: str, remedy: str) -> Iterator[None]:
-    """Check that forwards in this context leave the module's buffers unchanged.
-
-    Args:
-        among: describes these forwards.
-
-    Raises:
-        ValueError: afterwards, if a buffer has changed; running statistics of norms, which a training forward doesn't
-            read, may change.
-    """
+    """Check that forwards in this context leave the module's buffers unchanged. `among`: describes these forwards.
+    ValueError: afterwards, if a buffer has changed; running statistics of norms, which a training forward doesn't read,
+    may change."""
     before = {name: buffer.detach().clone() for name, buffer in _read_buffers(module)}
     yield
     for name, buffer in _read_buffers(module):

@@ -20,12 +20,8 @@ Form = tuple[tuple[int, ...], torch.dtype, bool]  # Shape, type, and whether it 
 
 
 class Ownership:
-    """Tracks which parameters of a module this stage has, and which other stages share them.
-
-    Args:
-        module: the whole module, which contains the pipelined model.
-        over: the stages of this pipeline; None: a single stage.
-    """
+    """Tracks which parameters of a module this stage has, and which other stages share them. `module`: the whole
+    module, which contains the pipelined model. `over`: the stages of this pipeline; None: a single stage."""
 
     def __init__(self, module: nn.Module, model: Pipelined, place: StagePlace, over: Transport | None) -> None:
         self._module, self._model, self._over = module, model, over
@@ -77,11 +73,8 @@ class Ownership:
                 )
 
     def refuse_changed(self, together: bool = False) -> None:
-        """Raise RuntimeError if this stage's parameters, or their names, have changed since set-up.
-
-        Args:
-            together: raise on all stages if one stage's have changed; then collective.
-        """
+        """RuntimeError if this stage's parameters, or their names, have changed since set-up. `together`: raise on all
+        stages if one stage's have changed; then collective."""
         now, reason = self._names if self._over is None else _named(self._module), ""
         if now != self._names:
             changed = next(p for p in (*self._names, *now) if self._names.get(p) != now.get(p))
@@ -195,14 +188,8 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, str]]:
 
 
 def check_same_groups(workers: Sequence[Sequence[Sequence[Mapping[str, str]]]]) -> None:
-    """Check that one checkpoint can hold the parameter groups of all workers.
-
-    Args:
-        workers: `settings_of` each optimizer of each worker.
-
-    Raises:
-        ValueError: on all workers, the optimizers' groups have become different.
-    """
+    """Check that one checkpoint can hold the parameter groups of all workers. `workers`: `settings_of` each optimizer
+    of each worker. ValueError: on all workers, the optimizers' groups have become different."""
     for rank, others in enumerate(workers):
         for theirs, ours in zip(others, workers[0], strict=True):
             if theirs == ours:
@@ -239,11 +226,8 @@ def optimizer_whole(parts: Sequence[State], order: Sequence[str]) -> State:
 
 
 def optimizer_own(whole: State, groups: Sequence[Sequence[str]], own: Sequence[Sequence[str]]) -> State:
-    """Extract one stage's part of the whole optimizer state, by the numbers in its own optimizer.
-
-    Raises:
-        ValueError: the state has other parameter groups.
-    """
+    """Extract one stage's part of the whole optimizer state, by the numbers in its own optimizer. ValueError: the state
+    has other parameter groups."""
     sizes, wanted = [len(group["params"]) for group in whole["param_groups"]], [len(group) for group in groups]
     if sizes != wanted:
         raise ValueError(

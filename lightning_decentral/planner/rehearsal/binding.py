@@ -36,30 +36,19 @@ LOOK = 10  # Steps between two measurements of the gradients' noise.
 
 @dataclass
 class Common:
-    """State that the workers of a crew share.
+    """State that the workers of a crew share."""
 
-    Args:
-        strategy: strategy to rehearse, only read.
-        look: barrier, in some steps, at which the noise of equal workers' gradients is measured.
-        meet: barrier of all workers.
-        folder: folder for files that a module writes into its logger's folder.
-
-    Attributes:
-        way: computes gradients, of one worker after the other or of several at a time.
-        mixes: whether workers that drift have rounds.
-    """
-
-    strategy: object
+    strategy: object  # strategy to rehearse, only read
     loop: LoopSettings
     boxes: Mailboxes
     turn: OwnTurn
     quota: Quota
-    look: WorkersBarrier
-    meet: WorkersBarrier
-    folder: str
+    look: WorkersBarrier  # barrier, in some steps, at which the noise of equal workers' gradients is measured
+    meet: WorkersBarrier  # barrier of all workers
+    folder: str  # folder for files that a module writes into its logger's folder
     world: ThreadsWorld = field(default_factory=ThreadsWorld)
-    way: Way = field(default_factory=Way)
-    mixes: bool = True
+    way: Way = field(default_factory=Way)  # how gradients are computed
+    mixes: bool = True  # whether workers that drift have rounds
 
     def close(self) -> None:
         """End all waits of workers, and waits for them, future waits included."""
@@ -84,15 +73,8 @@ class Park(Callback):
 
 
 class Binding(DDPStrategy):
-    """Lightning strategy of one rehearsed worker; the module isn't wrapped.
-
-    Attributes:
-        losses: loss of each step, on the worker's own batch, before the update.
-        learning_rates: learning rate of each step, of the first parameter group.
-
-    Raises:
-        ValueError: at set-up, the module or the strategy can't be rehearsed.
-    """
+    """Lightning strategy of one rehearsed worker; the module isn't wrapped. ValueError: at set-up, the module or the
+    strategy can't be rehearsed."""
 
     member: Member
 
@@ -100,8 +82,8 @@ class Binding(DDPStrategy):
         super().__init__()
         self._place, self._common = place, common
         self._group = InProcessGroup(InProcessTransport(common.boxes, "default", place.worker, place.workers))
-        self.losses: list[Tensor] = []
-        self.learning_rates: list[float] = []
+        self.losses: list[Tensor] = []  # of each step, on the worker's own batch, before the update
+        self.learning_rates: list[float] = []  # of each step, of the first parameter group
 
     # ---- ranks -----------------------------------------------------------------------------------------------------
 

@@ -38,32 +38,20 @@ LARGEST = 0.99  # Largest correlation.
 
 @dataclass(frozen=True)
 class Drift:
-    """Differences between workers that train without messages, as a probe measured them.
+    """Differences between workers that train without messages, as a probe measured them."""
 
-    Args:
-        variance: variance of a worker's update, summed over the parameters.
-        correlation: correlation of an update with the update before.
-        curvature: curvature of the loss along the workers' differences.
-        magnitude: size of a parameter in units of its update's standard deviation, for codecs of parameters.
-        learning_rate: learning rate of these updates.
-        rate: factor of all learning rates.
-    """
-
-    variance: float
-    correlation: float
-    curvature: float
-    magnitude: float
-    learning_rate: float
-    rate: float
+    variance: float  # variance of a worker's update, summed over the parameters
+    correlation: float  # correlation of an update with the update before
+    curvature: float  # curvature of the loss along the workers' differences
+    magnitude: float  # size of a parameter in units of its update's standard deviation, for codecs of parameters
+    learning_rate: float  # learning rate of these updates
+    rate: float  # factor of all learning rates
 
     def excess(
         self, strategy: GossipStrategy, workers: int, per_node: int, learning_rate: float | Sequence[float]
     ) -> float:
-        """Excess loss: loss of the workers' own models minus the loss of their mean.
-
-        Args:
-            learning_rate: a number, for the mean over a long time at this rate; or the rates of all steps, for the end.
-        """
+        """Excess loss: loss of the workers' own models minus the loss of their mean. `learning_rate`: a number: the
+        mean over a long time at that rate; those of all steps: after the last one."""
         if isinstance(learning_rate, float):
             spread = (learning_rate / self.learning_rate) ** 2 * self.spread(strategy, workers, per_node)
         else:
@@ -74,11 +62,8 @@ class Drift:
     def spread(
         self, strategy: GossipStrategy, workers: int, per_node: int, sizes: Sequence[float] | None = None
     ) -> float:
-        """mean_i |x_i - mean_j x_j|^2 / (variance of an update), of workers that gossip.
-
-        Args:
-            sizes: sizes of all steps' updates, for the spread after the last; None: all 1, for the mean over time.
-        """
+        """mean_i |x_i - mean_j x_j|^2 / (variance of an update), of workers that gossip. `sizes`: of the updates of all
+        steps, after which it is; None: all are 1, and it is the mean over time."""
         chance, topology = torch.Generator().manual_seed(0), strategy.topology.placed(per_node)
         shape, rho = (workers, ELEMENTS * len(topology.fragments)), self.correlation
         noise = torch.randn(shape, generator=chance)

@@ -20,8 +20,7 @@ from lightning_decentral.planner.rehearsal.answer import Reached
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.excess_loss import Drift
 from lightning_decentral.planner.rehearsal.loop_settings import LoopSettings
-from lightning_decentral.planner.rehearsal.rehearsed_strategies import SendsNothing
-from lightning_decentral.planner.rehearsal.search import Found, OutOfTime, SearchCourse, search, updates
+from lightning_decentral.planner.rehearsal.search import Found, OutOfTime, SearchCourse, beyond, search, updates
 from lightning_decentral.planner.rehearsal.worker import copies_of
 from lightning_decentral.shared.plan.forecast import Cluster, Setting, drawn, forecast
 from lightning_decentral.shared.plan.network import Network
@@ -37,16 +36,10 @@ PAIRS, LONG_SECONDS = 7, 1.0
 
 @dataclass(frozen=True)
 class Ask:
-    """Arguments of `rehearse` that all methods share.
-
-    Args:
-        data: data that workers get copies of.
-        threads: number of threads that compute gradients, by the number of workers.
-        modules: modules of methods with an optimizer of their own, by overrides.
-    """
+    """Arguments that all methods share, as of `rehearse`."""
 
     module: LightningModule
-    data: Any
+    data: Any  # data that workers get copies of
     course: SearchCourse
     rates: tuple[float, ...]
     seeds: int
@@ -56,8 +49,8 @@ class Ask:
     per_node: int
     clip: float | None
     device: torch.device
-    threads: Mapping[int, int] = field(default_factory=dict)
-    modules: Mapping[str, LightningModule] = field(default_factory=dict)
+    threads: Mapping[int, int] = field(default_factory=dict)  # that compute gradients, by the number of workers
+    modules: Mapping[str, LightningModule] = field(default_factory=dict)  # of methods with an optimizer of their own
 
     def module_of(self, method: Candidate) -> LightningModule:
         return self.modules.get(method.overrides, self.module)
@@ -153,7 +146,7 @@ def threads_ratio(module: LightningModule, data: Any, workers: int, loop: LoopSe
 
     None: steps draw random numbers, or fail; training these workers then raises the error.
     """
-    given = module, copies_of(data), SendsNothing(), workers, 1
+    given = module, copies_of(data), None, workers, 1
     try:
         with Crew(*given, loop=loop) as one_by_one, Crew(*given, loop=loop, threads=threads) as some:
             pairs = [(_seconds(some), _seconds(one_by_one))]  # not counted: objects made once are made here
@@ -177,11 +170,12 @@ def rehearsed(ask: Ask, job: RehearsalJob, known: Foreknowledge | None) -> tuple
     probes = known is None or known.workers != job.workers
     first = search(partial(job.crew, ask, 0), ask.rates, replace(ask.course, probes=probes))
     found, strategy, learnt = [first, *_further(ask, job, first.rate)], job.strategy, known
-    if first.early is not None and first.early.drift is not None and isinstance(strategy, GossipStrategy):
-        measured = first.rate, first.loss, first.early.drift, first.early.excess
-        learnt = Foreknowledge(job.workers, strategy, ask.module_of(job.method), *measured)
-    predicting = known or learnt  # by its own workers if there were none before
-    foreseen = [one.foreseen(ask.course.target) for one in found]
+    came, drift = first.early or (0.0, None)
+    if drift is not None and isinstance(strategy, GossipStrategy):
+        learnt = Foreknowledge(job.workers, strategy, ask.module_of(job.method), first.rate, first.loss, drift, came)
+    predicting = known or learnt  # by itself where nobody was before
+    # Steps to the target where it is near, though not reached.
+    foreseen = [None if one.steps is not None else beyond(one.points, ask.course.target) for one in found]
     step_seconds, step_seconds_at = step_costs(ask, job)
     reached = Reached(
         job.method.title, job.method.overrides, job.workers, first.rate,

@@ -15,21 +15,13 @@ RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # Entries of a parameter group
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """Settings of a rehearsal's Trainers.
+    """Settings of a rehearsal's Trainers."""
 
-    Args:
-        clip: the Trainer's `gradient_clip_val`.
-        rate: factor of all learning rates.
-        run_steps: the Trainer's `max_steps`, for schedules as long as the run; -1: without an end.
-        seed: number added to the seed of `seed_everything`.
-        device: device of all workers.
-    """
-
-    clip: float | None = None
-    rate: float = 1.0
-    run_steps: int = -1
-    seed: int = 0
-    device: torch.device = CPU
+    clip: float | None = None  # the Trainer's `gradient_clip_val`
+    rate: float = 1.0  # factor of all learning rates
+    run_steps: int = -1  # the Trainer's `max_steps`, for schedules as long as the run; -1: without an end
+    seed: int = 0  # number added to the seed of `seed_everything`
+    device: torch.device = CPU  # device of all workers
 
 
 def loss_of(output: Any) -> Tensor:

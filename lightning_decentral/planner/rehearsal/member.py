@@ -24,54 +24,38 @@ from lightning_decentral.shared.compute.codec.codec import Codec, Plain
 from lightning_decentral.shared.compute.device import Future
 from lightning_decentral.shared.updates import Unchecked
 from lightning_decentral.shared.wire.agreement import start_from_worker_0
-from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas, of_all
+from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas
 from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage
 from lightning_decentral.shared.wire.compressed_mean import CompressedMean, ExactMean, FlatMean, InFlight
 from lightning_decentral.shared.wire.meeting.comparison import unasked
 from lightning_decentral.shared.wire.pending import Pending, Together
-from lightning_decentral.shared.wire.transport import Wire
+from lightning_decentral.shared.wire.transport import Wire, of_all
 
 
 @dataclass(frozen=True)
 class MemberPlace:
-    """One worker's rank among the workers of this process, and its functions to communicate.
-
-    Args:
-        broadcast: sends worker 0's value to all.
-        meet: barrier of all workers.
-        in_turn: makes workers go on one after the other until the next step, if threads compute gradients.
-        per_node: workers on a node.
-        steps: steps of the whole rehearsal.
-        device: device of the worker.
-    """
+    """One worker's rank among the workers of this process, and its functions to communicate."""
 
     wire: Wire
-    broadcast: Callable[[Any], Any]
-    meet: Callable[[], None]
-    in_turn: Callable[[], None]
+    broadcast: Callable[[Any], Any]  # sends worker 0's value to all
+    meet: Callable[[], None]  # barrier of all workers
+    in_turn: Callable[[], None]  # makes workers go on one by one until the next step, if threads compute gradients
     worker: int
     workers: int
-    per_node: int
-    steps: int
-    device: torch.device = CPU
+    per_node: int  # workers on a node
+    steps: int  # steps of the whole rehearsal
+    device: torch.device = CPU  # device of the worker
 
 
 class Member:
     """Base of a worker's side of a strategy, called in the order of Lightning's loop; this base sends nothing.
 
     Every call except `forward` and `backward` is collective: all workers call it, each in its thread.
-
-    Attributes:
-        drifts: whether workers differ after an update.
-        concurrent: whether the strategy does nothing within a step, so that steps of several workers may be computed
-            at a time.
-        check: the strategy's check of gradients before an update.
-        sent_bytes: bytes sent by this worker so far.
     """
 
-    drifts: ClassVar[bool] = True
-    concurrent: ClassVar[bool] = True
-    check: Unchecked = Unchecked()
+    drifts: ClassVar[bool] = True  # whether workers differ after an update
+    concurrent: ClassVar[bool] = True  # whether a step does nothing of the strategy's, so that several may be at work
+    check: Unchecked = Unchecked()  # the strategy's check of gradients before an update
 
     def begin(self) -> None:
         """Prepare the first step."""
@@ -107,7 +91,7 @@ class ReplicaMember(Member):
         self._module, self._place, self.check, self._equal = module, place, check, EqualReplicas()
 
     def begin(self) -> None:
-        self._equal.begin(self._module, of_all(self._place.wire), unasked, list)
+        self._equal.begin(self._module, of_all(self._place.wire.group), unasked, list)
 
     def mix(self) -> None:
         self._equal.advance(self._module.current_epoch)
@@ -170,7 +154,7 @@ class CodedOfFirst(CompressedMean):
     """Compressed mean that sends codes at once, and reduces them when a worker waits for the mean."""
 
     def __init__(self, codec: Codec, wire: Wire) -> None:
-        super().__init__(codec, of_all(wire), of_all(wire), CPU)
+        super().__init__(codec, of_all(wire.group), of_all(wire.group), CPU)
         self.leaving, self.owning = CallersQueue(at_once=True), CallersQueue(at_once=False)
         self.flight = NotTaken if self.over.rank else InFlight
 
@@ -188,10 +172,9 @@ class AveragingMember(ReplicaMember):
 
     def begin(self) -> None:
         super().begin()
-        wire = self._place.wire
-        hosts = wire.hosts(None)
-        assert hosts is not None
-        self._mean: FlatMean = CodedOfFirst(self._codec, wire) if self._codec.encodes else TotalOfFirst(of_all(wire))
+        wire, encodes = self._place.wire, self._codec.encodes
+        hosts = of_all(wire.hosts)
+        self._mean: FlatMean = CodedOfFirst(self._codec, wire) if encodes else TotalOfFirst(of_all(wire.group))
         self._gradients = GradientAverage(self._mean, hosts, lambda call: call(), self._bucket_bytes)
         self._equal.join(self._gradients)
         self._steps = AveragedSteps(self._gradients, self._module, self.check, lambda came: None)

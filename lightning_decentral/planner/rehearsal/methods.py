@@ -23,11 +23,8 @@ METHODS = (
 
 
 def methods_of(known: KnownLosses | None, plan: Comparison | None = None) -> tuple[Candidate, ...]:
-    """Return `ddp` and the methods that reach its loss fastest by the known losses; `METHODS` where there are none.
-
-    Args:
-        plan: comparison whose recommended method comes first; None: methods are ranked by their batches alone.
-    """
+    """`ddp`, and the fastest methods to its loss by the table of known losses; `METHODS` where it has no losses.
+    `plan`: of the setting, which has the seconds of a batch, and its choice first; by batches alone without."""
     if known is None:
         return METHODS
     if plan is None:
@@ -35,14 +32,11 @@ def methods_of(known: KnownLosses | None, plan: Comparison | None = None) -> tup
     else:
         reached = [(row.to_loss * (row is not plan.best), row.candidate) for row in plan.rows]
     order = [one for share, one in sorted(reached, key=itemgetter(0)) if share < inf and one.overrides != BASELINE]
-    first, *others = [one for one in order if _can_be_rehearsed(one)]
+    # Hooks and accumulated gradients aren't rehearsed.
+    made = {one: composed(one.overrides) for one in order}
+    order = [one for one in order if made[one].accumulated == 1]
+    first, *others = [one for one in order if getattr(made[one].strategy, "_ddp_comm_hook", None) is None]
     # A form of `ddp` is always among them: plan may name one that can't be rehearsed, as half precision.
     forms = [one for one in others if is_ddp(one.overrides)][: not is_ddp(first.overrides)]
     some = [first, *forms, *(one for one in others if one not in forms)][: MOST - 1]
     return METHODS[0], *sorted(some, key=order.index)
-
-
-def _can_be_rehearsed(candidate: Candidate) -> bool:
-    """Return whether a rehearsal supports the candidate: not with communication hooks or accumulated gradients."""
-    made = composed(candidate.overrides)
-    return made.accumulated == 1 and getattr(made.strategy, "_ddp_comm_hook", None) is None

@@ -36,11 +36,8 @@ TAKE = "take gossip, compressed, partial_backprop or ddp"
 
 @singledispatch
 def member_of(strategy: object, module: LightningModule, optimizer: Optimizer, at: MemberPlace) -> Member:
-    """Make a worker's member for this strategy, which is only read.
-
-    Raises:
-        ValueError: the strategy can't be rehearsed, or can't serve the number of workers.
-    """
+    """Make a worker's member for this strategy, which is only read; None: workers that send nothing. ValueError: the
+    strategy can't be rehearsed, or can't serve the number of workers."""
     raise ValueError(f"{type(strategy).__name__} can't be rehearsed: {TAKE}")
 
 
@@ -123,12 +120,8 @@ class CutMember(ReplicaMember):
         return self._steps.sent_bytes
 
 
-class SendsNothing:
-    """Stand-in for a strategy: workers that send nothing."""
-
-
 @member_of.register
-def _(strategy: SendsNothing, module: LightningModule, optimizer: Optimizer, at: MemberPlace) -> Member:
+def _(strategy: None, module: LightningModule, optimizer: Optimizer, at: MemberPlace) -> Member:
     return Member()
 
 

@@ -31,35 +31,20 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Found:
-    """Result of a method for one seed.
+    """Result of a method for one seed."""
 
-    Args:
-        rate: factor of the learning rates.
-        steps: steps to the target; None if the target wasn't reached.
-        points: (step, validation loss), smoothed.
-        sent_bytes: of all workers in a step, mean of the steps.
-        noise: of the gradients, in batches of a worker; None where workers drift.
-        excess: mean of the workers' own losses in the end, less the loss of their mean.
-        learning_rates: of each step.
-        trained: number of steps; fewer than requested if the target was reached or time was over.
-        early: measurement at a rate that was left behind first, where workers drift.
-        rates: number of learning rates that were trained.
-    """
-
-    rate: float
-    steps: int | None
-    points: tuple[Point, ...]
-    sent_bytes: float
-    noise: float | None
-    excess: float
-    learning_rates: tuple[float, ...]
-    trained: int
-    early: "Early | None" = None
-    rates: int = 1
-
-    def foreseen(self, target: float) -> int | None:
-        """Extrapolated steps to a target that wasn't reached; None if it isn't near."""
-        return None if self.steps is not None else beyond(self.points, target)
+    rate: float  # factor of the learning rates
+    steps: int | None  # steps to the target; None if the target wasn't reached
+    points: tuple[Point, ...]  # (step, validation loss), smoothed
+    sent_bytes: float  # of all workers in a step, mean of the steps
+    noise: float | None  # of the gradients, in batches of a worker; None where workers drift
+    excess: float  # mean of the workers' own losses in the end, less the loss of their mean
+    learning_rates: tuple[float, ...]  # of each step
+    trained: int  # steps; fewer than were asked for at the target, or where time was over
+    # Of drifting workers at the large learning rate that was left behind first, before a schedule makes steps short:
+    # (excess, differences; None where the course doesn't ask, or losses don't show them).
+    early: tuple[float, Drift | None] | None = None
+    rates: int = 1  # how many were trained
 
     @property
     def loss(self) -> float:
@@ -68,27 +53,9 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Early:
-    """Measurement of drifting workers at large learning rates, before a schedule makes steps short.
-
-    Args:
-        excess: as in `Found`.
-        drift: measured differences of the workers; None if not requested, or if losses don't show them.
-    """
-
-    learning_rate: float
-    excess: float
-    drift: Drift | None
-
-
-@dataclass(frozen=True)
 class SearchCourse:
-    """Settings that all rates and seeds are trained with: steps, target and evaluation.
-
-    Args:
-        tick: called at each mark; what it raises ends the search.
-        probes: whether workers that drift are probed, where a rate is left behind.
-    """
+    """Settings that all rates and seeds are trained with: steps, target and evaluation. `tick`: called at each mark;
+    what it raises ends the search. `probes`: whether workers that drift are probed, where a rate is left behind."""
 
     steps: int
     target: float
@@ -153,13 +120,12 @@ class Track:
             self.rate, self.reached, tuple(self.points), sent, noise, excess, learning_rates, len(learning_rates)
         )
 
-    def early(self) -> Early | None:
+    def early(self) -> tuple[float, Drift | None] | None:
         """Measure the disagreement of a crew that is no longer needed; None if its workers are equal, or diverged."""
         if self.crew.alike or self.diverged:
             return None
-        learning_rate, excess = self.crew.learning_rate, excess_now(self.crew, self.course.evaluation)
-        drift = probed(self.crew, self.course.evaluation, self.rate) if self.course.probes else None
-        return Early(learning_rate, excess, drift)
+        excess = excess_now(self.crew, self.course.evaluation)
+        return excess, probed(self.crew, self.course.evaluation, self.rate) if self.course.probes else None
 
 
 def ranked(tracks: Sequence[Track]) -> list[Track]:
@@ -233,7 +199,7 @@ def search(make: Callable[[float], Crew], rates: Sequence[float], course: Search
     """
     with ExitStack() as crews:
         left = tracks = [Track(rate, crews.enter_context(make(rate)), course) for rate in rates]
-        early: Early | None = None
+        early: tuple[float, Drift | None] | None = None
         for rung in rungs(len(rates), course.steps):
             try:
                 for track in left:

@@ -114,11 +114,7 @@ class WorkersBarrier(Barrier):
 
 
 class Quota:
-    """Number of steps that each worker may take; a worker that has taken them waits for more.
-
-    Attributes:
-        allowed: number of steps in total.
-    """
+    """Number of steps that each worker may take, `allowed` in total; a worker that has taken them waits for more."""
 
     def __init__(self, turn: ThreadTurn, workers: int) -> None:
         self._turn, self._changed = turn, Condition()
@@ -126,11 +122,7 @@ class Quota:
         self._taken: list[float] = [-1] * workers
 
     def wait(self, rank: int, taken: int) -> None:
-        """Wait in a worker that has taken `taken` steps until it may begin the next step.
-
-        Raises:
-            Ended: no further step is requested.
-        """
+        """Wait in a worker that has taken `taken` steps until it may begin the next. Ended: no further one is asked."""
         if taken >= self.allowed or self._closed:
             with self._turn.passed_on(), self._changed:
                 self._taken[rank] = taken
@@ -201,10 +193,7 @@ def map_on_threads(call: Callable[..., Result], first: Sequence[Any], *others: S
 
 class Abreast(Way):
     """Computes gradients of several workers at a time: all meet in their step, compute without turns, and meet again.
-
-    Raises:
-        ValueError: a step drew random numbers meanwhile, which can't be assigned to workers.
-    """
+    ValueError: a step drew random numbers meanwhile, which can't be assigned to workers."""
 
     def __init__(self, name: str, workers: int, turn: OwnTurn, threads: int) -> None:
         self._name, self._turn, self._places, self._step = name, turn, Semaphore(threads), -1

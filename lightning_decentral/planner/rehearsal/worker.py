@@ -45,14 +45,8 @@ class KeepsNothing(DummyLogger):
 
 
 class RehearsedWorker:
-    """Worker of a rehearsal, which trains its own copy of the module with a Trainer.
-
-    Attributes:
-        error: error that ended the worker.
-
-    Raises:
-        ValueError: the module optimizes by hand.
-    """
+    """Worker of a rehearsal, which trains its own copy of the module with a Trainer until an `error` ends it.
+    ValueError: the module optimizes by hand."""
 
     def __init__(self, module: LightningModule, data: Any, place: MemberPlace, common: Common) -> None:
         if not module.automatic_optimization:
@@ -123,10 +117,7 @@ def copies_of(data: Any) -> Callable[[int], Any]:
 
 def data_of(data: LightningDataModule | DataLoader[Any] | None) -> Any:
     """Data that workers get copies of: the loader, or the data module, set up; None: the module has its own loaders.
-
-    Raises:
-        ValueError: a data module asks for a worker's place too soon.
-    """
+    ValueError: a data module asks for a worker's place too soon."""
     if isinstance(data, LightningDataModule):
         data = copy.copy(data)
         data.trainer = AskedTooSoon(data)  # type: ignore[assignment]
@@ -138,14 +129,9 @@ def data_of(data: LightningDataModule | DataLoader[Any] | None) -> Any:
 
 
 def own_copy(value: Any, known: dict[int, Any]) -> Any:
-    """Copy an object with its counters, random generators and members; tensors, arrays and examples stay shared.
-
-    Args:
-        known: copies by the ids of their originals, which grow.
-
-    Raises:
-        ValueError: it holds an iterator, which workers of one process would share.
-    """
+    """Copy with counters, random generators and objects of its own; tensors, arrays and examples stay shared. `known`:
+    copies by the ids of their originals, which grow. ValueError: it holds an iterator, which workers of one process
+    would share."""
     if id(value) not in known:
         known[id(value)] = _new(value, known)
     return known[id(value)]

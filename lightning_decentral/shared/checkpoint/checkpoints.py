@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
@@ -23,7 +23,6 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _Su
 from lightning.pytorch.trainer.call import _interrupt
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import _TunerExitException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_decentral.shared.checkpoint import runs, store
 from lightning_decentral.shared.checkpoint.reading import Reading
@@ -34,23 +33,6 @@ from lightning_decentral.shared.refusals import refuse_backend
 from lightning_decentral.shared.wire.mean import MeanModel, mean_of_states
 
 OF_MODELS = ("state_dict", "current_model_state")  # WeightAveraging moves the module's state to the second key
-
-
-class Progress(Protocol):
-    """State of a training method (rounds, messages in flight) in a worker's own checkpoint file."""
-
-    @property
-    def keeps(self) -> bool:
-        """Return whether a worker has state that no other has: its model, or residuals of rounding."""
-
-    def rounds(self) -> list[int]:
-        """Return the number of rounds so far for each optimizer; an empty list outside of training."""
-
-    def progress_state(self) -> dict[str, Any]:
-        """Return rounds and messages in flight, as tensors and primitives."""
-
-    def load_progress_state(self, state: dict[str, Any]) -> None:
-        """Restore the rounds and messages that `progress_state` returned."""
 
 
 class Checkpoints(ABC):
@@ -101,17 +83,6 @@ class Checkpoints(ABC):
         """Return the means of these models' states over the workers. Collective."""
         kept = carried(self._module)
         return {key: mean_of_states(state, self._mean_model.mean_of, kept) for key, state in states.items()}
-
-    def _say_what_is_lost(self) -> None:
-        """Warn on resuming that a step of ReduceLROnPlateau may be lost: Lightning takes it after it has saved."""
-        configs = self._module.trainer.lr_scheduler_configs
-        monitored = dict.fromkeys(str(config.monitor) for config in configs if config.reduce_on_plateau)
-        if monitored:
-            rank_zero_warn(
-                f"resuming: ReduceLROnPlateau looks at {', '.join(monitored)}, which no checkpoint holds. If its step "
-                "was due right after the save, that step is lost, as under ddp: save within an epoch "
-                "(every_n_train_steps) to resume with the learning rates of the uninterrupted run"
-            )
 
     # ---- where we are -----------------------------------------------------------------------------------------------
 

@@ -3,17 +3,15 @@
 import os
 import uuid
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
-from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch.optim import Optimizer
 
 import lightning_decentral
 from lightning_decentral.shared.checkpoint import store
@@ -22,32 +20,12 @@ from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.worker_state import KEY
 from lightning_decentral.shared.wire.meeting.notices import one_line
 
+if TYPE_CHECKING:
+    import lightning_decentral.shared.fabric.strategy as fabric
+    import lightning_decentral.shared.setup_and_step as trainers
 
-class CheckpointedStrategy(Protocol):
-    """What saving needs of a strategy: Lightning's attributes, and this package's attributes of the workers."""
-
-    @property
-    def global_rank(self) -> int: ...
-    @property
-    def local_rank(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def is_global_zero(self) -> bool: ...
-    @property
-    def checkpoint_io(self) -> CheckpointIO: ...
-    @property
-    def lightning_module(self) -> LightningModule | None: ...
-    @property
-    def cut_off(self) -> bool: ...
-    @property
-    def drifts(self) -> bool: ...
-    @property
-    def optimizers(self) -> Sequence[Optimizer]: ...
-    def broadcast(self, obj: Any, src: int = 0) -> Any: ...
-    def gather(self, value: Any) -> list[Any]: ...
-    def plan(self) -> dict[str, str]: ...
-    def changeable(self) -> dict[str, str]: ...
+CheckpointedStrategy: TypeAlias = "trainers.WorkersStrategy | fabric.FabricWorkers"
+"""Strategies whose checkpoints are saved, under a Trainer or in a loop with Fabric."""
 
 
 def store_of(worker: CheckpointedStrategy, path: str | Path, storage_options: Any = None) -> CheckpointStore:

@@ -52,27 +52,17 @@ def checked(cls: Class) -> Class:
 
 @dataclass(frozen=True)
 class Constructor:
-    """Arguments that a constructor takes.
-
-    Args:
-        places: names of the parameters that may be positional, in order.
-        kinds: kinds of the parameters, by name.
-        defaults: remedies that name the default, by name of the parameter.
-        options: names of all parameters; None where the constructor passes others on.
-    """
+    """Arguments that a constructor takes."""
 
     owner: str
-    places: tuple[str, ...]
-    kinds: Mapping[str, ArgumentKind]
-    defaults: Mapping[str, str]
-    options: frozenset[str] | None
+    places: tuple[str, ...]  # names of the parameters that may be positional, in order
+    kinds: Mapping[str, ArgumentKind]  # kinds of the parameters, by name
+    defaults: Mapping[str, str]  # remedies that name the default, by name of the parameter
+    options: frozenset[str] | None  # names of all parameters; None where the constructor passes others on
 
     def one(self, name: str, value: Any, place: str = "") -> Any:
-        """Return the argument's value, converted; ValueError for a value of another kind.
-
-        Args:
-            place: the argument's path in a configuration, for the message.
-        """
+        """Return the argument's value, converted; ValueError for a value of another kind. `place`: the argument's path
+        in a configuration, for the message."""
         kind = self.kinds.get(name)
         if kind is None:
             return value
@@ -88,11 +78,8 @@ class Constructor:
 
 @functools.cache
 def constructor_of(target: Any, made: Callable[..., Any]) -> Constructor:
-    """Return the arguments of a class's constructor, with those of its bases where it passes options on.
-
-    Args:
-        target: a class, or a function, which is its own constructor.
-    """
+    """Return the arguments of a class's constructor, with those of its bases where it passes options on. `target`: a
+    class, or a function, which is its own constructor."""
     parameters = [p for p in inspect.signature(made).parameters.values() if p.name != "self"]
     own = {p.name: p for p in parameters}
     further = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -146,14 +133,8 @@ def shown(value: Any) -> str:
 
 
 def text_of(path: str | Path, remedy: str) -> str:
-    """Read a UTF-8 text file, without a byte order mark.
-
-    Args:
-        remedy: what to do instead, such as "give a trace".
-
-    Raises:
-        ValueError: the file can't be read, or isn't UTF-8.
-    """
+    """Read a UTF-8 text file, without a byte order mark. `remedy`: what to do instead, such as "give a trace".
+    ValueError: the file can't be read, or isn't UTF-8."""
     try:
         return Path(path).read_bytes().decode("utf-8-sig")
     except OSError as error:

@@ -175,11 +175,8 @@ def sharded_step(
     blocks: Sequence[BlockCost], gather: Price, scatter: Price, shards: int, factor: float = 1.0, whole: float = 0.0
 ) -> list[Task[str]]:
     """Return the tasks of the slowest worker, whose computation takes `factor` times as long, and of its network, under
-    FSDP. It updates 1 / shards of the parameters; whole matrices are shared out evenly.
-
-    Args:
-        whole: seconds to send shards to their matrices' owners, and as many to send them back (`whole_matrices`).
-    """
+    FSDP. It updates 1 / shards of the parameters; whole matrices are shared out evenly. `whole`: seconds to send shards
+    to their matrices' owners, and as many to send them back (`whole_matrices`)."""
     tasks: list[Task[str]] = []
     for at, block in enumerate(blocks):
         # One block is gathered ahead, so two blocks are whole at a time.

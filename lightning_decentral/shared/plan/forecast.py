@@ -107,25 +107,16 @@ class Method(ABC):
 
 @dataclass(frozen=True)
 class StepForecast:
-    """Forecast of a step.
+    """Forecast of a step."""
 
-    Args:
-        seconds: mean seconds per step over runs with stragglers.
-        p50_seconds: half of the runs need fewer seconds per step.
-        p95_seconds: 19 of 20 runs need fewer seconds per step.
-        even_seconds: seconds per step where all workers are equally fast.
-        exposed_seconds: part of `even_seconds` that a network without delay would save.
-        extrapolated: whether some price wasn't measured on such a group.
-    """
-
-    seconds: float
-    p50_seconds: float
-    p95_seconds: float
-    even_seconds: float
-    exposed_seconds: float
+    seconds: float  # mean seconds per step over runs with stragglers
+    p50_seconds: float  # half of the runs need fewer seconds per step
+    p95_seconds: float  # 19 of 20 runs need fewer seconds per step
+    even_seconds: float  # seconds per step where all workers are equally fast
+    exposed_seconds: float  # part of `even_seconds` that a network without delay would save
     card_bytes: float
     memory_bytes: float
-    extrapolated: bool
+    extrapolated: bool  # whether some price wasn't measured on such a group
 
 
 def forecast(method: Method, setting: Setting, factors: Floats) -> StepForecast:

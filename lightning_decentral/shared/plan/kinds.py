@@ -34,17 +34,11 @@ class Mismatch(ValueError):
 
 @dataclass(frozen=True)
 class ArgumentKind:
-    """Kind of values that an annotation allows.
+    """Kind of values that an annotation allows."""
 
-    Args:
-        text: name of the kind, for the error.
-        taken: function that converts a value for the constructor. Mismatch: the value is of another kind.
-        names: function that returns names of parts that may be given instead of a value.
-    """
-
-    text: str
-    taken: Callable[[Any], Any]
-    names: Callable[[], list[str]] = list
+    text: str  # name of the kind, for the error
+    taken: Callable[[Any], Any]  # converts a value for the constructor. Mismatch: it is of another kind
+    names: Callable[[], list[str]] = list  # function that returns names of parts that may be given instead of a value
 
 
 def kind_of(annotation: Any) -> ArgumentKind:

@@ -54,20 +54,15 @@ class RoundWork:
     seconds = round_seconds + received message_seconds                                  0 where nothing is received
             + bytes of the parameters (own_seconds_per_byte + received heard_seconds_per_byte)
 
-    Args:
-        codec: repr of the codec, `Plain()` for uncompressed messages.
-        round_seconds: seconds of a round that don't depend on the message's length: threads, headers, sockets.
-        message_seconds: such seconds for each neighbour's message.
-
     Raises:
         ValueError: seconds below 0.
     """
 
-    codec: str
+    codec: str  # repr of the codec, `Plain()` for uncompressed messages
     own_seconds_per_byte: float = 0.0
     heard_seconds_per_byte: float = 0.0
-    round_seconds: float = 0.0
-    message_seconds: float = 0.0
+    round_seconds: float = 0.0  # those of a round that don't depend on the message's length: threads, headers
+    message_seconds: float = 0.0  # such seconds for each neighbour's message
 
     def __post_init__(self) -> None:
         if not min(self.own_seconds_per_byte, self.heard_seconds_per_byte) >= 0:
@@ -207,18 +202,13 @@ class LinkCost:
 
 @dataclass(frozen=True)
 class Profile:
-    """Profile of model and network: all that a forecast needs.
-
-    Args:
-        variation: seconds of computation of single steps over their mean: the distribution of stragglers. Empty means
-            that every step takes equally long.
-        hosts: names of hosts and devices, for people.
-    """
+    """Profile of model and network: all that a forecast needs."""
 
     model: Model
     network: tuple[LinkCost, ...] = ()
+    # Seconds of computation of single steps over their mean: the distribution of stragglers. Empty: all equally long.
     variation: tuple[float, ...] = ()
-    hosts: Mapping[str, str] = field(default_factory=dict)
+    hosts: Mapping[str, str] = field(default_factory=dict)  # names of hosts and devices, for people
 
 
 def write(profile: Profile, path: str | Path) -> None:

@@ -132,10 +132,7 @@ class RollCall:
 
     def end_epoch(self) -> None:
         """Return when every worker has ended its epoch, or stopped, and all have taken the same number of rounds.
-
-        Raises:
-            RuntimeError: another worker waits in a collective call that this worker, at its end, will not enter.
-        """
+        RuntimeError: another worker waits in a collective call that this worker, at its end, will not enter."""
         mine = self.rounds()
         self._report(ENDED)
         self.store.set(self._key("ended"), "yes")

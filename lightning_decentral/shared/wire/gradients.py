@@ -103,12 +103,6 @@ class GradientBucket:
                 parameter.grad = torch.empty_like(parameter).copy_(mean)
 
 
-def at_the_end(loss: Tensor, call: Callable[[], None]) -> None:
-    """Run the call at the end of the next backward pass of `loss`, before other code sees the gradients."""
-    # A callback for a backward pass's end can only be queued within it.
-    loss.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(call))
-
-
 class Average:
     """Base class of averages of gradients, with which workers also learn whether any of them has news to compare."""
 
@@ -145,11 +139,8 @@ Kind = TypeVar("Kind", bound=GradientBucket)
 
 
 class Launcher(Generic[Kind]):
-    """Sends buckets in order, each as soon as its gradients and those of earlier buckets are complete.
-
-    Raises:
-        RuntimeError: in the backward pass, where a gradient grows again after it was sent.
-    """
+    """Sends buckets in order, each as soon as its gradients and those of earlier buckets are complete. RuntimeError: in
+    the backward pass, where a gradient grows again after it was sent."""
 
     def __init__(self, launch: Callable[[Kind], None], first: Callable[[], None] = lambda: None) -> None:
         self.paused = False  # gradients are only accumulated meanwhile
@@ -163,11 +154,8 @@ class Launcher(Generic[Kind]):
         self.begin(())
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Put hooks on these parameters and on no others; return whether that changed any.
-
-        Raises:
-            ValueError: a parameter has another shape or type than when it got its hook.
-        """
+        """Put hooks on these parameters and on no others; return whether that changed any. ValueError: a parameter has
+        another shape or type than when it got its hook."""
         if parameters:
             self.refuse_changed()
         if set(parameters) == self._hooks.keys():

@@ -42,19 +42,15 @@ def mean(tensors: Sequence[Tensor], over: Transport, share: float | None = None)
             rows.append([])
         rows[-1].append(result)
     for members in (m for rows in chunks.values() for m in rows):
-        _mean_in_place(members, over, share)
+        exact = torch.promote_types(members[0].dtype, torch.float32)  # half precision loses small shares
+        flat = torch.empty(sum(t.numel() for t in members), dtype=exact, device=members[0].device)  # (elements,)
+        pack(members, members, flat)
+        # Before the sum: a mask of the largest finite number stays finite.
+        flat = flat.div_(over.size) if share is None else flat.mul_(share)
+        over.all_reduce(flat).wait()
+        for tensor, part in zip(members, parts(flat, members), strict=True):
+            tensor.copy_(part)
     return results
-
-
-def _mean_in_place(tensors: Sequence[Tensor], over: Transport, share: float | None) -> None:
-    exact = torch.promote_types(tensors[0].dtype, torch.float32)  # half precision loses small shares
-    flat = torch.empty(sum(t.numel() for t in tensors), dtype=exact, device=tensors[0].device)  # (elements,)
-    pack(tensors, tensors, flat)
-    # Multiplied before the sum: a mask with the largest finite number stays finite.
-    flat = flat.div_(over.size) if share is None else flat.mul_(share)
-    over.all_reduce(flat).wait()
-    for tensor, part in zip(tensors, parts(flat, tensors), strict=True):
-        tensor.copy_(part)
 
 
 def mean_of_states(state: Mapping[str, Any], mean_of: MeanOf, carried: Collection[str] = ()) -> dict[str, Any]:

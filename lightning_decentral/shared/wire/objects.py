@@ -105,11 +105,8 @@ def gather_rows(over: Transport, tensor: Tensor, meet: Callable[[Callable[[], No
 
 def check_same_call(over: Transport, what: str) -> None:
     """Check that all workers are about to make the same collective call: a different one would be misread, or end the
-    process in the transport's own thread. Collective; one sum of two numbers.
-
-    Raises:
-        RuntimeError: on every worker, with its own call, where another worker makes a different call.
-    """
+    process in the transport's own thread. Collective; one sum of two numbers. RuntimeError: on every worker, with its
+    own call, where another worker makes a different call."""
     code = int.from_bytes(hashlib.sha256(what.encode()).digest()[:3], "big")
     sums = torch.tensor([code, code * code], device=_place(over))
     over.all_reduce(sums).wait()
@@ -126,11 +123,7 @@ def reduce_alike(
 ) -> Tensor:
     """Call `reduce(tensor, group, op)` after a check that all workers reduce the same; without a check on a device, for
     which the host would wait, and in another group. Collective. `phase` returns text on what this worker does, its kind
-    first (steps may be counted differently).
-
-    Raises:
-        RuntimeError: on every worker, where one reduces something else.
-    """
+    first (steps may be counted differently). RuntimeError: on every worker, where one reduces something else."""
     if isinstance(tensor, Tensor) and tensor.device.type == "cpu" and group is None and connected():
         kind = f"{op}, {tensor.dtype} {list(tensor.shape)}"
         check_same_call(everyone(), f"a reduction ({kind}; {phase().split()[0]})")

@@ -202,11 +202,8 @@ def _root(options: Any, rank: int) -> Any:
 
 
 def transport(group: Any, device: torch.device) -> Transport:
-    """Return the transport of `group` for tensors on `device`.
-
-    Raises:
-        ValueError: the group's backend is neither gloo nor NCCL, or its NCCL can't send and receive at once.
-    """
+    """Return the transport of `group` for tensors on `device`. ValueError: the group's backend is neither gloo nor
+    NCCL, or its NCCL can't send and receive at once."""
     if (name := group.name()) == "nccl":
         if not group._get_backend(torch.device("cuda")).supports_coalescing:  # all would receive before they send
             one_by_one = "NCCL does a round's sends and receives one by one here, and workers would wait for each other"
@@ -215,6 +212,13 @@ def transport(group: Any, device: torch.device) -> Transport:
     if name != "gloo":
         raise ValueError(f"workers communicate by gloo or nccl, got {name}: set process_group_backend to one of them")
     return GlooTransport(group) if device.type == "cpu" else StagedTransport(GlooTransport(group))
+
+
+def of_all(make: Callable[[Disjoint | None], Transport | None]) -> Transport:
+    """Make a new group of all workers, by `Wire.group` or `Wire.hosts`. Collective."""
+    made = make(None)
+    assert made is not None
+    return made
 
 
 @contextmanager

@@ -30,12 +30,6 @@ Announce = Callable[[str, ShardPlan], None]
 class Engine:
     """Replaces the calls of a module's blocks by offloaded calls, until `detach`.
 
-    Args:
-        budget_bytes: total memory budget on the device.
-        blocks: "auto", or names of modules.
-        resident: names of modules and parameters whose copies stay on the device during a whole step.
-        announce: called with every plan and the kind of its step.
-
     Raises:
         ValueError: see `blocks.find`; also for a block that is compiled, or larger than the budget.
     """
@@ -44,11 +38,11 @@ class Engine:
         self,
         module: nn.Module,
         device: OffloadDevice,
-        budget_bytes: int,
+        budget_bytes: int,  # total memory budget on the device
         *,
-        blocks: str | Sequence[str] = "auto",
-        resident: Sequence[str] = (),
-        announce: Announce = lambda kind, plan: None,
+        blocks: str | Sequence[str] = "auto",  # "auto", or names of modules
+        resident: Sequence[str] = (),  # modules and parameters whose copies stay on the device during a whole step
+        announce: Announce = lambda kind, plan: None,  # called with every plan and the kind of its step
     ) -> None:
         self.device = device
         self.plans: dict[str, ShardPlan] = {}  # plans by kind of step

@@ -21,21 +21,14 @@ Shard = tuple[int, ...]
 
 
 class Loader:
-    """Loads copies of parameters to a device, shard by shard.
-
-    Attributes:
-        hosts: the parameters themselves, by name.
-        runs: calls whose backward is still to come, the next one last.
-        log: of the step, while the step is measured.
-        in_step: whether a step's forward or backward runs.
-    """
+    """Loads copies of parameters to a device, shard by shard."""
 
     def __init__(self, device: OffloadDevice, blocks: Sequence[Sequence[str]]) -> None:
         self.device = device
-        self.hosts: dict[str, Tensor] = {}
-        self.runs: list[spill.Run] = []
-        self.log: Log | None = None
-        self.in_step = False
+        self.hosts: dict[str, Tensor] = {}  # the parameters themselves, by name
+        self.runs: list[spill.Run] = []  # calls whose backward is still to come, the next one last
+        self.log: Log | None = None  # of the step, while it is measured
+        self.in_step = False  # whether a step's forward or backward runs
         self._blocks = blocks  # the names of each block's parameters
         self._plan: ShardPlan | None = None  # without a plan every block is a shard, and none is loaded ahead
         self._next = 0  # the first of the plan's visits that may be loaded

@@ -107,12 +107,8 @@ class Moment:
 
 
 class Taken:
-    """Nested values split into their structure and their distinct tensors, in order.
-
-    Attributes:
-        tensors: the distinct tensors, until they are dropped.
-        others: the values that aren't tensors.
-    """
+    """Nested values split into their structure, their distinct `tensors`, in order, until they are dropped, and
+    `others`, which aren't tensors."""
 
     def __init__(self, values: Any) -> None:
         leaves, self._form = tree_flatten(values)

@@ -59,12 +59,14 @@ class Door:
         self._waiting = dict[asyncio.Task[None], None]()  # guests that haven't greeted, the oldest first
         self._loop = asyncio.new_event_loop()  # one thread reads all greetings
         self._loop.add_reader(self._listening, self._accept)
-        threading.Thread(target=self._run, name="lightning_decentral-door", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="lightning_decentral-door", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
-        """Stop listening and close all connections."""
+        """Stop listening and close all connections. A guest that comes afterwards is refused by the system."""
         with suppress(RuntimeError):  # it is closed already
             self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()  # else a guest could still be let in, whose messages nobody would read
         for connection in list(self._open):
             shut(connection)
 

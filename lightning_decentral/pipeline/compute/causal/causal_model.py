@@ -240,11 +240,8 @@ class Out(BaseException):
 
 
 class Hollow(nn.Module):
-    """Stand-in for a block of another stage; keeps its plain attributes, by which models choose masks.
-
-    Args:
-        pass_on: maps the hidden state to the block's result.
-    """
+    """Stand-in for a block of another stage; keeps its plain attributes, by which models choose masks. `pass_on`: maps
+    the hidden state to the block's result."""
 
     def __init__(self, block: nn.Module, pass_on: Callable[[Tensor], Any]) -> None:
         super().__init__()

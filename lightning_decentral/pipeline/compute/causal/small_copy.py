@@ -47,11 +47,8 @@ class Unfit(ValueError):
 
 
 def small_copy(kind: type, config: Any) -> Any:
-    """Make a model of this class with a shrunk configuration and random weights, in float64.
-
-    Raises:
-        Exception: whatever the class raises for the shrunk configuration.
-    """
+    """Make a model of this class with a shrunk configuration and random weights, in float64; raises what the class
+    raises for that configuration."""
     with torch.device("meta"):
         parameters = sum(p.numel() for p in kind(shrunk(config)).parameters())
     if parameters > MOST_PARAMETERS:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_decentral.shared.wire.gradients import Average, parts
 from lightning_decentral.shared.wire.meeting.comparison import MakeLayouts, TrainedLayout, TrainingComparison
 from lightning_decentral.shared.wire.objects import gather_objects
-from lightning_decentral.shared.wire.transport import Transport, Wire
+from lightning_decentral.shared.wire.transport import Transport
 
 
 class RunningBuffers:
@@ -35,11 +35,8 @@ class RunningBuffers:
     @torch.no_grad()
     def share(self, look: bool) -> None:
         """Broadcast the shared buffers. Collective. With `look`, find first which more have changed, or are new.
-
-        Raises:
-            RuntimeError: on all workers, where only some workers have a new buffer.
-        """
-        # Walking through all modules may take longer than averaging the model's gradients.
+        RuntimeError: on all workers, where only some workers have a new buffer."""
+        # To walk through all modules takes longer than many a model's gradients take to be averaged.
         buffers = dict(self._module.named_buffers()) if look or self._names else {}
         new: list[str] = []
         if look:
@@ -79,8 +76,7 @@ class RunningBuffers:
         ]
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are equal, NaN equal to NaN."""
+def _same(a: Tensor, b: Tensor) -> bool:  # NaN equal to NaN
     return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
@@ -143,10 +139,3 @@ class EqualReplicas:
             self._buffers.share((self._average is not None and self._average.any_news()) or look)
             self._sharing = False
         self.updates += 1
-
-
-def of_all(wire: Wire) -> Transport:
-    """Make a new group of all workers. Collective."""
-    made = wire.group(None)
-    assert made is not None
-    return made

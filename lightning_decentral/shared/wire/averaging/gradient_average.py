@@ -52,7 +52,7 @@ class GradientAverage(Average):
         self._forms: list[tuple[torch.Size, torch.dtype]] = []
         self._averaged: dict[nn.Parameter, int] = {}  # since their last update: the version that it would change
         self._where = where
-        self._last: tuple[Place, Tensor, Pending] | None = None  # the last average's place, sums of (code, code^2)
+        self._last: tuple[Place, int, Tensor, Pending] | None = None  # last: place, code, sums of (code, code^2)
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> None:
         """Average gradients of these parameters from the next backward pass on; known parameters cost a look-up."""
@@ -181,7 +181,7 @@ class GradientAverage(Average):
         sums[-2] = code = _code(place)
         sums[-1] = code**2
         reported = self._hosts.all_reduce(sums)
-        self._last = place, sums[-2:], reported
+        self._last = place, code, sums[-2:], reported
         self.report(sums[-3], reported)
         some = iter(used(gradients, flags, reported))  # for each gradient: whether any worker has it
         for number, bucket in enumerate(buckets):
@@ -200,9 +200,9 @@ class GradientAverage(Average):
         """Raise RuntimeError where devices were in different steps in the last average; checked late, to wait less."""
         if self._last is None:
             return
-        place, sums, reported = self._last
+        place, code, sums, reported = self._last
         reported.wait()
-        size, code = self._hosts.size, _code(place)
+        size = self._hosts.size
         # n sum c^2 > (sum c)^2 unless all are equal.
         if sums.tolist() != [size * code, size * code**2]:
             batches, updates = place

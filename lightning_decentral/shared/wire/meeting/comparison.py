@@ -120,10 +120,7 @@ class TrainingComparison:
 
     def changed(self) -> None:
         """Wait until all workers train the same parameters from the next average on. Collective, in effect.
-
-        Raises:
-            RuntimeError: another worker trains something else; the text has the first difference.
-        """
+        RuntimeError: another worker trains something else; the text has the first difference."""
 
     def begin(self) -> None:
         """Begin the next average: the trained parameters of this average are fixed."""

@@ -23,6 +23,7 @@ from lightning_decentral.shared.wire.transport import (
     Wire,
     everyone,
     new_group,
+    of_all,
     transport,
 )
 
@@ -86,10 +87,7 @@ def connect(
 
     # Calls over a group must have the same order on all workers: calls in no fixed order get different groups.
     hosts = partial(new, by="gloo", over=GlooTransport)
-    world, flags, roll = group(None), hosts(None), hosts(None)
-    assert world is not None
-    assert flags is not None
-    assert roll is not None
+    world, flags, roll = of_all(group), of_all(hosts), of_all(hosts)
     return Wire(world, flags, roll, flags.store, group, hosts, made_here.close, made_here.abandon)
 
 

@@ -82,12 +82,9 @@ class Meeting:
         return "torchrun's agent at that address" if self.hosted else "worker 0"
 
     def store(self) -> Any:
-        """Return the store that all workers have reached; its keys are the job's own.
-
-        Raises:
-            MeetingFailed: one line with the missing workers, or with the other program at this port.
-            ValueError: a worker has another number of nodes or devices; the same line on all.
-        """
+        """Return the store that all workers have reached; its keys are the job's own. MeetingFailed: one line with the
+        missing workers, or with the other program at this port. ValueError: a worker has another number of nodes or
+        devices; the same line on all."""
         _met[self.place] += 1
         end = time.monotonic() + self.timeout.total_seconds()
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -45,11 +45,7 @@ class StopAgreement:
         return self._stop is not None and self._rounds >= self._stop
 
     def tick(self) -> None:
-        """Count a round: once per round of any optimizer, on every worker.
-
-        Raises:
-            PeerLost: another worker has made no promise.
-        """
+        """Count a round: once per round of any optimizer, on every worker. PeerLost: another has made no promise."""
         with self._lock:
             self._rounds += 1
             due = self._promise is not None and self._rounds >= self._promise
