@@ -57,7 +57,7 @@ def elastic_rule(
             placed.check(one, size, weights, delay)
     except ValueError as error:
         raise ValueError(f"an elastic run may have any number of workers up to {most}; with {size}: {error}") from None
-    # Both ends of a link would need the earlier messages.
+    # Differences from earlier messages need those messages at both ends of a link, which a newcomer doesn't have.
     if codec.remembers or not (codec.complete or placed.form.differences):
         raise ValueError(
             f"{codec!r} isn't compatible with elastic: it sends differences from a neighbour's earlier messages, and "

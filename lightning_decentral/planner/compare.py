@@ -248,7 +248,7 @@ def _methods(
     say: Callable[[str], None] = lambda text: None,
 ) -> Iterator[tuple[Candidate, Method | str, Setting]]:
     """Yield each candidate with its method, or why it can't serve the cluster, and the setting with its optimizer."""
-    own = BASES.get(where.model.optimizer)  # that is the row `ddp`
+    own = BASES.get(where.model.optimizer)  # `ddp` with this optimizer is the row `ddp`
     further = [one for one in (measured(known) if known else ()) if one.title != own]
     asked = (Candidate(one, one) for one in also)
     for candidate in [*candidates(where.cluster, where.model, slices), *further, *asked]:
@@ -258,7 +258,7 @@ def _methods(
             at = replace(where, model=trained_with(profiled, made.optimizer)) if made.optimizer else where
             method = method_of(made.strategy, at.cluster, slices)
             method = Accumulated(method, made.accumulated) if made.accumulated > 1 else method
-            method.memory_bytes(at.without_network)  # no further method can need an unmeasured price
+            method.memory_bytes(at.without_network)  # raises if the method needs an unmeasured price
             yield candidate, method, at
         except ValueError as error:
             yield candidate, str(error), where

@@ -198,7 +198,7 @@ class MemberState:
         mine = replace(self.mine, seen=max(self.mine.seen, _number(view)))
         state, coming = replace(self, mine=mine, agreed=max(self.agreed, agreed)), mine.coming
         if coming and coming.number <= state.agreed and coming.number < _number(view) and mine.sender in coming.members:
-            state = state._entering(coming)  # the new view follows `coming`, which others may be in for some rounds
+            state = state._entering(coming)  # the new view follows `coming`, in which others may be
         mine = state.mine
         if view is None or view.number <= _number(mine.view) or view.number < _number(mine.coming):
             return state

@@ -225,7 +225,7 @@ class GossipForecast(Method):
             for load in loads:
                 moved = [price.seconds(copies * part) for price, copies in self._exchanged(setting, talk, load)]
                 # Codes go to owners of parts, and back. Messages inside nodes and between nodes are sent at the same
-                # time; # the gather needs all.
+                # time; the gather needs all of them.
                 ways = 2 if load.clique and talk.encoding.cliques is Cliques.OWNERS else 1
                 seconds[load] = ways * max(moved) + gathered if moved else 0.0
             own = [np.array([seconds[load] for load in one.loads]) for one in plan]

@@ -63,7 +63,7 @@ class Crew(AbstractContextManager["Crew"]):
         self._tidy = weakref.finalize(self, shutil.rmtree, folder, True)
         self._common = Common(strategy, loop, boxes, turn, Quota(turn, workers), look, meet, folder)
         self._boxes, self._steps, self.device = boxes, 0, loop.device
-        self.losses: list[Tensor] = []  # of each step [workers], each worker's on its batch, before the update
+        self.losses: list[Tensor] = []  # [workers] for each step: on the worker's batch, before the update
 
         def placed(rank: int) -> MemberPlace:
             wire, hands = in_process_wire(boxes, rank, workers), in_process_broadcast(boxes, rank, workers)
@@ -150,7 +150,7 @@ class Crew(AbstractContextManager["Crew"]):
             self._common.quota.allow(steps)
         errors = [worker.error for worker in self.workers if worker.error is not None]
         for error in errors:
-            if not isinstance(error, (ConnectionError, BrokenBarrierError)):  # errors of those that waited in vain
+            if not isinstance(error, (ConnectionError, BrokenBarrierError)):  # of waits ended by another's error
                 raise error
         rows = [worker.binding.losses for worker in self.workers]
         taken = min(map(len, rows))

@@ -54,7 +54,7 @@ class Member:
     """
 
     drifts: ClassVar[bool] = True  # whether workers differ after an update
-    concurrent: ClassVar[bool] = True  # whether a step does nothing of the strategy's, so that several may be at work
+    concurrent: ClassVar[bool] = True  # whether several workers may compute steps at once
     check: Unchecked = Unchecked()  # the strategy's check of gradients before an update
 
     def begin(self) -> None:

@@ -122,7 +122,7 @@ class Quota:
         self._taken: list[float] = [-1] * workers
 
     def wait(self, rank: int, taken: int) -> None:
-        """Wait in a worker that has taken `taken` steps until it may begin the next. Ended: no further one is asked."""
+        """Wait in a worker that has taken `taken` steps until it may begin the next. Ended: no step is left to take."""
         if taken >= self.allowed or self._closed:
             with self._turn.passed_on(), self._changed:
                 self._taken[rank] = taken
