@@ -79,7 +79,7 @@ def forecasts() -> str:
 
 
 def pipeline() -> str:
-    """Times one process in seconds, beside the bound 2 S / (S + 1)."""
+    """Times one process in seconds, compared with the bound 2 S / (S + 1)."""
     found = result("token-pipeline-width-512-length-2048-2-cores.json")["stages"][0]["rows"]
     seconds = {name: statistics.median(row[name]["seconds"] for row in found) for name in ("alone 1", *SLICES)}
     body = [[name, f"{bound(name):.2f}", f"{seconds['alone 1'] / seconds[name]:.2f}"] for name in SLICES]

@@ -54,7 +54,7 @@ def tried(name: str) -> tuple[str, str, TrialOutcome]:
 
 
 def cells(verdict: TrialOutcome, routed: bool) -> Iterator[str]:
-    assert RIGHT not in verdict.refused  # a column that would say yes of all
+    assert RIGHT not in verdict.refused  # a column with yes in all rows
     for form in (LEFT, PACKING):
         yield "refused" if form in verdict.refused else "yes"
     yield "refused" if ROUTING in verdict.refused else "yes" if routed else "-"

@@ -58,7 +58,7 @@ class Bond:
         """Wait for messages in flight and apply them; values written since the last update stay."""
 
     def note(self, written: Sequence[Tensor]) -> None:
-        """Take note of tensors that were written while the mean was swapped in, which ends now."""
+        """Take note of tensors that were written while the mean was swapped in; the mean is swapped out after this."""
 
     def share(self) -> float | None:
         """Return this worker's weight in the mean of the replicas; None: all are equal. Collective."""
