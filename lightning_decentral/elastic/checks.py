@@ -45,7 +45,7 @@ def elastic_rule(
     assert isinstance(combine, Combine)
     if elastic.asynchronous is not None and (type(combine) is not Gossip or delay != 1):
         given = f"delay={delay}" if type(combine) is Gossip else repr(combine)
-        raise ValueError(f"{given} isn't compatible with asynchronous rounds, which mix what has come: leave it out")
+        raise ValueError(f"{given} isn't compatible with asynchronous rounds, which wait for no message: leave it out")
     if len(topology.fragments) > 1:
         raise ValueError(f"{topology!r} isn't compatible with elastic, as each fragment has its own rounds: use Auto()")
     most, one = elastic.workers[1], topology.placed(1)

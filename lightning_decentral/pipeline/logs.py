@@ -93,7 +93,7 @@ class Logs:
         return list(self._others[-1]) if self._others else []
 
     def publish(self, signature: int, values: Sequence[Tensor], pipe: StageRunner) -> dict[Any, Any]:
-        """Log on every stage the values that the last stage got. Collective where the names are new.
+        """Log on every stage the values that the last stage got. Collective if the names are new.
 
         Returns:
             What the step returned in addition to its loss, on the last stage; for several micro-batches a list. On
