@@ -105,11 +105,11 @@ class Comparison:
         model, cluster = self.setting.model, self.setting.cluster
         overrides = in_full(self.best.candidate.overrides) if self.best else []
         own = self.best is not None and bool(composed(self.best.candidate.overrides).optimizer)
-        words = [one for one in model.words if not (own and one.lstrip("+~").startswith("optimizer"))]
-        unnamed = model.optimizer and not own and not any(one.startswith("optimizer=") for one in words)
+        kept = [one for one in model.words if not (own and one.lstrip("+~").startswith("optimizer"))]
+        unnamed = model.optimizer and not own and not any(one.startswith("optimizer=") for one in kept)
         optimizer = [f"optimizer={model.optimizer}"] if unnamed else []
         where = [f"trainer.num_nodes={cluster.nodes}", f"trainer.devices={cluster.per_node}"]
-        return shlex.join([*words, *overrides, *optimizer, *where])
+        return shlex.join([*kept, *overrides, *optimizer, *where])
 
 
 def plan(
@@ -159,8 +159,8 @@ def share_of(candidate: Candidate, optimizer: str, known: KnownLosses | None) ->
     """`ComparedMethod.share` of a candidate whose overrides are a measured method's, or plain `ddp`'s; else None."""
     if known is None:
         return None
-    words = set(candidate.overrides.split())
-    same = (method for method, overrides in known.overrides.items() if set(overrides.split()) == words)
+    chosen = set(candidate.overrides.split())
+    same = (method for method, overrides in known.overrides.items() if set(overrides.split()) == chosen)
     method = BASES.get(optimizer) if candidate.overrides == BASELINE else next(same, None)
     if method is None or method not in known.batches:
         return None

@@ -74,13 +74,13 @@ class Composed:
 @lru_cache(maxsize=256)  # cached: composing takes long, and a map of clusters has the same overrides in every cell
 def composed(overrides: str) -> Composed:
     """Compose overrides to a strategy and an optimizer. ValueError: an override names something that doesn't exist."""
-    words = overrides.split()
-    chosen = {key: value for key, _, value in (one.partition("=") for one in words)}
+    arguments = overrides.split()
+    chosen = {key: value for key, _, value in (one.partition("=") for one in arguments)}
     whole = "experiment" in chosen  # the configuration chooses a strategy and an optimizer
-    if not whole and sum(one.startswith("strategy=") for one in words) != 1:
+    if not whole and sum(one.startswith("strategy=") for one in arguments) != 1:
         raise ValueError(f"{overrides!r} must have one strategy=..., such as strategy=gossip strategy/topology=ring")
-    others = [one for one in words if one.lstrip("+~").startswith(("strategy/", "strategy."))]
-    config, given = ("train", words) if whole else (f"strategy/{chosen['strategy']}", others)
+    others = [one for one in arguments if one.lstrip("+~").startswith(("strategy/", "strategy."))]
+    config, given = ("train", arguments) if whole else (f"strategy/{chosen['strategy']}", others)
     try:
         with initialize_config_module("lightning_decentral.conf", version_base="1.3"):
             cfg = compose(config, given, return_hydra_config=whole)
