@@ -79,7 +79,7 @@ def forecasts() -> str:
 
 
 def pipeline() -> str:
-    """Times one process in seconds, beside the bound 2 S / (S + 1)."""
+    """Times one process in seconds, compared with the bound 2 S / (S + 1)."""
     found = result("token-pipeline-width-512-length-2048-2-cores.json")["stages"][0]["rows"]
     seconds = {name: statistics.median(row[name]["seconds"] for row in found) for name in ("alone 1", *SLICES)}
     body = [[name, f"{bound(name):.2f}", f"{seconds['alone 1'] / seconds[name]:.2f}"] for name in SLICES]
@@ -160,9 +160,9 @@ def beside() -> str:
         ["minutes of the storm, faults", *(
             f"{one['storm']['seconds'] / 60:.0f}, {sum(of.values())}" for one, of in zip(rows, faults, strict=True)
         )],
-        ["steps in a second, of those without faults", *(percent(one["share"]) for one in rows)],
+        ["steps per second over those without faults", *(percent(one["share"]) for one in rows)],
         ["workers that took part", *(percent(one["storm"]["participation"]) for one in rows)],
-        ["final loss, of that without faults", *(percent(one["storm"]["loss"] / one["calm"]["loss"]) for one in rows)],
+        ["final loss over that without faults", *(percent(one["storm"]["loss"] / one["calm"]["loss"]) for one in rows)],
     ]  # fmt: skip
     return markdown(("one of 4 killed; a storm", *ORDERS), body)
 
@@ -210,10 +210,10 @@ def stormy(found: dict[str, Any]) -> list[list[str]]:
     storm, settings = found["rows"], found["settings"]
     faults = ", ".join(f"{number} {HAPPENED[kind]}" for kind, number in storm["storm"]["faults"].items())
     return [
-        [f"{faults} ({settings['faults_per_hour']:.0f} an hour)", "steps in a second, of those without faults",
+        [f"{faults} ({settings['faults_per_hour']:.0f} an hour)", "steps per second over those without faults",
          f"{100 * storm['share']:.1f} %"],
         ["", "workers that took part", f"{100 * storm['storm']['participation']:.1f} %"],
-        ["", "final loss, of that without faults", f"{100 * storm['storm']['loss'] / storm['calm']['loss']:.1f} %"],
+        ["", "final loss over that without faults", f"{100 * storm['storm']['loss'] / storm['calm']['loss']:.1f} %"],
     ]  # fmt: skip
 
 

@@ -118,7 +118,7 @@ def step(blocks: Sequence[Block], batch: int, moved: Sequence[float], parameters
 
 
 def offloaded(blocks: Sequence[Block], batch: int) -> float:
-    """Offload alone: the last blocks' activations stay, as many as fit beside two that travel."""
+    """Offload alone: the last blocks' activations stay, as many as fit next to two that are being copied."""
     room = DEVICE_BYTES - 3 * sum(block.parameter_bytes for block in blocks)
     room -= 2 * batch * max(block.saved_bytes for block in blocks)
     moved = []

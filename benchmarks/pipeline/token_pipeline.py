@@ -2,15 +2,15 @@
 
     python benchmarks/pipeline.py
 
-Two processes of one thread each; GPT-2 over bytes, of the size that the options say. In every turn all variants take
+Two processes of one thread each; GPT-2 over bytes, of the size given by the options. In every turn all variants take
 two steps each, of which the second counts, as in training a step follows one like it; and worker 0 takes the same steps
 of the whole model alone, while worker 1 waits. They begin when the machine does nothing else, and are taken again where
 other work took a tenth of a core or more meanwhile, four times at most. A ratio is that of medians over the turns in
 which it took less, or over the half in which it took least (the system's work for our own messages is in there, too).
 All processes keep the memory that they free.
 
-A pipeline of two needs two free cores at once, so on a busy machine its seconds say little. Therefore the same is told
-once more in processor time, which waiting doesn't add to: "replayed" is the timeline of the real step with the measured
+A pipeline of two needs two free cores at once, so on a busy machine its seconds say little. Therefore results are also
+given in processor time, which doesn't include waiting: "replayed" is the timeline of the real step with the measured
 processor seconds of each action, against the whole model's. And where the rest of the bound 2 S / (S + 1) goes:
 "slicing" is what all slices cost on both stages against the whole model alone, "unevenness" what the slower stage costs
 against the mean, "seconds / replayed" what messages, waiting and other work on the machine add. "predicted" is the

@@ -8,12 +8,12 @@ twelve equal blocks, worker 1 all. A device is one core with one thread. Compare
     one after the other   a job has both cores until it is through; the half-deep worker's core waits in every iteration
     time slices           both at once, worker r of each on core r, as ranks are placed by default; the system slices
     time slices, free     both at once, the system may move workers between cores: what a GPU's processes can't do
-    complementary         both at once, the half-deep worker of one beside the deep one of the other; the system slices
-    jigsaw                the same places, and a core runs one piece at a time, the jobs in turn
+    complementary         both at once, the half-deep worker of one next to the deep worker of the other; the system
+    slices jigsaw                the same places, and a core runs one piece at a time, the jobs in turn
 
 Seconds are from the moment at which all workers have warmed up to the end of the last one's last iteration. A piece is
 forward and backward; the wait for the other worker's gradients and the update (about five percent) happen outside of a
-turn, beside the other job's piece. All ways train the same: each job's weights must be equal bit by bit at the end.
+turn, during the other job's piece. All ways train the same: each job's weights must be equal bit by bit at the end.
 """
 
 import argparse

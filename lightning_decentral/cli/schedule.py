@@ -138,8 +138,8 @@ class ScheduleAnswer:
 
 
 def chosen(kind: str, name: str, known: Mapping[str, Choice], alone: Iterable[str] = ()) -> Choice:
-    """Look up a choice by its name. `alone`: further names for the message. ValueError: an unknown one, with the known
-    ones."""
+    """Look up a choice by its name. `alone`: further names for the message. ValueError: an unknown name; the error
+    lists the known ones."""
     if name not in known:
         raise ValueError(f"there is no {kind} {name!r}: use one of {', '.join([*known, *alone])}")
     return known[name]

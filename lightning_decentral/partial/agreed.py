@@ -36,7 +36,7 @@ ROWS = 8
 def options(
     depth: DepthAssignment, cuts: Cuts, balance: Balance | None, absent: Absent | None, bucket_bytes: int | None = None
 ) -> tuple[DepthAssignment, Cuts, Balance, Absent, int | None]:
-    """Check a binding's options and fill in defaults for None. ValueError for options that no network could use."""
+    """Check options, and fill in defaults for None. ValueError for options that no network could use."""
     check_wish(cuts)
     check_bucket_bytes(bucket_bytes)
     return depth, cuts, balance or SavedBytes(), absent or Skip(), bucket_bytes

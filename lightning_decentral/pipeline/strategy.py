@@ -155,7 +155,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
         if (wire := self._group.join_groups()) is not None:
             self._groups = self._groups or StageGroups(wire, self.layout, self.root_device)
             check_same_model(module, wire.roll)
-            built = [t for t in (*module.parameters(), *module.buffers()) if not t.is_meta]  # others: drawn alike
+            built = [t for t in (*module.parameters(), *module.buffers()) if not t.is_meta]  # meta: drawn equally
             start_from_worker_0(built, wire.flags, torch.device("cpu"))
         model = pipelined(module, self.slicing, self.root_device)
         counts = self.partition.counts(*model.loads(), self.num_stages)
@@ -204,7 +204,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
 
     def advance(self, optimizer: Optimizer) -> None:
         self.bond.updated(optimizer, self.lightning_module.trainer.current_epoch)  # type: ignore[union-attr]
-        self._updated += 1  # only now: a worker that waits for buffers waits for this update, not the next
+        self._updated += 1  # only now: a worker that awaits buffers awaits this update's
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluated(self.precision_plugin.val_step_context(), self._module.validation_step, args, kwargs)

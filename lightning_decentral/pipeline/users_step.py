@@ -41,7 +41,7 @@ class TrainingStep:
 
     def read(self, batch: Any, *rest: Any) -> None:
         """Cut the batch into micro-batches and run the user's step for each, up to its call of the model. On the last
-        stage the step waits there."""
+        stage the step waits in that call."""
         model, place = self._pipe.model, self._pipe.place
         self._parts = split(batch, self._microbatches)
         self._logs.begin(self._microbatches)

@@ -184,7 +184,7 @@ def refuse_without_gate() -> None:
 
 
 def distinguished(members: Sequence[SweepMember]) -> list[SweepMember]:
-    """Give each member those of its overrides that not all members have."""
+    """Give each member its own overrides: those that not all members have."""
     shared = set.intersection(*(set(member.own_overrides) for member in members)) if len(members) > 1 else set()
     return [replace(m, own_overrides=tuple(o for o in m.own_overrides if o not in shared)) for m in members]
 

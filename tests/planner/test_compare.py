@@ -353,7 +353,7 @@ def test_it_says_where_prices_come_from() -> None:
         return [*sentences(plan(where))]
 
     card = Network(()).linked("between", 1e-4, 1e9)
-    too_dear = "inside a node priced like the network card, which is too dear: give --inside-bandwidth 200gbit"
+    too_dear = "links inside a node priced like the network card, which is too slow: give --inside-bandwidth 200gbit"
     only = replace(setting(8, 4), network=card)
     assert too_dear in said(only)
     assert "~ priced from --bandwidth, not measured" in said(only)

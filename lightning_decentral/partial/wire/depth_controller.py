@@ -81,7 +81,7 @@ class DepthController:
 
 def factors(contributors: Sequence[Sequence[int]], weights: Sequence[float]) -> list[float]:
     """Gradient factors of the boundaries between segments j and j + 1. They multiply a gradient that crossed all
-    boundaries above segment s by W / W_s. A segment that nobody trains changes nothing."""
+    boundaries above segment s by W / W_s. A segment that no worker trains changes nothing."""
     sums = [float(sum(weights[rank] for rank in ranks)) for ranks in contributors]
     assert not sums[-1] or len(contributors[-1]) == len(weights), (
         "what lies above the last boundary is trained by all workers, or by none"

@@ -39,7 +39,7 @@ class _View:
         return int(self.storage._cdata)
 
     def real(self, storages: Mapping[Key, Tensor]) -> Tensor:
-        """The same view of the storage that now has memory."""
+        """Make the same view of the storage, which has memory by now."""
         return torch.empty(0, dtype=self.dtype).set_(storages[self.key].untyped_storage(), *self.place)
 
 

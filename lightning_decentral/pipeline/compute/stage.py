@@ -91,7 +91,7 @@ class Stage:
         calls: Sequence[Call],  # one for each micro-batch
         slices: Sequence[int],  # lengths in tokens; `(1,)` for a model without a token axis
         activations: Activations,
-        weights: SplitWeights | None = None,  # if the schedule splits backwards; None: in the backward
+        weights: SplitWeights | None = None,  # if the schedule splits the backward; None: in the backward
     ) -> None:
         self.place, self.calls = place, calls
         self.bounds = list(pairwise(accumulate(slices, initial=0)))

@@ -72,7 +72,7 @@ class Situation:
 
     Args:
         seconds: seconds(tokens, context) forward of one slice on the slowest stage.
-        backward_over_forward: seconds of a backward over those of a forward.
+        backward_over_forward: seconds of a backward, divided by seconds of a forward.
         link_seconds: until the next stage has a result.
         max_tokens_in_flight: maximum of tokens whose activations the first stage may keep.
         error: of simulated steps, relative: smaller differences don't count.
@@ -120,7 +120,7 @@ def equal(length_tokens: int, num_slices: int, *, granularity: int = 1) -> tuple
 
 
 class Slicing(ABC):
-    """Policy that cuts a sequence into slices; a frozen value that knows no length."""
+    """Policy that cuts a sequence into slices; a frozen value that doesn't depend on the length."""
 
     measures: bool = False
     """True if the policy needs `situation.seconds` from measurements of the real model."""

@@ -121,7 +121,7 @@ def held_out(
             owner.prepare_data()
             owner.setup("fit")
             found = owner.val_dataloader()
-        except RuntimeError as error:  # it asks for a Trainer
+        except RuntimeError as error:  # the module or datamodule uses its Trainer
             name = type(module).__name__
             raise ValueError(f"{name} gives no validation batches by itself ({error}): give validation=") from None
     batches = list(islice(found, BATCHES)) if isinstance(found, DataLoader) else []

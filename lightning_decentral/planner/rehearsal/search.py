@@ -40,11 +40,11 @@ class Found:
     noise: float | None  # of the gradients, in batches of a worker; None where workers drift
     excess: float  # mean of the workers' own losses in the end, less the loss of their mean
     learning_rates: tuple[float, ...]  # of each step
-    trained: int  # steps; fewer than were asked for at the target, or where time was over
-    # Of drifting workers at the large learning rate that was left behind first, before a schedule makes steps short:
-    # (excess, differences; None where the course doesn't ask, or losses don't show them).
+    trained: int  # steps taken; fewer than asked for if the target was reached, or time ran out
+    # Of drifting workers at the first large learning rate that the search left, before a schedule shortens steps:
+    # (excess loss, differences; None if the course doesn't ask for them, or losses don't show them).
     early: tuple[float, Drift | None] | None = None
-    rates: int = 1  # how many were trained
+    rates: int = 1  # number of rates that were trained
 
     @property
     def loss(self) -> float:

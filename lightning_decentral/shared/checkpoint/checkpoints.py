@@ -112,7 +112,7 @@ class Checkpoints(ABC):
 
 
 def launched_by(strategy: Strategy, start_method: str) -> Any:
-    """Return a launcher that continues the W&B runs of a checkpoint; of forked or spawned workers one that saves no
+    """Return a launcher that continues the W&B runs of a checkpoint and, with forked or spawned workers, saves no
     untrained model on an exception."""
     if start_method == "popen":
         given: Any = strategy

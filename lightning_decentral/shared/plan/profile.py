@@ -164,7 +164,7 @@ class LinkCost:
 
     Args:
         operation: `all_reduce`, `exchange` (every worker sends messages and receives as many), `all_gather`,
-            `reduce_scatter` (the bytes of these two are those of all parts together), `broadcast`.
+            `reduce_scatter` (for these two, bytes are the sum of all parts), `broadcast`.
         reach: `inside` one node or `between` nodes.
         workers: number of workers of one group.
         flows: number of groups that run at the same time and share a network card.

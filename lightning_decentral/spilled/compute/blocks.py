@@ -47,7 +47,7 @@ def moved(name: str) -> ValueError:
 
 @contextmanager
 def placed(places: Iterable[ParameterPlace], tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Put tensors in the places of the parameters with their names, and restore the former ones afterwards."""
+    """Put tensors in the places of the parameters with their names, and restore the parameters afterwards."""
     before = [(place, place.held) for place in places if place.name in tensors]  # restored afterwards
     try:
         for place, _ in before:

@@ -166,7 +166,7 @@ class Run:
             self._arriving = self._loader.device.fetch(self._kept.land())
 
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return gradients of the inputs; those of the parameters are being sent to the host."""
+        """Return gradients of the inputs; gradients of the parameters are being sent to the host."""
         if self._kept is None:
             raise RuntimeError(
                 f"a second backward through block {self._block.name}, whose inputs the first backward used up: "

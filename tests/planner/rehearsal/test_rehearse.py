@@ -369,13 +369,13 @@ def test_minutes_that_are_too_few_are_said_with_what_would_fit() -> None:
     half = dict.fromkeys(jobs[:2], 0.5)
     fitted = _fitted(ask, half, Clock(1.0), heard.append)
     assert fitted.course.steps == 53
-    few = "can't be answered in 1 minutes; would fit: "
-    assert heard[-1] == f"what needs more than 53 steps {few}minutes=2"
+    few = "can't be reached in 1 minutes; would fit: "
+    assert heard[-1] == f"a target that needs more than 53 steps {few}minutes=2"
     _fitted(ask, half | dict.fromkeys(jobs[2:], 2.0), Clock(2.0), heard.append)
-    many = "can't be answered in 2 minutes; would fit: minutes=10, or 2 of the 4 trainings, workers=2"
-    assert heard[-1] == f"what needs more than 21 steps {many}"
+    many = "can't be reached in 2 minutes; would fit: minutes=10, or 2 of the 4 trainings, workers=2"
+    assert heard[-1] == f"a target that needs more than 21 steps {many}"
     _fitted(ask, dict.fromkeys(jobs[2:], 1.0), Clock(1.0), heard.append)
-    assert heard[-1] == f"what needs more than 26 steps {few}minutes=4, or about 2 workers"
+    assert heard[-1] == f"a target that needs more than 26 steps {few}minutes=4, or about 2 workers"
     assert _fitted(ask, dict.fromkeys(jobs[2:], 9.0), Clock(1.0), heard.append).course.steps == 10
     assert heard[-1] == "not even 10 steps of each fit: each method ends with its share of the minutes"
 

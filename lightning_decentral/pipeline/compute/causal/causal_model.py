@@ -101,7 +101,7 @@ class CausalModel(Pipelined):
         given = {k: v for k, v in {**bound, **bound.get("kwargs", {})}.items() if k not in ("self", "kwargs")}
         refuse_foreign(type(self.module).__name__, given)
         mask, positions = given.get("attention_mask"), given.get("position_ids")
-        # A model that keeps keys and values separates no documents itself, nor does it here.
+        # With keys and values kept, transformers doesn't separate documents either.
         caching = self._config.use_cache if given.get("use_cache") is None else given["use_cache"]
         documents = documents_of(positions) if positions is not None and mask is None and not caching else None
         if mask is not None and hides_nothing(mask):

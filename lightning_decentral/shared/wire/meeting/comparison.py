@@ -112,7 +112,7 @@ class TrainingComparison:
     """Compares trained parameters between workers, for averages; the base class is for a single worker."""
 
     def changed(self) -> None:
-        """Wait until all workers train what this worker trains from the next average on. Collective, in effect.
+        """Wait until all workers train the same parameters from the next average on. Collective, in effect.
         RuntimeError: another worker trains something else; the text has the first difference."""
 
     def begin(self) -> None:
