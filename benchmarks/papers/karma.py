@@ -193,7 +193,7 @@ def row() -> Row:
         ),
         cannot_compare="Their six models and batches, which the abstract doesn't name, and several nodes: `spilled` "
         "is for one device. Their baselines are measured programs, ours a simulated ideal.",
-        contradicts="Recomputing everything, as `spilled` does, loses 13 to 19 % on VGG-16, U-Net and WRN-28-10, whose "
+        contradicts="Recomputing everything, as `spilled` does, loses 13 to 19 % on VGG-16, U-Net and WRN-28-10. Their "
         "layers compute longer than their activations travel. KARMA chooses by layer; the better of both for each "
         "model is 1.34 to 1.49 x.",
         further=(
