@@ -124,9 +124,9 @@ def row() -> Row:
         cannot_compare="BLEU and top-1 themselves: Transformer and ResNet-50 take days of 16 to 32 GPUs. "
         "100 steps are 25 windows of AccumAdam; gains of long training can't show.",
         contradicts="All-reduce leads by 0.26 at the best rate. Where its own is 3 x off, 0.09 to 0.17 are left: one "
-        "rate can hide most of a gap, but none of the three puts the ring ahead. There AccumAdam is ahead of Adam by 0.10 "
-        "at 0.001, and behind at 0.003 and 0.009: the authors' gain is one at their rate. Over 1,080 steps AccumAdam "
-        "helps all-reduce, too.",
+        "rate can hide most of a gap, but none of the three puts the ring ahead. There AccumAdam is ahead of Adam "
+        "by 0.10 at 0.001, and behind at 0.003 and 0.009: the authors' gain is one at their rate. Over 1,080 steps "
+        "AccumAdam helps all-reduce, too.",
         further=(
             *((f"{method}, rate {RECIPE_RATE * rate:.3g}: loss", losses[method][f"{rate:.3g}"])
               for method in METHODS for rate in sorted(RATES)),
